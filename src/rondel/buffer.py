@@ -1,0 +1,218 @@
+"""Between Filter and Train: admission, windowed FIFO, refunds, the ledger. The only file that knows S.
+
+    admit ──> waiting ──claim──> rolling ──put──> finished ──take──> taken ──advance──> trained
+                                    └──drop──> filtered(rule) | failed(reason)   (the place is refunded)
+
+P groups per step · S max_staleness · W window · v version served (counts consumed batches) · live = admitted - dropped
+Admit while live < (v + S + 1)·P - (W - 1); take only numbers < W above the oldest unconsumed one. A group is overtaken by
+at most W - 1 younger ones, so it is consumed at index <= (its rank among the live) + W - 1 < (v + S + 1)·P: lag <= S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+
+from rondel.words.errors import LawError, StalledError, UserError
+from rondel.words.events import Admitted, Warned, emit
+from rondel.words.types import Group, Slot, Task
+
+
+class Buffer:
+    """All flow control of the system.
+
+    groups_per_step  P, groups in one training step
+    max_staleness    S, how many versions may pass between a group's admission and its training; 0 is synchronous
+    window           W, how far `take` may look past an unfinished group; must be 1 when S = 0
+    max_refills      a step gives up refilling after this many times P dropped groups
+    patience         seconds without any change after which a wait is an error (law 10)
+    """
+
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        max_staleness: int = 0,
+        window: int = 1,
+        version: int = 0,
+        max_refills: int = 20,
+        patience: float = 1800.0,
+    ) -> None:
+        if not 1 <= window <= max(1, max_staleness * groups_per_step + 1):
+            raise UserError(
+                f"loop.window = {window}, but with max_staleness = {max_staleness} and groups_per_step = {groups_per_step} "
+                f"it must lie in [1, {max_staleness * groups_per_step + 1}]; leave it at 'auto'"
+            )
+        self.groups_per_step, self.max_staleness, self.window = groups_per_step, max_staleness, window
+        self.version, self.max_refills, self.patience = version, max_refills, patience
+        self.admitted = 0  # also the next admission number
+        self.refunded = 0
+        self.trained = 0
+        self.filtered: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self._waiting: deque[Slot] = deque()
+        self._rolling: dict[int, Slot] = {}
+        self._finished: dict[int, Group] = {}
+        self._taken: dict[int, Group] = {}
+        self._dropped_since_take = 0
+        self._closed = False
+        self._changed = asyncio.Condition()
+
+    # -- the feed's side -------------------------------------------------------------------------
+
+    @property
+    def live(self) -> int:
+        return self.admitted - self.refunded
+
+    def has_room(self) -> bool:
+        limit = (self.version + self.max_staleness + 1) * self.groups_per_step - (self.window - 1)
+        return self.live < limit and not self._exhausted()
+
+    async def admit(self, task: Task) -> Slot:
+        """Wait until the inequality holds, then give the task its number and its birth version."""
+        async with self._changed:
+            await self._until(self.has_room, who="feed", waits_for="room in the buffer")
+            slot = Slot(self.admitted, task, self.version)
+            self.admitted += 1
+            self._waiting.append(slot)
+            self._changed.notify_all()
+        emit(Admitted(slot.number, task.id, slot.born))
+        return slot
+
+    async def close(self) -> None:
+        """No more tasks will come: what is in flight is finished, and the last batch may be short."""
+        async with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # -- the rollouts' side ----------------------------------------------------------------------
+
+    async def claim(self) -> Slot | None:
+        """The next slot to work on; None once the tasks have ended."""
+        async with self._changed:
+            await self._until(lambda: self._waiting or self._closed, who="roll", waits_for="a task")
+            if not self._waiting:
+                return None
+            slot = self._waiting.popleft()
+            self._rolling[slot.number] = slot
+            return slot
+
+    async def put(self, slot: Slot, group: Group) -> None:
+        async with self._changed:
+            self._leave_rolling(slot)
+            self._finished[slot.number] = group
+            self._changed.notify_all()
+
+    async def drop(self, slot: Slot, reason: str, *, failed: bool = False) -> None:
+        """The group ends here; its place is refunded, so the feed admits another task."""
+        async with self._changed:
+            self._leave_rolling(slot)
+            (self.failed if failed else self.filtered)[reason] += 1
+            self.refunded += 1
+            self._dropped_since_take += 1
+            self._changed.notify_all()
+
+    def _leave_rolling(self, slot: Slot) -> None:
+        if self._rolling.pop(slot.number, None) is None:
+            raise LawError(f"group {slot.number} was given back, but nobody had claimed it (law 1)")
+
+    # -- the learner's side ----------------------------------------------------------------------
+
+    async def take(self) -> list[Group]:
+        """The next P finished groups, oldest first within the window; fewer only at the end or when refills ran out."""
+        if self._taken:
+            raise LawError("take() before the groups of the last step were advanced (law 1)")
+        picked: list[Group] = []
+        async with self._changed:
+            while len(picked) < self.groups_per_step:
+                await self._until(lambda: self._next() is not None or self._idle(), who="learner", waits_for="finished groups")
+                if (number := self._next()) is None:
+                    break
+                picked.append(self._taken.setdefault(number, self._finished.pop(number)))
+            self._explain_short(picked)
+            self._dropped_since_take = 0
+        for group in picked:
+            if self.version - group.born > self.max_staleness:
+                raise LawError(f"group {group.id} is {self.version - group.born} versions old; at most {self.max_staleness} are allowed (law 2)")
+        return picked
+
+    async def advance(self, version: int, *, failed: str = "") -> None:
+        """The step is over and `version` serves. `failed` names why the taken groups were not trained, if so.
+
+        A failed batch was consumed all the same, so its places are not refunded: v counts batches.
+        """
+        async with self._changed:
+            if failed:
+                self.failed[failed] += len(self._taken)
+            else:
+                self.trained += len(self._taken)
+            self._taken.clear()
+            self.version = version
+            self.check()
+            self._changed.notify_all()
+
+    def _next(self) -> int | None:
+        unconsumed = [s.number for s in self._waiting] + [*self._rolling, *self._finished]
+        if not unconsumed or not self._finished:
+            return None
+        head = min(unconsumed)
+        number = min(self._finished)
+        return number if number < head + self.window else None
+
+    def _exhausted(self) -> bool:
+        return self._dropped_since_take > self.max_refills * self.groups_per_step
+
+    def _idle(self) -> bool:
+        """Nothing more will come for this step."""
+        return (self._closed or self._exhausted()) and not self._waiting and not self._rolling and not self._finished
+
+    def _explain_short(self, picked: list[Group]) -> None:
+        if not self._exhausted():
+            return
+        reasons = ", ".join(f"{n} {r}" for r, n in (self.filtered + self.failed).most_common(3))
+        if not picked:
+            raise UserError(
+                f"no group survived the filters: {self._dropped_since_take} were dropped in one step ({reasons}). There is no signal to train on: "
+                "try an easier task, a larger group_size, or look at the rewards with `rondel view`"
+            )
+        emit(Warned(f"a short batch of {len(picked)} groups: {self._dropped_since_take} were dropped in one step ({reasons})"))
+
+    # -- the ledger ------------------------------------------------------------------------------
+
+    def ledger(self) -> dict[str, int]:
+        """Law 1: issued = trained + filtered + failed + in flight."""
+        in_flight = len(self._waiting) + len(self._rolling) + len(self._finished) + len(self._taken)
+        return {
+            "issued": self.admitted,
+            "trained": self.trained,
+            "in_flight": in_flight,
+            **{f"filtered/{rule}": n for rule, n in self.filtered.items()},
+            **{f"failed/{reason}": n for reason, n in self.failed.items()},
+        }
+
+    def check(self) -> None:
+        book = self.ledger()
+        if 2 * book["issued"] != sum(book.values()):
+            raise LawError(f"the ledger does not balance (law 1): {book}")
+
+    def in_flight(self) -> list[Slot]:
+        """Slots admitted and not yet finished, oldest first."""
+        return sorted([*self._waiting, *self._rolling.values()], key=lambda s: s.number)
+
+    def finished(self) -> list[Group]:
+        return [self._finished[n] for n in sorted(self._finished)]
+
+    # -- waiting ---------------------------------------------------------------------------------
+
+    async def _until(self, ready: Callable[[], object], *, who: str, waits_for: str) -> None:
+        while not ready():
+            try:
+                async with asyncio.timeout(self.patience):  # wait_for may swallow a cancellation on Python 3.11
+                    await self._changed.wait()
+            except TimeoutError as error:
+                rolling = sorted(self._rolling)
+                raise StalledError(
+                    f"{who} waits for {waits_for} since {self.patience:.0f} s without any change; "
+                    f"{len(self._waiting)} tasks unclaimed, rolling {rolling[:8]}, {len(self._finished)} finished, version {self.version}"
+                ) from error

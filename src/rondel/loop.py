@@ -1,0 +1,81 @@
+"""The loop: Generate -> Score -> Filter -> Train -> Sync, joined by one buffer. No mode in it: a mode is three values."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+
+from rondel.buffer import Buffer
+from rondel.runtime.telemetry.spans import Laps
+from rondel.words.events import GroupFinished, GroupsTaken, StepDone, emit
+from rondel.words.types import Failed, Group, Slot, Task, Verdict
+
+
+async def feed(tasks: AsyncIterator[Task], buffer: Buffer) -> None:
+    """Offer tasks for ever; all flow control of the system is in this wait."""
+    async for task in tasks:
+        await buffer.admit(task)
+    await buffer.close()
+
+
+async def roll(
+    buffer: Buffer,
+    attempt: Callable[[Slot], Awaitable[Group]],
+    score: Callable[[Group], Awaitable[None]],
+    judge: Callable[[Group], Verdict],
+) -> None:
+    """One lane of Generate -> Score -> Filter."""
+    while slot := await buffer.claim():
+        group = await attempt(slot)  # G trajectories at once; failures are data
+        await score(group)
+        verdict = judge(group)
+        emit(_finished(group, verdict))
+        await (buffer.put(slot, group) if verdict.keep else buffer.drop(slot, verdict.reason, failed=verdict.failed))
+
+
+async def learn(buffer, prepare, trainer, engine, devices, sync, algo, steps: Iterable[int], milestone) -> None:
+    """Train -> Sync, once for each step. `milestone(step, version)` evaluates and checkpoints between two versions."""
+    for step in steps:
+        clock = Laps()
+        groups = await buffer.take()
+        clock.lap("wait")
+        if not groups:
+            return
+        emit(GroupsTaken(step, buffer.version, groups))
+        batch = await prepare(groups)  # advantages, pack; annotators that need an engine run here
+        clock.lap("prepare")
+        async with devices.training():  # Shared: requests parked, memory handed over.  Split: nothing
+            clock.lap("hand_over")
+            stats = await trainer.step(batch, algo)
+            clock.lap("train")
+            version = await sync(trainer, engine)  # nothing runs between the update and its commit
+            clock.lap("sync")
+        await milestone(step, version)
+        clock.lap("milestone")
+        await buffer.advance(version, failed="" if stats.stepped else stats.note)
+        emit(StepDone(step, version, stats.metrics, clock.seconds(), buffer.ledger(), stats.note))
+
+
+async def run(tasks, buffer, *, attempt, score, judge, prepare, trainer, engine, devices, sync, algo, steps, milestone) -> None:
+    """One feed, (S + 1)·P rolling lanes and the learner; ends with the learner, and the first error ends all."""
+    async with asyncio.TaskGroup() as crew:
+        lanes = [crew.create_task(feed(tasks, buffer), name="feed")]
+        for lane in range((buffer.max_staleness + 1) * buffer.groups_per_step):
+            lanes.append(crew.create_task(roll(buffer, attempt, score, judge), name=f"roll-{lane}"))
+        await learn(buffer, prepare, trainer, engine, devices, sync, algo, steps, milestone)
+        for lane in lanes:
+            lane.cancel()
+
+
+def _finished(group: Group, verdict: Verdict) -> GroupFinished:
+    return GroupFinished(
+        number=group.id,
+        task=group.task.id,
+        born=group.born,
+        kept=verdict.keep,
+        reason=verdict.reason,
+        rewards=group.rewards,
+        lengths=[t.written for t in group.trajectories],
+        failed=sum(isinstance(t.score, Failed) for t in group.trajectories),
+        truncated=sum(t.finish_reason == "length" for t in group.trajectories),
+    )

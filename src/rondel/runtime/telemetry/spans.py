@@ -1,0 +1,29 @@
+"""Time accounts: a step cut into laps that add up to the step by construction (law 13)."""
+
+from __future__ import annotations
+
+import time
+
+
+class Laps:
+    """A stopwatch over one worker's time: every moment belongs to exactly one lap.
+
+    >>> clock = Laps()
+    >>> clock.lap("wait"); clock.lap("train")
+    >>> sorted(clock.seconds())
+    ['step', 'train', 'wait']
+    """
+
+    def __init__(self) -> None:
+        self._started = self._last = time.perf_counter()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """The time since the last lap belongs to `name`."""
+        now = time.perf_counter()
+        self._laps[name] = self._laps.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def seconds(self) -> dict[str, float]:
+        """Every lap, and `step`, their sum."""
+        return {**self._laps, "step": self._last - self._started}

@@ -1,0 +1,69 @@
+"""One flat family of errors; each names the boundary it crossed and carries the remedy in its text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class RondelError(Exception):
+    """Every error that is not a bug of ours. The command line prints its text as one line, without a traceback."""
+
+
+class UserError(RondelError, ValueError):
+    """Something in the recipe, the data or the call: text = the value, the rule, the remedy."""
+
+
+class ConfigError(UserError):
+    """A recipe that cannot mean what it says."""
+
+
+class DataError(UserError):
+    """Tasks that cannot be read."""
+
+
+class ModelError(UserError):
+    """A model that cannot be loaded, or that the attention of this house cannot carry."""
+
+
+class RewardError(RondelError):
+    """A reward broke: becomes `Failed`, is counted, and is never the number 0."""
+
+
+class EnvError(RondelError):
+    """An environment broke: becomes `EnvFault`."""
+
+
+class EngineError(RondelError):
+    """The engine refused or could not serve."""
+
+
+class SyncError(RondelError):
+    """A weight update did not arrive whole."""
+
+
+class TrainError(RondelError):
+    """The trainer could not step; the batch is dumped for `rondel replay`."""
+
+
+class CheckpointError(RondelError):
+    """A checkpoint that cannot be written or read."""
+
+
+class LawError(RondelError):
+    """An invariant of the house was broken. Always a bug; never ignored."""
+
+
+class StalledError(RondelError):
+    """A wait passed its deadline: "A waits for B since t"."""
+
+
+@contextmanager
+def boundary(error: type[RondelError], what: str) -> Iterator[None]:
+    """Anything raised inside becomes `error`, prefixed with what was being crossed. Our own errors pass unchanged."""
+    try:
+        yield
+    except RondelError:
+        raise
+    except Exception as cause:
+        raise error(f"{what}: {type(cause).__name__}: {cause}") from cause

@@ -1,0 +1,142 @@
+"""Typed events of the journal. A stage emits; it never imports a logger. Subscribers read: journal, telemetry, progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rondel.words.types import Group
+
+
+@dataclass(slots=True)
+class Event:
+    """Base of all events; the journal adds time and sequence number."""
+
+
+@dataclass(slots=True)
+class RunStarted(Event):
+    folder: str
+    config_hash: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Resumed(Event):
+    """Supersedes every event after `step` that the journal already holds."""
+
+    step: int
+    version: int
+    checkpoint: str
+
+
+@dataclass(slots=True)
+class Admitted(Event):
+    number: int
+    task: str
+    version: int
+
+
+@dataclass(slots=True)
+class GroupFinished(Event):
+    """A group left Filter: kept, or dropped with its reason."""
+
+    number: int
+    task: str
+    born: int
+    kept: bool
+    reason: str
+    rewards: list[float]
+    lengths: list[int]
+    failed: int = 0
+    truncated: int = 0
+
+
+@dataclass(slots=True)
+class GroupsTaken(Event):
+    """Consumed by the learner. The group objects go to the rollout store; the journal keeps the numbers."""
+
+    step: int
+    version: int
+    groups: list[Group]
+
+
+@dataclass(slots=True)
+class StepDone(Event):
+    step: int
+    version: int
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+    ledger: dict[str, int]
+    note: str = ""
+
+
+@dataclass(slots=True)
+class Synced(Event):
+    version: int
+    root: str
+    seconds: float
+    bytes_copied: int
+    probe_gap: float
+
+
+@dataclass(slots=True)
+class Evaluated(Event):
+    step: int
+    version: int
+    profile: str
+    score: float
+    low: float
+    high: float
+    n: int
+    request: dict[str, Any]
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Checkpointed(Event):
+    step: int
+    version: int
+    path: str
+    seconds: float
+
+
+@dataclass(slots=True)
+class Generating(Event):
+    """A heartbeat of the engine while it works: what the progress line shows between steps."""
+
+    running: int
+    waiting: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Warned(Event):
+    """Something a person should know; printed once and kept."""
+
+    message: str
+
+
+@dataclass(slots=True)
+class RunEnded(Event):
+    step: int
+    version: int
+    reason: str
+    seconds: float
+
+
+_subscribers: list[Callable[[Event], None]] = []
+
+
+def emit(event: Event) -> None:
+    """Hand an event to every reader, in the order in which they subscribed."""
+    for reader in tuple(_subscribers):
+        reader(event)
+
+
+def subscribe(reader: Callable[[Event], None]) -> Callable[[], None]:
+    """Add a reader; call the result to remove it."""
+    _subscribers.append(reader)
+    return lambda: _subscribers.remove(reader) if reader in _subscribers else None

@@ -1,0 +1,95 @@
+"""All contracts on one screen. A stage knows its neighbours only through these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from rondel.words.types import (
+    Completion,
+    EngineStatus,
+    Group,
+    Manifest,
+    Message,
+    Request,
+    Route,
+    Scored,
+    StepStats,
+    Task,
+    Trajectory,
+    Verdict,
+)
+
+Interrupt = Literal["hold", "drain", "abort"]
+Tags = tuple[str, ...]  # "weights", "kv_cache", "cuda_graph"
+
+
+class Engine(Protocol):
+    """Generates and scores tokens at a weight version."""
+
+    async def status(self) -> EngineStatus: ...
+    async def generate(self, request: Request) -> Completion: ...
+    async def score(self, request: Request) -> Scored: ...
+    async def pause(self, how: Interrupt = "hold", lease: float = 600.0) -> None: ...
+    async def resume(self) -> None: ...
+    async def sleep(self, tags: Tags) -> None: ...
+    async def wake(self, tags: Tags) -> None: ...
+    async def receive(self, message: Message) -> int: ...  # -> the version served from now on
+
+
+class Trainer(Protocol):
+    """Owns the weights being trained. The driver sends whole groups packed once; ranks and micro-batches are its own affair."""
+
+    async def annotate(self, batch: Any, needs: frozenset[str], model: str = "policy") -> Any: ...
+    async def step(self, batch: Any, algo: Any, model: str = "policy") -> StepStats: ...
+    async def publish(self, route: Route) -> Manifest: ...
+    async def save(self, path: Path) -> None: ...
+    async def load(self, path: Path) -> None: ...
+    async def sleep(self, tags: Tags) -> None: ...
+    async def wake(self, tags: Tags) -> None: ...
+
+
+class Chat(Protocol):
+    """A conversation with the policy whose token buffer is the only truth."""
+
+    trajectory: Trajectory
+
+    def give(self, messages: list[dict[str, str]]) -> None: ...  # render once, append, mask 0
+    async def reply(self) -> Completion: ...  # the policy writes, mask 1
+
+
+class Env(Protocol):
+    async def run(self, task: Task, chat: Chat) -> Trajectory: ...
+
+
+class Reward(Protocol):
+    """-> a number, named parts, or per-position values [(position, value)]; raising is a failure, never a 0."""
+
+    def __call__(self, trajectory: Trajectory, task: Task) -> float | dict[str, float]: ...
+
+
+class Filter(Protocol):
+    def __call__(self, group: Group) -> Verdict: ...
+
+
+class Transport(Protocol):
+    """Moves bytes and owes nothing else; the transaction around it is sync/update.py."""
+
+    def route(self, trainer: Trainer, engines: list[Engine]) -> Route: ...
+
+
+class Remote(Protocol):
+    """A proxy with the same awaitable verbs, wherever the object lives."""
+
+    def __getattr__(self, verb: str) -> Any: ...
+
+
+class Cluster(Protocol):
+    async def spawn(self, cls: type, *args: Any, gpus: int = 0) -> Remote: ...
+
+
+class Sink(Protocol):
+    """Where metrics go: TensorBoard, a file, a service."""
+
+    def write(self, step: int, metrics: dict[str, float]) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,47 @@
+"""kind -> object: a short name for ours, "module:name" for the user's."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from rondel.words.errors import ConfigError
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """" Did you mean 'x'?", or nothing when no known word is near."""
+    match = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f" Did you mean '{match[0]}'?" if match else ""
+
+
+def find(what: str, kind: str, known: dict[str, Any]) -> Any:
+    """The object called `kind`: from `known`, or imported when written "module:name"."""
+    if kind in known:
+        return known[kind]
+    if ":" in kind:
+        return imported(what, kind)
+    raise ConfigError(
+        f"{what} '{kind}' does not exist.{nearest(kind, list(known))} Known: {', '.join(sorted(known))}; or your own as 'module:name'."
+    )
+
+
+def imported(what: str, path: str) -> Any:
+    """`module:name` from the Python path or the current folder."""
+    module, _, name = path.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and module.split(".")[0] != error.name.split(".")[0]:
+            raise ConfigError(f"{what} '{path}': importing {module} failed, because it needs '{error.name}': pip install it") from error
+        raise ConfigError(f"{what} '{path}': no module '{module}' in {Path.cwd()} or on the Python path") from error
+    except Exception as error:
+        raise ConfigError(f"{what} '{path}': importing {module} raised {type(error).__name__}: {error}") from error
+    if not hasattr(found, name):
+        names = [n for n in vars(found) if not n.startswith("_")]
+        raise ConfigError(f"{what} '{path}': {module} has no '{name}'.{nearest(name, names)}")
+    return getattr(found, name)

@@ -1,0 +1,327 @@
+"""What crosses a stage: plain data, importable without torch.
+
+T tokens of one trajectory · G trajectories of one group · P groups of one step
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+# -- tasks and what became of them ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem: `Task("chain_sum/17", "single_turn", {"prompt": "3 + 4 =", "answer": "7"})`.
+
+    id    stable across runs: the ledger, the hold-out split and resume name a task by it
+    env   the environment that runs it
+    data  whatever environment and reward need; JSON-shaped
+    """
+
+    id: str
+    env: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ok:
+    """The episode ran to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvFault:
+    """The world broke: retried on a fresh environment, never scored, never in a baseline."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFault:
+    """The policy broke a rule of the environment: scored like any other episode."""
+
+    reason: str
+
+
+Outcome = Ok | EnvFault | PolicyFault
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward and the named parts it was made of: `Score(1.2, {"correct": 1.0, "format": 0.2})`."""
+
+    value: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The reward could not be computed. Never a number, never in a baseline (law 11)."""
+
+    reason: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A filter's answer: `Verdict(False, "unanimous")`. `failed` books the group under failures instead of under filters."""
+
+    keep: bool
+    reason: str = ""
+    failed: bool = False
+
+
+KEEP = Verdict(True)
+
+
+# -- trajectories --------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One attempt at one task: a stream of T tokens and, for each, who wrote it.
+
+    tokens    [T] int    everything the policy read or wrote, in order
+    mask      [T] bool   True where the policy wrote it: the trainable tokens
+    logprobs  [T] float  log pi_behavior(token) when it was drawn; 0 elsewhere
+    versions  [T] int    the weights of `policy` that wrote it; -1 elsewhere
+    experts   [T-1,L,K]  routed experts of a MoE; None for a dense model
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    experts: Any | None = None
+    policy: str = "policy"
+    parent: int | None = None
+    score: Score | Failed | None = None
+    outcome: Outcome = field(default_factory=Ok)
+    finish_reason: FinishReason = "stop"
+    text: str = ""  # what the policy wrote, decoded once, for rewards and readers; never tokenised again
+    timings: dict[str, float] = field(default_factory=dict)
+
+    def extend(
+        self,
+        tokens: list[int],
+        *,
+        logprobs: list[float] | None = None,
+        versions: list[int] | None = None,
+    ) -> None:
+        """Append tokens: given ones (no logprobs) or ones the policy wrote (logprobs and versions). The only writer."""
+        n = len(tokens)
+        if (logprobs is None) != (versions is None):
+            raise ValueError("a policy's tokens need both logprobs and versions; given tokens need neither")
+        if logprobs is not None and not (n == len(logprobs) == len(versions)):
+            raise ValueError(f"{n} tokens, {len(logprobs)} logprobs, {len(versions)} versions: lengths must agree")
+        if logprobs is not None and any(not lp <= 1e-6 for lp in logprobs):  # NaN fails too
+            raise ValueError(f"a log-probability above 0 or NaN: {max(logprobs)}")
+        self.tokens += tokens
+        self.mask += [logprobs is not None] * n
+        self.logprobs += logprobs if logprobs is not None else [0.0] * n
+        self.versions += versions if versions is not None else [-1] * n
+
+    @property
+    def reward(self) -> float | None:
+        """The scalar reward, or None while unscored or when scoring failed."""
+        return self.score.value if isinstance(self.score, Score) else None
+
+    @property
+    def written(self) -> int:
+        """How many tokens the policy wrote."""
+        return sum(self.mask)
+
+
+@dataclass(slots=True)
+class Group:
+    """G attempts at one task. `id` is the admission number, `born` the version that served when it was admitted."""
+
+    id: int
+    task: Task
+    trajectories: list[Trajectory]
+    born: int
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards of the scored trajectories only; a failure is never a number."""
+        return [t.reward for t in self.trajectories if t.reward is not None]
+
+
+@dataclass(slots=True)
+class Slot:
+    """A place in the pipeline, given by admission: `Slot(number=17, task=..., born=3)`."""
+
+    number: int
+    task: Task
+    born: int
+
+
+# -- requests to an engine -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to draw. `temperature = 0` is greedy, and greedy samples are not trainable (law 4).
+
+    top_k = 0, top_p = 1 and min_p = 0 keep the whole vocabulary. `stop` are token ids beside the model's own end tokens.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 64
+    min_tokens: int = 0
+    stop: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rules = [
+            (self.temperature >= 0, f"temperature = {self.temperature}; it must be 0 (greedy) or positive"),
+            (self.top_k >= 0, f"top_k = {self.top_k}; 0 keeps everything, k > 0 keeps k tokens"),
+            (0 < self.top_p <= 1, f"top_p = {self.top_p}; it must be in (0, 1]"),
+            (0 <= self.min_p < 1, f"min_p = {self.min_p}; it must be in [0, 1)"),
+            (self.max_tokens >= 1, f"max_tokens = {self.max_tokens}; at least 1 token must be drawn"),
+            (0 <= self.min_tokens <= self.max_tokens, f"min_tokens = {self.min_tokens}; it must lie in [0, max_tokens]"),
+            (self.n >= 1, f"n = {self.n}; at least 1 sample"),
+        ]
+        for holds, message in rules:
+            if not holds:
+                raise ValueError(message)
+
+    @property
+    def truncated(self) -> bool:
+        """True where the support is cut: the trainer then cannot recompute the logprob without a recorded support."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def sample_key(seed: int, admission: int, sample: int, turn: int = 0) -> int:
+    """The 128-bit key of one sample's noise: token t is drawn from Philox(key, t), whatever the scheduling."""
+    text = f"{seed}/{admission}/{sample}/{turn}".encode()
+    return int.from_bytes(blake2b(text, digest_size=16).digest(), "little")
+
+
+@dataclass(slots=True)
+class Request:
+    """Tokens in. `continuation` says that the last tokens were already drawn by the policy, so token t goes on from there."""
+
+    tokens: list[int]
+    sampling: Sampling = Sampling()
+    key: int = 0
+    policy: str = "policy"
+    adapter: str = ""
+    namespace: str = ""
+    continuation: int = 0
+    deadline: float | None = None
+    wants: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class Completion:
+    """Tokens out, each with the log-probability of the distribution it was really drawn from and the weights that drew it."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    experts: Any | None = None
+    text: str = ""
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Prefill only: `logprobs[t]` is log p(token t | tokens before t), in fp32, temperature 1; the first entry is 0."""
+
+    logprobs: list[float]
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    version: int
+    state: str  # serving | held | asleep | refusing
+    running: int
+    waiting: int
+    parked: int
+    pages_free: int
+    pages_cached: int
+    pages_total: int
+    capabilities: frozenset[str] = frozenset()
+
+
+# -- weights on their way ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Every tensor of one weight version: what `begin` announces and `commit` must have received in full."""
+
+    version: int
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def root(self) -> str:
+        """One digest over all; equal roots mean equal weights."""
+        rows = sorted(f"{t.name}|{t.shape}|{t.dtype}|{t.digest}" for t in self.tensors)
+        return blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
+
+    def with_version(self, version: int) -> Manifest:
+        return replace(self, version=version)
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where the bytes travel. `data` belongs to the transport: handles, an address, a folder."""
+
+    kind: str
+    data: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    version: int
+    root: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    reason: str
+
+
+Message = Begin | Route | Commit | Abort
+
+
+# -- what a training step reports -----------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class StepStats:
+    """One optimizer batch. `stepped` is False when a finite-check stopped the update; `metrics` are named stage/what."""
+
+    stepped: bool
+    metrics: dict[str, float]
+    seconds: dict[str, float] = field(default_factory=dict)
+    note: str = ""
