@@ -1,0 +1,101 @@
+"""The command line. A verb is a file whose `run` is the command; only the file of the verb that was asked for is imported."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import typer
+
+from rondel.words.errors import ConfigError, RondelError
+
+VERBS = ("train", "eval", "check", "explain", "view", "replay", "card", "doctor")
+OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}  # SETTINGS of a verb that takes --section.key=value
+
+
+def main(argv: list[str] | None = None) -> None:
+    """`rondel VERB ...`: exits 0 only if the work was done; a RondelError is one line on stderr and 1, a bug of ours 2, Ctrl-C 130."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    _app([words[0]] if words and words[0] in VERBS else list(VERBS), debug)(words, prog_name="rondel")
+
+
+def _app(verbs: list[str], debug: bool) -> typer.Typer:
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False, no_args_is_help=True)
+    app.callback()(_rondel)
+    for verb in verbs:
+        module = importlib.import_module(f"rondel.cli.{verb}")
+        app.command(verb, context_settings=getattr(module, "SETTINGS", {}))(_guarded(module.run, debug))
+    return app
+
+
+def _rondel(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; also after the verb.")] = False) -> None:
+    """Reinforcement-learning post-training for language models, whole on a laptop.
+
+    Start with: rondel doctor, then rondel check RUN.toml, then rondel train RUN.toml.
+    """
+
+
+def _guarded(run: Callable[..., Any], debug: bool) -> Callable[..., Any]:
+    """The command, whose every ending is an exit code and one line."""
+
+    @functools.wraps(run)
+    def command(*args: Any, **kwargs: Any) -> None:
+        try:
+            run(*args, **kwargs)
+        except (typer.Exit, SystemExit, BrokenPipeError):  # `rondel view RUN | head` is no fault
+            raise
+        except BaseException as error:
+            if type(error).__module__.startswith(("click", "typer")):
+                raise  # a fault in the words of the command: typer says it with the usage
+            if debug:
+                traceback.print_exc()
+            text, code = ending(error)
+            print(text, file=sys.stderr)
+            raise SystemExit(code) from None
+
+    return command
+
+
+def sort_words(*words: str) -> tuple[list[str], dict[str, Any]]:
+    """("RUN.toml", "--loop.steps=5"), in any order -> (["RUN.toml"], {"loop.steps": 5})."""
+    from rondel.words.config import parse_overrides
+
+    overrides = parse_overrides([word for word in words if word.startswith("--")])
+    return [word for word in words if word and not word.startswith("--")], overrides
+
+
+def read_job(*words: str) -> tuple[Any, dict[str, Any]]:
+    """The Job that one recipe and its overrides mean, and the overrides."""
+    from rondel.words.config import Job
+
+    paths, overrides = sort_words(*words)
+    if len(paths) != 1:
+        raise ConfigError(f"one recipe is needed and {len(paths)} were given{': ' if paths else ''}{', '.join(paths)}")
+    return Job.read(paths[0], overrides), overrides
+
+
+def ending(error: BaseException) -> tuple[str, int]:
+    """(the one line, the exit code). Of several errors that ended a task group together, the first of ours speaks."""
+    leaves = list(_leaves(error))
+    ours = [leaf for leaf in leaves if isinstance(leaf, RondelError)]
+    if ours:
+        more = f" (and {len(leaves) - 1} more; --debug shows them)" if len(leaves) > 1 else ""
+        return f"error: {' '.join(str(ours[0]).split())}{more}", 1
+    if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
+        return "stopped; continue with the same command", 130
+    text = " ".join(str(leaves[0]).split())
+    return f"error: {type(leaves[0]).__name__}{': ' if text else ''}{text}; run again with --debug; this is a bug of ours", 2
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error

@@ -1,0 +1,78 @@
+"""The weight of every trainable token of a sample. The loss is then a plain sum over tokens, and no split of the batch into
+micro-batches, ranks or packs can change it (law 3).
+
+`lengths_N` int64: trainable tokens of each sample of the *whole* batch, counted before any forward pass. -> [N] float64.
+A sample without trainable tokens is not counted and weighs 0; nor do masks or corrections ever enter a denominator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rondel.words.errors import ConfigError
+
+
+def _share(counted_N: Tensor, denominator: Tensor | int) -> Tensor:
+    """1 / denominator where counted, else 0; no division by 0 when nothing is counted."""
+    return torch.where(counted_N, 1.0 / torch.as_tensor(denominator).double().clamp(min=1), 0.0)
+
+
+@dataclass(frozen=True)
+class TokenMean:
+    """w_n = 1 / sum of lengths.  [N] -> [N].  arXiv:2503.14476 (DAPO).  Every token counts alike, so a long sample counts more."""
+
+    def __call__(self, lengths_N: Tensor) -> Tensor:
+        return _share(lengths_N > 0, lengths_N.sum())
+
+    def __str__(self) -> str:
+        return "1 / trainable tokens"
+
+
+@dataclass(frozen=True)
+class SeqMeanTokenMean:
+    """w_n = 1 / (N·length_n).  [N] -> [N].  arXiv:2402.03300 (GRPO).  Every sample counts alike, so a token of a long one counts less."""
+
+    def __call__(self, lengths_N: Tensor) -> Tensor:
+        return _share(lengths_N > 0, (lengths_N > 0).sum() * lengths_N)
+
+    def __str__(self) -> str:
+        return "1 / (samples · trainable tokens of the sample)"
+
+
+@dataclass(frozen=True)
+class SeqMeanTokenSum:
+    """w_n = 1 / N.  [N] -> [N].  arXiv:2402.14740: the gradient of the mean sequence log-probability.  Grows with the length."""
+
+    def __call__(self, lengths_N: Tensor) -> Tensor:
+        return _share(lengths_N > 0, (lengths_N > 0).sum())
+
+    def __str__(self) -> str:
+        return "1 / samples"
+
+
+@dataclass(frozen=True)
+class FixedNorm:
+    """w_n = 1 / (N·length).  [N] -> [N].  arXiv:2503.20783 (Dr. GRPO).  A constant in place of the length: no length bias.
+
+    length    the constant; unset, it becomes the recipe's max_tokens
+    """
+
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.length is not None and not self.length >= 1:
+            raise ConfigError(f"length = {self.length}; it must be at least 1 token")
+
+    def bounded(self, max_tokens: int) -> FixedNorm:
+        return self if self.length is not None else replace(self, length=max_tokens)
+
+    def __call__(self, lengths_N: Tensor) -> Tensor:
+        if self.length is None:
+            raise ConfigError("algo.aggregate.length is not set: set it, or call row.bounded(max_tokens) first")
+        return _share(lengths_N > 0, (lengths_N > 0).sum() * self.length)
+
+    def __str__(self) -> str:
+        return f"1 / (samples · {'max_tokens' if self.length is None else self.length})"

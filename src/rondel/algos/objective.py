@@ -1,0 +1,87 @@
+"""A row and the tokens of a micro-batch -> the loss. The denominators are in the weights, so the loss is a plain sum (law 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from inspect import cleandoc
+
+import torch
+from torch import Tensor
+
+from rondel.algos.ratio import bounded_exp
+from rondel.algos.table import Algorithm
+
+SYMBOLS = {"shaping": "R", "advantage": "A", "ratio": "r", "surrogate": "l", "correction": "c", "kl": "k", "entropy": "H", "aggregate": "w"}
+
+
+def objective(
+    row: Algorithm,
+    *,
+    logprobs_T: Tensor,
+    entropy_T: Tensor | None,
+    proximal_T: Tensor,
+    behavior_T: Tensor | None,
+    ref_T: Tensor | None,
+    advantages_T: Tensor | None,
+    weight_T: Tensor,
+    sample_T: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """L = sum_t w_t·(c_t·l_t + kl.coef·k_t - entropy.coef·H_t).  [T] each -> scalar, {name: [T]}.
+
+    T are the trainable tokens only; the gradient flows through logprobs_T and entropy_T. The terms are detached and per token,
+    for metrics: ratio, clipped, correction; kl where a reference was given, gap (log proximal - log behavior) where a behavior was.
+    In the first update proximal_T may be logprobs_T itself: no gradient passes through it.
+    """
+    given = {"advantages": advantages_T, "behavior_logprobs": behavior_T, "ref_logprobs": ref_T}
+    missing = sorted(need for need in row.needs if given[need] is None)
+    assert not missing, f"the row {row.name} needs {', '.join(missing)}, which the batch does not carry"
+
+    proximal_T = proximal_T.detach()
+    gap_T = torch.zeros_like(proximal_T) if behavior_T is None else proximal_T - behavior_T
+    log_ratio_T = row.ratio(logprobs_T - proximal_T, sample_T)
+    correction_T = row.correction(gap_T, sample_T)
+    surrogate = row.surrogate(logprobs_T, log_ratio_T, advantages_T)
+    token_T = correction_T * surrogate.loss_T
+    terms = {"ratio": bounded_exp(log_ratio_T), "clipped": surrogate.clipped_T, "correction": correction_T}
+    if behavior_T is not None:
+        terms["gap"] = gap_T
+    if ref_T is not None:
+        terms["kl"] = row.kl(logprobs_T, ref_T)
+    if row.kl.coef:
+        token_T = token_T + row.kl.coef * terms["kl"]
+    if row.entropy.coef:
+        assert entropy_T is not None, f"the row {row.name} has entropy.coef = {row.entropy.coef}, but no entropy was computed"
+        token_T = token_T - row.entropy(entropy_T)
+    return (weight_T * token_T).sum(), {name: term_T.detach() for name, term_T in terms.items()}
+
+
+def explain(row: Algorithm) -> str:
+    """The effective formula in plain text: loss, what its letters stand for, gradient at ratio 1, knobs."""
+    idle = {path for path in row.idle if "." not in path} | {name for name in ("kl", "entropy") if not getattr(row, name).coef}
+    shown = {family: part for family, part in row.parts.items() if family not in idle}
+    penalty = f" + {row.kl.coef:g}·k" if row.kl.coef else ""
+    bonus = f" - {row.entropy.coef:g}·H" if row.entropy.coef else ""
+    slope = f" + {row.kl.coef:g}·({row.kl.slope})" if row.kl.coef else ""
+    push = f" - {row.entropy.coef:g}·∇H" if row.entropy.coef else ""
+    lines = [
+        f"{row.name}  ({row.paper})",
+        f"loss      sum over the trainable tokens of w·(c·l{penalty}{bonus})",
+        *(f"  {SYMBOLS[family]} = {part}" for family, part in shown.items()),
+        "  w counts the whole batch before the first forward pass: micro-batches and ranks cannot change it",
+        f"gradient  at r = 1: sum of w·((c·({getattr(row.surrogate, 'slope', 'dl/dlogp')}){slope})·∇logp{push})",
+        f"groups    {'trained if they pass: ' + ', '.join(row.filters) if row.filters else 'all are trained'}",
+        f"needs     {', '.join(sorted(row.needs)) or 'nothing beside the tokens'}",
+        *_knobs(row),
+        *(f"idle      {path}: {why}" for path, why in row.idle.items()),
+    ]
+    return "\n".join(lines)
+
+
+def _knobs(row: Algorithm) -> Iterator[str]:
+    """One line for every field that can change the loss; its meaning is its line in the docstring."""
+    for family, part in row.parts.items():
+        meanings = dict(line.split("    ", 1) for line in cleandoc(type(part).__doc__ or "").splitlines() if "    " in line)
+        for knob in (f.name for f in fields(part)):
+            if family not in row.idle and f"{family}.{knob}" not in row.idle:
+                yield f"knob      {family}.{knob} = {getattr(part, knob)}    {meanings.get(knob, '').strip()}"

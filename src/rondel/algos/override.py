@@ -1,0 +1,65 @@
+"""A component with its knobs changed by a recipe. The knobs are the fields of its dataclass, and their annotations are the types."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from rondel.words.errors import ConfigError
+from rondel.words.registry import find, nearest
+
+NUMBERS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}
+
+
+def override(part: Any, section: Any, known: dict[str, type], path: str) -> Any:
+    """`part` with the knobs of `section`; its "kind" chooses another class of the family, which then starts from its defaults."""
+    if not isinstance(section, dict):
+        raise ConfigError(
+            f"{path} = {section!r} is not a table; write {path} = {{ kind = ... }} or set one of its knobs: {_listed(type(part))}"
+        )
+    knobs = dict(section)
+    if "kind" in knobs and "kind" not in _names(type(part)):
+        part = _chosen(part, knobs.pop("kind"), known, path)
+    for knob, value in knobs.items():
+        _check(type(part), knob, value, known, path)
+    try:
+        return replace(part, **knobs)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _chosen(part: Any, kind: Any, known: dict[str, type], path: str) -> Any:
+    if not isinstance(kind, str):
+        raise ConfigError(f"{path}.kind = {kind!r} is not a text; known: {', '.join(known)}")
+    cls = find(f"{path}.kind", kind, known)
+    if not (isinstance(cls, type) and is_dataclass(cls)):
+        raise ConfigError(f"{path}.kind = '{kind}' must be a dataclass whose fields are its knobs, and is {cls!r}")
+    return part if cls is type(part) else cls()
+
+
+def _check(cls: type, knob: str, value: Any, known: dict[str, type], path: str) -> None:
+    if knob not in _names(cls):
+        owners = [kind for kind, other in known.items() if knob in _names(other)]
+        hint = f" It is a knob of kind = '{owners[0]}'." if owners else nearest(knob, _names(cls))
+        raise ConfigError(f"{path}.{knob}: {cls.__name__} has no such knob.{hint} Its knobs: {_listed(cls)}.")
+    annotation = get_type_hints(cls)[knob]
+    options = [option for option in get_args(annotation) or (annotation,) if option is not NoneType]
+    if not any(_fits(value, option) for option in options):
+        wanted = " or ".join(NUMBERS.get(option, str(option)) for option in options)
+        quoted = f" (write {value} without quotes)" if isinstance(value, str) and str not in options else ""
+        raise ConfigError(f"{path}.{knob} = {value!r} is not {wanted}{quoted}")
+
+
+def _fits(value: Any, option: type) -> bool:
+    if option is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and value == value  # NaN is no number
+    return type(value) is option
+
+
+def _names(cls: type) -> list[str]:
+    return [f.name for f in fields(cls)]
+
+
+def _listed(cls: type) -> str:
+    return ", ".join(_names(cls)) or "none"

@@ -1,0 +1,70 @@
+"""What is done to a reward before it becomes an advantage. `lengths_N` counts the tokens the policy wrote."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from rondel.words.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class NoShaping:
+    """R_i = r_i.  [N], [N] -> [N]."""
+
+    def __call__(self, rewards_N: Tensor, lengths_N: Tensor) -> Tensor:
+        return rewards_N
+
+    def __str__(self) -> str:
+        return "reward"
+
+
+@dataclass(frozen=True)
+class Overlong:
+    """R_i = r_i - factor·clip((length_i - (max_tokens - buffer)) / buffer, 0, 1).  [N], [N] -> [N].  arXiv:2503.14476 (DAPO).
+
+    Nothing up to max_tokens - buffer, then a straight line down to -factor at max_tokens: 20480 tokens with a buffer of 4096
+    start to pay at 16384.
+
+    max_tokens    where the penalty is full; unset, it becomes the recipe's max_tokens
+    buffer        over how many tokens it grows; unset, a fifth of max_tokens, as in the paper
+    factor        the full penalty
+    """
+
+    max_tokens: int | None = None
+    buffer: int | None = None
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and not self.max_tokens >= 1:
+            raise ConfigError(f"max_tokens = {self.max_tokens}; it must be at least 1")
+        if self.buffer is not None and not self.buffer >= 1:
+            raise ConfigError(f"buffer = {self.buffer}; it must be at least 1 token")
+        if self.max_tokens is not None and self.buffer is not None and self.buffer > self.max_tokens:
+            raise ConfigError(f"buffer = {self.buffer}; it must not exceed max_tokens = {self.max_tokens}, or empty answers would pay too")
+        if not self.factor >= 0:
+            raise ConfigError(f"factor = {self.factor}; it must not be negative: that would reward running over")
+
+    def bounded(self, max_tokens: int) -> Overlong:
+        return self if self.max_tokens is not None else replace(self, max_tokens=max_tokens)
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Knobs that change nothing as things stand, and why."""
+        return {} if self.factor else dict.fromkeys(("max_tokens", "buffer"), "shaping.factor is 0")
+
+    def __call__(self, rewards_N: Tensor, lengths_N: Tensor) -> Tensor:
+        if self.max_tokens is None:
+            raise ConfigError("algo.shaping.max_tokens is not set: set it, or call row.bounded(max_tokens) first")
+        start, buffer = self._ramp(self.max_tokens)
+        return rewards_N - self.factor * ((lengths_N - start).to(rewards_N.dtype) / buffer).clamp(0, 1)
+
+    def __str__(self) -> str:
+        start, buffer = ("max_tokens + buffer", "buffer") if self.max_tokens is None else self._ramp(self.max_tokens)
+        return f"reward - {self.factor:g}·clip((length - {start}) / {buffer}, 0, 1)"
+
+    def _ramp(self, max_tokens: int) -> tuple[int, int]:
+        """Where the penalty starts, and over how many tokens it grows."""
+        buffer = self.buffer if self.buffer is not None else max(1, max_tokens // 5)
+        return max_tokens - buffer, buffer

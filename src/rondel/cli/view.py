@@ -1,0 +1,129 @@
+"""rondel view: the trajectories of a run, in the terminal or as one web page that needs nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def run(
+    folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder.")],
+    step: Annotated[int | None, typer.Option("--step", help="Which step; the last one when left out.")] = None,
+    group: Annotated[int | None, typer.Option("--group", help="Only the group with this number.")] = None,
+    min_reward: Annotated[float | None, typer.Option("--min-reward", help="Only rewards of at least this.")] = None,
+    max_reward: Annotated[float | None, typer.Option("--max-reward", help="Only rewards of at most this.")] = None,
+    errors: Annotated[bool, typer.Option("--errors", help="Only what failed: reward, environment, or a broken rule.")] = False,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="How many to show in the terminal.")] = 16,
+    html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a web page instead.")] = None,
+) -> None:
+    """Show what the policy read and wrote."""
+    from rondel.cli.page import page
+    from rondel.runtime.journal.store import read_step, steps
+    from rondel.words.errors import UserError
+
+    stored = steps(folder)
+    if step is None and stored:
+        step = stored[-1]
+    rows = read_step(folder, 1 if step is None else step)
+    if group is not None and group not in (numbers := sorted({row["group"] for row in rows})):
+        raise UserError(f"step {step} has no group {group}; it has {', '.join(map(str, numbers))}")
+    chosen = [r for r in rows if _wanted(r, group, min_reward, max_reward, errors)]
+    read_tokens = tokenizer(Path(folder))
+    cards = [trajectory(row, read_tokens) for row in chosen]
+    if html is not None:
+        Path(html).write_text(page(f"{folder}, step {step}", cards), encoding="utf-8")
+        print(f"{html}: {len(cards)} trajectories of step {step}; open it in a browser")
+        return
+    _print(cards[:limit])
+    shown = min(limit, len(cards))
+    others = f"; --step shows others ({stored[0]} to {stored[-1]} are stored)" if len(stored) > 1 else ""
+    print(f"{shown} of {len(rows)} trajectories of step {step}" + (f", {len(cards)} match" if len(cards) < len(rows) else "") + others)
+
+
+def _wanted(row: dict[str, Any], group: int | None, low: float | None, high: float | None, errors: bool) -> bool:
+    reward = row["reward"]
+    return (
+        (group is None or row["group"] == group)
+        and (low is None or (reward is not None and reward >= low))
+        and (high is None or (reward is not None and reward <= high))
+        and (not errors or row["failed"] is not None or row["outcome"] != "ok")
+    )
+
+
+def trajectory(row: dict[str, Any], read_tokens: Any = None) -> dict[str, Any]:
+    """What both views show of one row: title, facts, and pieces of text with who wrote them: [(True, "12"), (False, "...")]."""
+    facts = [
+        f"group {row['group']}",
+        f"sample {row['sample']}",
+        f"reward {row['reward']:g}" if row["reward"] is not None else "no reward",
+        f"{sum(row['mask'])} tokens written",
+        f"finish {row['finish_reason']}",
+    ]
+    if (distance := gap(row)) is not None:
+        facts.append(f"gap {distance:.1e}")
+    if row["trained_at"] is not None:
+        facts.append(f"lag {row['trained_at'] - row['born']}")
+    if len(row["reward_parts"]) > 1:
+        facts.append(", ".join(f"{name} {value:g}" for name, value in row["reward_parts"].items()))
+    if row["failed"] is not None:
+        facts.append(f"reward failed: {row['failed']} {row['failed_detail'] or ''}".strip())
+    if row["outcome"] != "ok":
+        facts.append(f"{row['outcome'].replace('_', ' ')}: {row['outcome_reason']}")
+    return {"task": row["task"], "facts": facts, "pieces": pieces(row, read_tokens), "answer": row["task_data"].get("answer")}
+
+
+def gap(row: dict[str, Any]) -> float | None:
+    """Largest |log p(trainer) - log p(engine)| over what the policy wrote; None if the trainer's side is not stored."""
+    if row["trainer_logprobs"] is None:
+        return None
+    both = zip(row["mask"], row["trainer_logprobs"], row["behavior_logprobs"])
+    return max((abs(trainer - engine) for written, trainer, engine in both if written), default=0.0)
+
+
+def pieces(row: dict[str, Any], read_tokens: Any) -> list[tuple[bool, str]]:
+    """Token by token where the run folder has a tokenizer, else the task's prompt and the stored text."""
+    if read_tokens is None:
+        return [(False, prompt(row["task_data"])), (True, row["text"])]
+    from itertools import groupby
+
+    runs = groupby(zip(row["mask"], row["tokens"]), key=lambda token: token[0])
+    return [(written, read_tokens([token for _, token in run])) for written, run in runs]
+
+
+def prompt(data: dict[str, Any]) -> str:
+    if "messages" in data:
+        return "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in data["messages"])
+    return str(data.get("prompt", data))
+
+
+def tokenizer(folder: Path) -> Any:
+    """ids -> text by the newest checkpoint's tokenizer.json, or None."""
+    files = sorted(folder.glob("checkpoints/step-*/tokenizer.json"))
+    if not files:
+        return None
+    try:
+        from tokenizers import Tokenizer  # what transformers uses; importing it alone is a hundred times faster
+
+        known = Tokenizer.from_file(str(files[-1]))
+    except Exception as error:
+        print(f"note: {files[-1]} cannot be read ({error}); showing the stored text instead")
+        return None
+    return lambda ids: known.decode(ids, skip_special_tokens=False)
+
+
+def _print(cards: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    for card in cards:
+        console.print(Text(f"{card['task']}  ", style="bold") + Text(" · ".join(card["facts"])), soft_wrap=True)
+        body = Text()
+        for written, text in card["pieces"]:
+            body.append(text if written else text + ("" if text.endswith("\n") else "\n"), style="green" if written else "dim")
+        console.print(body, soft_wrap=True)
+        if card["answer"] is not None:
+            console.print(Text(f"answer: {card['answer']}", style="dim"), soft_wrap=True)
+        console.print()

@@ -1,0 +1,133 @@
+"""The prefix cache: a radix tree of token runs whose root is (version, adapter, namespace), so a stale prefix cannot match.
+
+    root(version 3) ── [system prompt] ── [question A] ── [answer 1]
+                                      └── [question B]            each node: tokens, their pages, lock count, last use
+
+A locked path is never evicted; unlocked leaves go least recently used first. Pages in the tree belong to the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+Root = tuple[int, str, str]
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    tokens: list[int]
+    pages: list[int]
+    parent: Node | None
+    children: dict[int, Node] = field(default_factory=dict)  # by first token
+    locks: int = 0
+    used: int = 0
+
+
+class RadixTree:
+    def __init__(self) -> None:
+        self.roots: dict[Root, Node] = {}
+        self.cached = 0  # pages in the tree
+        self._clock = 0
+
+    def match(self, root: Root, tokens: list[int]) -> tuple[Node, list[int]]:
+        """The deepest node that covers a prefix of `tokens`, and the pages of that prefix. Splits a node matched in part."""
+        self._clock += 1
+        node, at, pages = self.roots.setdefault(root, Node([], [], None)), 0, []
+        while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
+            n = _common(child.tokens, tokens, at)
+            if n < len(child.tokens):
+                child = self._split(child, n)
+            child.used = self._clock
+            pages += child.pages
+            node, at = child, at + n
+        return node, pages
+
+    def insert(self, root: Root, tokens: list[int], pages: list[int]) -> tuple[Node, list[int], list[int]]:
+        """Store `pages` of `tokens`. -> (node, the tree's pages for these tokens, those of `pages` that were duplicates)."""
+        node, known = self.match(root, tokens)
+        rest = len(known)
+        if rest < len(tokens):
+            child = Node(tokens[rest:], pages[rest:], node, used=self._clock)
+            node.children[tokens[rest]] = child
+            self.cached += len(child.pages)
+            node = child
+        duplicates = [mine for mine, theirs in zip(pages, known) if mine != theirs]
+        return node, known + pages[rest:], duplicates
+
+    def lock(self, node: Node | None) -> None:
+        while node is not None:
+            node.locks += 1
+            node = node.parent
+
+    def unlock(self, node: Node | None) -> None:
+        while node is not None:
+            node.locks -= 1
+            assert node.locks >= 0, "a cache path was unlocked twice"
+            node = node.parent
+
+    def evict(self, wanted: int) -> list[int]:
+        """Free at least `wanted` pages if unlocked leaves allow it, least recently used first."""
+        freed: list[int] = []
+        leaves = sorted((n for n in self.nodes() if not n.children and n.locks == 0), key=lambda n: n.used)
+        while leaves and len(freed) < wanted:
+            leaf = leaves.pop(0)
+            freed += self._remove(leaf)
+            parent = leaf.parent
+            if parent is not None and parent.parent is not None and not parent.children and parent.locks == 0:
+                leaves.append(parent)
+                leaves.sort(key=lambda n: n.used)
+        return freed
+
+    def forget(self, keep_version: int) -> list[int]:
+        """Free all unlocked nodes of other versions: no request can match them any more."""
+        freed: list[int] = []
+        for root in [r for r in self.roots if r[0] != keep_version]:
+            freed += self._prune(self.roots[root])
+            if not self.roots[root].children:
+                del self.roots[root]
+        return freed
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node below a root."""
+        stack = [child for root in self.roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += node.children.values()
+
+    def locked(self) -> int:
+        return sum(1 for node in self.nodes() if node.locks)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _split(self, node: Node, n: int) -> Node:
+        """The first n tokens of `node` become its new parent; locks hold for both halves."""
+        assert node.parent is not None
+        upper = Node(node.tokens[:n], node.pages[:n], node.parent, locks=node.locks, used=node.used)
+        node.parent.children[upper.tokens[0]] = upper
+        node.tokens, node.pages, node.parent = node.tokens[n:], node.pages[n:], upper
+        upper.children[node.tokens[0]] = node
+        return upper
+
+    def _remove(self, leaf: Node) -> list[int]:
+        assert leaf.locks == 0 and not leaf.children and leaf.parent is not None
+        del leaf.parent.children[leaf.tokens[0]]
+        self.cached -= len(leaf.pages)
+        return leaf.pages
+
+    def _prune(self, node: Node) -> list[int]:
+        freed: list[int] = []
+        for child in list(node.children.values()):
+            freed += self._prune(child)
+            if not child.children and child.locks == 0:
+                freed += self._remove(child)
+        return freed
+
+
+def _common(run: list[int], tokens: list[int], at: int) -> int:
+    """How many tokens of `run` continue `tokens[at:]`."""
+    window = tokens[at : at + len(run)]
+    if window == run:
+        return len(run)
+    return next((i for i, (a, b) in enumerate(zip(run, window)) if a != b), len(window))

@@ -1,0 +1,72 @@
+"""One token a row, and the logarithm of the probability with which it was really drawn.
+
+Noise is counter-based: token t of a sample comes from Philox(key, t), so it does not depend on scheduling. One uniform is
+mapped through the inverse of the cumulative distribution, in two levels: first a block of the vocabulary, then inside it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rondel.words.types import Sampling
+
+BLOCK = 256
+
+
+def uniform(key: int, t: int) -> float:
+    """The t-th uniform of a sample, in [0, 1) with 53 bits."""
+    return (int(np.random.Philox(key=key, counter=t).random_raw()) >> 11) * 2.0**-53
+
+
+def draw(logits: Tensor, samplings: list[Sampling], noise: list[float]) -> tuple[list[int], list[float]]:
+    """logits [B, V] fp32 (overwritten) -> (tokens, log-probabilities under the distribution drawn from).
+
+    Greedy rows take the largest logit; their logprob is that of temperature 1, and they are not trainable (law 4).
+    """
+    device = logits.device
+    temperature = torch.tensor([s.temperature or 1.0 for s in samplings], device=device)
+    if bool((temperature != 1).any()):
+        logits.div_(temperature[:, None])
+    top, best = logits.max(-1, keepdim=True)
+    p = logits.sub_(top).exp_()
+    for row, sampling in enumerate(samplings):
+        if sampling.truncated and sampling.temperature > 0:
+            _truncate(p[row], sampling)
+    chosen = _inverse_cdf(p, torch.tensor(noise, dtype=torch.float64, device=device))
+    greedy = torch.tensor([s.temperature == 0 for s in samplings], device=device)
+    chosen = torch.where(greedy, best[:, 0], chosen)
+    logprobs = (p.gather(1, chosen[:, None])[:, 0].double() / p.sum(-1, dtype=torch.float64)).log()
+    return chosen.tolist(), logprobs.clamp_max_(0.0).tolist()
+
+
+def _inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
+    """The smallest index whose cumulative weight exceeds u times the total. p [B, V] unnormalised, u [B] -> [B]."""
+    batch, vocab = p.shape
+    blocks = F.pad(p, (0, -vocab % BLOCK)).view(batch, -1, BLOCK)
+    mass = blocks.sum(-1).double().cumsum(-1)  # [B, V/BLOCK]
+    aim = u[:, None] * mass[:, -1:]
+    block = torch.searchsorted(mass, aim, right=True).clamp_max_(mass.shape[1] - 1)
+    before = torch.where(block > 0, mass.gather(1, (block - 1).clamp_min(0)), 0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double()
+    within = torch.searchsorted(inside.cumsum(-1), aim - before, right=True)
+    last = BLOCK - 1 - (inside > 0).flip(-1).int().argmax(-1, keepdim=True)  # rounding must not lead past the support
+    picked = torch.minimum(within, last)
+    first = (inside > 0).int().argmax(-1, keepdim=True)
+    picked = torch.where(inside.gather(1, picked) > 0, picked, first)
+    return (block * BLOCK + picked)[:, 0]
+
+
+def _truncate(p: Tensor, sampling: Sampling) -> None:
+    """Zero what top-k, top-p and min-p remove, in that order, in place. p [V], largest entry 1."""
+    if sampling.min_p > 0:
+        p[p < sampling.min_p] = 0.0
+    if 0 < sampling.top_k < len(p):
+        p[p < p.topk(sampling.top_k).values[-1]] = 0.0
+    if sampling.top_p < 1:
+        ordered, index = p.sort(descending=True, stable=True)
+        mass = ordered.double().cumsum(0)
+        keep = int((mass - ordered < sampling.top_p * mass[-1]).sum())
+        p[index[keep:]] = 0.0

@@ -1,0 +1,117 @@
+"""A conversation with the policy. Its token buffer is the only truth (law 5); messages are a view that is rendered once.
+
+give ──> opening            mask 0 │ first time: the whole prompt
+reply ─> the policy's turn  mask 1 │ exactly the tokens that were sampled, never decoded and encoded again
+give ──> rest of the tail   mask 0 │ "<|im_end|>\\n", as far as the policy did not write it itself
+         later messages     mask 0 │ cut from behind a dummy conversation
+reply ─> ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from rondel.generate.envs.template import Messages, Template
+from rondel.words.errors import DataError, EnvError
+from rondel.words.types import Completion, Request, Sampling, Trajectory
+
+
+class TokenChat:
+    """One trajectory being written: `chat.give(messages)`, `await chat.reply()`, again.
+
+    generate     the engine's verb: Request -> Completion
+    key          turn -> 128-bit key of that turn's noise
+    max_context  tokens the model can hold; a turn gets what is left of it, at most sampling.max_tokens
+    system       a system message for prompts that bring none
+
+    A turn may end without the template's end of turn: cut by length, aborted, or closed by another end token. The missing
+    tokens are then *given* (mask 0) before the next message, so the conversation stays well-formed and nothing that the policy
+    did not sample is trained. When a later message or turn no longer fits into max_context nothing is appended, and `reply`
+    returns an empty completion with finish_reason "length".
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        generate: Callable[[Request], Awaitable[Completion]],
+        *,
+        sampling: Sampling,
+        key: Callable[[int], int],
+        max_context: int,
+        policy: str = "policy",
+        system: str | None = None,
+    ) -> None:
+        self.tokenizer, self.template, self.generate = tokenizer, Template(tokenizer), generate
+        self.sampling, self.key, self.max_context, self.system = sampling, key, max_context, system
+        self.trajectory = Trajectory(policy=policy)
+        self.turn = 0
+        self._open = False  # a prompt waits for its reply
+        self._full = False
+        self._last: list[int] = []
+
+    def give(self, messages: Messages) -> None:
+        """Render once, append, mask 0."""
+        if self._open:
+            raise EnvError("give() twice without a reply() between: hand over all messages in one call")
+        self._open = True
+        if self.turn == 0:
+            if self.system is not None and not any(m.get("role") == "system" for m in messages):
+                messages = [{"role": "system", "content": self.system}, *messages]
+            self.trajectory.extend(self.template.opening(messages))
+            return
+        tokens = self.template.missing_tail(self._last) + self.template.later(messages)
+        self._full = self._full or len(tokens) >= self._room
+        if not self._full:
+            self.trajectory.extend(tokens)
+
+    async def reply(self) -> Completion:
+        """The policy writes one turn, mask 1."""
+        self._check_turn()
+        if self._full or self._room <= 0:
+            self._full, self._open, self.trajectory.finish_reason = True, False, "length"
+            return Completion([], [], [], "length", prompt_tokens=len(self.trajectory.tokens))
+        limit = min(self.sampling.max_tokens, self._room)
+        sampling = replace(self.sampling, max_tokens=limit, min_tokens=min(self.sampling.min_tokens, limit))
+        tokens = list(self.trajectory.tokens)
+        done = await self.generate(Request(tokens, sampling, key=self.key(self.turn), policy=self.trajectory.policy))
+        self.trajectory.extend(done.tokens, logprobs=done.logprobs, versions=done.versions)
+        if done.experts is not None:
+            self.trajectory.experts = done.experts  # of the whole stream: every turn's request carries all tokens so far
+        for what, seconds in done.timings.items():
+            self.trajectory.timings[what] = self.trajectory.timings.get(what, 0.0) + seconds
+        self._close(done.tokens, done.text or self.tokenizer.decode(done.tokens, skip_special_tokens=True))
+        self.trajectory.finish_reason = done.finish_reason
+        return done
+
+    def write(self, text: str, *, version: int = 0) -> None:
+        """Put words into the policy's mouth, for supervised phases: mask 1, logprob 0, then the tokenizer's end token.
+
+        What does not fit into max_context is cut, with finish_reason "length", as it would be for the policy itself.
+        """
+        self._check_turn()
+        end = self.tokenizer.eos_token_id
+        tokens = list(self.tokenizer.encode(text, add_special_tokens=False)) + ([] if end is None else [end])
+        kept = [] if self._full else tokens[: max(0, self._room)]
+        self.trajectory.extend(kept, logprobs=[0.0] * len(kept), versions=[version] * len(kept))
+        self._close(kept, text)
+        self.trajectory.finish_reason = "stop" if len(kept) == len(tokens) else "length"
+
+    @property
+    def _room(self) -> int:
+        return self.max_context - len(self.trajectory.tokens)
+
+    def _check_turn(self) -> None:
+        if not self._open:
+            raise EnvError("the policy's turn without a give() before it: it would go on behind its own end of turn")
+        if self.turn == 0 and self._room <= 0:
+            raise DataError(
+                f"a prompt of {len(self.trajectory.tokens)} tokens leaves no room for an answer: the context holds {self.max_context}; "
+                "shorten or drop this task, or raise the context length"
+            )
+
+    def _close(self, tokens: list[int], text: str) -> None:
+        """A turn of the policy is over. Turns are joined by a line break, so that a number at an end does not grow."""
+        self.trajectory.text += ("\n" if self.turn else "") + text
+        self._last, self._open, self.turn = tokens, False, self.turn + 1

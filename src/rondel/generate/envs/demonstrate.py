@@ -1,0 +1,22 @@
+"""Supervised phases: the answer is shown instead of sampled. No engine is involved."""
+
+from __future__ import annotations
+
+from rondel.generate.envs.chat import TokenChat
+from rondel.generate.envs.single_turn import opening
+from rondel.words.errors import DataError
+from rondel.words.types import Task, Trajectory
+
+
+class Demonstrate:
+    """Gives the prompt, then writes task.data["answer"] as the policy's own tokens: logprobs 0, versions 0."""
+
+    def __init__(self, *, suffix: str = "", system: str | None = None) -> None:
+        self.suffix, self.system = suffix, system
+
+    async def run(self, task: Task, chat: TokenChat) -> Trajectory:
+        if "answer" not in task.data:
+            raise DataError(f"task {task.id} has no 'answer' to demonstrate; it has: {', '.join(task.data)}")
+        chat.give(opening(task, suffix=self.suffix, system=self.system))
+        chat.write(str(task.data["answer"]))
+        return chat.trajectory

@@ -1,0 +1,36 @@
+"""Which tasks are held out, so that nothing leaks.
+
+The *content* of a question is what is left when order is forgotten: 3 + 4 and 4 + 3 are one problem, so both are trained on or
+both are held out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from hashlib import blake2b
+
+from rondel.words.errors import ConfigError
+
+
+def content_key(question: str) -> str:
+    """What a question is about, whatever the order: "3 + 4 =" and "4 + 3 =" -> "3 4 | + ="."""
+    numbers = re.findall(r"\d+(?:\.\d+)?", question)
+    words = re.findall(r"[^\W\d_]+|[^\w\s]", question.lower())
+    return " ".join(sorted(numbers)) + " | " + " ".join(sorted(words))
+
+
+def hold_out(contents: list[str], holdout: float, seed: int) -> set[str]:
+    """Whole contents, in the order of their hash with the seed, until `holdout` tasks (or that fraction) are held out."""
+    if not isinstance(holdout, int | float) or holdout < 0 or (holdout >= 1 and holdout != int(holdout)):
+        raise ConfigError(f"task.data.holdout = {holdout!r}; it must be a number of tasks, or a fraction below 1")
+    wanted = round(holdout * len(contents)) if holdout < 1 else int(holdout)
+    sizes = Counter(contents)
+    held: set[str] = set()
+    count = 0
+    for content in sorted(sizes, key=lambda c: blake2b(f"{seed}/{c}".encode(), digest_size=8).digest()):
+        if count >= wanted:
+            break
+        held.add(content)
+        count += sizes[content]
+    return held

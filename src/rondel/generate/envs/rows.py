@@ -1,0 +1,108 @@
+"""The kinds of task data: each a function of its settings that yields rows of named fields."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rondel.words.errors import DataError, boundary
+from rondel.words.registry import nearest
+
+
+class Row(NamedTuple):
+    """`Row("train.jsonl:17", "train", {"prompt": "3 + 4 =", "answer": "7"})`. `content` replaces the question in the hold-out."""
+
+    where: str
+    name: str
+    fields: Any
+    content: str = ""
+
+
+def reasoning_gym(name: str, size: int = 500, seed: int = 0, args: dict[str, Any] | None = None) -> Iterator[Row]:
+    """A generated data set of reasoning-gym; `args` are its own settings. The entry is kept for its scorer."""
+    try:
+        import reasoning_gym as gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise DataError("kind 'reasoning_gym' needs a package: pip install 'rondel[tasks]'") from error
+    if name not in DATASETS:
+        raise DataError(f"reasoning_gym has no data set '{name}'.{nearest(name, list(DATASETS))}")
+    try:
+        entries = gym.create_dataset(name, size=size, seed=seed, **(args or {}))
+    except (TypeError, ValueError, AssertionError) as error:
+        known = [field for field in DATASETS[name][1].__dataclass_fields__ if field not in ("size", "seed")]
+        raise DataError(f"reasoning_gym '{name}' refuses args = {args or {}}: {error}. Its settings: {', '.join(known)}") from error
+    for n, entry in enumerate(entries, 1):
+        fields = {"prompt": entry["question"], "answer": entry["answer"], "entry": entry}
+        yield Row(f"{name}, entry {n}", name, fields, str(entry["metadata"].get("expression", "")))
+
+
+def jsonl(path: str) -> Iterator[Row]:
+    """One JSON object a line; blank lines are skipped."""
+    with _existing(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                yield Row(f"{path}:{number}", Path(path).stem, json.loads(line))
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno}); one object a line") from error
+
+
+def parquet(path: str) -> Iterator[Row]:
+    """A parquet file, a row a task."""
+    from pyarrow import parquet as format
+
+    file = _existing(path)
+    with boundary(DataError, f"reading {path} as parquet"):
+        rows = format.read_table(file).to_pylist()
+    for number, fields in enumerate(rows, 1):
+        yield Row(f"{path}, row {number}", Path(path).stem, fields)
+
+
+def datasets(name: str, split: str = "train", subset: str | None = None) -> Iterator[Row]:
+    """A data set of the Hugging Face hub, or a folder written by `save_to_disk`."""
+    try:
+        import datasets as hub
+    except ImportError as error:
+        raise DataError("kind 'datasets' needs a package: pip install 'rondel[tasks]'") from error
+    with boundary(DataError, f"loading data set '{name}', split '{split}' (is the name right, and the machine online?)"):
+        saved = Path(name).is_dir() and any((Path(name) / f).exists() for f in ("state.json", "dataset_dict.json"))
+        rows = hub.load_from_disk(name) if saved else hub.load_dataset(name, subset, split=split)
+        if isinstance(rows, hub.DatasetDict):
+            rows = rows[split]
+    for number, fields in enumerate(rows, 1):
+        yield Row(f"{name}[{split}], row {number}", Path(name).name, fields)
+
+
+def inline(rows: list[dict[str, Any]]) -> Iterator[Row]:
+    """Rows written in the recipe."""
+    for number, fields in enumerate(rows, 1):
+        yield Row(f"task.data.rows[{number}]", "list", fields)
+
+
+def digits() -> Iterator[Row]:
+    """All 100 sums of two digits, "3+4=" -> "7": what a model of a million parameters learns in a minute."""
+    for a in range(10):
+        for b in range(10):
+            yield Row(f"{a}+{b}", "digits", {"prompt": f"{a}+{b}=", "answer": str(a + b)})
+
+
+KINDS: dict[str, Callable[..., Iterable[Row]]] = {
+    "reasoning_gym": reasoning_gym,
+    "jsonl": jsonl,
+    "parquet": parquet,
+    "datasets": datasets,
+    "list": inline,
+    "digits": digits,
+}
+
+
+def _existing(path: str) -> Path:
+    file = Path(path)
+    if not file.is_file():
+        there = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
+        raise DataError(f"no file '{path}' (from {Path.cwd()}).{nearest(file.name, there)} Give a path from there, or an absolute one")
+    return file

@@ -1,0 +1,37 @@
+"""One prompt, one answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rondel.generate.envs.template import Messages
+from rondel.words.errors import DataError
+from rondel.words.protocols import Chat
+from rondel.words.types import Task, Trajectory
+
+
+def opening(task: Task, *, suffix: str = "", system: str | None = None) -> Messages:
+    """task.data's "messages", or its "prompt" as a user's message; `suffix` ends the last one, `system` goes in front."""
+    data: dict[str, Any] = task.data
+    if "messages" in data:
+        messages = [dict(m) for m in data["messages"]]
+    elif isinstance(data.get("prompt"), str):
+        messages = [{"role": "user", "content": data["prompt"]}]
+    else:
+        raise DataError(f"task {task.id} has neither a text 'prompt' nor 'messages'; it has: {', '.join(data) or 'nothing'}")
+    messages[-1]["content"] += suffix
+    if system is not None and messages[0].get("role") != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+class SingleTurn:
+    """Gives the prompt, takes one reply: `SingleTurn(suffix=" Answer with a number.")`."""
+
+    def __init__(self, *, suffix: str = "", system: str | None = None) -> None:
+        self.suffix, self.system = suffix, system
+
+    async def run(self, task: Task, chat: Chat) -> Trajectory:
+        chat.give(opening(task, suffix=self.suffix, system=self.system))
+        await chat.reply()
+        return chat.trajectory

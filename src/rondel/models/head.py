@@ -1,0 +1,35 @@
+"""From last hidden states to logits, a few rows at a time: nothing here ever sees the logits of a whole batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(slots=True)
+class Head:
+    """`logits = softcap(scale · (h Wᵀ + b))`; the weight is the module's own parameter, so tied embeddings stay tied."""
+
+    weight: nn.Parameter  # [V, D]
+    bias: nn.Parameter | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Head:
+        linear, config = model.get_output_embeddings(), model.config.get_text_config()
+        scale = 1.0
+        if getattr(config, "logits_scaling", None):  # granite divides
+            scale = 1.0 / config.logits_scaling
+        elif getattr(config, "logit_scale", None):  # cohere multiplies
+            scale = config.logit_scale
+        return cls(linear.weight, getattr(linear, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[C, D] -> [C, V] in fp32."""
+        out = nn.functional.linear(hidden, self.weight, self.bias).float()
+        if self.scale != 1.0:
+            out = out * self.scale
+        return out if self.softcap is None else self.softcap * torch.tanh(out / self.softcap)

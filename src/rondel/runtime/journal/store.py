@@ -1,0 +1,232 @@
+"""The rollout store: every trajectory that was trained, one Parquet file a step, one row a trajectory.
+
+    rollouts/step-000012.parquet
+
+`groups_of(read_step(folder, 12))` are the groups the trainer saw, exactly: `view` shows them, `replay` trains on them again.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rondel.runtime.journal.log import decode, encode
+from rondel.words.errors import CheckpointError, UserError, boundary
+from rondel.words.events import Event, GroupsTaken, Resumed
+from rondel.words.types import EnvFault, Failed, Group, Ok, Outcome, PolicyFault, Score, Task, Trajectory
+
+PerToken = dict[tuple[int, int], list[float]]  # (group id, sample index) -> one number for each of the T tokens
+OUTCOMES: dict[str, type] = {"ok": Ok, "env_fault": EnvFault, "policy_fault": PolicyFault}
+
+
+class RolloutStore:
+    """The writer: `subscribe(RolloutStore("runs/a").write)`. A resume deletes the files of the steps that will be repeated."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def write(self, event: Event) -> None:
+        if isinstance(event, GroupsTaken):
+            write_step(self.folder, event.step, event.groups, version=event.version)
+        elif isinstance(event, Resumed):
+            for step in steps(self.folder):
+                if step > event.step:
+                    path_of(self.folder, step).unlink()
+
+
+def path_of(folder: str | Path, step: int) -> Path:
+    return Path(folder) / "rollouts" / f"step-{step:06d}.parquet"
+
+
+def steps(folder: str | Path) -> list[int]:
+    """The steps whose rollouts are stored, in order."""
+    names = (re.fullmatch(r"step-(\d+)\.parquet", p.name) for p in (Path(folder) / "rollouts").glob("step-*.parquet"))
+    return sorted(int(name[1]) for name in names if name)
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def write_step(
+    folder: str | Path,
+    step: int,
+    groups: Iterable[Group],
+    extra: PerToken | None = None,
+    *,
+    advantages: PerToken | None = None,
+    version: int | None = None,
+) -> Path:
+    """Store one step's groups, whole or not at all. `extra` holds the trainer's logprobs, `version` the weights being trained."""
+    rows = [
+        {
+            **_row(group, sample, trajectory),
+            "trained_at": version,
+            "trainer_logprobs": (extra or {}).get((group.id, sample)),
+            "advantages": (advantages or {}).get((group.id, sample)),
+        }
+        for group in groups
+        for sample, trajectory in enumerate(group.trajectories)
+    ]
+    return _save(path_of(folder, step), rows)
+
+
+def annotate_step(folder: str | Path, step: int, *, trainer_logprobs: PerToken | None = None, advantages: PerToken | None = None) -> None:
+    """Add what is known only after training to a step that is stored already."""
+    rows = read_step(folder, step)
+    for row in rows:
+        key = (row["group"], row["sample"])
+        row["trainer_logprobs"] = (trainer_logprobs or {}).get(key, row["trainer_logprobs"])
+        row["advantages"] = (advantages or {}).get(key, row["advantages"])
+    _save(path_of(folder, step), rows)
+
+
+def _row(group: Group, sample: int, t: Trajectory) -> dict[str, Any]:
+    failed = t.score if isinstance(t.score, Failed) else None
+    return {
+        "group": group.id,
+        "sample": sample,
+        "task": group.task.id,
+        "env": group.task.env,
+        "task_data": group.task.data,
+        "born": group.born,
+        "tokens": t.tokens,
+        "mask": t.mask,
+        "behavior_logprobs": t.logprobs,
+        "versions": t.versions,
+        "experts": t.experts,
+        "reward": t.reward,
+        "reward_parts": t.score.parts if isinstance(t.score, Score) else {},
+        "failed": failed.reason if failed else None,
+        "failed_detail": failed.detail if failed else None,
+        "outcome": next(name for name, kind in OUTCOMES.items() if isinstance(t.outcome, kind)),
+        "outcome_reason": getattr(t.outcome, "reason", None),
+        "finish_reason": t.finish_reason,
+        "text": t.text,
+        "timings": t.timings,
+        "policy": t.policy,
+        "parent": t.parent,
+    }
+
+
+def _schema() -> Any:
+    import pyarrow as pa
+
+    integers, numbers = pa.list_(pa.int32()), pa.list_(pa.float32())
+    columns = {
+        "group": pa.int64(), "sample": pa.int32(), "task": pa.string(), "env": pa.string(), "task_data": pa.string(),
+        "born": pa.int64(), "trained_at": pa.int64(), "tokens": integers, "mask": pa.list_(pa.bool_()),
+        "behavior_logprobs": numbers, "trainer_logprobs": numbers, "advantages": numbers, "versions": integers,
+        "experts": pa.binary(), "reward": pa.float64(), "reward_parts": pa.string(), "failed": pa.string(),
+        "failed_detail": pa.string(), "outcome": pa.string(), "outcome_reason": pa.string(), "finish_reason": pa.string(),
+        "text": pa.string(), "timings": pa.string(), "policy": pa.string(), "parent": pa.int64(),
+    }  # fmt: skip
+    return pa.schema(list(columns.items()))
+
+
+JSON = ("task_data", "reward_parts", "timings")  # columns of small trees, as strict JSON text
+
+
+def _save(path: Path, rows: list[dict[str, Any]]) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with boundary(CheckpointError, f"writing {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{**row, **{name: encode(row[name]) for name in JSON}, "experts": _packed(row["experts"])} for row in rows]
+        schema = _schema()
+        table = pa.table({f.name: pa.array([_utf8(row[f.name]) for row in rows], f.type) for f in schema}, schema=schema)
+        draft = path.with_name(f".{path.name}.tmp")
+        pq.write_table(table, draft, compression="zstd")
+        os.replace(draft, path)
+    return path
+
+
+def _utf8(value: Any) -> Any:
+    """Text that is no valid Unicode (a tool may return such) is stored with replacement marks rather than stopping the run."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
+def _packed(experts: Any) -> bytes | None:
+    if experts is None:
+        return None
+    out = io.BytesIO()
+    np.save(out, np.asarray(experts), allow_pickle=False)
+    return out.getvalue()
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_step(folder: str | Path, step: int) -> list[dict[str, Any]]:
+    """The rows of one step, in the order they were trained in."""
+    import pyarrow.parquet as pq
+
+    folder, path = Path(folder), path_of(folder, step)
+    if not folder.is_dir():
+        raise UserError(f"no run folder at {folder}; `rondel train RUN.toml` makes one (key run.folder)")
+    if not path.exists():
+        raise UserError(f"{folder} has no rollouts of step {step}; {_which(steps(folder))}")
+    with boundary(CheckpointError, f"{path} cannot be read; the file is damaged, the other steps are not affected"):
+        rows = pq.read_table(path, schema=_schema()).to_pylist()
+        for row in rows:
+            row.update({name: decode(row[name]) for name in JSON})
+            row["experts"] = None if row["experts"] is None else np.load(io.BytesIO(row["experts"]), allow_pickle=False)
+    return rows
+
+
+def _which(known: list[int]) -> str:
+    if not known:
+        return "none are stored yet"
+    gapless = known == list(range(known[0], known[-1] + 1))
+    shown = f"{known[0]} to {known[-1]}" if gapless and len(known) > 2 else ", ".join(map(str, known[-12:]))
+    return f"stored: {shown}"
+
+
+def groups_of(rows: list[dict[str, Any]]) -> list[Group]:
+    """The groups as the trainer saw them: the exact inverse of `write_step` (logprobs are float32, as engines give them)."""
+    groups = []
+    for number, members in groupby(rows, key=lambda row: row["group"]):
+        first, *rest = members
+        task = Task(first["task"], first["env"], first["task_data"])
+        groups.append(Group(number, task, [_trajectory(row) for row in (first, *rest)], first["born"]))
+    return groups
+
+
+def _trajectory(row: dict[str, Any]) -> Trajectory:
+    t = Trajectory(
+        experts=row["experts"],
+        policy=row["policy"],
+        parent=row["parent"],
+        score=_score(row),
+        outcome=_outcome(row),
+        finish_reason=row["finish_reason"],
+        text=row["text"],
+        timings=row["timings"],
+    )
+    columns = [row[name] for name in ("tokens", "mask", "behavior_logprobs", "versions")]
+    if len({len(column) for column in columns}) != 1:
+        raise CheckpointError(
+            f"group {row['group']} sample {row['sample']}: columns of lengths {[len(c) for c in columns]}; the file is damaged"
+        )
+    for written, run in groupby(zip(*columns), key=lambda token: token[1]):
+        tokens, _, logprobs, versions = (list(column) for column in zip(*run))
+        t.extend(tokens, logprobs=logprobs if written else None, versions=versions if written else None)
+    return t
+
+
+def _score(row: dict[str, Any]) -> Score | Failed | None:
+    if row["failed"] is not None:
+        return Failed(row["failed"], row["failed_detail"])
+    return None if row["reward"] is None else Score(row["reward"], row["reward_parts"])
+
+
+def _outcome(row: dict[str, Any]) -> Outcome:
+    kind = OUTCOMES[row["outcome"]]
+    return kind() if kind is Ok else kind(row["outcome_reason"])

@@ -1,0 +1,254 @@
+"""The run card: what a run did, answered from its journal and never from memory. `write_card(folder)` -> card.md and card.json."""
+
+from __future__ import annotations
+
+import math
+import os
+import tomllib
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rondel.runtime.journal.log import encode, history, settled
+from rondel.words.errors import CheckpointError, UserError, boundary
+
+Events = list[dict[str, Any]]
+EVAL = ("score", "low", "high", "n", "step", "version", "profile", "request")
+UNKNOWN = "not recorded"
+
+
+def wilson(successes: float, n: int, z: float = 1.959964) -> tuple[float, float]:
+    """Interval of a share: (p + z²/2n ± z·sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n).  Wilson 1927, doi:10.1080/01621459.1927.10502953.
+
+    Unlike p ± z·sqrt(p(1-p)/n) it is honest at 0 and 1: `wilson(0, 10)` is (0, 0.28). Knowing nothing, n = 0, is (0, 1).
+    """
+    if not 0 <= successes <= max(n, 0):
+        raise ValueError(f"{successes} successes of {n}: it must lie in [0, n]")
+    if n == 0:
+        return 0.0, 1.0
+    p, spread = successes / n, z * z / n
+    centre, half = p + spread / 2, z * math.sqrt(p * (1 - p) / n + spread / (4 * n))
+    return max(0.0, (centre - half) / (1 + spread)), min(1.0, (centre + half) / (1 + spread))
+
+
+def sparkline(values: list[float], width: int = 60) -> str:
+    """A curve as text: [0, 1, 2, 3] -> '▁▃▆█'. Longer ones are averaged into `width` columns; NaN leaves a gap."""
+    if len(values) > width:
+        cuts = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    known = [v for v in values if math.isfinite(v)]
+    if not known:
+        return ""
+    low, span = min(known), (max(known) - min(known)) or 1.0
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (v - low) / span)] if math.isfinite(v) else " " for v in values)
+
+
+def write_card(folder: str | Path) -> dict[str, Any]:
+    """Read the journal and job.toml of a run, write both cards, return what card.json holds."""
+    folder = Path(folder)
+    raw = history(folder)
+    if not raw:
+        raise UserError(f"the journal in {folder} is empty: the run has not started, so there is nothing to report")
+    card = summary(raw, _job(folder))
+    with boundary(CheckpointError, f"writing the card of {folder}"):
+        for name, text in (("card.json", encode(card) + "\n"), ("card.md", markdown(card))):
+            draft = folder / f".{name}.tmp"
+            draft.write_text(text, encoding="utf-8")
+            os.replace(draft, folder / name)
+    return card
+
+
+def _job(folder: Path) -> dict[str, Any]:
+    path = folder / "job.toml"
+    with boundary(CheckpointError, f"reading {path}"):
+        return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+# -- from events to numbers ------------------------------------------------------------------------
+
+
+def summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
+    """Everything the card says, as data. `raw` is the whole history: interrupted work is not counted, but its time is."""
+    events = settled(raw)
+    done = [e for e in events if e["kind"] == "StepDone"]
+    evals = [e for e in events if e["kind"] == "Evaluated"]
+    evals = [e for e in evals if e["profile"] == evals[0]["profile"]]  # only equal questions can be compared
+    facts: dict[str, Any] = next((e["facts"] for e in reversed(events) if e["kind"] == "RunStarted"), {})
+    ledger = done[-1]["ledger"] if done else {}
+    return {
+        "eval_before": _evaluation(evals[0]) if evals else None,
+        "eval_after": _evaluation(evals[-1]) if len(evals) > 1 and evals[-1]["step"] > evals[0]["step"] else None,
+        "seconds": round(_seconds(raw), 1),
+        "steps": done[-1]["step"] if done else 0,
+        "trained_groups": ledger.get("trained", 0),
+        "ledger": ledger,
+        "resumes": sum(e["kind"] == "Resumed" for e in raw),
+        "ended": next((e["reason"] for e in reversed(events) if e["kind"] == "RunEnded"), "not ended"),
+        "warnings": list(dict.fromkeys(e["message"] for e in raw if e["kind"] == "Warned")),
+        "rewards": _rewards(events),
+        "questions": questions(events, job, facts),
+        "samples_before": evals[0]["samples"] if evals else [],
+        "samples_after": evals[-1]["samples"] if len(evals) > 1 else [],
+        "facts": facts,
+        "recipe": job,
+    }
+
+
+def _evaluation(event: dict[str, Any]) -> dict[str, Any]:
+    return {key: event[key] for key in EVAL}
+
+
+def _seconds(raw: Events) -> float:
+    """Wall time of all lives of the run: from each RunStarted to the last sign of that life."""
+    total, begun, last = 0.0, raw[0]["t"], raw[0]["t"]
+    for event in raw:
+        if event["kind"] == "RunStarted":
+            total, begun = total + last - begun, event["t"]
+        last = event["t"]
+    return total + last - begun
+
+
+def _rewards(events: Events) -> list[float]:
+    """The mean reward of what finished before each step."""
+    curve, rewards = [], []
+    for event in events:
+        if event["kind"] == "GroupFinished":
+            rewards += event["rewards"]
+        elif event["kind"] == "StepDone":
+            curve.append(math.fsum(rewards) / len(rewards) if rewards else math.nan)
+            rewards = []
+    return curve
+
+
+def questions(events: Events, job: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
+    """The nine questions a reviewer should ask, from measurement where there is one and from the recipe where it decides."""
+
+    def key(dotted: str) -> Any:
+        node: Any = job
+        for name in dotted.split("."):
+            node = node.get(name) if isinstance(node, dict) else None
+        return UNKNOWN if node is None else node
+
+    done = [e for e in events if e["kind"] == "StepDone"]
+    gaps = [e["metrics"]["train/gap_max"] for e in done if "train/gap_max" in e["metrics"]]
+    probes = [e["probe_gap"] for e in events if e["kind"] == "Synced"]
+    lags = [e["version"] - born for e in events if e["kind"] == "GroupsTaken" for born in e["born"]]
+    gap = f"largest |log p(trainer) - log p(engine)| of a trained token {max(gaps):.1e}" if gaps else "gap not measured"
+    probe = f"largest difference on the probe prompt after {len(probes)} syncs {max(probes):.1e}" if probes else "no sync recorded"
+    return {
+        "framework": _listed(facts.get("versions")),
+        "engine and topology": f"engine {key('engine.kind')}, placement {key('place.kind')}, {facts.get('device', UNKNOWN)}, "
+        f"threads {facts.get('threads', UNKNOWN)}",
+        "precision and what enforces consistency": f"{_listed(facts.get('dtypes'))}; one model definition on both sides; {gap}; {probe}",
+        "on-policy or measured lag": f"{_lag(lags)}; cap {key('loop.max_staleness')}",
+        "whose logprobs": "the engine's, stored for each token when it was drawn (after temperature and truncation of the support); "
+        + ("the trainer recomputes its own, and the gap above is between the two" if gaps else "a recomputation was not recorded"),
+        "routing replay": str(facts.get("routing_replay", "none: no routed experts recorded")),
+        "group size": f"{key('algo.group_size')} answers a task, {key('loop.groups_per_step')} tasks a step, "
+        f"updates a step: {key('loop.updates_per_step')}",
+        "multi-turn budgets": f"environment {key('task.env')}; at most {key('engine.sampling.max_tokens')} tokens a turn",
+        "where the time went": _listed(time_shares(done)) if done else "no step was finished",
+    }
+
+
+def _lag(lags: list[int]) -> str:
+    if not lags:
+        return "no group was trained"
+    if max(lags) == 0:
+        return f"on-policy: all {len(lags)} trained groups were written by the weights being trained"
+    shares = ", ".join(f"{n / len(lags):.0%} at {lag}" for lag, n in sorted(Counter(lags).items()))
+    return f"off-policy: lag mean {sum(lags) / len(lags):.2f}, max {max(lags)} versions ({shares})"
+
+
+def time_shares(done: Events) -> dict[str, str]:
+    """{"wait": "61 %", ...}: the phases of all steps, largest first, and what they leave unexplained."""
+    total = sum(e["seconds"].get("step", 0.0) for e in done)
+    phases: Counter[str] = Counter()
+    for event in done:
+        phases.update({name: seconds for name, seconds in event["seconds"].items() if name != "step"})
+    if not total:
+        return {}
+    return {name: f"{seconds / total:.1%}" for name, seconds in phases.most_common()}
+
+
+def _listed(facts: Any) -> str:
+    if isinstance(facts, dict):
+        return ", ".join(f"{name} {value}" for name, value in facts.items())
+    return UNKNOWN if facts is None else str(facts)
+
+
+# -- from numbers to a page ------------------------------------------------------------------------
+
+
+def markdown(card: dict[str, Any]) -> str:
+    """The card as a page that can be read without knowing Rondel."""
+    before, after = card["eval_before"], card["eval_after"]
+    parts = [
+        "# Run card",
+        f"{card['steps']} steps, {card['trained_groups']} trained groups, {card['seconds']:.0f} s in all"
+        + (f", resumed {_times(card['resumes'])}" if card["resumes"] else "")
+        + f". Ended: {card['ended']}.",
+        "## Held-out tasks",
+        _table(("", "score", "95 % interval (Wilson)", "tasks", "after step"), [_eval_row("before", before), _eval_row("after", after)]),
+        _verdict(before, after),
+        "## Reward while training",
+        _curve(card["rewards"]),
+        "## Nine questions",
+        _table(("question", "answer"), list(card["questions"].items())),
+        "## Ledger of groups",
+        _table(("what became of them", "groups"), list(card["ledger"].items())) if card["ledger"] else "No step was finished.",
+    ]
+    for title, samples in (("Answers before", card["samples_before"]), ("Answers after", card["samples_after"])):
+        if samples:
+            parts += [f"## {title}", *map(_sample, samples[:4])]
+    if card["warnings"]:
+        parts += ["## Warnings", "\n".join(f"- {_cell(w)}" for w in card["warnings"])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _times(n: int) -> str:
+    return "once" if n == 1 else f"{n} times"
+
+
+def _eval_row(title: str, e: dict[str, Any] | None) -> tuple[str, ...]:
+    if e is None:
+        return (title, "not evaluated", "", "", "")
+    return (title, f"{e['score']:.1%}", f"{e['low']:.1%} to {e['high']:.1%}", str(e["n"]), str(e["step"]))
+
+
+def _verdict(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:
+    if before is None or after is None:
+        return "Without both evaluations this run shows no effect."
+    if before["low"] > after["high"] or after["low"] > before["high"]:
+        return "The intervals do not overlap: the difference is larger than chance on these tasks explains."
+    return "The intervals overlap: this many tasks cannot tell the difference from chance."
+
+
+def _curve(rewards: list[float]) -> str:
+    known = [r for r in rewards if math.isfinite(r)]
+    if not known:
+        return "No reward was recorded."
+    span = f"lowest {min(known):.3f}, highest {max(known):.3f}"
+    return f"`{sparkline(rewards)}`\n\nMean reward from {known[0]:.3f} at the first step to {known[-1]:.3f} at the last ({span})."
+
+
+def _sample(sample: dict[str, Any]) -> str:
+    reward = sample.get("reward")
+    told = "reward not computed" if reward is None else f"reward {reward:g}"
+    body = f"prompt  {sample.get('prompt', '')}\nwrote   {sample.get('text', '')}\nanswer  {sample.get('answer', '')}"
+    fence = "`" * max(3, 1 + max((len(run) for run in _ticks(body)), default=0))
+    return f"{told}\n\n{fence}text\n{body}\n{fence}"
+
+
+def _ticks(text: str) -> list[str]:
+    return "".join(c if c == "`" else " " for c in text).split()
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(_cell(str(cell)) for cell in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

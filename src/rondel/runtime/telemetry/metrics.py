@@ -1,0 +1,125 @@
+"""Metrics: one schema of names `stage/what`, and the fold that turns the events of a step into one row of numbers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from rondel.words.events import Evaluated, Event, GroupFinished, GroupsTaken, Resumed, StepDone, Synced
+
+SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
+    "score/reward_mean": ("reward", "mean over the scored trajectories that finished since the last step, dropped groups included"),
+    "score/reward_std": ("reward", "standard deviation of the same"),
+    "score/reward_min": ("reward", "smallest of the same"),
+    "score/reward_max": ("reward", "largest of the same"),
+    "score/failed_fraction": ("share", "trajectories whose reward could not be computed; they are in no other number"),
+    "filter/signal_fraction": ("share", "groups whose rewards differ; only these can teach"),
+    "filter/dropped_fraction": ("share", "groups a filter refused, for any reason"),
+    "generate/length_mean": ("tokens", "tokens the policy wrote in one trajectory"),
+    "generate/length_p95": ("tokens", "95 % of the trajectories are at most this long"),
+    "generate/length_max": ("tokens", "the longest trajectory"),
+    "generate/tokens": ("tokens", "written since the last step, all trajectories together"),
+    "generate/truncated_fraction": ("share", "trajectories cut at max_tokens"),
+    "train/loss": ("nats", "value of the surrogate; not a headline: it may be 0 while the policy learns"),
+    "train/entropy": ("nats", "mean entropy of the policy at the tokens it wrote"),
+    "train/kl_start": ("nats", "estimated KL of the policy to the weights the run started from"),
+    "train/gap_mean": ("nats", "mean |log p(trainer) - log p(engine)| over the written tokens"),
+    "train/gap_max": ("nats", "largest of the same; above 1e-3 in float32 something is wrong"),
+    "train/clip_fraction": ("share", "tokens whose ratio the surrogate clipped"),
+    "train/grad_norm": ("norm", "global norm of the gradient before clipping"),
+    "train/lr": ("rate", "learning rate of this step"),
+    "train/off_policy_fraction": ("share", "trained tokens that older weights wrote"),
+    "sync/seconds": ("s", "the weights' way from trainer to engine"),
+    "sync/bytes_copied": ("bytes", "moved on that way; 0 when both share one copy"),
+    "sync/probe_gap": ("nats", "difference of both sides on the probe prompt after the sync"),
+    "loop/lag_mean": ("versions", "weights' age at training: version trained minus version at admission"),
+    "loop/lag_max": ("versions", "largest of the same; never above loop.max_staleness"),
+    "loop/tokens_per_second": ("tokens/s", "written tokens over the whole step, training included"),
+    "eval/score": ("share", "held-out tasks solved, at this version"),
+    "eval/low": ("share", "lower end of its 95 % interval"),
+    "eval/high": ("share", "upper end of its 95 % interval"),
+}
+FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
+    "time/": ("s", "a phase on the learner's path; time/step is their sum"),
+    "ledger/": ("groups", "what became of the groups issued so far (law 1)"),
+    "loop/lag_is_": ("share", "groups of this step that were so many versions old: the histogram of lag"),
+}
+
+
+def meaning(name: str) -> tuple[str, str] | None:
+    """(unit, meaning) of a metric; None for one that only the run's own trainer or algorithm knows."""
+    return SCHEMA.get(name) or next((what for prefix, what in FAMILIES.items() if name.startswith(prefix)), None)
+
+
+def from_groups(finished: Iterable[GroupFinished]) -> dict[str, float]:
+    """Score, Filter and Generate of one step. Nothing finished, nothing said: a missing number is not a 0."""
+    finished = list(finished)
+    rewards = [r for group in finished for r in group.rewards]
+    lengths = sorted(n for group in finished for n in group.lengths)
+    row: dict[str, float] = {}
+    if finished:
+        row["filter/signal_fraction"] = sum(len(set(g.rewards)) > 1 for g in finished) / len(finished)
+        row["filter/dropped_fraction"] = sum(not g.kept for g in finished) / len(finished)
+    if rewards:
+        mean = math.fsum(rewards) / len(rewards)
+        row["score/reward_mean"] = mean
+        row["score/reward_std"] = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards))
+        row["score/reward_min"], row["score/reward_max"] = min(rewards), max(rewards)
+    if lengths:
+        row["score/failed_fraction"] = sum(g.failed for g in finished) / len(lengths)
+        row["generate/length_mean"] = sum(lengths) / len(lengths)
+        row["generate/length_p95"] = lengths[math.ceil(0.95 * len(lengths)) - 1]  # nearest rank
+        row["generate/length_max"] = lengths[-1]
+        row["generate/tokens"] = sum(lengths)
+        row["generate/truncated_fraction"] = sum(g.truncated for g in finished) / len(lengths)
+    return row
+
+
+def from_taken(taken: GroupsTaken) -> dict[str, float]:
+    """How old the consumed groups were. lag = version trained - version at admission."""
+    lags = [taken.version - group.born for group in taken.groups]
+    if not lags:
+        return {}
+    histogram = {f"loop/lag_is_{lag}": n / len(lags) for lag, n in sorted(Counter(lags).items())}
+    return {"loop/lag_mean": sum(lags) / len(lags), "loop/lag_max": max(lags), **histogram}
+
+
+class StepMetrics:
+    """The reader that gathers events between two StepDones: `subscribe(StepMetrics(sink.write, progress.row).read)`.
+
+    Each writer is called `writer(step, row)`, once for each step, and once for each evaluation with its eval/ numbers.
+    """
+
+    def __init__(self, *writers: Callable[[int, dict[str, float]], None]) -> None:
+        self.writers = writers
+        self._finished: list[GroupFinished] = []
+        self._row: dict[str, float] = {}
+
+    def read(self, event: Event) -> None:
+        match event:
+            case GroupFinished():
+                self._finished.append(event)
+            case GroupsTaken():
+                self._row |= from_taken(event)
+            case Synced():
+                self._row |= {"sync/seconds": event.seconds, "sync/bytes_copied": event.bytes_copied, "sync/probe_gap": event.probe_gap}
+            case Evaluated():
+                self._write(event.step, {"eval/score": event.score, "eval/low": event.low, "eval/high": event.high})
+            case StepDone():
+                self._write(event.step, self._complete(event))
+                self._finished, self._row = [], {}
+            case Resumed():
+                self._finished, self._row = [], {}
+
+    def _complete(self, done: StepDone) -> dict[str, float]:
+        row = from_groups(self._finished) | self._row | done.metrics
+        row |= {f"time/{phase}": seconds for phase, seconds in done.seconds.items()}
+        row |= {f"ledger/{name}": count for name, count in done.ledger.items()}
+        if "generate/tokens" in row and done.seconds.get("step"):
+            row["loop/tokens_per_second"] = row["generate/tokens"] / done.seconds["step"]
+        return row
+
+    def _write(self, step: int, row: dict[str, float]) -> None:
+        for writer in self.writers:
+            writer(step, row)

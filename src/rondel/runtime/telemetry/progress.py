@@ -1,0 +1,164 @@
+"""What a person sees while a run works: one line a step, and one line that moves in between.
+
+    step  12/40   reward 0.41   signal 63 %   entropy 1.21   KL 0.004   lag 0   gap 2e-06   length 18   cut 2 %   7.4 s: wait 61 %
+
+On a terminal the last line is live; elsewhere (a file, a pipe, CI) every line is plain, and movement is told every ten seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+
+from rondel.runtime.telemetry.metrics import StepMetrics
+from rondel.words.events import (
+    Checkpointed,
+    Evaluated,
+    Event,
+    Generating,
+    GroupFinished,
+    GroupsTaken,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    Warned,
+)
+
+LEGEND = (
+    "reward: mean score · signal: groups whose rewards differ, only these teach · KL: distance to the start\n"
+    "lag: the weights' age at training, in versions · gap: largest |log p(trainer) - log p(engine)|\n"
+    "length: tokens in an answer · cut: answers that hit max_tokens · wait: for rollouts"
+)
+COLUMNS = {  # title -> (metric, format)
+    "reward": ("score/reward_mean", "{:.3f}"),
+    "signal": ("filter/signal_fraction", "{:.0%}"),
+    "entropy": ("train/entropy", "{:.2f}"),
+    "KL": ("train/kl_start", "{:.2g}"),
+    "lag": ("loop/lag_mean", "{:.2g}"),
+    "gap": ("train/gap_max", "{:.0e}"),
+    "length": ("generate/length_mean", "{:.0f}"),
+    "cut": ("generate/truncated_fraction", "{:.0%}"),
+}
+
+
+class Progress:
+    """A reader of events, and a context: `with Progress(steps=40) as progress: subscribe(progress.read)`.
+
+    steps    how many the run will do
+    quiet    only warnings, on stderr
+    console  where to write; for tests
+    every    seconds between two signs of life where no terminal is
+    """
+
+    def __init__(self, steps: int, *, quiet: bool = False, console: Console | None = None, every: float = 10.0) -> None:
+        self.steps, self.quiet, self.every = steps, quiet, every
+        self.console = console or Console()
+        self.live = self.console.is_terminal and not quiet
+        self._status: Status | None = None
+        self._metrics = StepMetrics(self._row)
+        self._warned: set[str] = set()
+        self._step, self._finished, self._last_sign = 0, 0, time.monotonic()
+
+    def __enter__(self) -> Progress:
+        if self.live:
+            self._status = self.console.status("starting")
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def read(self, event: Event) -> None:
+        if isinstance(event, Warned):
+            return self._warn(event.message)
+        if self.quiet:
+            return
+        match event:
+            case RunStarted():
+                self._say(f"run folder {event.folder}", style="bold")
+                self._say(LEGEND, style="dim")
+            case Resumed():
+                self._step = event.step
+                self._say(f"resumed at step {event.step} from {event.checkpoint or 'the start'}", style="bold")
+            case GroupFinished():
+                self._finished += 1
+            case GroupsTaken():
+                self._step, self._finished = event.step, 0
+                self._move(f"step {event.step}/{self.steps}: training on {sum(len(g.trajectories) for g in event.groups)} answers")
+            case Generating():
+                self._generating(event)
+            case Evaluated():
+                interval = f"95 % interval {event.low:.0%} to {event.high:.0%}"
+                self._say(
+                    f"eval after step {event.step}: {event.score:.1%}  ({interval}, {event.n} tasks, {event.seconds:.0f} s)", style="cyan"
+                )
+            case Checkpointed():
+                self._say(f"saved {event.path}", style="dim")
+            case RunEnded():
+                self._say(f"{event.reason} after step {event.step}, {_clock(event.seconds)}", style="bold")
+        self._metrics.read(event)
+        if isinstance(event, StepDone) and event.note:
+            self._say(f"  step {event.step} was not trained: {event.note}", style="yellow")
+
+    # -- one line a step -------------------------------------------------------------------------
+
+    def _row(self, step: int, row: dict[str, float]) -> None:
+        if "eval/score" in row:
+            return
+        cells = [f"{title} {style.format(row[name])}" for title, (name, style) in COLUMNS.items() if name in row]
+        self._say("   ".join([f"step {step:>{len(str(self.steps))}}/{self.steps}", *cells, _phases(row)]))
+        self._move(f"step {step + 1}/{self.steps}: generating" if step < self.steps else "finishing")
+
+    # -- the line that moves ---------------------------------------------------------------------
+
+    def _generating(self, beat: Generating) -> None:
+        speed = f"{beat.tokens / beat.seconds:.0f} tokens/s" if beat.seconds > 0 else "starting"
+        doing = f"{beat.running} answers being written, {beat.waiting} waiting, {self._finished} groups finished"
+        self._move(f"step {min(self._step + 1, self.steps)}/{self.steps}: {speed}, {doing}")
+
+    def _move(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(escape(text))
+        elif not self.live and time.monotonic() - self._last_sign >= self.every:
+            self._say("... " + text)
+
+    def _say(self, text: str, style: str = "") -> None:
+        self._last_sign = time.monotonic()
+        self.console.print(text, style=style, soft_wrap=True, markup=False, highlight=False)
+
+    def _warn(self, message: str) -> None:
+        if message in self._warned:
+            return
+        self._warned.add(message)
+        if self.quiet:
+            print(f"warning: {message}", file=sys.stderr)
+        else:
+            self._say(f"warning: {message}", style="yellow")
+
+
+def _phases(row: dict[str, Any]) -> str:
+    """7.4 s: wait 61 %, train 30 %, other 9 %"""
+    phases = {name.removeprefix("time/"): seconds for name, seconds in row.items() if name.startswith("time/")}
+    total = phases.pop("step", 0.0) or sum(phases.values())
+    if not total:
+        return ""
+    large = {name: s for name, s in sorted(phases.items(), key=lambda p: -p[1]) if s >= 0.05 * total}
+    rest = total - sum(large.values())
+    shares = [f"{name} {s / total:.0%}" for name, s in large.items()] + ([f"other {rest / total:.0%}"] if rest >= 0.005 * total else [])
+    return f"{total:.1f} s: " + ", ".join(shares)
+
+
+def _clock(seconds: float) -> str:
+    """95.0 -> '1 min 35 s'"""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"

@@ -1,0 +1,118 @@
+"""Where metrics go. A sink is made as `kind(folder, after=step)`: a resumed run passes its checkpoint's step, and nothing is doubled.
+-1, the default, keeps nothing of an earlier attempt.
+
+The text sinks rewrite their file without the rows that are about to be repeated; TensorBoard opens a new event file that tells
+the viewer to hide what older files say from step + 1 on.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rondel.runtime.journal.log import decode, encode
+from rondel.words.errors import CheckpointError, boundary
+from rondel.words.protocols import Sink
+from rondel.words.registry import find
+
+
+class TensorBoard:
+    """`tensorboard --logdir RUN/tensorboard`. Writes the file format directly: needs the tensorboard package, not torch."""
+
+    def __init__(self, folder: str | Path, after: int = -1) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        path = Path(folder) / "tensorboard"
+        resumed = path.is_dir() and any(path.iterdir())
+        self._writer = EventFileWriter(str(path))
+        if resumed:
+            self._add(after + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
+        self._add(step, summary=Summary(value=values))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, step: int, **what: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._writer.add_event(Event(wall_time=time.time(), step=step, **what))
+
+
+class JsonLines:
+    """`metrics.jsonl`: one object a row, {"step": 3, "score/reward_mean": 0.41, ...}."""
+
+    def __init__(self, folder: str | Path, after: int = -1) -> None:
+        path = Path(folder) / "metrics.jsonl"
+        _keep(path, (line for line in _lines(path) if (row := _parsed(line)) and row["step"] <= after))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        self._file.write(encode({"step": step, **metrics}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Csv:
+    """`metrics.csv`, long form: step,name,value. A step may have other metrics than the one before it."""
+
+    HEADER = "step,name,value\n"
+
+    def __init__(self, folder: str | Path, after: int = -1) -> None:
+        path = Path(folder) / "metrics.csv"
+        kept = (line for line in _lines(path) if (step := line.partition(",")[0]).isdigit() and int(step) <= after)
+        _keep(path, (self.HEADER, *kept))
+        self._file = path.open("a", encoding="utf-8", newline="")
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        csv.writer(self._file, lineterminator="\n").writerows((step, name, repr(float(value))) for name, value in metrics.items())
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+SINKS: dict[str, Any] = {"tensorboard": TensorBoard, "jsonl": JsonLines, "csv": Csv}
+
+
+def open_sinks(kinds: Iterable[str], folder: str | Path, after: int = -1) -> list[Sink]:
+    """The sinks of `run.sinks`; the user's own is "module:name" and is made in the same way."""
+    return [find("run.sinks:", kind, SINKS)(folder, after=after) for kind in kinds]
+
+
+def _lines(path: Path) -> list[str]:
+    """The whole lines of a file; a torn last one is left out."""
+    if not path.exists():
+        return []
+    return [line + "\n" for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]]
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        row = decode(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and not math.isnan(row.get("step", math.nan)) else None
+
+
+def _keep(path: Path, lines: Iterable[str]) -> None:
+    """Replace the file by these of its lines, atomically."""
+    with boundary(CheckpointError, f"writing {path}"):
+        text = "".join(lines)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.tmp")
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)

@@ -1,0 +1,106 @@
+"""Is the reward right? Asked before the hour is spent: gold answers must pass, empty and wrong ones must not."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rondel.score.number import last_number
+from rondel.score.pool import RewardPool
+from rondel.words.types import Failed, Score, Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`Finding("gold", False, "a gold answer scored 0.0 ...", "compare ...")`. `remedy` is empty where all is well."""
+
+    what: str
+    ok: bool
+    message: str
+    remedy: str = ""
+
+
+def answer(task: Task) -> str:
+    """The gold answer as the policy would write it."""
+    return str(task.data["answer"])
+
+
+async def check_reward(pool: RewardPool, tasks: Sequence[Task], *, count: int = 8, gold: Callable[[Task], str] = answer) -> list[Finding]:
+    """Findings on the first `count` tasks with an answer: failures, gold, empty, wrong, time.
+
+    A reward that also wants a form (tags, a box) needs `gold` to write the answer in that form.
+    """
+    tried = [task for task in tasks if task.data.get("answer") is not None][:count]
+    if not tried:
+        return [Finding("gold", False, "no task has an 'answer', so the reward was not tried", "name the column with answer = '...'")]
+    texts = (
+        [("gold", t, gold(t)) for t in tried] + [("empty", t, "") for t in tried] + [("wrong", t, _wrong(t, tried, gold)) for t in tried]
+    )
+    scores: dict[str, list[tuple[Task, str, Score]]] = {"gold": [], "empty": [], "wrong": []}
+    failures: list[tuple[str, Task, Failed]] = []
+    seconds: list[float] = []
+    for kind, task, text in texts:
+        start = time.perf_counter()
+        result = await pool.score(Trajectory(text=text), task)
+        seconds.append(time.perf_counter() - start)
+        if isinstance(result, Failed):
+            failures.append((kind, task, result))
+        else:
+            scores[kind].append((task, text, result))
+    return [_failures(failures, len(texts)), *_gold(scores), *(_below(kind, scores) for kind in ("empty", "wrong")), _time(seconds, pool)]
+
+
+def _failures(failures: list[tuple[str, Task, Failed]], calls: int) -> Finding:
+    if not failures:
+        return Finding("failures", True, f"the reward answered all {calls} calls")
+    kind, task, failed = failures[0]
+    first = f"first on the {kind} answer of {task.id}: {failed.reason} {failed.detail}".strip()
+    return Finding(
+        "failures",
+        False,
+        f"the reward failed in {len(failures)} of {calls} calls; {first}",
+        "make the reward return a number for every text; raise only when it cannot judge",
+    )
+
+
+def _gold(scores: dict[str, list[tuple[Task, str, Score]]]) -> list[Finding]:
+    if not scores["gold"]:
+        return [Finding("gold", False, "no gold answer got a score", "see the failures above")]
+    best = max(score.value for results in scores.values() for *_, score in results)
+    low = [(task, text, score) for task, text, score in scores["gold"] if score.value < best]
+    if not low:
+        return [Finding("gold", True, f"all {len(scores['gold'])} gold answers score the maximum seen, {best:g}")]
+    task, text, score = low[0]
+    message = f"{len(low)} of {len(scores['gold'])} gold answers score less than {best:g}; {task.id}: {text!r:.60} scores {score.value:g}"
+    return [Finding("gold", False, message, "compare what the reward extracts with the form of the gold answers")]
+
+
+def _below(kind: str, scores: dict[str, list[tuple[Task, str, Score]]]) -> Finding:
+    gold = {task.id: score.value for task, _, score in scores["gold"]}
+    bad = [(task, text, score) for task, text, score in scores[kind] if task.id in gold and score.value >= gold[task.id]]
+    if not bad:
+        return Finding(kind, True, f"{kind} answers score less than gold ones")
+    task, text, score = bad[0]
+    message = (
+        f"{len(bad)} {kind} answers score as much as gold ones; {task.id}: {text!r:.60} scores {score.value:g}, gold {gold[task.id]:g}"
+    )
+    return Finding(kind, False, message, "a reward that does not tell right from wrong gives nothing to learn; look at what it extracts")
+
+
+def _time(seconds: list[float], pool: RewardPool) -> Finding:
+    message = f"{statistics.median(seconds) * 1e3:.1f} ms a call, slowest {max(seconds) * 1e3:.1f} ms; the limit is {pool.timeout:g} s"
+    slow = max(seconds) > pool.timeout / 2
+    return Finding("time", not slow, message, "raise the reward's timeout, or make it faster" if slow else "")
+
+
+def _wrong(task: Task, tasks: Sequence[Task], gold: Callable[[Task], str]) -> str:
+    """Another task's gold answer, as good-looking as a wrong answer gets; else the number after the right one."""
+    right = gold(task)
+    number = last_number(right)
+    for other in tasks:
+        if gold(other) != right and (number is None or last_number(gold(other)) != number):
+            return gold(other)
+    return "I do not know" if number is None else str(number + Fraction(1))

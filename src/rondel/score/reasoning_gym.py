@@ -1,0 +1,51 @@
+"""The scorer of the reasoning-gym data set that a task came from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from rondel.score.number import NUMBER
+from rondel.words.errors import ConfigError
+from rondel.words.types import Task, Trajectory
+
+
+def raw(text: str) -> str:
+    """The whole text, without the space around it."""
+    return text.strip()
+
+
+def last_number(text: str) -> str | None:
+    """The last number, as it was written."""
+    found = [match.group() for match in NUMBER.finditer(text)]
+    return found[-1] if found else None
+
+
+def tagged(text: str) -> str | None:
+    """What stands in the last <answer>...</answer>."""
+    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return found[-1].strip() if found else None
+
+
+EXTRACT: dict[str, Callable[[str], str | None]] = {"raw": raw, "last_number": last_number, "tag": tagged}
+
+
+class ReasoningGym:
+    """Scores in [0, 1]; the data set gives part of it for part of an answer. Needs tasks of kind "reasoning_gym"."""
+
+    def __init__(self, *, extract: str = "raw") -> None:
+        try:
+            from reasoning_gym import get_score_answer_fn
+        except ImportError as error:
+            raise ConfigError("reward 'reasoning_gym' needs a package: pip install 'rondel[tasks]'") from error
+        if extract not in EXTRACT:
+            raise ConfigError(f"reward 'reasoning_gym': extract = {extract!r}; it must be one of {', '.join(EXTRACT)}")
+        self.extract, self.scorer = EXTRACT[extract], get_score_answer_fn
+        self.scorers: dict[str, Callable] = {}
+
+    def __call__(self, trajectory: Trajectory, task: Task) -> float:
+        entry = task.data["entry"]
+        name = entry["metadata"]["source_dataset"]
+        if name not in self.scorers:
+            self.scorers[name] = self.scorer(name)
+        return self.scorers[name](answer=self.extract(trajectory.text), entry=entry)

@@ -1,0 +1,39 @@
+"""Log-probabilities under some weights, per sample, in the same packing as the update: proximal, reference, start."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rondel.models.load import Loaded
+from rondel.train.logprobs import logprob_and_entropy
+from rondel.train.pack import Batch, Packed, micro_batches
+
+
+def forward(loaded: Loaded, packed: Packed, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """(logprob [M], entropy [M]) of the trainable tokens of one micro-batch."""
+    hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout)
+    return logprob_and_entropy(hidden.index_select(0, packed.source), packed.target, loaded.head, temperature=temperature)
+
+
+@torch.no_grad()
+def annotate(loaded: Loaded, batch: Batch, name: str, *, budget: int, temperature: float, share: bool = True) -> Batch:
+    """Write the logprobs of `loaded` into every sample's notes under `name`."""
+    for packed in micro_batches(batch, budget, share=share, device=loaded.device):
+        logprobs, _ = forward(loaded, packed, temperature=temperature)
+        note(batch, packed, name, logprobs)
+    return batch
+
+
+def note(batch: Batch, packed: Packed, name: str, values_M: Tensor) -> None:
+    """Give each sample its share of a per-token tensor."""
+    counts = [len(batch.samples[i].trainable) for i in packed.samples]
+    for i, piece in zip(packed.samples, values_M.detach().float().cpu().split(counts)):
+        batch.samples[i].notes[name] = piece.numpy()
+
+
+def gather(batch: Batch, packed: Packed, name: str) -> Tensor:
+    """The inverse of `note`: [M] in the order of the packed row."""
+    samples = (batch.samples[i] for i in packed.samples)
+    pieces = [torch.from_numpy(s.behavior if name == "behavior" else s.notes[name]) for s in samples]
+    return torch.cat(pieces).to(packed.tokens.device)

@@ -1,0 +1,152 @@
+"""Checkpoints: plain Hugging Face files, the optimizer apart, the manifest last.
+
+    checkpoints/step-000010/
+        model.safetensors config.json tokenizer.json ...   what any other tool loads
+        optimizer.safetensors                              fp32 masters and AdamW moments: what a resume needs
+        state.json                                         ledger, versions, numbers: what the loop needs
+        manifest.json                                      sizes and checksums of all the above, written last
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from rondel.models import load as models
+from rondel.words.errors import CheckpointError, boundary
+from rondel.words.events import Warned, emit
+
+if TYPE_CHECKING:
+    from rondel.train.step import LocalTrainer
+
+
+# -- the trainer's part --------------------------------------------------------------------------
+
+
+def save_trainer(trainer: LocalTrainer, folder: Path) -> None:
+    """Model and optimizer into `folder`, then read back what can be checked cheaply."""
+    weights = trainer.weights
+    state = {name: parameter.detach().cpu().contiguous() for name, parameter in zip(weights.names, weights.compute)}
+    models.save(trainer.loaded, folder, state)
+    optimizer = {"rng": torch.get_rng_state(), "numbers": torch.tensor([trainer.step_number, trainer.version, trainer.bad_steps])}
+    for name, parameter, master in zip(weights.names, weights.compute, weights.masters):
+        if parameter is not master:
+            optimizer[f"master.{name}"] = master.detach().cpu()
+        for key, value in weights.adamw.state.get(master, {}).items():
+            optimizer[f"{key}.{name}"] = value.detach().cpu()
+    save_file(optimizer, folder / "optimizer.safetensors")
+    with safe_open(folder / "model.safetensors", "pt") as written:
+        lost = set(state) - set(written.keys())
+        if lost:
+            raise CheckpointError(f"{len(lost)} tensors did not reach {folder / 'model.safetensors'}, first {sorted(lost)[0]}")
+
+
+def load_trainer(trainer: LocalTrainer, folder: Path) -> None:
+    """Masters, moments, step numbers; the compute copy is written in place, so an engine that shares it sees it too."""
+    weights = trainer.weights
+    with boundary(CheckpointError, f"reading {folder}"):
+        model, optimizer = load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors")
+        weights.load_masters({n: optimizer.get(f"master.{n}", model[n]) for n in weights.names})
+        for name, master in zip(weights.names, weights.masters):
+            moments = {k: optimizer[f"{k}.{name}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}.{name}" in optimizer}
+            if moments:
+                weights.adamw.state[master] = {k: v.to(master.device) if v.ndim else v for k, v in moments.items()}
+        trainer.step_number, trainer.version, trainer.bad_steps = optimizer["numbers"].tolist()
+        torch.set_rng_state(optimizer["rng"])
+
+
+def bytes_needed(trainer: LocalTrainer) -> int:
+    """Size of one checkpoint: compute copy, masters, two moments."""
+    compute = sum(p.numel() * p.element_size() for p in trainer.weights.compute)
+    masters = sum(m.numel() * 4 for p, m in zip(trainer.weights.compute, trainer.weights.masters) if p is not m)
+    return compute + masters + sum(m.numel() * 8 for m in trainer.weights.masters)
+
+
+# -- the folder ----------------------------------------------------------------------------------
+
+
+class Checkpoints:
+    """The checkpoints of one run: atomic, newest whole one wins, the last `keep` stay."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+
+    def check_disk(self, needed: int) -> None:
+        """Before the run starts: room for `keep` checkpoints and the one being written."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        free, wanted = shutil.disk_usage(self.folder).free, needed * (self.keep + 1)
+        if free < wanted:
+            raise CheckpointError(
+                f"{self.folder} has {free / 1e9:.1f} GB free, but {self.keep + 1} checkpoints of {needed / 1e9:.1f} GB need {wanted / 1e9:.1f} GB: "
+                "free some space, set run.checkpoint.keep lower, or move run.folder"
+            )
+
+    async def write(self, step: int, save: Callable[[Path], Awaitable[None]], state: dict[str, Any]) -> Path:
+        """All files into a scratch folder, manifest last, then one rename."""
+        final, scratch = self.folder / f"step-{step:06d}", self.folder / f".writing-{step:06d}"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        with boundary(CheckpointError, f"writing {final}"):
+            await save(scratch)
+            (scratch / "state.json").write_text(json.dumps(state))
+            rows = {p.name: {"bytes": p.stat().st_size, "crc32": _crc(p)} for p in sorted(scratch.iterdir())}
+            _write_through(scratch / "manifest.json", json.dumps({"step": step, "files": rows}, indent=1))
+            shutil.rmtree(final, ignore_errors=True)
+            scratch.rename(final)
+        for old in list(self.all())[: -self.keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def all(self) -> Iterator[Path]:
+        """Oldest first."""
+        yield from sorted(self.folder.glob("step-*"))
+
+    def latest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest checkpoint whose manifest holds; corrupt ones are skipped with a message."""
+        for folder in reversed(list(self.all())):
+            fault = flaw(folder)
+            if fault is None:
+                return folder, json.loads((folder / "state.json").read_text())
+            emit(Warned(f"checkpoint {folder.name} is skipped: {fault}"))
+        return None
+
+
+def flaw(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+    except (OSError, ValueError) as error:
+        return f"its manifest cannot be read ({error})"
+    for name, row in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != row["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {row['bytes']}"
+        if _crc(path) != row["crc32"]:
+            return f"{name} is corrupt (checksum)"
+    return None
+
+
+def _crc(path: Path) -> int:
+    total = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            total = zlib.crc32(block, total)
+    return total
+
+
+def _write_through(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,68 @@
+"""Log-probability and entropy of chosen tokens, a chunk of rows at a time, with its own backward: full logits never exist.
+
+With z = logits / temperature, p = softmax(z):   logprob = z[target] - lse(z),   entropy = lse(z) - sum p z
+    d logprob / dz = onehot(target) - p           d entropy / dz = -p (log p + entropy)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rondel.models.head import Head
+
+CHUNK = 256
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, target: Tensor, temperature: float):
+        ctx.save_for_backward(hidden, weight, bias, target)
+        ctx.head, ctx.temperature = head, temperature
+        logprobs, entropies = [], []
+        for rows in range(0, len(hidden), CHUNK):
+            z = head.logits(hidden[rows : rows + CHUNK]).div_(temperature)
+            top = z.amax(-1, keepdim=True)
+            picked = z.gather(-1, target[rows : rows + CHUNK, None])
+            z.sub_(top)
+            e = z.exp()
+            total = e.sum(-1, keepdim=True)
+            log_total = total.log()
+            logprobs.append((picked - top - log_total)[:, 0])
+            entropies.append((log_total - z.mul_(e).sum(-1, keepdim=True) / total)[:, 0])
+        ctx.entropy = torch.cat(entropies) if entropies else hidden.new_zeros(0, dtype=torch.float32)
+        return torch.cat(logprobs) if logprobs else hidden.new_zeros(0, dtype=torch.float32), ctx.entropy.clone()
+
+    @staticmethod
+    def backward(ctx, grad_logprob: Tensor, grad_entropy: Tensor):
+        hidden, weight, bias, target = ctx.saved_tensors
+        head, temperature = ctx.head, ctx.temperature
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+        uses_entropy = bool(grad_entropy.any())
+        for first in range(0, len(hidden), CHUNK):
+            rows = slice(first, first + CHUNK)
+            h = hidden[rows]
+            logits = head.logits(h)
+            p = torch.softmax(logits / temperature, -1)
+            grad = p * -grad_logprob[rows, None]
+            if uses_entropy:
+                grad -= grad_entropy[rows, None] * p * (p.clamp_min(1e-38).log() + ctx.entropy[rows, None])
+            grad.scatter_add_(-1, target[rows, None], grad_logprob[rows, None])
+            grad /= temperature
+            if head.softcap is not None:
+                grad *= 1 - (logits / head.softcap) ** 2
+            if head.scale != 1.0:
+                grad *= head.scale
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            grad = grad.to(weight.dtype)
+            torch.mm(grad, weight, out=grad_hidden[rows])
+            grad_weight += grad.t() @ h
+        return grad_hidden, grad_weight.to(weight.dtype), None if bias is None else grad_bias.to(bias.dtype), None, None, None
+
+
+def logprob_and_entropy(hidden: Tensor, target: Tensor, head: Head, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """hidden [M,D], target [M] -> (logprob [M], entropy [M]) in fp32, of the distribution softmax(logits / temperature)."""
+    return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature)

@@ -1,0 +1,95 @@
+"""fp32 master weights behind a compute copy, AdamW, schedules, clipping.
+
+The module's parameters are the compute copy that the engine reads; the masters are what AdamW moves. In float32 they are
+the same tensors. The step writes the compute copy in place, so an engine that shares it needs 0 bytes moved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+class MasterWeights:
+    """Masters, their gradients and AdamW for one module."""
+
+    def __init__(self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> None:
+        self.names, self.compute = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
+        self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.compute]
+        decay = [m for m in self.masters if m.ndim >= 2]
+        plain = [m for m in self.masters if m.ndim < 2]
+        groups = [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=1e-8, fused=True)
+        self._arm()
+
+    def _arm(self) -> None:
+        """In bf16 every gradient moves into its master's fp32 accumulator as soon as autograd is done with it."""
+
+        def moves_to(master: Tensor) -> Callable[[Tensor], None]:
+            def hook(parameter: Tensor) -> None:
+                if master.grad is None:
+                    master.grad = parameter.grad.float()
+                else:
+                    master.grad.add_(parameter.grad)
+                parameter.grad = None
+
+            return hook
+
+        for parameter, master in zip(self.compute, self.masters):
+            if parameter is not master:
+                parameter.register_post_accumulate_grad_hook(moves_to(master))
+
+    def gradient_norm(self) -> Tensor:
+        """Global 2-norm of the accumulated gradient, in fp32."""
+        grads = [m.grad for m in self.masters if m.grad is not None]
+        return torch.stack(torch._foreach_norm(grads)).norm() if grads else torch.zeros(())
+
+    def step(self, *, lr: float, clip: float, norm: Tensor) -> float:
+        """Clip by the global norm, move the masters, write the compute copy. -> share of compute weights that changed."""
+        grads = [m.grad for m in self.masters if m.grad is not None]
+        if (scale := clip / (float(norm) + 1e-6)) < 1:
+            torch._foreach_mul_(grads, scale)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        changed = total = 0
+        with torch.no_grad():
+            for parameter, master in zip(self.compute, self.masters):
+                if parameter is not master:
+                    fresh = master.to(parameter.dtype)
+                    changed += int((fresh != parameter).sum())
+                    total += fresh.numel()
+                    parameter.copy_(fresh)
+        return changed / total if total else 1.0
+
+    def zero_grad(self) -> None:
+        self.adamw.zero_grad(set_to_none=False)
+
+    def move(self, device: str) -> None:
+        """Masters, gradients and moments to `device`, bit for bit; the compute copy stays where the engine reads it."""
+        for parameter, master in zip(self.compute, self.masters):
+            if parameter is not master:
+                master.data = master.data.to(device)
+            if master.grad is not None and parameter is not master:
+                master.grad = master.grad.to(device)
+        for state in self.adamw.state.values():
+            for name, value in state.items():
+                state[name] = value.to(device) if value.ndim else value
+
+    def load_masters(self, weights: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter, master in zip(self.names, self.compute, self.masters):
+                master.copy_(weights[name])
+                if parameter is not master:
+                    parameter.copy_(master)
+
+
+def learning_rate(step: int, *, lr: float, schedule: str, warmup: int, steps: int) -> float:
+    """Linear warm-up over `warmup` steps, then constant, linear to 0, or a half cosine to 0 at `steps`."""
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return lr * {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[schedule]

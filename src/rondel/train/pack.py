@@ -1,0 +1,196 @@
+"""Groups -> one packed, ragged batch: no pad token, and the prompt of a group once for all its completions.
+
+    group 1: prompt P │ c1 ····· │ c2 ··· │ c3 ······   group 2: prompt P' │ c1 ·· │ c2 ····
+    source of the first token of every completion: the prompt's last position, computed once and shared
+
+T packed tokens · M trainable tokens, in sample order · N samples
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rondel.models.attention import PackedLayout, Segment
+from rondel.words.types import Group, Trajectory
+
+
+@dataclass(slots=True)
+class Sample:
+    """One trajectory on its way through training; arrays are over its trainable tokens, [m] each.
+
+    >>> Sample.of(trajectory, group=17, index=0).lengths  # doctest: +SKIP
+    """
+
+    group: int
+    index: int
+    tokens: np.ndarray  # [t] int64, the whole stream
+    trainable: np.ndarray  # [m] int64, positions in `tokens` that the policy wrote
+    behavior: np.ndarray  # [m] float32
+    versions: np.ndarray  # [m] int64
+    reward: float
+    advantage: float = 0.0
+    notes: dict[str, np.ndarray] = field(default_factory=dict)  # annotations by name: "proximal", "ref", "trained"
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, *, group: int, index: int) -> Sample:
+        mask = np.asarray(trajectory.mask, dtype=bool)
+        trainable = mask.nonzero()[0]
+        if len(trainable) and trainable[0] == 0:
+            raise ValueError(f"group {group}, sample {index}: the first token has no predecessor, so it cannot be trained")
+        return cls(
+            group,
+            index,
+            np.asarray(trajectory.tokens, dtype=np.int64),
+            trainable,
+            np.asarray(trajectory.logprobs, dtype=np.float32)[trainable],
+            np.asarray(trajectory.versions, dtype=np.int64)[trainable],
+            float(trajectory.reward or 0.0),
+        )
+
+    @property
+    def prompt(self) -> int:
+        """Tokens before the first trainable one."""
+        return int(self.trainable[0]) if len(self.trainable) else len(self.tokens)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Samples of whole groups, whose denominators are counted before anything is split."""
+
+    samples: list[Sample]
+
+    @property
+    def lengths_N(self) -> Tensor:
+        return torch.tensor([len(s.trainable) for s in self.samples])
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(len(s.trainable) for s in self.samples)
+
+    def name(self, sample: int) -> str:
+        return f"group {self.samples[sample].group}, sample {self.samples[sample].index}"
+
+    def updates(self, n: int) -> list[Batch]:
+        """`n` optimizer batches of whole groups, as equal as they come."""
+        groups = list(dict.fromkeys(s.group for s in self.samples))
+        parts = [set(groups[i::n]) for i in range(min(n, len(groups)))]
+        return [Batch([s for s in self.samples if s.group in part]) for part in parts]
+
+
+def batch_of(groups: list[Group]) -> Batch:
+    """The scored trajectories of all groups."""
+    return Batch(
+        [
+            Sample.of(trajectory, group=group.id, index=i)
+            for group in groups
+            for i, trajectory in enumerate(group.trajectories)
+            if trajectory.reward is not None and trajectory.written
+        ]
+    )
+
+
+@dataclass(slots=True)
+class Packed:
+    """One micro-batch, ready for a forward pass.
+
+    tokens, positions  [T]   the packed row
+    source             [M]   the packed position whose hidden state predicts the token: siblings share the prompt's last one
+    target             [M]   the token
+    sample             [M]   index into `samples`
+    """
+
+    samples: list[int]  # indices into the batch
+    tokens: Tensor
+    positions: Tensor
+    source: Tensor
+    target: Tensor
+    sample: Tensor
+    layout: PackedLayout
+
+
+def micro_batches(batch: Batch, budget: int, *, share: bool = True, device: torch.device | str = "cpu") -> Iterator[Packed]:
+    """Cut by a token budget that cannot change the result. Siblings stay together while they fit, so that they share their prompt."""
+    taken: list[int] = []
+    cost = 0
+    for i, sample in enumerate(batch.samples):
+        together = share and bool(taken) and batch.samples[taken[-1]].group == sample.group
+        extra = len(sample.tokens) - (sample.prompt if together else 0)
+        if taken and cost + extra > budget:
+            yield pack(batch, taken, share=share, device=device)
+            taken, cost, extra = [], 0, len(sample.tokens)
+        taken.append(i)
+        cost += extra
+    if taken:
+        yield pack(batch, taken, share=share, device=device)
+
+
+def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.device | str = "cpu") -> Packed:
+    """Lay the chosen samples out in one row, each family after its shared prompt."""
+    segments: list[Segment] = []
+    tokens: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    source: list[np.ndarray] = []
+    target: list[np.ndarray] = []
+    at = 0
+
+    def lay(piece: np.ndarray, first: int, parent: int | None) -> int:
+        nonlocal at
+        if not len(piece):  # a completion of one token is predicted by the prompt alone
+            return at
+        segments.append(Segment(at, len(piece), parent))
+        tokens.append(piece)
+        positions.append(np.arange(first, first + len(piece)))
+        at += len(piece)
+        return at - len(piece)
+
+    for family in _families(batch, chosen, share):
+        shared = _common_prompt([batch.samples[i] for i in family]) if len(family) > 1 else 0
+        parent = None
+        if shared:
+            prompt_start = lay(batch.samples[family[0]].tokens[:shared], 0, None)
+            parent = len(segments) - 1
+        for i in family:
+            sample = batch.samples[i]
+            start = lay(sample.tokens[shared : sample.trainable[-1]], shared, parent)  # the last token predicts nothing that is trained
+            before = sample.trainable - 1
+            source.append(np.where(before < shared, prompt_start + before if shared else 0, start + before - shared))
+            target.append(sample.tokens[sample.trainable])
+    counts = [len(batch.samples[i].trainable) for i in chosen]
+    return Packed(
+        chosen,
+        _tensor(tokens, device),
+        _tensor(positions, device),
+        _tensor(source, device),
+        _tensor(target, device),
+        torch.repeat_interleave(torch.tensor(chosen), torch.tensor(counts)).to(device),
+        PackedLayout(segments, device),
+    )
+
+
+def _families(batch: Batch, chosen: list[int], share: bool) -> list[list[int]]:
+    """Neighbours of one group."""
+    out: list[list[int]] = []
+    for i in chosen:
+        if share and out and batch.samples[out[-1][0]].group == batch.samples[i].group:
+            out[-1].append(i)
+        else:
+            out.append([i])
+    return out
+
+
+def _common_prompt(samples: list[Sample]) -> int:
+    """How many given tokens all siblings begin with."""
+    first = samples[0].tokens[: min(s.prompt for s in samples)]
+    for other in samples[1:]:
+        differs = (first != other.tokens[: len(first)]).nonzero()[0]
+        first = first[: differs[0]] if len(differs) else first
+    return len(first)
+
+
+def _tensor(pieces: list[np.ndarray], device: torch.device | str) -> Tensor:
+    return torch.from_numpy(np.concatenate(pieces) if pieces else np.empty(0, np.int64)).to(device)

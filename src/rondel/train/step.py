@@ -1,0 +1,229 @@
+"""One training step on one device: micro-batches that only sum, finite-checks at five borders, one optimizer move an update."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rondel.algos.objective import objective
+from rondel.models import names
+from rondel.models.head import Head
+from rondel.models.load import Loaded
+from rondel.train import annotate as notes
+from rondel.train import checkpoint
+from rondel.train.optim import MasterWeights, learning_rate
+from rondel.train.pack import Batch, Packed, micro_batches
+from rondel.words.errors import TrainError
+from rondel.words.events import Warned, emit
+from rondel.words.types import Manifest, Route, StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the recipe says about training; `temperature` is the sampler's, because it is part of the policy."""
+
+    lr: float
+    temperature: float = 1.0
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    steps: int = 1
+    clip: float = 1.0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.99)
+    micro_tokens: int = 4096
+    updates_per_step: int = 1
+    share_prompts: bool = True
+    max_bad_steps: int = 3
+    start_probe: int = 8  # samples a step on which the KL to the starting weights is measured; 0 switches it off
+
+
+class NotFinite(Exception):
+    """A finite-check failed; the text names the border and the samples."""
+
+
+class LocalTrainer:
+    """The Trainer of one device. `run` executes a function on the device's own thread, so the event loop never runs torch."""
+
+    def __init__(self, loaded: Loaded, settings: Settings, *, run: Callable[..., Awaitable[Any]], needs: frozenset[str] = frozenset()) -> None:
+        self.loaded, self.settings, self._run = loaded, settings, run
+        self.weights = MasterWeights(loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)
+        self.step_number = self.bad_steps = 0
+        self.version = 0
+        wants_start = "ref_logprobs" in needs or settings.start_probe > 0
+        self.start = _frozen(loaded) if wants_start else None
+
+    # -- the verbs of the protocol ---------------------------------------------------------------
+
+    async def annotate(self, batch: Batch, needs: frozenset[str], model: str = "policy") -> Batch:
+        return await self._run(self._annotate, batch, needs)
+
+    async def step(self, batch: Batch, algo: Any, model: str = "policy") -> StepStats:
+        return await self._run(self._step, batch, algo)
+
+    async def publish(self, route: Route) -> Manifest:
+        """Hand the tensors themselves to the route; nothing is copied."""
+
+        def work() -> Manifest:
+            route.data.update(names.weights(self.loaded.model))
+            return names.manifest(self.loaded.model, self.version)
+
+        return await self._run(work)
+
+    async def save(self, path: Path) -> None:
+        await self._run(checkpoint.save_trainer, self, path)
+
+    async def load(self, path: Path) -> None:
+        await self._run(checkpoint.load_trainer, self, path)
+
+    async def sleep(self, tags: tuple[str, ...]) -> None:
+        await self._run(self.weights.move, "cpu")
+
+    async def wake(self, tags: tuple[str, ...]) -> None:
+        await self._run(self.weights.move, str(self.loaded.device))
+
+    # -- on the device's thread ------------------------------------------------------------------
+
+    def _annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
+        how = dict(budget=self.settings.micro_tokens, temperature=self.settings.temperature, share=self.settings.share_prompts)
+        for need, source in (("proximal_logprobs", self.loaded), ("ref_logprobs", self.start), ("trained_logprobs", self.loaded)):
+            if need in needs:
+                notes.annotate(source, batch, need.removesuffix("_logprobs"), **how)
+        return batch
+
+    def _step(self, batch: Batch, algo: Any) -> StepStats:
+        clock = time.perf_counter
+        began = clock()
+        settings, sums, seconds = self.settings, Sums(), {"forward_backward": 0.0, "optimizer": 0.0, "annotate": 0.0}
+        rate = learning_rate(self.step_number, lr=settings.lr, schedule=settings.schedule, warmup=settings.warmup_steps, steps=settings.steps)
+        updates = batch.updates(settings.updates_per_step)
+        stepped, note = True, ""
+        try:
+            _check_scores(batch)
+            self._annotate(batch, algo.needs | ({"proximal_logprobs"} if len(updates) > 1 else set()))
+            seconds["annotate"] = clock() - began
+            for update in updates:
+                self.weights.zero_grad()
+                t = clock()
+                self._accumulate(update, algo, sums, proximal_noted=len(updates) > 1)
+                norm = self.weights.gradient_norm()
+                if not math.isfinite(float(norm)):
+                    raise NotFinite(f"gradient: its norm is {float(norm)}")
+                seconds["forward_backward"] += clock() - t
+                t = clock()
+                changed = self.weights.step(lr=rate, clip=settings.clip, norm=norm)
+                sums.put("train/grad_norm", float(norm)), sums.put("train/weights_changed", changed)
+                seconds["optimizer"] += clock() - t
+            self.bad_steps = 0
+        except NotFinite as fault:
+            self.weights.zero_grad()
+            stepped, note = False, str(fault)
+            self._count_bad(note)
+        metrics = sums.metrics()
+        metrics["train/lr"] = rate
+        metrics["train/tokens"] = float(batch.total_tokens)
+        if self.start is not None and stepped and settings.start_probe:
+            t = clock()
+            metrics["train/kl_to_start"] = self._kl_to_start(batch)
+            seconds["annotate"] += clock() - t
+        self.step_number += 1
+        self.version += 1
+        return StepStats(stepped, metrics, seconds, note)
+
+    def _accumulate(self, batch: Batch, algo: Any, sums: Sums, *, proximal_noted: bool) -> None:
+        """Forward and backward over micro-batches; every weight is fixed before the first of them (law 3)."""
+        weight_N = algo.aggregate(batch.lengths_N.float()).to(self.loaded.device)
+        advantage_N = torch.tensor([s.advantage for s in batch.samples], dtype=torch.float32, device=self.loaded.device)
+        for packed in micro_batches(batch, self.settings.micro_tokens, share=self.settings.share_prompts, device=self.loaded.device):
+            logprobs, entropy = notes.forward(self.loaded, packed, temperature=self.settings.temperature)
+            _check("logprob", logprobs, batch, packed)
+            behavior = notes.gather(batch, packed, "behavior")
+            proximal = notes.gather(batch, packed, "proximal") if proximal_noted else logprobs.detach()
+            loss, terms = objective(
+                algo,
+                logprobs_T=logprobs,
+                entropy_T=entropy,
+                proximal_T=proximal,
+                behavior_T=behavior,
+                ref_T=notes.gather(batch, packed, "ref") if "ref_logprobs" in algo.needs else None,
+                advantages_T=advantage_N[packed.sample],
+                weight_T=weight_N[packed.sample],
+                sample_T=packed.sample,
+            )
+            _check("ratio", terms["ratio"], batch, packed)
+            loss.backward()
+            if "trained" not in batch.samples[packed.samples[0]].notes:
+                notes.note(batch, packed, "trained", logprobs)
+            sums.add(loss.detach(), {**terms, "gap": terms["gap"].abs(), "entropy": entropy.detach()}, len(logprobs))
+
+    def _kl_to_start(self, batch: Batch) -> float:
+        """k3 estimate of KL(policy || starting weights) on the first samples, in nats a token."""
+        probe = Batch(batch.samples[: self.settings.start_probe])
+        notes.annotate(self.start, probe, "start", budget=self.settings.micro_tokens, temperature=self.settings.temperature)
+        x = torch.cat([torch.from_numpy(s.notes["start"] - s.notes["trained"]) for s in probe.samples])
+        return float((x.exp() - 1 - x).mean())
+
+    def _count_bad(self, note: str) -> None:
+        self.bad_steps += 1
+        emit(Warned(f"step {self.step_number} was not taken: {note}. Its rollouts are stored; look at them with `rondel replay RUN --step {self.step_number}`"))
+        if self.bad_steps >= self.settings.max_bad_steps:
+            raise TrainError(f"{self.bad_steps} steps in a row were refused by a finite-check, the last one for: {note}. Lower trainer.lr or look at the rewards")
+
+
+class Sums:
+    """Per-token terms of a step, reduced once at its end."""
+
+    def __init__(self) -> None:
+        self.loss, self.tokens = 0.0, 0
+        self.terms: dict[str, list[Tensor]] = {}
+        self.values: dict[str, float] = {}
+
+    def add(self, loss: Tensor, terms: dict[str, Tensor], tokens: int) -> None:
+        self.loss += float(loss)
+        self.tokens += tokens
+        for name, values in terms.items():
+            self.terms.setdefault(name, []).append(values.float().cpu())
+
+    def put(self, name: str, value: float) -> None:
+        self.values[name] = max(value, self.values.get(name, value))
+
+    def metrics(self) -> dict[str, float]:
+        out = {"train/loss": self.loss, **self.values}
+        terms = {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces}
+        names_of = {"entropy": "train/entropy", "clipped": "train/clip_fraction", "kl": "train/kl_ref", "correction": "train/correction"}
+        for term, name in names_of.items():
+            if term in terms and terms[term].numel():
+                out[name] = float(terms[term].mean())
+        if "gap" in terms and terms["gap"].numel():
+            gap = terms["gap"]
+            out |= {"train/gap_mean": float(gap.mean()), "train/gap_max": float(gap.max()), "train/gap_p99": float(gap.quantile(0.99))}
+        if "ratio" in terms and terms["ratio"].numel():
+            out["train/ratio_max_deviation"] = float((terms["ratio"] - 1).abs().max())
+        return out
+
+
+def _frozen(loaded: Loaded) -> Loaded:
+    """A copy of the starting weights that nothing trains."""
+    model = copy.deepcopy(loaded.model).requires_grad_(False)
+    return Loaded(model, loaded.tokenizer, Head.of(model), loaded.name, loaded.stop_ids, loaded.max_context)
+
+
+def _check_scores(batch: Batch) -> None:
+    for border in ("reward", "advantage"):
+        bad = [batch.name(i) for i, s in enumerate(batch.samples) if not math.isfinite(getattr(s, border))]
+        if bad:
+            raise NotFinite(f"{border}: not finite for {', '.join(bad[:4])}")
+
+
+def _check(border: str, values_M: Tensor, batch: Batch, packed: Packed) -> None:
+    finite = torch.isfinite(values_M)
+    if not bool(finite.all()):
+        bad = packed.sample[~finite].unique().tolist()
+        raise NotFinite(f"{border}: not finite for {', '.join(batch.name(i) for i in bad[:4])}")

@@ -1,0 +1,237 @@
+"""Job: the whole recipe as one frozen tree. TOML plus dotted overrides; an unknown key, or a set key nobody read, is an error."""
+
+from __future__ import annotations
+
+import tomllib
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+
+from rondel.words.errors import ConfigError
+from rondel.words.registry import nearest
+
+
+class Section(BaseModel):
+    """Frozen, closed, and it notes which of its keys were read (law 12)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    _read: set[str] = PrivateAttr(default_factory=set)
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if not name.startswith(("_", "model_")) and name in type(self).model_fields:
+            self._read.add(name)
+        return value
+
+    def unread(self, prefix: str = "") -> list[str]:
+        """Dotted names of keys that were set but that no part of the run looked at."""
+        out = []
+        for name in self.model_fields_set:
+            value = self.__dict__.get(name)
+            if isinstance(value, Section):
+                out += value.unread(f"{prefix}{name}.")
+            elif name not in self._read:
+                out.append(f"{prefix}{name}")
+        return sorted(out)
+
+
+class Model(Section):
+    path: str | dict[str, Any] = Field(description='folder, hub id, GGUF file, "smollm2-135m", or { random = "llama", ... }')
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="compute dtype; master weights are always float32")
+
+
+class Evaluation(Section):
+    every: int = Field(0, ge=0, description="evaluate every so many steps; 0 is only before and after")
+    n: int = Field(0, ge=0, description="how many held-out tasks; 0 is all")
+    temperature: float = Field(0.0, ge=0)
+    max_tokens: int | None = Field(None, description="None is the engine's sampling.max_tokens")
+
+
+class TaskSection(Section):
+    env: str = "single_turn"
+    data: dict[str, Any]
+    reward: str | dict[str, Any] = Field("number", description='a kind, { kind = ..., ... }, or "module:name"')
+    filters: list[str] = Field([], description="beside the row's own: signal, truncated, repetition")
+    suffix: str = ""
+    system: str | None = None
+    reward_timeout: float = Field(10.0, gt=0, description="seconds of wall clock for one reward call")
+    reward_workers: int = Field(1, ge=1)
+    eval: Evaluation = Evaluation()
+
+
+class Algo(Section):
+    """A row of the table; any component of the row can be overridden: surrogate.high = 0.28."""
+
+    kind: str = "grpo"
+    group_size: int = Field(8, ge=1)
+    advantage: dict[str, Any] = {}
+    ratio: dict[str, Any] = {}
+    surrogate: dict[str, Any] = {}
+    correction: dict[str, Any] = {}
+    kl: dict[str, Any] = {}
+    aggregate: dict[str, Any] = {}
+    shaping: dict[str, Any] = {}
+    entropy: dict[str, Any] = {}
+
+
+class Warmup(Section):
+    """A supervised phase before the loop: the same loop, whose Generate copies the data set's answers."""
+
+    steps: int = Field(0, ge=0)
+    lr: float = Field(1e-4, ge=0)
+    groups_per_step: int = Field(32, ge=1)
+
+
+class Loop(Section):
+    steps: int = Field(ge=0)
+    groups_per_step: int = Field(16, ge=1)
+    updates_per_step: int = Field(1, ge=1)
+    max_staleness: int = Field(0, ge=0)
+    in_flight: Literal["hold", "drain", "abort"] = "hold"
+    window: int | Literal["auto"] = "auto"
+    seed: int = 0
+    max_refills: int = Field(20, ge=1)
+    warmup: Warmup = Warmup()
+
+
+class SamplingSection(Section):
+    temperature: float = Field(1.0, ge=0)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_tokens: int = Field(64, ge=1)
+
+
+class EngineSection(Section):
+    kind: str = "builtin"
+    numerics: Literal["fast"] = "fast"
+    kv_pages: int | Literal["auto"] = "auto"
+    max_running: int = Field(64, ge=1, description="requests decoded together")
+    prefill_tokens: int = Field(2048, ge=16, description="prompt tokens computed in one engine step")
+    sampling: SamplingSection = SamplingSection()
+
+
+class Trainer(Section):
+    kind: str = "local"
+    lr: float = Field(1e-5, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    clip: float = Field(1.0, gt=0, description="global gradient norm")
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = Field((0.9, 0.99), strict=False)
+    micro_tokens: int | Literal["auto"] = "auto"
+    max_bad_steps: int = Field(3, ge=1, description="stop after so many steps in a row that a finite-check refused")
+
+
+class Place(Section):
+    kind: Literal["shared"] = "shared"
+    cluster: Literal["local"] = "local"
+    device: str = Field("auto", description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one')
+    threads: int | Literal["auto"] = "auto"
+
+
+class Sync(Section):
+    kind: Literal["auto", "tensor"] = "auto"
+    probe: bool = True
+
+
+class Checkpoint(Section):
+    every: int = Field(10, ge=0)
+    keep: int = Field(2, ge=1)
+
+
+class Run(Section):
+    folder: str
+    checkpoint: Checkpoint = Checkpoint()
+    sinks: list[str] = ["tensorboard"]
+    durability: Literal["process", "disk"] = Field("process", description='"disk" calls fsync after each journal step')
+
+
+class Job(Section):
+    """One run, complete: `Job.read("recipes/quickstart.toml", {"loop.steps": 5})`."""
+
+    model: Model
+    task: TaskSection
+    algo: Algo = Algo()
+    loop: Loop
+    engine: EngineSection = EngineSection()
+    trainer: Trainer = Trainer()
+    place: Place = Place()
+    sync: Sync = Sync()
+    run: Run
+
+    @classmethod
+    def read(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> Job:
+        """Parse a TOML recipe, apply dotted overrides, validate; every fault is one readable ConfigError."""
+        path = Path(path)
+        try:
+            tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            near = nearest(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
+            raise ConfigError(f"no recipe at {path}.{near}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+            raise ConfigError(f"{path} is not TOML: {error}") from error
+        for dotted, value in (overrides or {}).items():
+            _place(tree, dotted, value)
+        return cls.parse(tree, source=str(path))
+
+    @classmethod
+    def parse(cls, tree: dict[str, Any], source: str = "recipe") -> Job:
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            raise ConfigError(_explain(error, source)) from error
+
+    def tree(self) -> dict[str, Any]:
+        """Every final value, as plain data."""
+        return self.model_dump(mode="json")
+
+    def digest(self) -> str:
+        """What must be equal for a folder to be continued: everything but where the run lives and how long it goes on."""
+        tree = self.tree()
+        tree.pop("run")
+        tree["loop"].pop("steps")
+        return blake2b(repr(tree).encode(), digest_size=8).hexdigest()
+
+
+def parse_overrides(words: list[str]) -> dict[str, Any]:
+    """["--loop.steps=5", "--model.path=x"] -> {"loop.steps": 5, "model.path": "x"}; values are TOML, bare words are strings."""
+    out: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.removeprefix("--").partition("=")
+        if not equals or not key:
+            raise ConfigError(f"'{word}' is not an override; write --section.key=value")
+        try:
+            out[key] = tomllib.loads(f"x = {text}")["x"]
+        except tomllib.TOMLDecodeError:
+            out[key] = text
+    return out
+
+
+def _place(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, leaf = dotted.split(".")
+    for name in parents:
+        tree = tree.setdefault(name, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--{dotted}: '{name}' is a value, not a section")
+    tree[leaf] = {**tree[leaf], **value} if isinstance(value, dict) and isinstance(tree.get(leaf), dict) else value
+
+
+def _explain(error: ValidationError, source: str) -> str:
+    rows = []
+    for fault in error.errors():
+        where = [str(part) for part in fault["loc"]]
+        dotted, value = ".".join(where), fault.get("input")
+        if fault["type"] == "extra_forbidden":
+            section: Any = Job
+            for name in where[:-1]:
+                section = section.model_fields[name].annotation
+            rows.append(f"unknown key '{dotted}'.{nearest(where[-1], list(section.model_fields))}")
+        elif fault["type"] == "missing":
+            rows.append(f"'{dotted}' is missing; add it to the recipe or pass --{dotted}=...")
+        elif isinstance(value, str) and fault["type"] in ("float_type", "int_type"):
+            rows.append(f"{dotted} = '{value}' is a string; write the number without quotes")
+        else:
+            rows.append(f"{dotted} = {value!r}: {fault['msg'][0].lower()}{fault['msg'][1:]}")
+    return f"{source}: " + "; ".join(dict.fromkeys(rows))

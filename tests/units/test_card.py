@@ -1,0 +1,88 @@
+"""The run card: measured numbers, honest intervals, a page that reads well."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from units.synthetic import write_run
+
+from rondel.runtime.telemetry.card import sparkline, wilson, write_card
+from rondel.words.errors import UserError
+
+
+@pytest.mark.parametrize(
+    "successes, n, low, high",
+    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (81, 263, 0.2553, 0.3662), (0, 0, 0.0, 1.0)],
+)
+def test_wilson_against_published_values(successes, n, low, high):
+    assert wilson(successes, n) == pytest.approx((low, high), abs=1e-4)  # 81 of 263: Newcombe 1998, method 3
+
+
+@given(st.integers(1, 2000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_wilson_solves_its_equation_and_is_symmetric(case):
+    k, n = case
+    low, high = wilson(k, n)
+    assert low <= k / n <= high or math.isclose(low, k / n, abs_tol=1e-12) or math.isclose(high, k / n)
+    for end in {low, high} - {0.0, 1.0}:
+        assert (end - k / n) ** 2 == pytest.approx(1.959964**2 * end * (1 - end) / n, rel=1e-6)
+    assert wilson(n - k, n) == pytest.approx((1 - high, 1 - low))
+
+
+def test_wilson_refuses_nonsense():
+    with pytest.raises(ValueError, match="11 successes of 10"):
+        wilson(11, 10)
+
+
+def test_sparkline():
+    assert sparkline([0, 1, 2, 3]) == "▁▃▆█"
+    assert sparkline([1, math.nan, 2]) == "▁ █" and sparkline([]) == "" and sparkline([5, 5]) == "▁▁"
+    assert len(sparkline(list(range(1000)))) == 60
+
+
+def test_the_card_of_an_interrupted_run_counts_its_work_once(tmp_path):
+    card = write_card(write_run(tmp_path, steps=4, crash_after=3))
+    assert card == write_card(tmp_path) | {"seconds": card["seconds"]}
+    before, after = card["eval_before"], card["eval_after"]
+    assert (before["score"], before["step"], after["score"], after["step"], after["version"]) == (0.2, 0, 0.6, 4, 4)
+    assert (card["steps"], card["trained_groups"], card["resumes"], card["ended"]) == (4, 8, 1, "complete")
+    assert card["rewards"] == pytest.approx([(1 + step / 10) / 3 for step in range(1, 5)])
+    assert card["warnings"] == ["slow disk"] and card["seconds"] >= 0
+    json.loads((tmp_path / "card.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_nine_questions_are_answered_from_measurement(tmp_path):
+    answers = write_card(write_run(tmp_path))["questions"]
+    assert len(answers) == 9
+    text = " | ".join(answers.values())
+    for fact in ("rondel 0.1.0, torch 2.13.0", "engine builtin", "placement shared", "cpu", "compute float32", "2.0e-06", "1.0e-07"):
+        assert fact in text, fact
+    assert "on-policy: all 8 trained groups" in text and "cap 0" in text and "4 answers a task" in text
+    assert answers["where the time went"] == "wait 50.0%, train 37.5%, sync 12.5%"
+
+
+def test_the_page_reads_well(tmp_path):
+    write_card(write_run(tmp_path))
+    page = (tmp_path / "card.md").read_text()
+    assert "| before | 20.0% | 10.0% to 30.0% | 48 | 0 |" in page
+    assert "| after | 60.0% | 50.0% to 70.0% | 48 | 4 |" in page
+    assert "The intervals do not overlap" in page and "The answer is `7`." in page and "▁▃▆█" in page
+
+
+def test_a_run_that_has_only_begun_still_has_a_card(tmp_path):
+    write_run(tmp_path, steps=2)
+    lines = (tmp_path / "journal.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "journal.jsonl").write_text("".join(lines[:2]))
+    (tmp_path / "job.toml").unlink()
+    card = write_card(tmp_path)
+    assert card["eval_after"] is None and card["steps"] == 0 and card["questions"]["group size"].startswith("not recorded")
+    assert "shows no effect" in (tmp_path / "card.md").read_text()
+
+
+def test_an_empty_journal_and_a_missing_folder_are_readable_errors(tmp_path):
+    (tmp_path / "journal.jsonl").write_text("")
+    with pytest.raises(UserError, match="the run has not started"):
+        write_card(tmp_path)
+    with pytest.raises(UserError, match="no run folder at"):
+        write_card(tmp_path / "nowhere")

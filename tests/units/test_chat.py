@@ -1,0 +1,170 @@
+"""The chat's buffer against the template's own rendering, on four kinds of templates and on none."""
+
+import asyncio
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from units.chat_kit import PREAMBLE, TEMPLATES, Engine, chat, tokenizer
+
+from rondel.generate.envs.demonstrate import Demonstrate
+from rondel.generate.envs.single_turn import SingleTurn
+from rondel.words.errors import DataError, EnvError
+from rondel.words.types import Task
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ASK = [{"role": "user", "content": "what is three plus four?"}]
+AGAIN = [{"role": "user", "content": "look again."}]
+
+
+def end(tok):
+    return tok.eos_token_id
+
+
+def words(tok, text):
+    return tok.encode(text, add_special_tokens=False)
+
+
+async def turns(talk, *messages):
+    for given in messages:
+        talk.give(given)
+        await talk.reply()
+    return talk.trajectory
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_turns_read_as_the_template_writes_a_whole_conversation(template):
+    """A policy whose turns survive decode and encode must get exactly what rendering everything at once gives."""
+    tok = tokenizer(template)
+    says = ["seven.", "the answer is seven.", "seven."]
+    lead = " " if template == "alternating" else ""
+    engine = Engine(*([*words(tok, lead + s), end(tok)] for s in says))
+    trajectory = asyncio.run(turns(chat(tok, engine), ASK, AGAIN, AGAIN))
+    history = [*ASK, {"role": "assistant", "content": says[0]}, *AGAIN, {"role": "assistant", "content": says[1]}, *AGAIN]
+    whole = tok.apply_chat_template(history, tokenize=True, add_generation_prompt=True, return_dict=False) + engine.turns[2]
+    assert trajectory.tokens == whole
+    assert engine.requests[2].tokens == whole[: -len(engine.turns[2])]
+    assert [t for t, m in zip(trajectory.tokens, trajectory.mask) if m] == list(chain(*engine.turns))
+
+
+def test_provenance_keys_text_and_times():
+    tok = tokenizer()
+    engine = Engine([*words(tok, "seven"), end(tok)], [*words(tok, "8"), end(tok)])
+    trajectory = asyncio.run(turns(chat(tok, engine, policy="actor"), ASK, AGAIN))
+    n = len(engine.turns[0])
+    first = len(tok.apply_chat_template(ASK, add_generation_prompt=True, return_dict=False))
+    assert trajectory.mask[first - 1 : first + n + 1] == [False] + [True] * n + [False]
+    assert set(trajectory.versions) == {-1, 1, 2} and trajectory.versions[first] == 1 and trajectory.versions[-1] == 2
+    assert [lp for lp, m in zip(trajectory.logprobs, trajectory.mask) if m] == [-0.5] * trajectory.written
+    assert [r.key for r in engine.requests] == [1000, 1001] and engine.requests[0].policy == trajectory.policy == "actor"
+    assert trajectory.text == "seven\n8" and trajectory.timings == {"decode": 1.0} and trajectory.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("ending", ["", "<|endoftext|>", "<|im_end|>", "<|im_end|>\n"])
+def test_a_turn_without_its_end_is_closed_by_given_tokens(ending):
+    tok = tokenizer()
+    engine = Engine(words(tok, "seven" + ending), [end(tok)], finish="length")
+    trajectory = asyncio.run(turns(chat(tok, engine), ASK, AGAIN))
+    closed = {"": "<|im_end|>\n", "<|endoftext|>": "<|endoftext|><|im_end|>\n"}.get(ending, "<|im_end|>\n")
+    assert "seven" + closed + "<|im_start|>user\nlook again.<|im_end|>\n<|im_start|>assistant\n" in tok.decode(trajectory.tokens)
+    assert [t for t, m in zip(trajectory.tokens, trajectory.mask) if m] == list(chain(*engine.turns))
+
+
+def test_without_a_template_text_is_text():
+    tok = tokenizer(None)
+    engine = Engine(words(tok, "7"), words(tok, "8"))
+    trajectory = asyncio.run(turns(chat(tok, engine), ASK, AGAIN))
+    assert tok.decode(trajectory.tokens) == "what is three plus four?7look again.8"
+
+
+def test_the_system_message_is_given_once_and_only_where_none_is():
+    tok = tokenizer("injecting")
+    for messages, system in ((ASK, "be brief"), ([{"role": "system", "content": "mine"}, *ASK], "mine")):
+        engine = Engine([end(tok)], [end(tok)])
+        read = tok.decode(asyncio.run(turns(chat(tok, engine, system="be brief"), messages, AGAIN)).tokens)
+        assert read.count("<|im_start|>system\n" + system) == read.count("<|im_start|>system") == 1 and PREAMBLE not in read
+
+
+def test_a_prompt_that_fills_the_context_is_an_error_of_the_data():
+    tok = tokenizer()
+    size = len(tok.apply_chat_template(ASK, add_generation_prompt=True, return_dict=False))
+    with pytest.raises(DataError, match=f"{size} tokens.*holds {size};.*raise the context"):
+        asyncio.run(turns(chat(tok, Engine([1]), max_context=size), ASK))
+    engine = Engine([end(tok)])
+    asyncio.run(turns(chat(tok, engine, max_context=size + 1), ASK))
+    assert engine.requests[0].sampling.max_tokens == 1
+
+
+def test_a_later_message_that_does_not_fit_ends_the_conversation():
+    tok = tokenizer()
+    engine = Engine([*words(tok, "seven"), end(tok)])
+    size = len(tok.apply_chat_template(ASK, add_generation_prompt=True, return_dict=False))
+    talk = chat(tok, engine, max_context=size + 12)
+    trajectory = asyncio.run(turns(talk, ASK, AGAIN))
+    assert trajectory.finish_reason == "length" and trajectory.mask[-1] and len(trajectory.tokens) <= size + 12
+    assert len(engine.requests) == 1
+
+
+def test_two_gives_in_a_row_are_refused():
+    talk = chat(tokenizer(), Engine())
+    talk.give(ASK)
+    with pytest.raises(EnvError, match="one call"):
+        talk.give(AGAIN)
+
+
+def test_a_reply_needs_a_message_before_it():
+    tok = tokenizer()
+    talk = chat(tok, Engine([end(tok)]))
+    asyncio.run(turns(talk, ASK))
+    with pytest.raises(EnvError, match="without a give"):
+        asyncio.run(talk.reply())
+
+
+def test_single_turn():
+    tok = tokenizer("injecting")
+    engine = Engine([*words(tok, "7"), end(tok)])
+    task = Task("t/1", "single_turn", {"prompt": "3 + 4 =", "answer": "7"})
+    trajectory = asyncio.run(SingleTurn(suffix=" Be brief.", system="s").run(task, chat(tok, engine)))
+    assert tok.decode(trajectory.tokens) == (
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n3 + 4 = Be brief.<|im_end|>\n<|im_start|>assistant\n7<|im_end|>"
+    )
+    assert trajectory.text == "7" and task.data["prompt"] == "3 + 4 ="
+    listed = Task("t/2", "single_turn", {"messages": [{"role": "system", "content": "mine"}, *ASK]})
+    asyncio.run(SingleTurn(suffix="!", system="s").run(listed, chat(tok, Engine([1]))))
+    assert listed.data["messages"][-1]["content"] == ASK[0]["content"]
+    with pytest.raises(DataError, match="it has: question"):
+        asyncio.run(SingleTurn().run(Task("t/3", "single_turn", {"question": "?"}), chat(tok, Engine())))
+
+
+def test_demonstrate_writes_the_answer_as_the_policys():
+    tok = tokenizer()
+    task = Task("t/1", "demonstrate", {"prompt": "3 + 4 =", "answer": 7})
+    trajectory = asyncio.run(Demonstrate().run(task, chat(tok, Engine())))
+    own = [t for t, m in zip(trajectory.tokens, trajectory.mask) if m]
+    assert own == [*words(tok, "7"), end(tok)] and trajectory.text == "7" and trajectory.finish_reason == "stop"
+    assert trajectory.versions[-2:] == [0, 0] and trajectory.logprobs[-2:] == [0.0, 0.0]
+    size = len(trajectory.tokens)
+    cut = asyncio.run(Demonstrate().run(task, chat(tok, Engine(), max_context=size - 1)))
+    assert cut.tokens == trajectory.tokens[:-1] and cut.finish_reason == "length"
+
+
+def test_the_example_environment(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from my_env import SecondThought
+
+    tok = tokenizer()
+    task = Task("t/1", "my_env:SecondThought", {"prompt": "3 + 4 =", "answer": "7"})
+    right, wrong = [*words(tok, "7"), end(tok)], [*words(tok, "8"), end(tok)]
+    assert asyncio.run(SecondThought().run(task, chat(tok, Engine(right)))).text == "7"
+    second = asyncio.run(SecondThought().run(task, chat(tok, Engine(wrong, right))))
+    assert second.text == "8\n7" and "Look again." in tok.decode(second.tokens)
+    assert len((EXAMPLES / "my_env.py").read_text().splitlines()) <= 30
+
+
+def test_environments_and_rewards_start_without_torch():
+    modules = ["chat", "demonstrate", "single_turn", "sources", "stream"]
+    code = ";".join(f"import rondel.generate.envs.{m}" for m in modules) + ";import rondel.score.pool, rondel.score.preflight, sys"
+    code += ";print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow', 'reasoning_gym', 'math_verify') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", f"import sys; sys.path[:] = {sys.path}; {code}"], text=True).strip() == "[]"

@@ -1,0 +1,270 @@
+"""The command line: exit codes, one readable line for each error, and a start without torch."""
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from units.synthetic import evaluated, group, write_run
+
+from rondel.cli import VERBS, ending, main
+from rondel.cli.view import gap, tokenizer
+from rondel.runtime.journal.store import path_of, write_step
+from rondel.words.config import Job
+from rondel.words.errors import EngineError, UserError
+
+RECIPE = """[model]
+path = "tiny"
+[task]
+data = { kind = "digits" }
+[loop]
+steps = 3
+groups_per_step = 4
+[run]
+folder = "runs/x"
+"""
+
+
+@pytest.fixture
+def rondel(capsys):
+    """`rondel("card", "runs/x")` -> (exit code, stdout, stderr)."""
+
+    def call(*words):
+        with pytest.raises(SystemExit) as end:
+            main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return end.value.code or 0, out, err
+
+    return call
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture
+def assemble(monkeypatch):
+    """The module that runs things, as the command line sees it."""
+    module = ModuleType("rondel.assemble")
+    monkeypatch.setitem(sys.modules, "rondel.assemble", module)
+    return module
+
+
+# -- starting --------------------------------------------------------------------------------------
+
+
+def test_help_lists_every_verb_without_torch():
+    code = (
+        "import sys, contextlib\nfrom rondel.cli import main\n"
+        "with contextlib.suppress(SystemExit): main(['--help'])\n"
+        "print([m for m in ('torch', 'transformers', 'pyarrow', 'pydantic') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "[]"
+    for verb in VERBS:
+        assert f"  {verb} " in out
+    assert "..." not in out.split("Commands:")[1]  # no sentence is cut
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(rondel, verb):
+    code, out, _ = rondel(verb, "--help")
+    assert code == 0 and f"rondel {verb}" in out
+
+
+def test_a_wrong_verb_exits_with_the_usage(rondel):
+    code, _, err = rondel("trian", "x.toml")
+    assert code == 2 and "trian" in err
+
+
+# -- endings ---------------------------------------------------------------------------------------
+
+
+def test_endings():
+    tree = ExceptionGroup("crew", [ExceptionGroup("in", [KeyError("x"), EngineError("no\n  pages")]), UserError("later")])
+    assert ending(tree) == ("error: no pages (and 2 more; --debug shows them)", 1)
+    assert ending(KeyboardInterrupt()) == ("stopped; continue with the same command", 130)
+    assert ending(BaseExceptionGroup("crew", [KeyboardInterrupt()]))[1] == 130
+    assert ending(KeyError("x")) == ("error: KeyError: 'x'; run again with --debug; this is a bug of ours", 2)
+
+
+def test_debug_before_or_after_the_verb_shows_the_traceback(rondel, tmp_path):
+    for words in (["--debug", "card", tmp_path / "no"], ["card", tmp_path / "no", "--debug"]):
+        code, _, err = rondel(*words)
+        assert code == 1 and "Traceback" in err and err.splitlines()[-1].startswith("error: no run folder at")
+    code, _, err = rondel("card", tmp_path / "no")
+    assert code == 1 and len(err.splitlines()) == 1
+
+
+def test_an_interrupted_training_says_how_to_go_on(rondel, recipe, assemble):
+    def train(job, *, quiet=False):
+        raise KeyboardInterrupt
+
+    assemble.train = train
+    assert rondel("train", recipe) == (130, "", "stopped; continue with the same command\n")
+
+
+# -- verbs that run things -------------------------------------------------------------------------
+
+
+def test_train_reads_recipe_and_overrides_in_any_order(rondel, recipe, assemble):
+    seen = []
+    assemble.train = lambda job, *, quiet=False: seen.append((job.loop.steps, job.model.path, quiet))
+    assert rondel("train", recipe, "--loop.steps=7", "--quiet")[0] == 0
+    assert rondel("train", "--model.path=big", recipe)[0] == 0
+    assert seen == [(7, "tiny", True), (3, "big", False)]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--quite"], "'--quite' is not an override; write --section.key=value"),
+        (["--loop.stepz=3"], "unknown key 'loop.stepz'. Did you mean 'steps'?"),
+        (["other.toml"], "one recipe is needed and 2 were given"),
+    ],
+)
+def test_faults_in_the_words_are_named(rondel, recipe, words, message):
+    code, out, err = rondel("train", recipe, *words)
+    assert (code, out) == (1, "") and message in err and len(err.splitlines()) == 1
+
+
+def test_check_exits_1_if_anything_is_wrong(rondel, recipe, assemble):
+    good = SimpleNamespace(ok=True, what="data", message="48 tasks", remedy="")
+    bad = SimpleNamespace(ok=False, what="signal", message="0 % of groups differ", remedy="take an easier task")
+    assemble.check = lambda job: [good, bad]
+    code, out, _ = rondel("check", recipe)
+    assert code == 1 and "✗ signal  0 % of groups differ" in out and "do: take an easier task" in out and "1 of 2 checks failed" in out
+    assemble.check = lambda job: [good]
+    assert rondel("check", recipe)[0] == 0
+
+
+def test_eval_as_a_sentence_and_as_json(rondel, monkeypatch, recipe):
+    calls = []
+    module = ModuleType("rondel.evaluate")
+    module.evaluate_checkpoint = lambda *words: calls.append(words) or evaluated(4, 4, 0.6)
+    monkeypatch.setitem(sys.modules, "rondel.evaluate", module)
+    code, out, _ = rondel("eval", "runs/x", "--n", "48", "--engine.sampling.max_tokens=9")
+    assert code == 0 and "runs/x: 60.0% of 48 held-out tasks, 95 % interval 50.0% to 70.0%" in out
+    assert json.loads(rondel("eval", "model", recipe, "--json")[1])["score"] == 0.6
+    assert calls == [("runs/x", None, {"engine.sampling.max_tokens": 9, "task.eval.n": 48}), ("model", str(recipe), {})]
+
+
+def test_replay_compares_and_names_the_steps_that_exist(rondel, tmp_path, assemble):
+    write_run(tmp_path)
+    assemble.replay = lambda folder, step: {"train/entropy": 1.0, "train/gap_max": 3e-6}
+    code, out, _ = rondel("replay", tmp_path, "--step", "2")
+    assert code == 0
+    rows = {line.split()[0]: line for line in out.splitlines()}
+    assert rows["train/entropy"].endswith("equal") and rows["train/gap_max"].endswith("+1.0e-06") and "only one side" in rows["train/loss"]
+    code, _, err = rondel("replay", tmp_path, "--step", "9")
+    assert code == 1 and "has no finished step 9; finished: 1 to 4" in err
+
+
+# -- verbs that show things ------------------------------------------------------------------------
+
+
+def test_explain_says_who_set_what_the_arithmetic_and_the_loss(rondel, recipe):
+    pytest.importorskip("rondel.algos.objective")
+    code, out, _ = rondel("explain", recipe, "--algo.group_size=2")
+    rows = {line.split()[0]: line.split(None, 3) for line in out.splitlines() if "." in line[:20]}
+    assert code == 0
+    assert rows["loop.steps"][1:] == ["recipe", "3"] and rows["algo.group_size"][1:] == ["command", "line", "2"]
+    assert rows["trainer.lr"][1:] == ["default", "1e-05"]
+    assert "4 groups x 2 samples = 8 answers of at most 64 tokens, in 1 update; 3 steps = 24 answers" in out and "\nloss " in out
+
+
+def test_explain_shows_every_leaf(recipe):
+    from rondel.cli.explain import values
+
+    def leaves(model, prefix=""):
+        for name, f in model.model_fields.items():
+            inner = hasattr(f.annotation, "model_fields")
+            yield from leaves(f.annotation, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+
+    assert [key for key, _, _ in values(Job.read(recipe), set())] == list(leaves(Job))
+
+
+def test_card_prints_what_it_wrote(rondel, tmp_path):
+    write_run(tmp_path)
+    code, out, _ = rondel("card", tmp_path)
+    assert code == 0 and out.startswith("# Run card") and out.strip() == (tmp_path / "card.md").read_text().strip()
+    assert json.loads(rondel("card", tmp_path, "--json")[1])["steps"] == 4
+
+
+def test_view_filters(rondel, tmp_path):
+    write_run(tmp_path)
+    code, out, _ = rondel("view", tmp_path)
+    assert code == 0 and "8 of 8 trajectories of step 4; --step shows others (1 to 4 are stored)" in out
+    assert "the <b>sum</b> is 1.0" in out and "gap" in out and "\x1b" not in out
+    assert "1 of 8 trajectories of step 2, 1 match" in rondel("view", tmp_path, "--step", 2, "--group", 3, "--min-reward", 0.9)[1]
+    failed = rondel("view", tmp_path, "--errors")[1]
+    assert "2 match" in failed and "reward failed: timeout 10 s" in failed and "no reward" in failed
+
+
+def test_view_errors_name_what_exists(rondel, tmp_path):
+    assert rondel("view", tmp_path / "no")[2].startswith("error: no run folder at")
+    write_run(tmp_path)
+    assert "has no rollouts of step 9; stored: 1 to 4" in rondel("view", tmp_path, "--step", 9)[2]
+    assert "step 4 has no group 0; it has 6, 7" in rondel("view", tmp_path, "--group", 0)[2]
+    path_of(tmp_path, 4).write_bytes(b"noise")
+    code, _, err = rondel("view", tmp_path)
+    assert code == 1 and "cannot be read; the file is damaged" in err and len(err.splitlines()) == 1
+
+
+class Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.links = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+
+
+def test_the_web_page_is_escaped_and_needs_nothing_else(rondel, tmp_path):
+    """Prompts hold <script>, answers hold <b>: neither becomes a tag."""
+    write_run(tmp_path)
+    code, _, _ = rondel("view", tmp_path, "--html", tmp_path / "out.html")
+    text = (tmp_path / "out.html").read_text()
+    page = Tags()
+    page.feed(text)
+    assert code == 0 and page.tags.count("script") == 1 and page.tags.count("article") == 8 and page.tags.count("input") == 1
+    assert page.tags.count("b") == 8 and page.links == [] and "&lt;script&gt;" in text and "http" not in text
+
+
+def test_tokens_are_read_by_the_tokenizer_of_the_run(rondel, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    write_step(tmp_path, 1, [group(1, 0, [1.0])])
+    vocabulary = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(1000)}, unk_token="w0"))
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    vocabulary.save(str(tmp_path / "checkpoints" / "step-000001" / "tokenizer.json"))
+    tokens = group(1, 0, [1.0]).trajectories[0].tokens
+    out = rondel("view", tmp_path)[1]
+    assert " ".join(f"w{t}" for t in tokens[:5]) in out and " ".join(f"w{t}" for t in tokens[5:]) in out
+    assert tokenizer(tmp_path / "elsewhere") is None
+
+
+def test_the_gap_is_over_written_tokens_only():
+    row = {"mask": [False, True, True], "trainer_logprobs": [9.0, -1.0, -2.5], "behavior_logprobs": [0.0, -1.0, -2.0]}
+    assert gap(row) == 0.5 and gap(row | {"trainer_logprobs": None}) is None
+
+
+def test_doctor_finds_this_machine_fit(rondel):
+    code, out, _ = rondel("doctor", "--json")
+    report = json.loads(out)
+    assert code == 0 and report["healthy"]
+    signs = {sign["what"]: sign for sign in report["signs"]}
+    assert signs["python"]["state"] == signs["torch"]["state"] == "ok" and "GFLOP/s" in signs["matrix product"]["found"]
+
+
+def test_doctor_names_one_fix_for_each_fault():
+    from rondel.cli.doctor import _package
+
+    old, missing = _package("pytest", (999, 0)), _package("no-such-package", (1, 2))
+    assert old.state == missing.state == "broken"
+    assert old.fix == "pip install 'pytest>=999.0'" and missing.fix == "pip install 'no-such-package>=1.2'"

@@ -1,0 +1,159 @@
+"""Metrics, sinks and progress: the numbers against hand counts, and nothing doubled after a resume."""
+
+import csv
+import io
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+from units.synthetic import evaluated, group, step_events
+
+from rondel.runtime.telemetry.metrics import SCHEMA, StepMetrics, from_groups, from_taken, meaning
+from rondel.runtime.telemetry.progress import Progress
+from rondel.runtime.telemetry.sinks import SINKS, open_sinks
+from rondel.words.errors import ConfigError
+from rondel.words.events import Generating, GroupFinished, GroupsTaken, Resumed, RunEnded, RunStarted, StepDone, Warned
+
+
+def test_one_step_by_hand():
+    row = from_groups(
+        [
+            GroupFinished(0, "a", 0, True, "", [1.0, 0.0, 1.0], [1, 2, 3, 4], failed=1, truncated=2),
+            GroupFinished(1, "b", 0, False, "unanimous", [1.0, 1.0, 1.0, 1.0], [5, 6, 7, 8]),
+        ]
+    )
+    assert row["score/reward_mean"] == pytest.approx(6 / 7)
+    assert row["score/reward_std"] == pytest.approx(math.sqrt(6 / 7 * 1 / 7))
+    assert (row["score/reward_min"], row["score/reward_max"]) == (0.0, 1.0)
+    assert row["score/failed_fraction"] == 1 / 8
+    assert row["filter/signal_fraction"] == row["filter/dropped_fraction"] == 1 / 2
+    assert (row["generate/length_mean"], row["generate/length_p95"], row["generate/length_max"]) == (4.5, 8, 8)
+    assert (row["generate/tokens"], row["generate/truncated_fraction"]) == (36, 2 / 8)
+
+
+def test_a_failed_reward_is_no_zero_and_nothing_is_no_number():
+    assert "score/reward_mean" not in from_groups([GroupFinished(0, "a", 0, False, "failed", [], [3, 3], failed=2)])
+    assert from_groups([]) == {}
+
+
+def test_lag_is_measured_at_consumption():
+    row = from_taken(GroupsTaken(4, 3, [group(0, 3, [1.0]), group(1, 2, [1.0]), group(2, 2, [1.0]), group(3, 1, [1.0])]))
+    assert row == {"loop/lag_mean": 1.0, "loop/lag_max": 2, "loop/lag_is_0": 0.25, "loop/lag_is_1": 0.5, "loop/lag_is_2": 0.25}
+
+
+def test_each_step_is_one_complete_row_and_every_name_is_in_the_schema():
+    rows = []
+    reader = StepMetrics(lambda step, row: rows.append((step, row)))
+    for event in [evaluated(0, 0, 0.2), *step_events(1), *step_events(2)]:
+        reader.read(event)
+    assert [step for step, _ in rows] == [0, 1, 2]
+    assert rows[0][1] == {"eval/score": 0.2, "eval/low": 0.1, "eval/high": pytest.approx(0.3)}
+    for name in rows[2][1]:
+        assert meaning(name) is not None, name
+    assert rows[2][1]["score/reward_mean"] == pytest.approx((1.0 + 0.0 + 0.2) / 3)  # of step 2 alone
+    assert rows[2][1]["time/step"] == 4.0 and rows[2][1]["ledger/trained"] == 4
+    assert rows[2][1]["loop/tokens_per_second"] == 2 * 4 * 8 / 4.0
+    assert rows[2][1]["train/entropy"] == 1.0 and rows[2][1]["sync/probe_gap"] == 1e-7
+
+
+def test_what_a_resume_repeats_is_not_counted_twice():
+    rows = []
+    reader = StepMetrics(lambda step, row: rows.append(row))
+    for event in [*step_events(1)[:4], Resumed(0, 0, ""), *step_events(1)]:
+        reader.read(event)
+    assert rows[0]["generate/tokens"] == 2 * 4 * 8
+
+
+def test_the_schema_has_a_stage_a_unit_and_a_meaning():
+    for name, (unit, what) in SCHEMA.items():
+        assert name.split("/")[0] in {"generate", "score", "filter", "train", "sync", "loop", "eval"} and unit and what
+
+
+def read_back(kind, folder):
+    if kind == "jsonl":
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [(row.pop("step"), row) for row in rows]
+    if kind == "csv":
+        with (folder / "metrics.csv").open() as file:
+            return [(int(r["step"]), {r["name"]: float(r["value"])}) for r in csv.DictReader(file)]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return [(s.step, {"a/b": s.value}) for s in EventAccumulator(str(folder / "tensorboard")).Reload().Scalars("a/b")]
+
+
+@pytest.mark.parametrize("kind", sorted(SINKS))
+def test_a_resume_doubles_nothing_in_any_sink(tmp_path, kind):
+    [sink] = open_sinks([kind], tmp_path)
+    for step in range(4):
+        sink.write(step, {"a/b": float(step)})
+    sink.close()
+    [sink] = open_sinks([kind], tmp_path, after=2)
+    sink.write(3, {"a/b": 30.0})
+    sink.close()
+    assert read_back(kind, tmp_path) == [(0, {"a/b": 0.0}), (1, {"a/b": 1.0}), (2, {"a/b": 2.0}), (3, {"a/b": 30.0})]
+    [sink] = open_sinks([kind], tmp_path)  # a new beginning
+    sink.write(0, {"a/b": 7.0})
+    sink.close()
+    assert read_back(kind, tmp_path) == [(0, {"a/b": 7.0})]
+
+
+def test_torn_lines_of_text_sinks_are_dropped(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step":1,"a":1.0}\nnoise\n{"a":2}\n{"step":2,"a"')
+    open_sinks(["jsonl"], tmp_path, after=5)[0].close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step":1,"a":1.0}\n'
+
+
+def test_an_unknown_sink_names_the_known_ones(tmp_path):
+    with pytest.raises(ConfigError, match="Did you mean 'tensorboard'"):
+        open_sinks(["tensorbord"], tmp_path)
+
+
+def test_telemetry_needs_no_torch():
+    code = (
+        "import sys, tempfile; import rondel.runtime.telemetry.card, rondel.runtime.telemetry.progress, rondel.runtime.journal.store;"
+        "from rondel.runtime.telemetry.sinks import open_sinks; open_sinks(['tensorboard'], tempfile.mkdtemp())[0].close();"
+        "print('torch' in sys.modules, 'tensorflow' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["False", "False"]
+
+
+def watch(events, *, terminal=False, **kwargs):
+    out = io.StringIO()
+    with Progress(2, console=Console(file=out, force_terminal=terminal, width=80), **kwargs) as progress:
+        for event in events:
+            progress.read(event)
+    return out.getvalue()
+
+
+EVENTS = [RunStarted("runs/a", "h"), *step_events(1), evaluated(1, 1, 0.5), *step_events(2), RunEnded(2, 2, "complete", 95.0)]
+
+
+def test_progress_without_a_terminal_is_plain_lines_that_are_never_wrapped():
+    text = watch(EVENTS)
+    assert "\x1b" not in text and "\r" not in text
+    [line] = [line for line in text.splitlines() if line.startswith("step 1/2")]
+    assert "reward 0.367" in line and "signal 100%" in line and "gap 2e-06" in line
+    assert line.endswith("4.0 s: wait 50%, train 38%, sync 12%")
+    assert "eval after step 1: 50.0%  (95 % interval 40% to 60%, 48 tasks, 2 s)" in text
+    assert text.splitlines()[-1] == "complete after step 2, 1 min 35 s"
+
+
+def test_movement_shows_while_a_long_generation_runs():
+    beats = [Generating(8, 3, 100 * i, float(i)) for i in range(1, 4)]
+    assert watch(beats, every=0.0).splitlines()[0] == ("... step 1/2: 100 tokens/s, 8 answers being written, 3 waiting, 0 groups finished")
+    assert watch(beats, every=60.0) == ""  # not more often than asked
+    assert "100 tokens/s" in watch(beats, terminal=True)
+
+
+def test_quiet_says_only_warnings_and_each_once(capsys):
+    assert watch([*EVENTS, Warned("slow disk"), Warned("slow disk")], quiet=True) == ""
+    assert capsys.readouterr().err == "warning: slow disk\n"
+    assert watch([Warned("a [bold] disk"), Warned("a [bold] disk")]).count("warning: a [bold] disk") == 1
+
+
+def test_a_step_that_was_refused_says_why():
+    done = StepDone(1, 1, {}, {"train": 1.0, "step": 1.0}, {}, note="gradient not finite")
+    assert "gradient not finite" in watch([done])

@@ -1,0 +1,251 @@
+"""Rewards against closed forms; the pool's clock, its workers, and the check before a run."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rondel.score import build
+from rondel.score.number import last_number
+from rondel.score.pool import RewardPool
+from rondel.score.preflight import check_reward
+from rondel.score.result import read
+from rondel.words.errors import ConfigError
+from rondel.words.types import Failed, Score, Task, Trajectory
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def task(answer, **data):
+    return Task("t/1", "single_turn", {"prompt": "?", "answer": answer, **data})
+
+
+def said(text):
+    return Trajectory(text=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("7", 7),
+        ("3 + 4 = 7.", 7),
+        ("so x = -3", -3),
+        ("5-3", 3),
+        ("f(2)-3", 3),
+        ("\u22124", -4),
+        ("1,234,567 apples", 1234567),
+        ("1,234.5", 1234.5),
+        ("12,34", 34),
+        ("1234,567", 567),
+        (".5", 0.5),
+        ("-$5", -5),
+        ("3/4.", 0.75),
+        ("-3/4", -0.75),
+        ("1.5e3", 1500),
+        ("the answer is 7.\n", 7),
+        ("7/0", None),
+        ("none", None),
+        ("", None),
+        ("9e99999", 99999),
+        ("9" * 20000, None),
+    ],
+)
+def test_last_number(text, value):
+    assert last_number(text) == value
+
+
+def test_number_is_exact_and_takes_a_tolerance():
+    assert build("number")(said("0.1"), task(0.1)) == 1.0
+    assert build("number")(said("1/3"), task("0.3333333333333333")) == 0.0
+    assert build({"kind": "number", "tolerance": 0.001})(said("1/3"), task("0.3333333333333333")) == 1.0
+    assert build("number")(said("I do not know"), task(3)) == 0.0
+    assert build("number")(said("72"), task("48 + 24 = 72 #### 72")) == 1.0
+    with pytest.raises(ValueError, match="no number"):
+        build("number")(said("7"), task("seven"))
+
+
+@pytest.mark.parametrize(
+    ("gold", "text", "value"),
+    [
+        ("a^2-4", "It is $(a+2)(a-2)$.", 1.0),
+        ("a^2-4", "It is $(a+2)(a+2)$.", 0.0),
+        (r"\frac{1}{2}", r"\boxed{0.5}", 1.0),
+        (r"\boxed{7}", "so $7$", 1.0),
+        ("7", "", 0.0),
+        ("7", r"$\frac{1}{", 0.0),
+    ],
+)
+def test_math(gold, text, value):
+    assert build("math")(said(text), task(gold)) == value
+
+
+def test_math_gold_that_cannot_be_read_is_a_fault_and_no_zero():
+    with pytest.raises(ValueError, match="cannot read the gold answer"):
+        build("math")(said("7"), task(""))
+
+
+def test_format():
+    one = build({"kind": "format", "tag": "answer"})
+    assert [one(said(t), task(1)) for t in ("<answer>1</answer>", "</answer>1<answer>", "<answer>1</answer><answer>2</answer>", "1")] == [
+        1,
+        0,
+        0,
+        0,
+    ]
+    assert build({"kind": "format", "pattern": r"#### \d+$"})(said("so\n#### 12"), task(1)) == 1.0
+    with pytest.raises(ConfigError, match="one of tag"):
+        build("format")
+
+
+def test_reasoning_gym_uses_the_scorer_of_the_data_set():
+    gym = pytest.importorskip("reasoning_gym")
+    entry = gym.create_dataset("countdown", size=1, seed=1)[0]
+    other = task(entry["answer"], entry=entry)
+    assert build("reasoning_gym")(said(entry["answer"]), other) == 1.0
+    assert build("reasoning_gym")(said("1 + 1"), other) < 1.0
+    sums = gym.create_dataset("chain_sum", size=1, seed=1)[0]
+    answer = sums["answer"]
+    assert build({"kind": "reasoning_gym", "extract": "last_number"})(said(f"It is {answer}."), task(answer, entry=sums)) == 1.0
+    assert build({"kind": "reasoning_gym", "extract": "tag"})(said(f"<answer> {answer} </answer>"), task(answer, entry=sums)) == 1.0
+
+
+def test_combine_reports_weighted_parts_that_add_up():
+    spec = {"kind": "combine", "parts": {"correct": "number", "format": {"kind": "format", "tag": "answer", "weight": 0.2}}}
+    with RewardPool(spec) as pool:
+        score = asyncio.run(pool.score(said("<answer>7</answer>"), task(7)))
+    assert score == Score(1.2, {"correct": 1.0, "format": 0.2})
+
+
+def test_reading_what_a_reward_returned():
+    assert read(1) == Score(1.0) and read(True) == Score(1.0)
+    assert read({"a": 1.0, "b": -0.5}) == Score(0.5, {"a": 1.0, "b": -0.5})
+    assert read({"a": 1.0, "total": 0.25}) == Score(0.25, {"a": 1.0})
+    assert [read(x).reason for x in (None, float("nan"), float("inf"), "1.0", [1.0], {}, {"a": None})] == [
+        "returned None", "returned nan", "returned inf", "returned str", "returned list", "returned no parts", "returned None",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("numbr", "Did you mean 'number'"),
+        ("no_such_module:grade", "no module 'no_such_module'"),
+        ("my_reward:grad", "Did you mean 'grade'"),
+        ({"kind": "number", "tolerence": 1}, "tolerence"),
+        ({"tolerance": 1}, "no 'kind'"),
+    ],
+)
+def test_a_reward_that_cannot_be_built_is_an_error_at_once(spec, message, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with pytest.raises(ConfigError, match=message):
+        RewardPool(spec)
+
+
+def test_the_example_reward(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with RewardPool({"kind": "my_reward:grade", "brevity": 0.1}, workers=2) as pool:
+        findings = asyncio.run(check_reward(pool, [task("7"), Task("t/2", "x", {"answer": "12"})]))
+        assert all(f.ok for f in findings), findings
+        assert asyncio.run(pool.score(said("It is 7."), task("7"))) == Score(1.1, {"correct": 1.0, "brevity": 0.1})
+    assert len((EXAMPLES / "my_reward.py").read_text().splitlines()) <= 30
+
+
+def reward_file(folder, body):
+    (folder / "theirs.py").write_text(body)
+
+
+def test_built_once_a_worker_async_and_without_torch(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward_file(
+        tmp_path,
+        "import asyncio, os, sys\n"
+        "class Theirs:\n"
+        "    built = 0\n"
+        "    def __init__(self, bonus): Theirs.built += 1; self.bonus = bonus; print('noise on stdout')\n"
+        "    async def __call__(self, trajectory, task):\n"
+        "        await asyncio.sleep(0); print('more noise')\n"
+        "        return {'built': Theirs.built, 'torch': 'torch' in sys.modules or 'transformers' in sys.modules, 'pid': os.getpid()}\n",
+    )
+    with RewardPool({"kind": "theirs:Theirs", "bonus": 1}) as pool:
+        scores = [asyncio.run(pool.score(said("x"), task(1))) for _ in range(3)]
+    assert [s.parts["built"] for s in scores] == [1, 1, 1]
+    assert [s.parts["torch"] for s in scores] == [0, 0, 0]
+    assert len({s.parts["pid"] for s in scores}) == 1 and scores[0].parts["pid"] != os.getpid()
+
+
+def test_the_clock_starts_in_the_worker_and_not_in_the_queue(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward_file(tmp_path, "import time\ndef slow(trajectory, task): time.sleep(0.2); return 1.0\n")
+
+    async def burst(pool):
+        return await asyncio.gather(*(pool.score(said("x"), task(1)) for _ in range(6)))
+
+    with RewardPool("theirs:slow", timeout=0.7) as pool:  # the last one waits 1.0 s for its worker
+        assert asyncio.run(burst(pool)) == [Score(1.0)] * 6
+
+
+def test_workers_run_beside_each_other_and_beside_the_loop(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward_file(tmp_path, "import time\ndef slow(trajectory, task): time.sleep(0.4); return 1.0\n")
+
+    async def both(pool):
+        await asyncio.gather(*(pool.score(said("x"), task(1)) for _ in range(4)))  # hire everyone
+        start, ticks = time.perf_counter(), 0
+        scores = asyncio.gather(*(pool.score(said("x"), task(1)) for _ in range(4)))
+        while not scores.done():
+            await asyncio.sleep(0.02)
+            ticks += 1
+        return time.perf_counter() - start, ticks
+
+    with RewardPool("theirs:slow", workers=4) as pool:
+        seconds, ticks = asyncio.run(both(pool))
+    assert seconds < 1.2 and ticks >= 10  # one after the other they take 1.6 s
+
+
+def test_an_unguarded_script_does_not_start_itself_again(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import asyncio\nprint('started')\nfrom rondel.score.pool import RewardPool\nfrom rondel.words.types import Task, Trajectory\n"
+        "pool = RewardPool('number')\nprint(asyncio.run(pool.score(Trajectory(text='7'), Task('t', 'x', {'answer': '7'}))))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    )
+    assert run.stdout.splitlines() == ["started", "Score(value=1.0, parts={})"], run.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "bad"),
+    [
+        ("return 0.0", {"empty", "wrong"}),
+        ("return float(trajectory.text == '')", {"gold", "empty", "wrong"}),
+        ("return float(task.data['answer'] == '7' and trajectory.text == '7')", {"gold", "empty", "wrong"}),
+        ("return float(bool(trajectory.text))", {"wrong"}),
+        ("return float(trajectory.text == task.data['answer'])", set()),
+        ("raise RuntimeError('no')", {"failures", "gold"}),
+    ],
+)
+def test_preflight_tells_a_bad_reward(tmp_path, monkeypatch, body, bad):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward_file(tmp_path, f"def grade(trajectory, task):\n    {body}\n")
+    with RewardPool("theirs:grade") as pool:
+        findings = asyncio.run(check_reward(pool, [task("7"), Task("t/2", "x", {"answer": "12"})]))
+    assert {f.what for f in findings if not f.ok} == bad, findings
+    assert all(f.remedy for f in findings if not f.ok)
+
+
+def test_preflight_without_answers_says_so():
+    with RewardPool("number") as pool:
+        (finding,) = asyncio.run(check_reward(pool, [Task("t/1", "x", {"prompt": "?"})]))
+    assert not finding.ok and "not tried" in finding.message
+
+
+def test_a_task_that_cannot_be_sent_is_a_failure():
+    with RewardPool("number") as pool:
+        result = asyncio.run(pool.score(said("7"), task("7", oops=lambda: 0)))
+        assert isinstance(result, Failed) and result.reason == "task cannot be sent"
+        assert asyncio.run(pool.score(said("7"), task("7"))) == Score(1.0)

@@ -1,0 +1,152 @@
+"""A recipe turns the knobs of a row; whatever it says that cannot be meant is an error with its remedy (law 12)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+
+from rondel.algos import advantage, aggregate, correction, kl, shaping, surrogate
+from rondel.algos.table import DAPO, DR_GRPO, FAMILIES, GRPO, REINFORCE, RLOO, SFT, TABLE, resolve
+from rondel.words.errors import ConfigError
+
+# -- rows -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_rows_are_what_their_papers_say():
+    assert list(TABLE) == ["grpo", "dr_grpo", "dapo", "rloo", "reinforce", "sft"]
+    assert GRPO.advantage == advantage.GroupNorm(1e-6) and GRPO.aggregate == aggregate.SeqMeanTokenMean()
+    assert DR_GRPO.advantage == advantage.GroupCenter() and DR_GRPO.aggregate == aggregate.FixedNorm()
+    assert DR_GRPO.surrogate == GRPO.surrogate == surrogate.Clip(0.2, 0.2) and DR_GRPO.kl == GRPO.kl == kl.Kl("k3", 0.0)
+    assert DAPO.surrogate == surrogate.Clip(0.2, 0.28) and DAPO.filters == ("signal",) and DAPO.shaping == shaping.Overlong()
+    assert RLOO.advantage == advantage.LeaveOneOut() and RLOO.surrogate == REINFORCE.surrogate == surrogate.PolicyGradient()
+    assert SFT.surrogate == surrogate.LogLikelihood() and SFT.aggregate == aggregate.TokenMean()
+
+
+def test_a_row_needs_what_its_parts_read():
+    assert GRPO.needs == {"advantages"} and SFT.needs == frozenset()
+    full = replace(GRPO, correction=correction.TokenTIS(), kl=kl.Kl("k2", 0.1))
+    assert full.needs == {"advantages", "behavior_logprobs", "ref_logprobs"}
+
+
+def test_lengths_left_open_become_the_recipes_max_tokens():
+    assert DR_GRPO.bounded(64).aggregate.length == 64 and DAPO.bounded(64).shaping.max_tokens == 64
+    assert replace(DAPO, shaping=shaping.Overlong(max_tokens=32)).bounded(64).shaping.max_tokens == 32
+    assert GRPO.bounded(64) == GRPO
+
+
+# -- overrides ------------------------------------------------------------------------------------------------------------
+
+OVERRIDES = [
+    ({"kind": "grpo"}, GRPO),
+    ({"kind": "dapo", "surrogate": {"high": 0.3}}, replace(DAPO, surrogate=surrogate.Clip(0.2, 0.3))),
+    ({"kind": "grpo", "kl": {"kind": "k2", "coef": 0.01}}, replace(GRPO, kl=kl.Kl("k2", 0.01))),
+    ({"kind": "grpo", "kl": {"coef": 1}}, replace(GRPO, kl=kl.Kl("k3", 1))),
+    ({"kind": "grpo", "surrogate": {"kind": "policy_gradient"}}, replace(GRPO, surrogate=surrogate.PolicyGradient())),
+    ({"kind": "dapo", "surrogate": {"kind": "clip", "dual": 3}}, replace(DAPO, surrogate=surrogate.Clip(0.2, 0.28, 3))),
+    ({"kind": "rloo", "surrogate": {"kind": "clip", "low": 0.1}}, replace(RLOO, surrogate=surrogate.Clip(0.1, 0.2))),
+    ({"kind": "grpo", "correction": {"kind": "token_tis", "cap": 5.0}}, replace(GRPO, correction=correction.TokenTIS(5.0))),
+    ({"kind": "dapo", "filters": ["truncated"]}, replace(DAPO, filters=("truncated",))),
+    ({"kind": "dapo", "shaping": {"kind": "none"}}, replace(DAPO, shaping=shaping.NoShaping())),
+    ({"kind": f"{__name__}:MINE"}, replace(GRPO, name="mine")),
+    ({"kind": "grpo", "advantage": {"kind": f"{__name__}:Halved", "by": 3.0}}, None),
+]
+
+
+@dataclass(frozen=True)
+class Halved:
+    by: float = 2.0
+
+    def __call__(self, rewards_N, group_N):
+        return rewards_N / self.by
+
+
+MINE = replace(GRPO, name="mine")
+
+
+@pytest.mark.parametrize("section,row", OVERRIDES, ids=lambda x: str(x)[:60] if isinstance(x, dict) else "")
+def test_an_override_changes_its_knob_and_nothing_else(section, row):
+    assert resolve(section) == (replace(GRPO, advantage=Halved(3.0)) if row is None else row)
+
+
+def test_every_family_is_a_field_of_the_row_and_every_class_can_be_chosen():
+    for family, classes in FAMILIES.items():
+        assert hasattr(GRPO, family)
+        for kind, cls in classes.items():
+            if family in ("kl", "entropy"):
+                continue  # one class each, and kl.kind is its own knob
+            assert type(getattr(resolve({"kind": "grpo", family: {"kind": kind}}), family)) is cls
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------------
+
+MISTAKES = [
+    ({}, "algo.kind = None; it must name a row: grpo, dr_grpo"),
+    ({"kind": 3}, "algo.kind = 3; it must name a row"),
+    ({"kind": "grop"}, "algo.kind 'grop' does not exist. Did you mean 'grpo'?"),
+    ({"kind": "math:pi"}, "must be a rondel.algos.table.Algorithm, and is 3.14"),
+    ({"kind": "grpo", "sorrogate": {}}, "algo.sorrogate does not exist. Did you mean 'surrogate'?"),
+    ({"kind": "grpo", "name": "x"}, "algo.name does not exist."),
+    ({"kind": "grpo", "surrogate": "clip"}, "algo.surrogate = 'clip' is not a table; write algo.surrogate = { kind = ... }"),
+    (
+        {"kind": "grpo", "surrogate": {"hi": 1}},
+        "algo.surrogate.hi: Clip has no such knob. Did you mean 'high'? Its knobs: low, high, dual.",
+    ),
+    ({"kind": "grpo", "surrogate": {"kind": "clop"}}, "algo.surrogate.kind 'clop' does not exist. Did you mean 'clip'?"),
+    ({"kind": "grpo", "surrogate": {"kind": 1}}, "algo.surrogate.kind = 1 is not a text"),
+    ({"kind": "grpo", "surrogate": {"kind": "math:sin"}}, "must be a dataclass whose fields are its knobs"),
+    ({"kind": "rloo", "surrogate": {"dual": 3.0}}, "PolicyGradient has no such knob. It is a knob of kind = 'clip'. Its knobs: none."),
+    ({"kind": "grpo", "surrogate": {"high": "0.3"}}, "algo.surrogate.high = '0.3' is not a number (write 0.3 without quotes)"),
+    ({"kind": "grpo", "surrogate": {"high": True}}, "algo.surrogate.high = True is not a number"),
+    ({"kind": "grpo", "surrogate": {"high": float("nan")}}, "algo.surrogate.high = nan is not a number"),
+    ({"kind": "dapo", "shaping": {"buffer": 3.5}}, "algo.shaping.buffer = 3.5 is not a whole number"),
+    ({"kind": "grpo", "kl": {"kind": 2, "coef": 0.1}}, "algo.kl.kind = 2 is not a text"),
+    ({"kind": "grpo", "kl": {"kind": "k4", "coef": 0.1}}, "algo.kl: kind = 'k4'; it must be one of k1, k2, k3."),
+    ({"kind": "grpo", "kl": {"coef": -0.1}}, "algo.kl: coef = -0.1; it must not be negative"),
+    ({"kind": "grpo", "surrogate": {"low": 1.5}}, "algo.surrogate: low = 1.5; it must lie in [0, 1]"),
+    ({"kind": "grpo", "surrogate": {"high": -0.1}}, "algo.surrogate: high = -0.1; it must not be negative"),
+    ({"kind": "grpo", "surrogate": {"dual": 1.0}}, "algo.surrogate: dual = 1.0; it must be above 1"),
+    ({"kind": "grpo", "advantage": {"eps": 0.0}}, "algo.advantage: eps = 0.0; it must be positive"),
+    ({"kind": "grpo", "correction": {"kind": "token_tis", "cap": 0.5}}, "algo.correction: cap = 0.5; it must be at least 1"),
+    ({"kind": "dr_grpo", "aggregate": {"length": 0}}, "algo.aggregate: length = 0; it must be at least 1 token"),
+    ({"kind": "dapo", "shaping": {"max_tokens": 8, "buffer": 9}}, "algo.shaping: buffer = 9; it must not exceed max_tokens = 8"),
+    ({"kind": "dapo", "shaping": {"max_tokens": 0}}, "algo.shaping: max_tokens = 0; it must be at least 1"),
+    ({"kind": "dapo", "shaping": {"buffer": 0}}, "algo.shaping: buffer = 0; it must be at least 1 token"),
+    ({"kind": "dapo", "shaping": {"factor": -1}}, "algo.shaping: factor = -1; it must not be negative"),
+    ({"kind": "grpo", "filters": "signal"}, "algo.filters = 'signal' is not a list of names; write algo.filters = ['signal']"),
+    # overrides without effect
+    ({"kind": "grpo", "kl": {"kind": "k2"}}, "algo.kl.kind = 'k2' has no effect: kl.coef is 0. Change that or remove it."),
+    ({"kind": "dapo", "shaping": {"factor": 0, "buffer": 3}}, "algo.shaping.buffer = 3 has no effect: shaping.factor is 0."),
+    ({"kind": "sft", "advantage": {"value": 2}}, "algo.advantage = {'value': 2} has no effect: the surrogate -logp does not read it."),
+    ({"kind": "sft", "shaping": {"kind": "overlong"}}, "algo.shaping = {'kind': 'overlong'} has no effect: no reward is read."),
+    ({"kind": "dapo", "advantage": {"kind": "constant"}, "shaping": {"factor": 2}}, "has no effect: no reward is read."),
+    ({"kind": "reinforce", "ratio": {"kind": "token"}}, "has no effect: the surrogate -A·logp does not read it."),
+]
+
+
+@pytest.mark.parametrize("section,message", MISTAKES, ids=[message[:50] for _, message in MISTAKES])
+def test_a_mistake_is_named_with_its_remedy(section, message):
+    with pytest.raises(ConfigError) as caught:
+        resolve(section)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_buffer_longer_than_the_recipes_answers_is_found_when_they_meet():
+    with pytest.raises(ConfigError, match="buffer = 4096; it must not exceed max_tokens = 64"):
+        resolve({"kind": "dapo", "shaping": {"buffer": 4096}}).bounded(64)
+
+
+def test_an_unset_limit_is_said_aloud():
+    with pytest.raises(ConfigError, match=r"algo.shaping.max_tokens is not set"):
+        shaping.Overlong()(None, None)
+
+
+def test_the_public_import_needs_torch_and_words_only():
+    code = (
+        "import sys; from rondel.algos import advantage, surrogate, correction, kl, aggregate, table;"
+        "print(*sorted({'.'.join(m.split('.')[:2]) for m in sys.modules if m.startswith('rondel.')}))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert set(found.stdout.split()) == {"rondel.algos", "rondel.words"}
