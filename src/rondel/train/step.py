@@ -35,6 +35,7 @@ class Settings:
     schedule: str = "constant"
     warmup_steps: int = 0
     steps: int = 1
+    first_step: int = 0  # where the schedule starts counting
     clip: float = 1.0
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.99)
@@ -102,7 +103,7 @@ class LocalTrainer:
         clock = time.perf_counter
         began = clock()
         settings, sums, seconds = self.settings, Sums(), {"forward_backward": 0.0, "optimizer": 0.0, "annotate": 0.0}
-        rate = learning_rate(self.step_number, lr=settings.lr, schedule=settings.schedule, warmup=settings.warmup_steps, steps=settings.steps)
+        rate = learning_rate(self.step_number - settings.first_step, lr=settings.lr, schedule=settings.schedule, warmup=settings.warmup_steps, steps=settings.steps)
         updates = batch.updates(settings.updates_per_step)
         stepped, note = True, ""
         try:
@@ -139,7 +140,7 @@ class LocalTrainer:
 
     def _accumulate(self, batch: Batch, algo: Any, sums: Sums, *, proximal_noted: bool) -> None:
         """Forward and backward over micro-batches; every weight is fixed before the first of them (law 3)."""
-        weight_N = algo.aggregate(batch.lengths_N.float()).to(self.loaded.device)
+        weight_N = algo.aggregate(batch.lengths_N).float().to(self.loaded.device)
         advantage_N = torch.tensor([s.advantage for s in batch.samples], dtype=torch.float32, device=self.loaded.device)
         for packed in micro_batches(batch, self.settings.micro_tokens, share=self.settings.share_prompts, device=self.loaded.device):
             logprobs, entropy = notes.forward(self.loaded, packed, temperature=self.settings.temperature)

@@ -113,7 +113,7 @@ class EngineSection(Section):
 
 
 class Trainer(Section):
-    kind: str = "local"
+    kind: str = Field("fsdp", description="on one rank there is nothing to shard")
     lr: float = Field(1e-5, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)

@@ -162,7 +162,7 @@ def _lag(lags: list[int]) -> str:
 
 
 def time_shares(done: Events) -> dict[str, str]:
-    """{"wait": "61 %", ...}: the phases of all steps, largest first, and what they leave unexplained."""
+    """{"wait": "61 %", ...}: the phases of all steps, largest first; they add up to the step (law 13)."""
     total = sum(e["seconds"].get("step", 0.0) for e in done)
     phases: Counter[str] = Counter()
     for event in done:

@@ -39,7 +39,7 @@ COLUMNS = {  # title -> (metric, format)
     "reward": ("score/reward_mean", "{:.3f}"),
     "signal": ("filter/signal_fraction", "{:.0%}"),
     "entropy": ("train/entropy", "{:.2f}"),
-    "KL": ("train/kl_start", "{:.2g}"),
+    "KL": ("train/kl_to_start", "{:.2g}"),
     "lag": ("loop/lag_mean", "{:.2g}"),
     "gap": ("train/gap_max", "{:.0e}"),
     "length": ("generate/length_mean", "{:.0f}"),

@@ -1,0 +1,279 @@
+"""Job -> the concrete parts of a run, built in the order in which they can fail cheaply: recipe, data, reward, model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rondel.algos.table import Algorithm, resolve
+from rondel.filter import FILTERS, chain
+from rondel.filter.complete import Complete
+from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.generate.envs.chat import TokenChat
+from rondel.generate.envs.demonstrate import Demonstrate
+from rondel.generate.envs.single_turn import SingleTurn
+from rondel.generate.envs.sources import TaskSet, load_tasks
+from rondel.generate.envs.template import Template
+from rondel.models.load import Loaded, load
+from rondel.planner import resolve as planner
+from rondel.runtime.devices import Device, Shared, pick_device
+from rondel.score.pool import RewardPool
+from rondel.sync.from_tensor import FromTensor
+from rondel.sync.update import Update
+from rondel.train.logprobs import logprob_and_entropy
+from rondel.train.pack import Batch, batch_of
+from rondel.train.step import LocalTrainer, Settings
+from rondel.words.config import Job
+from rondel.words.errors import ConfigError, DataError, EngineError, EnvError, RondelError
+from rondel.words.registry import find
+from rondel.words.types import EnvFault, Failed, Group, PolicyFault, Sampling, Score, Slot, Task, Trajectory, Verdict, sample_key
+
+ENVS = {"single_turn": SingleTurn}
+PROBE = 24  # tokens of the first prompt that are scored on both sides after every sync
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+
+
+@dataclass
+class Parts:
+    """Everything one process needs for one run."""
+
+    job: Job
+    row: Algorithm
+    tasks: TaskSet
+    sampling: Sampling
+    pool: RewardPool
+    device: Device
+    loaded: Loaded
+    engine: BuiltinEngine
+    trainer: LocalTrainer
+    devices: Shared
+    sync: Update
+    window: int
+    judge: Callable[[Group], Verdict]
+    env: Any
+    resolved: dict[str, str]
+
+    def close(self) -> None:
+        self.pool.close()
+        self.device.close()
+
+
+def build(job: Job) -> Parts:
+    """Every fault that can be known before the model is loaded is raised before."""
+    row = row_of(job)
+    sampling = Sampling(**job.engine.sampling.model_dump())
+    for section in (job.engine.sampling,):  # all of its keys are read by the line above
+        section._read.update(type(section).model_fields)
+    if sampling.temperature == 0:
+        raise ConfigError("engine.sampling.temperature = 0 is greedy: every sample of a group is the same, and greedy samples are not trainable. Use 1.0")
+    if sampling.truncated:
+        raise ConfigError("engine.sampling.top_k / top_p cut the support, which the trainer cannot recompute yet: train with top_k = 0 and top_p = 1 (law 4)")
+    if row.name != "sft" and job.algo.group_size == 1 and type(row.advantage).__name__ in {"GroupNorm", "GroupCenter", "LeaveOneOut"}:
+        raise ConfigError(f"algo.group_size = 1 gives {row.name} no baseline: every advantage would be 0. Use 4 or more, or kind = 'reinforce'")
+    window = planner.window(job.loop.window, max_staleness=job.loop.max_staleness, groups_per_step=job.loop.groups_per_step)
+    find("engine", job.engine.kind, {"builtin": BuiltinEngine})
+    find("trainer", job.trainer.kind, {"fsdp": LocalTrainer})
+    numerics, sync_kind = job.engine.numerics, job.sync.kind
+    name = pick_device(job.place.device)
+    tasks = load_tasks(job.task.data, env=job.task.env)
+    env = env_of(job)
+    pool = RewardPool(job.task.reward, workers=job.task.reward_workers, timeout=job.task.reward_timeout)
+    try:
+        device = Device(name, None if job.place.threads == "auto" else job.place.threads)
+        loaded = device.call(lambda: load(job.model.path, dtype=job.model.dtype, device=name))
+        longest = longest_prompt(job, tasks, loaded, sampling)
+        resolved = {
+            "loop.window": window,
+            "engine.kv_pages": planner.kv_pages(
+                job.engine.kv_pages,
+                max_running=job.engine.max_running,
+                longest=longest + sampling.max_tokens,
+                page_bytes=page_bytes(loaded),
+                free_bytes=torch.cuda.mem_get_info()[0] if name.startswith("cuda") else planner.free_memory(),
+            ),
+            "trainer.micro_tokens": planner.micro_tokens(job.trainer.micro_tokens, on_gpu=name.startswith("cuda")),
+        }
+        engine = BuiltinEngine(
+            loaded,
+            run=device.run,
+            kv_pages=resolved["engine.kv_pages"].value,
+            max_running=job.engine.max_running,
+            prefill_tokens=job.engine.prefill_tokens,
+        )
+        trainer = LocalTrainer(loaded, settings_of(job, sampling, resolved["trainer.micro_tokens"].value), run=device.run, needs=row.needs)
+        probe = Template(loaded.tokenizer).opening([{"role": "user", "content": "One, two, three."}])[:PROBE] if job.sync.probe else []
+        sync = Update(
+            FromTensor(),
+            probe=probe,
+            score=lambda tokens: device.run(trainer_logprobs, loaded, tokens),
+            tolerance=TOLERANCE[loaded.dtype],
+        )
+        facts = {k: f"{v.value} ({v.why})" for k, v in resolved.items()}
+        facts |= {"engine.numerics": numerics, "sync.kind": "tensor (one process, one module: 0 bytes move)" if sync_kind == "auto" else sync_kind}
+        return Parts(
+            job, row, tasks, sampling, pool, device, loaded, engine, trainer, Shared(engine, trainer, how=job.loop.in_flight), sync, window.value,
+            judge_of(job, row), env, facts,
+        )  # fmt: skip
+    except BaseException:
+        pool.close()
+        raise
+
+
+def row_of(job: Job) -> Algorithm:
+    section = {k: v for k, v in job.algo.model_dump().items() if v != {} and k != "group_size"}
+    job.algo._read.update(type(job.algo).model_fields)
+    return resolve(section).bounded(job.engine.sampling.max_tokens)
+
+
+def env_of(job: Job) -> Any:
+    """One of ours, a class of the user's, or the user's async function of (task, chat)."""
+    found = find("environment", job.task.env, ENVS)
+    settings = {"suffix": job.task.suffix, "system": job.task.system}
+    if found in ENVS.values():
+        return found(**settings)
+    return found() if isinstance(found, type) else AsFunction(found)
+
+
+@dataclass
+class AsFunction:
+    function: Callable[[Task, Any], Awaitable[Trajectory]]
+
+    async def run(self, task: Task, chat: Any) -> Trajectory:
+        return await self.function(task, chat)
+
+
+def judge_of(job: Job, row: Algorithm) -> Callable[[Group], Verdict]:
+    names = list(dict.fromkeys([*row.filters, *job.task.filters]))
+    return chain([Complete(min(2, job.algo.group_size)), *(find("filter", n, FILTERS)() for n in names)])
+
+
+def settings_of(job: Job, sampling: Sampling, micro_tokens: int) -> Settings:
+    t = job.trainer
+    return Settings(
+        lr=t.lr, temperature=sampling.temperature, schedule=t.schedule, warmup_steps=t.warmup_steps, steps=job.loop.steps, clip=t.clip,
+        weight_decay=t.weight_decay, betas=t.betas, micro_tokens=micro_tokens, updates_per_step=job.loop.updates_per_step,
+        max_bad_steps=t.max_bad_steps, first_step=job.loop.warmup.steps,
+    )  # fmt: skip
+
+
+def warmup_settings(job: Job, settings: Settings) -> Settings:
+    """The supervised phase: its own learning rate, constant."""
+    return replace(settings, lr=job.loop.warmup.lr, schedule="constant", warmup_steps=0, updates_per_step=1, first_step=0, start_probe=0)
+
+
+def page_bytes(loaded: Loaded) -> int:
+    """Keys and values of one token in all layers."""
+    c = loaded.model.config.get_text_config()
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    return 2 * c.num_hidden_layers * heads * size * torch.finfo(loaded.dtype).bits // 8
+
+
+def longest_prompt(job: Job, tasks: TaskSet, loaded: Loaded, sampling: Sampling) -> int:
+    """Render the prompts that look longest; one that leaves no room for its answer is an error now, not at step 120."""
+
+    def text(task: Task) -> str:
+        return str(task.data.get("prompt", task.data.get("messages", "")))
+
+    longest = 0
+    for task in sorted([*tasks.train, *tasks.held_out], key=lambda t: len(text(t)))[-32:]:
+        chat = TokenChat(loaded.tokenizer, None, sampling=sampling, key=lambda turn: 0, max_context=loaded.max_context, system=job.task.system)
+        prompt = task.data.get("messages") or [{"role": "user", "content": str(task.data.get("prompt", "")) + job.task.suffix}]
+        chat.give([dict(m) for m in prompt])
+        n = len(chat.trajectory.tokens)
+        if n + sampling.max_tokens > loaded.max_context:
+            raise DataError(
+                f"the prompt of task {task.id} has {n} tokens; with engine.sampling.max_tokens = {sampling.max_tokens} that exceeds the model's context of "
+                f"{loaded.max_context}: drop or shorten it, or lower max_tokens"
+            )
+        longest = max(longest, n)
+    return longest
+
+
+def trainer_logprobs(loaded: Loaded, tokens: list[int]) -> list[float]:
+    """The probe through the training path."""
+    from rondel.models.attention import PackedLayout, Segment
+
+    with torch.no_grad():
+        ids = torch.tensor(tokens, device=loaded.device)
+        hidden = loaded.hidden(ids, torch.arange(len(ids), device=loaded.device), PackedLayout([Segment(0, len(ids))], loaded.device))
+        return [0.0, *logprob_and_entropy(hidden[:-1], ids[1:], loaded.head)[0].tolist()]
+
+
+# -- the stages as functions that the loop calls ---------------------------------------------------
+
+
+@dataclass
+class Rollouts:
+    """Generate and Score for one phase."""
+
+    parts: Parts
+    group_size: int
+
+    async def attempt(self, slot: Slot) -> Group:
+        """G trajectories at once; an environment that breaks is tried once more, then it is a fault, which is data."""
+        trajectories = await asyncio.gather(*(self._one(slot, index) for index in range(self.group_size)))
+        return Group(slot.number, slot.task, list(trajectories), slot.born)
+
+    async def _one(self, slot: Slot, index: int) -> Trajectory:
+        reason = ""
+        for _ in range(2):
+            chat = self.chat(lambda turn: sample_key(self.parts.job.loop.seed, slot.number, index, turn))
+            try:
+                return await self.parts.env.run(slot.task, chat)
+            except (EngineError, DataError):
+                raise
+            except (EnvError, Exception) as error:
+                if isinstance(error, RondelError) and not isinstance(error, EnvError):
+                    raise
+                reason = f"{type(error).__name__}: {error}"
+        return Trajectory(outcome=EnvFault(reason))
+
+    def chat(self, key: Callable[[int], int], sampling: Sampling | None = None, namespace: str = "") -> TokenChat:
+        p = self.parts
+
+        async def generate(request):
+            request.namespace = namespace
+            return await p.engine.generate(request)
+
+        return TokenChat(p.loaded.tokenizer, generate, sampling=sampling or p.sampling, key=key, max_context=p.loaded.max_context, system=p.job.task.system)
+
+    async def score(self, group: Group) -> None:
+        async def one(trajectory: Trajectory) -> None:
+            if isinstance(trajectory.outcome, EnvFault):
+                trajectory.score = Failed("environment fault", trajectory.outcome.reason)
+            elif trajectory.score is None:
+                trajectory.score = await self.parts.pool.score(trajectory, group.task)
+            if isinstance(trajectory.outcome, PolicyFault) and trajectory.score is None:
+                trajectory.score = Score(0.0, {"policy_fault": 0.0})
+
+        await asyncio.gather(*map(one, group.trajectories))
+
+
+class Demonstrations(Rollouts):
+    """The supervised phase: Generate copies the data set's answers, Score has nothing to ask."""
+
+    async def _one(self, slot: Slot, index: int) -> Trajectory:
+        chat = self.chat(lambda turn: 0)
+        trajectory = await Demonstrate(suffix=self.parts.job.task.suffix, system=self.parts.job.task.system).run(slot.task, chat)
+        trajectory.score = Score(1.0)
+        return trajectory
+
+
+def prepare_with(row: Algorithm) -> Callable[[list[Group]], Awaitable[Batch]]:
+    """Groups -> a batch with advantages; shaping sees rewards and lengths of the whole step."""
+
+    async def prepare(groups: list[Group]) -> Batch:
+        batch = batch_of(groups)
+        rewards = torch.tensor([s.reward for s in batch.samples], dtype=torch.float64)
+        shaped = row.shaping(rewards, batch.lengths_N)
+        advantages = row.advantage(shaped, torch.tensor([s.group for s in batch.samples]))
+        for sample, advantage in zip(batch.samples, advantages.tolist()):
+            sample.advantage = advantage
+        return batch
+
+    return prepare
