@@ -1,0 +1,35 @@
+"""Rondel: reinforcement-learning post-training for language models. Nothing heavy is imported until it is used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rondel.generate.engine.notebook import Engine as Engine
+    from rondel.words.types import Sampling as Sampling
+
+_HOMES = {"Sampling": "rondel.words.types", "Task": "rondel.words.types", "Trajectory": "rondel.words.types", "Engine": "rondel.generate.engine.notebook"}
+
+
+def run(recipe: str, *, quiet: bool = False, **sections: dict[str, Any]) -> dict[str, Any]:
+    """The whole loop in a notebook: `rondel.run("recipes/quickstart.toml", loop={"steps": 5})`. -> the run card.
+
+    Keyword arguments are sections of the recipe whose keys override it. Errors are `rondel.words.errors.RondelError`.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from rondel.assemble import train
+    from rondel.words.config import Job
+
+    overrides = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    job = Job.read(recipe, overrides)
+    with ThreadPoolExecutor(1, "rondel-run") as thread:  # a notebook's own event loop is already running in this one
+        return thread.submit(train, job, quiet=quiet).result()
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rondel' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)

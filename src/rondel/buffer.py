@@ -1,6 +1,6 @@
 """Between Filter and Train: admission, windowed FIFO, refunds, the ledger. The only file that knows S.
 
-    admit ──> waiting ──claim──> rolling ──put──> finished ──take──> taken ──advance──> trained
+    admit ──> waiting ──claim──> rolling ──put──> finished ──take──> taken ──settle──> trained
                                     └──drop──> filtered(rule) | failed(reason)   (the place is refunded)
 
 P groups per step · S max_staleness · W window · v version served (counts consumed batches) · live = admitted - dropped
@@ -13,10 +13,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
 from rondel.words.errors import LawError, StalledError, UserError
 from rondel.words.events import Admitted, Warned, emit
-from rondel.words.types import Group, Slot, Task
+from rondel.words.types import Group, Slot, Task, decode, encode
 
 
 class Buffer:
@@ -25,6 +27,7 @@ class Buffer:
     groups_per_step  P, groups in one training step
     max_staleness    S, how many versions may pass between a group's admission and its training; 0 is synchronous
     window           W, how far `take` may look past an unfinished group; must be 1 when S = 0
+    start            the version at which this buffer's first batch is trained; v counts batches from there
     max_refills      a step gives up refilling after this many times P dropped groups
     patience         seconds without any change after which a wait is an error (law 10)
     """
@@ -36,6 +39,7 @@ class Buffer:
         max_staleness: int = 0,
         window: int = 1,
         version: int = 0,
+        start: int = 0,
         max_refills: int = 20,
         patience: float = 1800.0,
     ) -> None:
@@ -45,7 +49,7 @@ class Buffer:
                 f"it must lie in [1, {max_staleness * groups_per_step + 1}]; leave it at 'auto'"
             )
         self.groups_per_step, self.max_staleness, self.window = groups_per_step, max_staleness, window
-        self.version, self.max_refills, self.patience = version, max_refills, patience
+        self.version, self.start, self.max_refills, self.patience = version, start, max_refills, patience
         self.admitted = 0  # also the next admission number
         self.refunded = 0
         self.trained = 0
@@ -66,7 +70,7 @@ class Buffer:
         return self.admitted - self.refunded
 
     def has_room(self) -> bool:
-        limit = (self.version + self.max_staleness + 1) * self.groups_per_step - (self.window - 1)
+        limit = (self.version - self.start + self.max_staleness + 1) * self.groups_per_step - (self.window - 1)
         return self.live < limit and not self._exhausted()
 
     async def admit(self, task: Task) -> Slot:
@@ -122,7 +126,7 @@ class Buffer:
     async def take(self) -> list[Group]:
         """The next P finished groups, oldest first within the window; fewer only at the end or when refills ran out."""
         if self._taken:
-            raise LawError("take() before the groups of the last step were advanced (law 1)")
+            raise LawError("take() before the groups of the last step were settled (law 1)")
         picked: list[Group] = []
         async with self._changed:
             while len(picked) < self.groups_per_step:
@@ -137,19 +141,22 @@ class Buffer:
                 raise LawError(f"group {group.id} is {self.version - group.born} versions old; at most {self.max_staleness} are allowed (law 2)")
         return picked
 
-    async def advance(self, version: int, *, failed: str = "") -> None:
-        """The step is over and `version` serves. `failed` names why the taken groups were not trained, if so.
+    def settle(self, *, failed: str = "") -> None:
+        """Book the taken groups: trained, or failed for the given reason. Nobody is woken, nothing is admitted.
 
         A failed batch was consumed all the same, so its places are not refunded: v counts batches.
         """
+        if failed:
+            self.failed[failed] += len(self._taken)
+        else:
+            self.trained += len(self._taken)
+        self._taken.clear()
+        self.check()
+
+    async def advance(self, version: int) -> None:
+        """`version` serves from now on: room appears, the feed wakes."""
         async with self._changed:
-            if failed:
-                self.failed[failed] += len(self._taken)
-            else:
-                self.trained += len(self._taken)
-            self._taken.clear()
             self.version = version
-            self.check()
             self._changed.notify_all()
 
     def _next(self) -> int | None:
@@ -174,7 +181,7 @@ class Buffer:
         if not picked:
             raise UserError(
                 f"no group survived the filters: {self._dropped_since_take} were dropped in one step ({reasons}). There is no signal to train on: "
-                "try an easier task, a larger group_size, or look at the rewards with `rondel view`"
+                "try an easier task or a larger group_size; `rondel check` measures how many groups have mixed rewards"
             )
         emit(Warned(f"a short batch of {len(picked)} groups: {self._dropped_since_take} were dropped in one step ({reasons})"))
 
@@ -196,12 +203,26 @@ class Buffer:
         if 2 * book["issued"] != sum(book.values()):
             raise LawError(f"the ledger does not balance (law 1): {book}")
 
-    def in_flight(self) -> list[Slot]:
-        """Slots admitted and not yet finished, oldest first."""
-        return sorted([*self._waiting, *self._rolling.values()], key=lambda s: s.number)
+    def state(self, version: int) -> dict[str, Any]:
+        """What a resume needs, with `version` serving: finished groups whole, unfinished ones as tasks that are started again."""
+        unfinished = sorted([*self._waiting, *self._rolling.values()], key=lambda s: s.number)
+        return {
+            "version": version,
+            "start": self.start,
+            "counts": [self.admitted, self.refunded, self.trained],
+            "filtered": dict(self.filtered),
+            "failed": dict(self.failed),
+            "unfinished": [asdict(s) for s in unfinished],
+            "finished": [encode(self._finished[n]) for n in sorted(self._finished)],
+        }
 
-    def finished(self) -> list[Group]:
-        return [self._finished[n] for n in sorted(self._finished)]
+    def restore(self, state: dict[str, Any]) -> None:
+        self.version, self.start = state["version"], state["start"]
+        self.admitted, self.refunded, self.trained = state["counts"]
+        self.filtered, self.failed = Counter(state["filtered"]), Counter(state["failed"])
+        self._waiting.extend(Slot(s["number"], Task(**s["task"]), s["born"]) for s in state["unfinished"])
+        self._finished = {g.id: g for g in map(decode, state["finished"])}
+        self.check()
 
     # -- waiting ---------------------------------------------------------------------------------
 

@@ -34,9 +34,9 @@ async def roll(
 
 
 async def learn(buffer, prepare, trainer, engine, devices, sync, algo, steps: Iterable[int], milestone) -> None:
-    """Train -> Sync, once for each step. `milestone(step, version)` evaluates and checkpoints between two versions."""
+    """Train -> Sync, once for each step."""
+    clock = Laps()
     for step in steps:
-        clock = Laps()
         groups = await buffer.take()
         clock.lap("wait")
         if not groups:
@@ -50,10 +50,11 @@ async def learn(buffer, prepare, trainer, engine, devices, sync, algo, steps: It
             clock.lap("train")
             version = await sync(trainer, engine)  # nothing runs between the update and its commit
             clock.lap("sync")
-        await milestone(step, version)
-        clock.lap("milestone")
-        await buffer.advance(version, failed="" if stats.stepped else stats.note)
-        emit(StepDone(step, version, stats.metrics, clock.seconds(), buffer.ledger(), stats.note))
+        buffer.settle(failed="" if stats.stepped else stats.note)
+        emit(StepDone(step, version, stats.metrics, clock.turn(), buffer.ledger(), stats.note))
+        await milestone(step, version, batch)  # evaluate and checkpoint at a version, before anything new is admitted
+        clock.lap("milestone")  # counted with the step that follows
+        await buffer.advance(version)  # room appears, the feed wakes
 
 
 async def run(tasks, buffer, *, attempt, score, judge, prepare, trainer, engine, devices, sync, algo, steps, milestone) -> None:

@@ -60,7 +60,7 @@ async def as_is(groups):
     return groups
 
 
-async def nothing(step, version) -> None:
+async def nothing(step, version, batch) -> None:
     pass
 
 

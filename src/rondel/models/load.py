@@ -231,10 +231,11 @@ def _random(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Any,
 
 def save(loaded: Loaded, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
     """Plain Hugging Face files: safetensors, config, tokenizer. `weights` replaces the module's own (fp32 masters, say)."""
-    state = weights if weights is not None else dict(loaded.model.state_dict())
-    loaded.model.save_pretrained(folder, state_dict=state)
+    state = weights if weights is not None else loaded.model.state_dict()
+    dtype = next(iter(state.values())).dtype
+    loaded.model.save_pretrained(folder, state_dict=dict(state))
     loaded.tokenizer.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config.pop("_attn_implementation", None)
-    config["dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2))

@@ -50,7 +50,7 @@ class Device:
         self._thread = ThreadPoolExecutor(1, f"rondel-{name}", initializer=torch.set_num_threads, initargs=(self.threads,))
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _whole, function, args)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """The same from code without an event loop."""
@@ -58,6 +58,14 @@ class Device:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _whole(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """A StopIteration cannot cross a future: it would be lost and its waiter would hang."""
+    try:
+        return function(*args)
+    except StopIteration as error:
+        raise RuntimeError(f"{getattr(function, '__name__', function)} let a StopIteration escape") from error
 
 
 class Shared:

@@ -58,6 +58,7 @@ class LocalTrainer:
         self.weights = MasterWeights(loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)
         self.step_number = self.bad_steps = 0
         self.version = 0
+        self.moved = False  # did the last step apply a non-zero update?
         wants_start = "ref_logprobs" in needs or settings.start_probe > 0
         self.start = _frozen(loaded) if wants_start else None
 
@@ -127,6 +128,7 @@ class LocalTrainer:
             self.weights.zero_grad()
             stepped, note = False, str(fault)
             self._count_bad(note)
+        self.moved = stepped and rate > 0 and sums.values.get("train/grad_norm", 0.0) > 0
         metrics = sums.metrics()
         metrics["train/lr"] = rate
         metrics["train/tokens"] = float(batch.total_tokens)
@@ -134,9 +136,10 @@ class LocalTrainer:
             t = clock()
             metrics["train/kl_to_start"] = self._kl_to_start(batch)
             seconds["annotate"] += clock() - t
+        metrics |= {f"train/{name}_s": spent for name, spent in seconds.items()}
         self.step_number += 1
         self.version += 1
-        return StepStats(stepped, metrics, seconds, note)
+        return StepStats(stepped, metrics, note)
 
     def _accumulate(self, batch: Batch, algo: Any, sums: Sums, *, proximal_noted: bool) -> None:
         """Forward and backward over micro-batches; every weight is fixed before the first of them (law 3)."""
@@ -145,7 +148,7 @@ class LocalTrainer:
         for packed in micro_batches(batch, self.settings.micro_tokens, share=self.settings.share_prompts, device=self.loaded.device):
             logprobs, entropy = notes.forward(self.loaded, packed, temperature=self.settings.temperature)
             _check("logprob", logprobs, batch, packed)
-            behavior = notes.gather(batch, packed, "behavior")
+            behavior = notes.gather(batch, packed, "behavior") if algo.needs else None  # demonstrations were drawn from no policy
             proximal = notes.gather(batch, packed, "proximal") if proximal_noted else logprobs.detach()
             loss, terms = objective(
                 algo,
@@ -162,7 +165,7 @@ class LocalTrainer:
             loss.backward()
             if "trained" not in batch.samples[packed.samples[0]].notes:
                 notes.note(batch, packed, "trained", logprobs)
-            sums.add(loss.detach(), {**terms, "gap": terms["gap"].abs(), "entropy": entropy.detach()}, len(logprobs))
+            sums.add(loss.detach(), {**terms, "entropy": entropy.detach()}, len(logprobs))
 
     def _kl_to_start(self, batch: Batch) -> float:
         """k3 estimate of KL(policy || starting weights) on the first samples, in nats a token."""
@@ -203,7 +206,7 @@ class Sums:
             if term in terms and terms[term].numel():
                 out[name] = float(terms[term].mean())
         if "gap" in terms and terms["gap"].numel():
-            gap = terms["gap"]
+            gap = terms["gap"].abs()
             out |= {"train/gap_mean": float(gap.mean()), "train/gap_max": float(gap.max()), "train/gap_p99": float(gap.quantile(0.99))}
         if "ratio" in terms and terms["ratio"].numel():
             out["train/ratio_max_deviation"] = float((terms["ratio"] - 1).abs().max())

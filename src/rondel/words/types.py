@@ -5,7 +5,7 @@ T tokens of one trajectory · G trajectories of one group · P groups of one ste
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -150,6 +150,25 @@ class Group:
     def rewards(self) -> list[float]:
         """Rewards of the scored trajectories only; a failure is never a number."""
         return [t.reward for t in self.trajectories if t.reward is not None]
+
+
+def encode(group: Group) -> dict[str, Any]:
+    """A finished group as JSON-shaped data; `decode` gives it back."""
+    row = asdict(group)
+    for plain, whole in zip(row["trajectories"], group.trajectories):
+        plain["score"] = None if whole.score is None else [type(whole.score).__name__, asdict(whole.score)]
+        plain["outcome"] = [type(whole.outcome).__name__, asdict(whole.outcome)]
+    return row
+
+
+def decode(row: dict[str, Any]) -> Group:
+    kinds = {"Score": Score, "Failed": Failed, "Ok": Ok, "EnvFault": EnvFault, "PolicyFault": PolicyFault}
+
+    def whole(plain: dict[str, Any]) -> Trajectory:
+        given = {key: kinds[plain[key][0]](**plain[key][1]) for key in ("score", "outcome") if plain[key] is not None}
+        return Trajectory(**{**plain, **given})
+
+    return Group(row["id"], Task(**row["task"]), [whole(t) for t in row["trajectories"]], row["born"])
 
 
 @dataclass(slots=True)
@@ -323,5 +342,4 @@ class StepStats:
 
     stepped: bool
     metrics: dict[str, float]
-    seconds: dict[str, float] = field(default_factory=dict)
     note: str = ""

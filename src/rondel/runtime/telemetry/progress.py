@@ -82,11 +82,11 @@ class Progress:
             return
         match event:
             case RunStarted():
-                self._say(f"run folder {event.folder}", style="bold")
-                self._say(LEGEND, style="dim")
+                self.say(f"run folder {event.folder}", style="bold")
+                self.say(LEGEND, style="dim")
             case Resumed():
                 self._step = event.step
-                self._say(f"resumed at step {event.step} from {event.checkpoint or 'the start'}", style="bold")
+                self.say(f"resumed at step {event.step} from {event.checkpoint or 'the start'}", style="bold")
             case GroupFinished():
                 self._finished += 1
             case GroupsTaken():
@@ -96,16 +96,16 @@ class Progress:
                 self._generating(event)
             case Evaluated():
                 interval = f"95 % interval {event.low:.0%} to {event.high:.0%}"
-                self._say(
+                self.say(
                     f"eval after step {event.step}: {event.score:.1%}  ({interval}, {event.n} tasks, {event.seconds:.0f} s)", style="cyan"
                 )
             case Checkpointed():
-                self._say(f"saved {event.path}", style="dim")
+                self.say(f"saved {event.path}", style="dim")
             case RunEnded():
-                self._say(f"{event.reason} after step {event.step}, {_clock(event.seconds)}", style="bold")
+                self.say(f"{event.reason} after step {event.step}, {_clock(event.seconds)}", style="bold")
         self._metrics.read(event)
         if isinstance(event, StepDone) and event.note:
-            self._say(f"  step {event.step} was not trained: {event.note}", style="yellow")
+            self.say(f"  step {event.step} was not trained: {event.note}", style="yellow")
 
     # -- one line a step -------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class Progress:
         if "eval/score" in row:
             return
         cells = [f"{title} {style.format(row[name])}" for title, (name, style) in COLUMNS.items() if name in row]
-        self._say("   ".join([f"step {step:>{len(str(self.steps))}}/{self.steps}", *cells, _phases(row)]))
+        self.say("   ".join([f"step {step:>{len(str(self.steps))}}/{self.steps}", *cells, _phases(row)]))
         self._move(f"step {step + 1}/{self.steps}: generating" if step < self.steps else "finishing")
 
     # -- the line that moves ---------------------------------------------------------------------
@@ -127,9 +127,9 @@ class Progress:
         if self._status is not None:
             self._status.update(escape(text))
         elif not self.live and time.monotonic() - self._last_sign >= self.every:
-            self._say("... " + text)
+            self.say("... " + text)
 
-    def _say(self, text: str, style: str = "") -> None:
+    def say(self, text: str, style: str = "") -> None:
         self._last_sign = time.monotonic()
         self.console.print(text, style=style, soft_wrap=True, markup=False, highlight=False)
 
@@ -140,7 +140,7 @@ class Progress:
         if self.quiet:
             print(f"warning: {message}", file=sys.stderr)
         else:
-            self._say(f"warning: {message}", style="yellow")
+            self.say(f"warning: {message}", style="yellow")
 
 
 def _phases(row: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ class Laps:
 
     >>> clock = Laps()
     >>> clock.lap("wait"); clock.lap("train")
-    >>> sorted(clock.seconds())
+    >>> sorted(clock.turn())
     ['step', 'train', 'wait']
     """
 
@@ -24,6 +24,8 @@ class Laps:
         self._laps[name] = self._laps.get(name, 0.0) + now - self._last
         self._last = now
 
-    def seconds(self) -> dict[str, float]:
-        """Every lap, and `step`, their sum."""
-        return {**self._laps, "step": self._last - self._started}
+    def turn(self) -> dict[str, float]:
+        """Every lap since the last turn, and `step`, their sum; the next turn begins now."""
+        laps = {**self._laps, "step": self._last - self._started}
+        self._laps, self._started = {}, self._last
+        return laps

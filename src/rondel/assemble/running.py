@@ -1,0 +1,217 @@
+"""`rondel train`: one run folder, its phases, its milestones, from nothing or from the last checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+import transformers
+from filelock import FileLock, Timeout
+
+from rondel import loop
+from rondel.assemble.parts import Demonstrations, Parts, Rollouts, build, prepare_with, warmup_settings
+from rondel.buffer import Buffer
+from rondel.evaluate import evaluate
+from rondel.filter import chain
+from rondel.generate.envs.stream import stream
+from rondel.algos.table import SFT
+from rondel.runtime.devices import keep_memory
+from rondel.runtime.journal import store
+from rondel.runtime.journal.log import Journal
+from rondel.runtime.telemetry.card import write_card
+from rondel.runtime.telemetry.metrics import StepMetrics
+from rondel.runtime.telemetry.progress import Progress
+from rondel.runtime.telemetry.sinks import open_sinks
+from rondel.train.checkpoint import Checkpoints, bytes_needed
+from rondel.train.pack import Batch
+from rondel.words.config import Job
+from rondel.words.errors import ConfigError
+from rondel.words.events import Checkpointed, Resumed, RunEnded, RunStarted, Warned, emit, subscribe
+
+
+def train(job: Job, *, quiet: bool = False) -> dict[str, Any]:
+    """Run the recipe, or continue its folder. -> the run card."""
+    keep_memory()
+    folder = Path(job.run.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            return _train(job, folder, quiet)
+    except Timeout as error:
+        raise ConfigError(f"another process is training in {folder}; wait for it, or set --run.folder to another one") from error
+
+
+def _train(job: Job, folder: Path, quiet: bool) -> dict[str, Any]:
+    _same_recipe(job, folder)
+    checkpoints = Checkpoints(folder / "checkpoints", job.run.checkpoint.keep)
+    total = job.loop.warmup.steps + job.loop.steps
+    with ExitStack() as ends:
+        progress = ends.enter_context(Progress(total, quiet=quiet))
+        ends.callback(subscribe(progress.read))
+        found = checkpoints.latest()
+        if found and found[1]["step"] >= total:
+            progress.say(f"{folder} is complete: {found[1]['step']} of {total} steps. To go on, set --loop.steps higher; the card is in {folder / 'card.md'}")
+            return write_card(folder)
+        parts = build(job)
+        ends.callback(parts.close)
+        checkpoints.check_disk(bytes_needed(parts.trainer))
+        journal = Journal(folder, job.run.durability)
+        ends.callback(journal.close)
+        sinks = open_sinks(job.run.sinks, folder, after=found[1]["step"] if found else -1)
+        for sink in sinks:
+            ends.callback(sink.close)
+        for reader in (journal.write, store.RolloutStore(folder).write, StepMetrics(*(s.write for s in sinks)).read):
+            ends.callback(subscribe(reader))
+        if unread := [key for key in job.unread() if not key.startswith(("run.", "loop.", "task.eval", "trainer.", "algo."))]:
+            raise ConfigError(f"set, but without effect in this run: {', '.join(unread)}. Remove them, or see `rondel explain` for what reads them")
+        (folder / "job.toml").write_text(tomli_w.dumps(_without_none(job.tree())))
+        emit(RunStarted(str(folder), job.digest(), facts_of(parts)))
+        run = Run(job, parts, folder, checkpoints)
+        asyncio.run(run.all(found))
+        return write_card(folder)
+
+
+class Run:
+    """The phases of one run and what happens between two versions."""
+
+    def __init__(self, job: Job, parts: Parts, folder: Path, checkpoints: Checkpoints) -> None:
+        self.job, self.parts, self.folder, self.checkpoints = job, parts, folder, checkpoints
+        self.buffer: Buffer
+        self.began = time.perf_counter()
+
+    async def all(self, found: tuple[Path, dict[str, Any]] | None) -> None:
+        parts, job = self.parts, self.job
+        done, saved = 0, None
+        if found:
+            path, saved = found
+            await parts.trainer.load(path)
+            done = saved["step"]
+            emit(Resumed(done, saved["buffer"]["version"], str(path)))
+        parts.trainer.version = parts.engine.version = saved["buffer"]["version"] if saved else 0
+        await parts.sync(parts.trainer, parts.engine)  # the initial sync
+        parts.sync.moved = lambda: parts.trainer.moved
+        if done == 0:
+            await self._evaluate(0)
+        warm, steps = job.loop.warmup.steps, job.loop.steps
+        if done < warm:
+            done = await self._warmup(range(done + 1, warm + 1), saved)
+            saved = None
+        await self._reinforce(range(done + 1, warm + steps + 1), saved if done > warm else None)
+        emit(RunEnded(warm + steps, parts.engine.version, "all steps done", time.perf_counter() - self.began))
+
+    async def _warmup(self, steps: range, saved: dict[str, Any] | None) -> int:
+        """A supervised phase: the same loop, whose Generate copies answers."""
+        parts = self.parts
+        buffer = self._buffer(parts.job.loop.warmup.groups_per_step, 0, 1, saved)
+        settings = parts.trainer.settings
+        parts.trainer.settings = warmup_settings(self.job, settings)
+        row = SFT
+        await self._loop(buffer, Demonstrations(parts, 1), chain([]), row, steps)
+        parts.trainer.settings = settings
+        return steps.stop - 1
+
+    async def _reinforce(self, steps: range, saved: dict[str, Any] | None) -> None:
+        parts, job = self.parts, self.job
+        buffer = self._buffer(job.loop.groups_per_step, job.loop.max_staleness, parts.window, saved)
+        if job.loop.max_staleness and type(parts.row.correction).__name__ == "NoCorrection" and parts.row.name != "sft":
+            emit(Warned(f"max_staleness = {job.loop.max_staleness} without a correction: stale tokens are trained as if they were fresh. Set algo.correction.kind = 'token_tis'"))
+        await self._loop(buffer, Rollouts(parts, job.algo.group_size), parts.judge, parts.row, steps)
+
+    def _buffer(self, groups: int, staleness: int, window: int, saved: dict[str, Any] | None) -> Buffer:
+        version = self.parts.engine.version
+        self.buffer = Buffer(groups_per_step=groups, max_staleness=staleness, window=window, version=version, start=version, max_refills=self.job.loop.max_refills)
+        if saved:
+            self.buffer.restore(saved["buffer"])
+        return self.buffer
+
+    async def _loop(self, buffer: Buffer, rollouts: Rollouts, judge: Callable, row: Any, steps: range) -> None:
+        parts = self.parts
+        tasks = stream(parts.tasks.train, seed=self.job.loop.seed, start=buffer.admitted)
+        await loop.run(
+            tasks, buffer, attempt=rollouts.attempt, score=rollouts.score, judge=judge, prepare=prepare_with(row), trainer=parts.trainer,
+            engine=parts.engine, devices=parts.devices, sync=parts.sync, algo=row, steps=steps, milestone=self.milestone,
+        )  # fmt: skip
+
+    # -- between two versions --------------------------------------------------------------------
+
+    async def milestone(self, step: int, version: int, batch: Batch) -> None:
+        """Store what training learned of the rollouts; evaluate; checkpoint."""
+        job, last = self.job, self.job.loop.warmup.steps + self.job.loop.steps
+        store.annotate_step(self.folder, step, trainer_logprobs=per_token(batch, "trained"), advantages=per_token(batch, None))
+        if step == last or step == job.loop.warmup.steps or (job.task.eval.every and step % job.task.eval.every == 0):
+            await self._evaluate(step)
+        if step == last or (job.run.checkpoint.every and step % job.run.checkpoint.every == 0):
+            began = time.perf_counter()
+            state = {"step": step, "config": job.digest(), "buffer": self.buffer.state(version)}
+            path = await self.checkpoints.write(step, self.parts.trainer.save, state)
+            emit(Checkpointed(step, version, str(path), time.perf_counter() - began))
+
+    async def _evaluate(self, step: int) -> None:
+        if self.parts.tasks.held_out:
+            emit(await evaluate(self.parts, step))
+
+
+def per_token(batch: Batch, note: str | None) -> dict[tuple[int, int], list[float]]:
+    """A note (or the advantage) of every trained token, laid out over the whole stream."""
+    out = {}
+    for sample in batch.samples:
+        values = [0.0] * len(sample.tokens)
+        told = sample.notes.get(note) if note else None
+        for i, at in enumerate(sample.trainable.tolist()):
+            values[at] = sample.advantage if note is None else float(told[i]) if told is not None else float("nan")
+        out[(sample.group, sample.index)] = values
+    return out
+
+
+def facts_of(parts: Parts) -> dict[str, Any]:
+    """What the run card says about the machine and the software, as measured or read."""
+    from importlib.metadata import version
+
+    job, parameters = parts.job, sum(p.numel() for p in parts.loaded.model.parameters())
+    p, g, u = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step
+    return {
+        "versions": {"rondel": version("rondel"), "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "device": torch.cuda.get_device_name() if parts.device.name.startswith("cuda") else f"cpu ({platform.machine()})",
+        "threads": parts.device.threads,
+        "dtypes": {"compute": str(parts.loaded.dtype).removeprefix("torch."), "master": "float32", "logprobs": "float32"},
+        "model": {"name": parts.loaded.name, "parameters": parameters},
+        "batch": f"{p} groups x {g} samples = {p * g} trajectories a step, {u} optimizer update{'s' * (u > 1)}",
+        "tasks": {"train": len(parts.tasks.train), "held_out": len(parts.tasks.held_out), "duplicates": parts.tasks.duplicates, "leaked": parts.tasks.leaked},
+        "seed": job.loop.seed,
+        "algorithm": parts.row.name,
+        "resolved": parts.resolved,
+    }
+
+
+def _same_recipe(job: Job, folder: Path) -> None:
+    """A folder is continued only by the recipe that began it; otherwise every difference is shown."""
+    path = folder / "job.toml"
+    if not path.is_file():
+        return
+    before = Job.read(path)
+    if before.digest() == job.digest():
+        return
+    old, new = _flat(_without_none(before.tree())), _flat(_without_none(job.tree()))
+    rows = [f"{k}: {old.get(k, 'not set')!r} -> {new.get(k, 'not set')!r}" for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k) and not k.startswith("run.")]
+    raise ConfigError(f"{folder} was begun with another recipe ({'; '.join(rows)}). Continue it with the old values, or train into another folder: --run.folder=...")
+
+
+def _without_none(node: Any) -> Any:
+    """TOML has no null."""
+    if isinstance(node, dict):
+        return {k: _without_none(v) for k, v in node.items() if v is not None}
+    return [_without_none(v) for v in node] if isinstance(node, list | tuple) else node
+
+
+def _flat(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in node.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out

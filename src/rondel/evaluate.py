@@ -1,0 +1,74 @@
+"""Evaluation: the same env.run at a fixed version with a named profile, in training and afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from rondel.runtime.telemetry.card import wilson
+from rondel.words.config import Job
+from rondel.words.errors import UserError
+from rondel.words.events import Evaluated
+from rondel.words.types import Sampling, Task, Trajectory, sample_key
+
+NAMESPACE = "eval"  # its prefixes stay out of the rollouts' cache, so that a resumed run computes the same bits
+SHOWN = 6
+
+
+async def evaluate(parts: Any, step: int) -> Evaluated:
+    """Every held-out task once (or the first n), under the recipe's eval profile; failures count as wrong and are reported."""
+    from rondel.assemble.parts import Rollouts
+
+    began, job = time.perf_counter(), parts.job
+    tasks = parts.tasks.held_out[: job.task.eval.n or None]
+    sampling = Sampling(temperature=job.task.eval.temperature, max_tokens=job.task.eval.max_tokens or parts.sampling.max_tokens)
+    rollouts = Rollouts(parts, 1)
+
+    async def one(number: int, task: Task) -> Trajectory:
+        chat = rollouts.chat(lambda turn: sample_key(job.loop.seed, -1 - number, 0, turn), sampling, NAMESPACE)
+        trajectory = await parts.env.run(task, chat)
+        trajectory.score = await parts.pool.score(trajectory, task)
+        return trajectory
+
+    done = await asyncio.gather(*(one(i, t) for i, t in enumerate(tasks)))
+    rewards = [t.reward or 0.0 for t in done]
+    total = sum(rewards)
+    low, high = wilson(total, len(tasks))
+    samples = [
+        {"prompt": task.data.get("prompt", ""), "answer": task.data.get("answer"), "text": t.text, "reward": t.reward, "tokens": len(t.tokens)}
+        for task, t in list(zip(tasks, done))[:SHOWN]
+    ]
+    request = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens, "env": job.task.env, "reward": job.task.reward, "suffix": job.task.suffix}
+    request["failed"] = sum(t.reward is None for t in done)
+    return Evaluated(
+        step, parts.engine.version, "held_out", total / max(1, len(tasks)), low, high, len(tasks), request, samples, time.perf_counter() - began
+    )  # fmt: skip
+
+
+def evaluate_checkpoint(model_or_run: str, recipe: str | None, overrides: dict[str, Any]) -> Evaluated:
+    """The same number for a run folder (its newest checkpoint), a checkpoint folder, or any model with a recipe's tasks."""
+    from rondel.assemble.parts import build
+    from rondel.runtime.devices import keep_memory
+
+    keep_memory()
+    folder, step, model = Path(model_or_run), 0, model_or_run
+    if (folder / "manifest.json").is_file() and (folder.parent.parent / "job.toml").is_file():
+        recipe, step = recipe or str(folder.parent.parent / "job.toml"), int(folder.name.split("-")[-1])
+    elif (folder / "job.toml").is_file():
+        checkpoints = sorted((folder / "checkpoints").glob("step-*"))
+        if not checkpoints:
+            raise UserError(f"{folder} has no checkpoint yet; train it, or evaluate its starting model: rondel eval MODEL {folder / 'job.toml'}")
+        recipe, model, step = recipe or str(folder / "job.toml"), str(checkpoints[-1]), int(checkpoints[-1].name.split("-")[-1])
+    if recipe is None:
+        raise UserError(f"'{model_or_run}' is a model, so name the tasks: rondel eval {model_or_run} recipes/quickstart.toml")
+    job = Job.read(recipe, {**overrides, "model.path": model})
+    parts = build(job)
+    try:
+        if not parts.tasks.held_out:
+            raise UserError("the recipe holds no tasks out: set task.data.holdout = 50, or eval_path for files")
+        parts.engine.version = step
+        return asyncio.run(evaluate(parts, step))
+    finally:
+        parts.close()
