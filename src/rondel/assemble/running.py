@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -16,15 +17,15 @@ import transformers
 from filelock import FileLock, Timeout
 
 from rondel import loop
+from rondel.algos.table import SFT
 from rondel.assemble.parts import Demonstrations, Parts, Rollouts, build, prepare_with, warmup_settings
 from rondel.buffer import Buffer
 from rondel.evaluate import evaluate
 from rondel.filter import chain
 from rondel.generate.envs.stream import stream
-from rondel.algos.table import SFT
 from rondel.runtime.devices import keep_memory
 from rondel.runtime.journal import store
-from rondel.runtime.journal.log import Journal
+from rondel.runtime.journal.log import FILE, Journal
 from rondel.runtime.telemetry.card import write_card
 from rondel.runtime.telemetry.metrics import StepMetrics
 from rondel.runtime.telemetry.progress import Progress
@@ -36,19 +37,19 @@ from rondel.words.errors import ConfigError
 from rondel.words.events import Checkpointed, Resumed, RunEnded, RunStarted, Warned, emit, subscribe
 
 
-def train(job: Job, *, quiet: bool = False) -> dict[str, Any]:
-    """Run the recipe, or continue its folder. -> the run card."""
+def train(job: Job, *, quiet: bool = False, built: Callable[[Parts], Any] | None = None) -> dict[str, Any]:
+    """Run the recipe, or continue its folder. -> the run card. `built` sees the parts before the first step."""
     keep_memory()
     folder = Path(job.run.folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):
-            return _train(job, folder, quiet)
+            return _train(job, folder, quiet, built)
     except Timeout as error:
         raise ConfigError(f"another process is training in {folder}; wait for it, or set --run.folder to another one") from error
 
 
-def _train(job: Job, folder: Path, quiet: bool) -> dict[str, Any]:
+def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | None) -> dict[str, Any]:
     _same_recipe(job, folder)
     checkpoints = Checkpoints(folder / "checkpoints", job.run.checkpoint.keep)
     total = job.loop.warmup.steps + job.loop.steps
@@ -61,7 +62,10 @@ def _train(job: Job, folder: Path, quiet: bool) -> dict[str, Any]:
             return write_card(folder)
         parts = build(job)
         ends.callback(parts.close)
+        if built:
+            built(parts)
         checkpoints.check_disk(bytes_needed(parts.trainer))
+        interrupted = not found and (folder / FILE).is_file()  # before its first checkpoint
         journal = Journal(folder, job.run.durability)
         ends.callback(journal.close)
         sinks = open_sinks(job.run.sinks, folder, after=found[1]["step"] if found else -1)
@@ -71,9 +75,11 @@ def _train(job: Job, folder: Path, quiet: bool) -> dict[str, Any]:
             ends.callback(subscribe(reader))
         if unread := [key for key in job.unread() if not key.startswith(("run.", "loop.", "task.eval", "trainer.", "algo."))]:
             raise ConfigError(f"set, but without effect in this run: {', '.join(unread)}. Remove them, or see `rondel explain` for what reads them")
-        (folder / "job.toml").write_text(tomli_w.dumps(_without_none(job.tree())))
+        _replace(folder / "job.toml", tomli_w.dumps(_without_none(job.tree())))
         emit(RunStarted(str(folder), job.digest(), facts_of(parts)))
         run = Run(job, parts, folder, checkpoints)
+        if interrupted:
+            emit(Resumed(0, 0, ""))
         asyncio.run(run.all(found))
         return write_card(folder)
 
@@ -195,12 +201,18 @@ def _same_recipe(job: Job, folder: Path) -> None:
     path = folder / "job.toml"
     if not path.is_file():
         return
-    before = Job.read(path)
-    if before.digest() == job.digest():
-        return
-    old, new = _flat(_without_none(before.tree())), _flat(_without_none(job.tree()))
-    rows = [f"{k}: {old.get(k, 'not set')!r} -> {new.get(k, 'not set')!r}" for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k) and not k.startswith("run.")]
-    raise ConfigError(f"{folder} was begun with another recipe ({'; '.join(rows)}). Continue it with the old values, or train into another folder: --run.folder=...")
+    old, new = (_flat(_without_none(recipe.tree())) for recipe in (Job.read(path), job))
+    differ = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k) and not k.startswith("run.") and k != "loop.steps"]
+    if differ:
+        rows = "; ".join(f"{k}: {old.get(k, 'not set')!r} -> {new.get(k, 'not set')!r}" for k in differ)
+        raise ConfigError(f"{folder} was begun with another recipe ({rows}). Continue it with the old values, or train into another folder: --run.folder=...")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whole or not at all: a run killed while it starts must still find its recipe."""
+    draft = path.with_name(f".{path.name}.tmp")
+    draft.write_text(text)
+    os.replace(draft, path)
 
 
 def _without_none(node: Any) -> Any:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import string
 import tempfile
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +63,24 @@ def load(path: str | dict[str, Any], *, dtype: str = "auto", device: str = "cpu"
         with boundary(ModelError, f"loading the model '{path}'"):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
             refuse(config)
-            model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=wanted, attn_implementation="eager", trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=wanted, attn_implementation="eager", trust_remote_code=trust_remote_code
+            )
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         name = str(path)
     model = model.to(device).eval()
     _prove(model, name)
-    text = model.config.get_text_config()
-    return Loaded(model, tokenizer, Head.of(model), name, _stop_ids(model, tokenizer), getattr(text, "max_position_embeddings", None) or 1 << 20)
+    return Loaded(model, tokenizer, Head.of(model), name, _stop_ids(model, tokenizer), _max_context(model.config.get_text_config()))
 
 
 def pick_dtype(dtype: str, device: str) -> torch.dtype:
     """"auto": bfloat16 on a GPU and on CPUs with bf16 instructions, else float32."""
     if dtype != "auto":
-        return getattr(torch, dtype)
-    fast = device.startswith("cuda") or torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        named = getattr(torch, dtype, None)
+        if named not in PARITY:
+            raise ModelError(f"model.dtype = '{dtype}': it is one of auto, {', '.join(str(d).removeprefix('torch.') for d in PARITY)}")
+        return named
+    fast = device.startswith("cuda") or (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return torch.bfloat16 if fast else torch.float32
 
 
@@ -84,12 +88,15 @@ def refuse(config: Any) -> None:
     """Architectures that this house cannot carry, each by the part that is missing."""
     text, kind = config.get_text_config(), config.model_type
     layers = set(getattr(text, "layer_types", None) or ())
-    recurrent = {t for t in layers if not t.endswith("attention") or t.startswith("linear")}
+    recurrent = {t for t in layers if t.startswith(("linear", "mamba", "conv", "recurrent", "hybrid"))}
+    strange = layers - recurrent - {"full_attention", "sliding_attention", "dense", "sparse", "moe", "mlp"}
+    state = "cannot be packed or paged yet"
     reasons = [
         (getattr(config, "is_encoder_decoder", False), "it is an encoder-decoder; only decoder-only models are carried"),
-        (bool(recurrent), f"it has recurrent layers ({', '.join(sorted(recurrent))}); their state cannot be packed or paged yet"),
-        (kind in {"mamba", "mamba2", "rwkv", "falcon_mamba", "xlstm", "recurrent_gemma"}, "it is recurrent; its state cannot be packed or paged yet"),
-        (getattr(text, "alibi", False) or kind in {"bloom", "mpt"}, "it uses ALiBi, and the packed attention carries rotary or learned positions only"),
+        (bool(recurrent), f"it has recurrent layers ({', '.join(sorted(recurrent))}); their state {state}"),
+        (kind in {"mamba", "mamba2", "rwkv", "falcon_mamba", "xlstm", "recurrent_gemma"}, f"it is recurrent; its state {state}"),
+        (bool(strange), f"it has layers of type {', '.join(sorted(strange))}; the packed attention carries full and sliding ones"),
+        (getattr(text, "alibi", False) or kind in {"bloom", "mpt"}, "it uses ALiBi; the packed attention carries rotary or learned positions"),
     ]
     for holds, why in reasons:
         if holds:
@@ -127,6 +134,13 @@ def _prove(model: nn.Module, name: str) -> None:
         )
 
 
+def _max_context(text: Any) -> int:
+    """Positions that mean the same in every batch: longrope takes other frequencies for all tokens as soon as one is beyond its first range."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    first = rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
+    return first or getattr(text, "max_position_embeddings", None) or 1 << 20
+
+
 def _stop_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
     listed = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = listed if isinstance(listed, list) else [listed]
@@ -149,12 +163,12 @@ def _folder(path: str) -> str:
         found = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec and spec.submodule_search_locations else []
         if not found:
             raise ModelError(f"the demo model '{path}' comes in a wheel that is not installed: {install}")
-        return str(_from_gguf(found[0], cache() / path))
+        return str(_from_gguf(found[0], cache() / f"{path}-{_identity(found[0])}"))
     local = Path(path).expanduser()
     if local.suffix == ".gguf":
         if not local.is_file():
             raise ModelError(f"no GGUF file at {local}")
-        return str(_from_gguf(local, cache() / f"{local.stem}-{local.stat().st_size}"))
+        return str(_from_gguf(local, cache() / f"{local.stem}-{_identity(local)}"))
     if local.is_dir():
         if not (local / "config.json").is_file():
             inside = sorted(p.name for p in local.iterdir())[:6]
@@ -165,30 +179,43 @@ def _folder(path: str) -> str:
     return path
 
 
+def _identity(file: Path) -> str:
+    """Which file this is: fine-tunes of one model share name and size."""
+    stat = file.stat()
+    return blake2b(f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode(), digest_size=6).hexdigest()
+
+
 def _from_gguf(file: Path, target: Path) -> Path:
-    """Convert once to plain safetensors in the cache; atomic, so a killed conversion leaves nothing half-made."""
+    """Convert once to plain safetensors in the cache; atomic, so a killed conversion leaves nothing that looks whole."""
     if (target / "config.json").is_file():
         return target
     if importlib.util.find_spec("gguf") is None:
         raise ModelError("reading a GGUF needs the package gguf: pip install 'rondel[demo]'")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with boundary(ModelError, f"converting {file.name}"):
-        source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-        packed = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-        config = packed.config
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        model = type(packed)(config).to(torch.bfloat16)
-        model.load_state_dict(packed.state_dict())
-        model.tie_weights()
-        config.dtype = torch.bfloat16
-        scratch = Path(tempfile.mkdtemp(dir=target.parent))
-        model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-        shutil.rmtree(target, ignore_errors=True)
-        scratch.rename(target)
+    with boundary(ModelError, f"converting {file.name}"), tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
+        whole = Path(scratch) / "whole"
+        _convert(file, whole)
+        try:
+            whole.rename(target)
+        except OSError:  # another process was faster
+            if not (target / "config.json").is_file():
+                raise
     return target
+
+
+def _convert(file: Path, folder: Path) -> None:
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    packed = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    config = packed.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = type(packed)(config).to(torch.bfloat16)
+    model.load_state_dict(packed.state_dict())
+    model.tie_weights()
+    config.dtype = torch.bfloat16
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 # -- a model made on the spot --------------------------------------------------------------------

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from rondel.words.types import Manifest, TensorInfo
 
 _ROW = 1 << 15
-_odd: dict[tuple[str, int], Tensor] = {}
+_INSIDE, _ACROSS = 20261121, 20261122  # seeds of the multipliers of words in a row, and of rows
+_odd: dict[tuple[str, int, int], Tensor] = {}
 
 
 def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -19,28 +20,38 @@ def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, parameter.detach()
 
 
-def _multipliers(device: torch.device, n: int) -> Tensor:
-    key = (str(device), n)
+def _multipliers(device: torch.device, n: int, seed: int) -> Tensor:
+    key = (str(device), n, seed)
     if key not in _odd:
-        generator = torch.Generator().manual_seed(20261121)
+        generator = torch.Generator().manual_seed(seed)
         _odd[key] = (torch.randint(-(2**62), 2**62, (n,), generator=generator) | 1).to(device)
     return _odd[key]
+
+
+def _hash(words: Tensor, odd: Tensor) -> Tensor:
+    """sum_i odd_i (w_i xor w_i >> 29) modulo 2^64.
+
+    A product carries only upwards, so two flipped signs (bit 63) would cancel; the fold copies the high bits down. 29 and not 32,
+    because the two floats of a word may change alike.
+    """
+    return ((words ^ (words >> 29 & (1 << 35) - 1)) * odd[: len(words)]).sum()
 
 
 def digest(tensor: Tensor) -> str:
     """A fast fingerprint of the bits, wherever they live: a multilinear hash modulo 2^64 over 8-byte words.
 
-    Any single changed word changes it (the multipliers are odd); it is a check against accidents, not against an adversary.
+    Any single changed word changes it (the fold is a bijection, the multipliers are odd). A check against accidents, not adversaries.
     """
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
     whole = raw[: raw.numel() // 8 * 8].view(torch.int64)
-    rows, rest = whole[: whole.numel() // _ROW * _ROW].view(-1, _ROW), whole[whole.numel() // _ROW * _ROW :]
-    odd = _multipliers(raw.device, _ROW)
-    total = (rest * odd[: rest.numel()]).sum()
-    if len(rows):
-        per_row = torch.stack([(row * odd).sum() for row in rows])
-        outer = _multipliers(raw.device, len(rows) + 1)[1:]
-        total = total + (per_row * outer).sum()
+    cut = whole.numel() // _ROW * _ROW
+    inside = _multipliers(raw.device, _ROW, _INSIDE)
+    total = _hash(whole[cut:], inside)
+    if cut:
+        rows = torch.stack([_hash(row, inside) for row in whole[:cut].view(-1, _ROW)])
+        total = total + _hash(rows, _multipliers(raw.device, len(rows), _ACROSS))
     tail = int.from_bytes(bytes(raw[whole.numel() * 8 :].tolist()), "little")
     return f"{(int(total.item()) + tail * 0x9E3779B97F4A7C15 + raw.numel()) & (2**64 - 1):016x}"
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 
+import numpy as np
+
 from rondel.words.errors import SyncError
 from rondel.words.events import Synced, emit
 from rondel.words.protocols import Engine, Trainer, Transport
@@ -45,14 +47,12 @@ class Update:
             await engine.receive(Begin(manifest))
             await engine.receive(route)
             version = await engine.receive(Commit(manifest.version, manifest.root))
-        except SyncError:
-            raise
-        except Exception as error:
+            if version != manifest.version:
+                raise SyncError(f"the engine says it serves version {version}, but {manifest.version} was committed (law 6)")
+            gap = await self._probe_gap(engine, manifest)
+        except BaseException as error:  # a cancelled update is an aborted one, too
             await engine.receive(Abort(f"{type(error).__name__}: {error}"))
             raise
-        if version != manifest.version:
-            raise SyncError(f"the engine says it serves version {version}, but {manifest.version} was committed (law 6)")
-        gap = await self._probe_gap(engine, manifest)
         self.root = manifest.root
         emit(Synced(version, manifest.root, time.perf_counter() - began, getattr(engine, "bytes_copied", 0), gap))
         return version
@@ -71,8 +71,9 @@ class Update:
             return 0.0
         theirs = (await engine.score(Request(self.probe))).logprobs
         ours = await self.score(self.probe)
-        gap = max(abs(a - b) for a, b in zip(theirs, ours, strict=True))
+        if len(theirs) != len(ours):
+            raise SyncError(f"the probe has {len(self.probe)} tokens; the trainer scored {len(ours)} of them, the engine {len(theirs)} (law 6)")
+        gap = float(np.abs(np.subtract(theirs, ours)).max())  # NaN wins
         if not gap <= self.tolerance:
-            await engine.receive(Abort("the probe disagrees"))
             raise SyncError(f"after version {manifest.version} trainer and engine differ by {gap:.3g} nats on the probe (limit {self.tolerance}) (law 6)")
         return gap

@@ -1,10 +1,10 @@
 """Checkpoints: plain Hugging Face files, the optimizer apart, the manifest last.
 
-    checkpoints/step-000010/
-        model.safetensors config.json tokenizer.json ...   what any other tool loads
-        optimizer.safetensors                              fp32 masters and AdamW moments: what a resume needs
-        state.json                                         ledger, versions, numbers: what the loop needs
-        manifest.json                                      sizes and checksums of all the above, written last
+checkpoints/step-000010/
+    model.safetensors config.json tokenizer.json ...   what any other tool loads
+    optimizer.safetensors                              fp32 masters and AdamW moments: what a resume needs
+    state.json                                         ledger, versions, numbers: what the loop needs
+    manifest.json                                      sizes and checksums of all the above, written last
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from rondel.models import load as models
 from rondel.words.errors import CheckpointError, boundary
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 def save_trainer(trainer: LocalTrainer, folder: Path) -> None:
     """Model and optimizer into `folder`, then read back what can be checked cheaply."""
     weights = trainer.weights
-    state = {name: parameter.detach().cpu().contiguous() for name, parameter in zip(weights.names, weights.compute)}
+    state = _tensors(trainer.loaded.model)
     models.save(trainer.loaded, folder, state)
     optimizer = {"rng": torch.get_rng_state(), "numbers": torch.tensor([trainer.step_number, trainer.version, trainer.bad_steps])}
     for name, parameter, master in zip(weights.names, weights.compute, weights.masters):
@@ -50,6 +51,13 @@ def save_trainer(trainer: LocalTrainer, folder: Path) -> None:
             raise CheckpointError(f"{len(lost)} tensors did not reach {folder / 'model.safetensors'}, first {sorted(lost)[0]}")
 
 
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, frozen ones too, and persistent buffers; a tied tensor once, under its first name."""
+    first = {name for name, _ in model.named_parameters()}
+    again = {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
+    return {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items() if name not in again}
+
+
 def load_trainer(trainer: LocalTrainer, folder: Path) -> None:
     """Masters, moments, step numbers; the compute copy is written in place, so an engine that shares it sees it too."""
     weights = trainer.weights
@@ -57,9 +65,10 @@ def load_trainer(trainer: LocalTrainer, folder: Path) -> None:
         model, optimizer = load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors")
         weights.load_masters({n: optimizer.get(f"master.{n}", model[n]) for n in weights.names})
         for name, master in zip(weights.names, weights.masters):
+            weights.adamw.state.pop(master, None)
             moments = {k: optimizer[f"{k}.{name}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}.{name}" in optimizer}
-            if moments:
-                weights.adamw.state[master] = {k: v.to(master.device) if v.ndim else v for k, v in moments.items()}
+            if moments:  # the fused AdamW counts its steps on the device, too
+                weights.adamw.state[master] = {k: v.to(master.device) for k, v in moments.items()}
         trainer.step_number, trainer.version, trainer.bad_steps = optimizer["numbers"].tolist()
         torch.set_rng_state(optimizer["rng"])
 
@@ -81,12 +90,13 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
 
     def check_disk(self, needed: int) -> None:
-        """Before the run starts: room for `keep` checkpoints and the one being written."""
+        """Before the run starts: room for `keep` checkpoints and the one being written, less those that are there already."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        free, wanted = shutil.disk_usage(self.folder).free, needed * (self.keep + 1)
+        new = self.keep + 1 - min(self.keep, len(list(self.all())))
+        free, wanted = shutil.disk_usage(self.folder).free, needed * new
         if free < wanted:
             raise CheckpointError(
-                f"{self.folder} has {free / 1e9:.1f} GB free, but {self.keep + 1} checkpoints of {needed / 1e9:.1f} GB need {wanted / 1e9:.1f} GB: "
+                f"{self.folder} has {free / 1e9:.1f} GB free, but {new} checkpoints of {needed / 1e9:.1f} GB need {wanted / 1e9:.1f} GB: "
                 "free some space, set run.checkpoint.keep lower, or move run.folder"
             )
 
@@ -102,8 +112,9 @@ class Checkpoints:
             _write_through(scratch / "manifest.json", json.dumps({"step": step, "files": rows}, indent=1))
             shutil.rmtree(final, ignore_errors=True)
             scratch.rename(final)
-        for old in list(self.all())[: -self.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        void = [other for other in self.all() if other > final]  # corrupt ones that a resume skipped
+        for other in [*void, *[old for old in self.all() if old <= final][: -self.keep]]:
+            shutil.rmtree(other, ignore_errors=True)
         return final
 
     def all(self) -> Iterator[Path]:
@@ -123,16 +134,18 @@ class Checkpoints:
 def flaw(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
-        return f"its manifest cannot be read ({error})"
-    for name, row in manifest["files"].items():
+        files = json.loads((folder / "manifest.json").read_text())["files"]
+        expected = {name: (row["bytes"], row["crc32"]) for name, row in files.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return f"its manifest cannot be read ({type(error).__name__}: {error})"
+    for name in expected.keys() | {"state.json", "model.safetensors", "optimizer.safetensors"}:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != row["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {row['bytes']}"
-        if _crc(path) != row["crc32"]:
+        size, crc = expected.get(name, (None, None))
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if _crc(path) != crc:
             return f"{name} is corrupt (checksum)"
     return None
 

@@ -48,7 +48,10 @@ class MasterWeights:
         return torch.stack(torch._foreach_norm(grads)).norm() if grads else torch.zeros(())
 
     def step(self, *, lr: float, clip: float, norm: Tensor) -> float:
-        """Clip by the global norm, move the masters, write the compute copy. -> share of compute weights that changed."""
+        """Clip by the global norm, move the masters, write the compute copy. -> share of compute weights whose bits changed.
+
+        In float32 there is no cast that could swallow an update, so nothing is counted: 1 if lr > 0.
+        """
         grads = [m.grad for m in self.masters if m.grad is not None]
         if (scale := clip / (float(norm) + 1e-6)) < 1:
             torch._foreach_mul_(grads, scale)
@@ -63,7 +66,7 @@ class MasterWeights:
                     changed += int((fresh != parameter).sum())
                     total += fresh.numel()
                     parameter.copy_(fresh)
-        return changed / total if total else 1.0
+        return changed / total if total else float(lr > 0)
 
     def zero_grad(self) -> None:
         self.adamw.zero_grad(set_to_none=False)

@@ -117,9 +117,12 @@ def micro_batches(batch: Batch, budget: int, *, share: bool = True, device: torc
     """Cut by a token budget that cannot change the result. Siblings stay together while they fit, so that they share their prompt."""
     taken: list[int] = []
     cost = 0
+    shared: dict[int, int] = {}  # of a whole run of siblings: any part of it shares at least as much
+    for family in _families(batch, list(range(len(batch.samples))), share):
+        prompt = _common_prompt([batch.samples[i] for i in family])
+        shared |= {i: prompt for i in family[1:]}
     for i, sample in enumerate(batch.samples):
-        together = share and bool(taken) and batch.samples[taken[-1]].group == sample.group
-        extra = len(sample.tokens) - (sample.prompt if together else 0)
+        extra = len(sample.tokens) - (shared.get(i, 0) if taken else 0)
         if taken and cost + extra > budget:
             yield pack(batch, taken, share=share, device=device)
             taken, cost, extra = [], 0, len(sample.tokens)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rondel.algos.kl import k3
 from rondel.algos.objective import objective
 from rondel.models import names
 from rondel.models.head import Head
@@ -45,6 +47,10 @@ class Settings:
     max_bad_steps: int = 3
     start_probe: int = 8  # samples a step on which the KL to the starting weights is measured; 0 switches it off
 
+    def at_rest(self) -> Settings:
+        """The same with lr = 0: a step that must change nothing."""
+        return replace(self, lr=0.0, weight_decay=0.0, schedule="constant", warmup_steps=0, first_step=0)
+
 
 class NotFinite(Exception):
     """A finite-check failed; the text names the border and the samples."""
@@ -53,12 +59,14 @@ class NotFinite(Exception):
 class LocalTrainer:
     """The Trainer of one device. `run` executes a function on the device's own thread, so the event loop never runs torch."""
 
-    def __init__(self, loaded: Loaded, settings: Settings, *, run: Callable[..., Awaitable[Any]], needs: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, loaded: Loaded, settings: Settings, *, run: Callable[..., Awaitable[Any]], needs: frozenset[str] = frozenset()
+    ) -> None:
         self.loaded, self.settings, self._run = loaded, settings, run
         self.weights = MasterWeights(loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)
         self.step_number = self.bad_steps = 0
         self.version = 0
-        self.moved = False  # did the last step apply a non-zero update?
+        self.moved = False  # did the last step write other bits into the weights that the engine reads?
         wants_start = "ref_logprobs" in needs or settings.start_probe > 0
         self.start = _frozen(loaded) if wants_start else None
 
@@ -104,12 +112,19 @@ class LocalTrainer:
         clock = time.perf_counter
         began = clock()
         settings, sums, seconds = self.settings, Sums(), {"forward_backward": 0.0, "optimizer": 0.0, "annotate": 0.0}
-        rate = learning_rate(self.step_number - settings.first_step, lr=settings.lr, schedule=settings.schedule, warmup=settings.warmup_steps, steps=settings.steps)
+        rate = learning_rate(
+            self.step_number - settings.first_step,
+            lr=settings.lr,
+            schedule=settings.schedule,
+            warmup=settings.warmup_steps,
+            steps=settings.steps,
+        )
         updates = batch.updates(settings.updates_per_step)
-        stepped, note = True, ""
+        stepped, note, self.moved, taken = True, "", False, 0
         try:
-            _check_scores(batch)
-            self._annotate(batch, algo.needs | ({"proximal_logprobs"} if len(updates) > 1 else set()))
+            for update in updates:  # all before the first move, and each in the packing in which it will be trained
+                self._annotate(update, algo.needs | ({"proximal_logprobs"} if len(updates) > 1 else set()))
+            _check_samples(batch)
             seconds["annotate"] = clock() - began
             for update in updates:
                 self.weights.zero_grad()
@@ -117,19 +132,21 @@ class LocalTrainer:
                 self._accumulate(update, algo, sums, proximal_noted=len(updates) > 1)
                 norm = self.weights.gradient_norm()
                 if not math.isfinite(float(norm)):
-                    raise NotFinite(f"gradient: its norm is {float(norm)}")
+                    raise NotFinite(f"gradient: its norm is {float(norm)} over {_some(update, range(len(update.samples)))}")
                 seconds["forward_backward"] += clock() - t
                 t = clock()
-                changed = self.weights.step(lr=rate, clip=settings.clip, norm=norm)
+                changed = 0.0
+                if norm > 0:  # without signal the momentum of earlier steps must not move anything either
+                    changed = self.weights.step(lr=rate, clip=settings.clip, norm=norm)
+                taken, self.moved = taken + 1, self.moved or changed > 0
                 sums.put("train/grad_norm", float(norm)), sums.put("train/weights_changed", changed)
                 seconds["optimizer"] += clock() - t
             self.bad_steps = 0
         except NotFinite as fault:
             self.weights.zero_grad()
-            stepped, note = False, str(fault)
+            stepped, note = False, f"{fault} (update {taken + 1} of {len(updates)}, {taken} were taken)" if taken else str(fault)
             self._count_bad(note)
-        self.moved = stepped and rate > 0 and sums.values.get("train/grad_norm", 0.0) > 0
-        metrics = sums.metrics()
+        metrics = sums.metrics(len(updates))
         metrics["train/lr"] = rate
         metrics["train/tokens"] = float(batch.total_tokens)
         if self.start is not None and stepped and settings.start_probe:
@@ -163,43 +180,45 @@ class LocalTrainer:
             )
             _check("ratio", terms["ratio"], batch, packed)
             loss.backward()
-            if "trained" not in batch.samples[packed.samples[0]].notes:
-                notes.note(batch, packed, "trained", logprobs)
-            sums.add(loss.detach(), {**terms, "entropy": entropy.detach()}, len(logprobs))
+            notes.note(batch, packed, "trained", proximal)  # of the version that began the step, as the gap is
+            sums.packed += len(packed.tokens)
+            sums.add(loss.detach(), {**terms, "entropy": entropy.detach()})
 
     def _kl_to_start(self, batch: Batch) -> float:
         """k3 estimate of KL(policy || starting weights) on the first samples, in nats a token."""
         probe = Batch(batch.samples[: self.settings.start_probe])
         notes.annotate(self.start, probe, "start", budget=self.settings.micro_tokens, temperature=self.settings.temperature)
-        x = torch.cat([torch.from_numpy(s.notes["start"] - s.notes["trained"]) for s in probe.samples])
-        return float((x.exp() - 1 - x).mean())
+        return float(k3(torch.cat([torch.from_numpy(s.notes["trained"] - s.notes["start"]) for s in probe.samples])).mean())
 
     def _count_bad(self, note: str) -> None:
         self.bad_steps += 1
-        emit(Warned(f"step {self.step_number} was not taken: {note}. Its rollouts are stored; look at them with `rondel replay RUN --step {self.step_number}`"))
+        step = self.step_number + 1  # the loop counts from 1
+        emit(Warned(f"step {step} was not taken: {note}. Its rollouts are stored; look at them with `rondel replay RUN --step {step}`"))
         if self.bad_steps >= self.settings.max_bad_steps:
-            raise TrainError(f"{self.bad_steps} steps in a row were refused by a finite-check, the last one for: {note}. Lower trainer.lr or look at the rewards")
+            raise TrainError(
+                f"{self.bad_steps} steps in a row were refused by a finite-check, the last one for: {note}. "
+                "Lower trainer.lr or look at the rewards"
+            )
 
 
 class Sums:
     """Per-token terms of a step, reduced once at its end."""
 
     def __init__(self) -> None:
-        self.loss, self.tokens = 0.0, 0
+        self.loss, self.packed = 0.0, 0
         self.terms: dict[str, list[Tensor]] = {}
         self.values: dict[str, float] = {}
 
-    def add(self, loss: Tensor, terms: dict[str, Tensor], tokens: int) -> None:
+    def add(self, loss: Tensor, terms: dict[str, Tensor]) -> None:
         self.loss += float(loss)
-        self.tokens += tokens
         for name, values in terms.items():
             self.terms.setdefault(name, []).append(values.float().cpu())
 
     def put(self, name: str, value: float) -> None:
         self.values[name] = max(value, self.values.get(name, value))
 
-    def metrics(self) -> dict[str, float]:
-        out = {"train/loss": self.loss, **self.values}
+    def metrics(self, updates: int) -> dict[str, float]:
+        out = {"train/loss": self.loss / max(1, updates), "train/packed_tokens": float(self.packed), **self.values}
         terms = {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces}
         names_of = {"entropy": "train/entropy", "clipped": "train/clip_fraction", "kl": "train/kl_ref", "correction": "train/correction"}
         for term, name in names_of.items():
@@ -207,7 +226,11 @@ class Sums:
                 out[name] = float(terms[term].mean())
         if "gap" in terms and terms["gap"].numel():
             gap = terms["gap"].abs()
-            out |= {"train/gap_mean": float(gap.mean()), "train/gap_max": float(gap.max()), "train/gap_p99": float(gap.quantile(0.99))}
+            out |= {
+                "train/gap_mean": float(gap.mean()),
+                "train/gap_max": float(gap.max()),
+                "train/gap_p99": float(np.quantile(gap.numpy(), 0.99)),
+            }
         if "ratio" in terms and terms["ratio"].numel():
             out["train/ratio_max_deviation"] = float((terms["ratio"] - 1).abs().max())
         return out
@@ -219,15 +242,24 @@ def _frozen(loaded: Loaded) -> Loaded:
     return Loaded(model, loaded.tokenizer, Head.of(model), loaded.name, loaded.stop_ids, loaded.max_context)
 
 
-def _check_scores(batch: Batch) -> None:
-    for border in ("reward", "advantage"):
-        bad = [batch.name(i) for i, s in enumerate(batch.samples) if not math.isfinite(getattr(s, border))]
-        if bad:
-            raise NotFinite(f"{border}: not finite for {', '.join(bad[:4])}")
+def _check_samples(batch: Batch) -> None:
+    """All that is known before the first forward pass with a gradient."""
+    for border, known in (
+        ("reward", lambda s: s.reward),
+        ("advantage", lambda s: s.advantage),
+        ("logprob", lambda s: np.concatenate([s.behavior, *s.notes.values()])),
+    ):
+        if bad := [i for i, s in enumerate(batch.samples) if not np.isfinite(known(s)).all()]:
+            raise NotFinite(f"{border}: not finite for {_some(batch, bad)}")
 
 
 def _check(border: str, values_M: Tensor, batch: Batch, packed: Packed) -> None:
     finite = torch.isfinite(values_M)
     if not bool(finite.all()):
         bad = packed.sample[~finite].unique().tolist()
-        raise NotFinite(f"{border}: not finite for {', '.join(batch.name(i) for i in bad[:4])}")
+        raise NotFinite(f"{border}: not finite for {_some(batch, bad)}")
+
+
+def _some(batch: Batch, samples: Sequence[int]) -> str:
+    more = f" and {len(samples) - 4} more" if len(samples) > 4 else ""
+    return ", ".join(batch.name(i) for i in samples[:4]) + more

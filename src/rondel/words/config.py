@@ -101,6 +101,7 @@ class SamplingSection(Section):
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     max_tokens: int = Field(64, ge=1)
+    ignore_eos: bool = Field(False, description="every answer runs to max_tokens; for benchmarks")
 
 
 class EngineSection(Section):

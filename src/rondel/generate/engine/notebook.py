@@ -12,6 +12,7 @@ import torch
 
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.models.load import Loaded, load
+from rondel.words.errors import EngineError, UserError
 from rondel.words.types import Completion, Request, Sampling, sample_key
 
 
@@ -39,22 +40,37 @@ class Engine:
     def generate(self, prompts: list[str] | list[list[int]], sampling: Sampling | None = None) -> list[list[Completion]]:
         """outs[i][j] is sample j of prompt i. Sample j of prompt i draws the same noise whatever else is in the batch."""
         sampling = sampling or Sampling()
-        if isinstance(prompts, str):
-            raise TypeError("prompts is one text; give a list: engine.generate([prompt])")
+        if self._loop.is_closed():
+            raise EngineError("this engine is closed; load another")
+        if isinstance(prompts, str) or any(isinstance(p, int) for p in prompts):
+            raise UserError("prompts is one prompt; give a list of them: engine.generate([prompt])")
         rows = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
         single = replace(sampling, n=1)
-
-        async def everything() -> list[Completion]:
-            jobs = [Request(row, single, key=sample_key(sampling.seed, i, j)) for i, row in enumerate(rows) for j in range(sampling.n)]
-            return await asyncio.gather(*map(self._engine.generate, jobs))
-
-        flat = asyncio.run_coroutine_threadsafe(everything(), self._loop).result()
+        jobs = [Request(row, single, key=sample_key(sampling.seed, i, j)) for i, row in enumerate(rows) for j in range(sampling.n)]
+        waiting = asyncio.run_coroutine_threadsafe(self._all(jobs), self._loop)
+        try:
+            flat = waiting.result()
+        finally:
+            waiting.cancel()  # interrupted: the engine need not go on
         return [flat[i * sampling.n : (i + 1) * sampling.n] for i in range(len(rows))]
 
+    async def _all(self, jobs: list[Request]) -> list[Completion]:
+        """All or none: when one request is refused, the others end."""
+        tasks = [asyncio.ensure_future(self._engine.generate(job)) for job in jobs]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
     def close(self) -> None:
+        """Requests in flight are given up. Closing twice is closing once."""
+        if self._loop.is_closed():
+            return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._device.shutdown()
+        self._loop.close()
 
     async def _run(self, function: Any, *args: Any) -> Any:
         return await self._loop.run_in_executor(self._device, function, *args)

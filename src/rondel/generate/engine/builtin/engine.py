@@ -2,7 +2,9 @@
 
 The event loop owns the bookkeeping, the device thread owns the arithmetic: between two steps nothing of the engine runs.
 
-    serving ──pause──> held ──sleep──> asleep        a failed update: refusing, until a good one
+    serving ──pause──> held ──sleep──> asleep        a failed update or step: refusing, until a good update
+
+Steps run only while serving. Whatever changes requests, pages or weights does so between two steps, when `_pump` is None or yields.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, get_args
 
 from rondel.generate.engine.builtin.pages import Pages
 from rondel.generate.engine.builtin.request import Live
@@ -18,9 +20,10 @@ from rondel.generate.engine.builtin.runner import Runner
 from rondel.generate.engine.builtin.scheduler import Scheduler
 from rondel.models import names
 from rondel.models.load import Loaded
-from rondel.words.errors import EngineError, StalledError, SyncError, UserError
+from rondel.words.errors import EngineError, LawError, StalledError, SyncError, UserError
 from rondel.words.events import Generating, Warned, emit
-from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, Message, Request, Route, Scored
+from rondel.words.protocols import Interrupt, Tags
+from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Manifest, Message, Request, Route, Scored
 
 HEARTBEAT = 0.5
 
@@ -42,13 +45,25 @@ class BuiltinEngine:
         self.pages = Pages(kv_pages)
         self.scheduler = Scheduler(self.pages, max_running=max_running, prefill_tokens=prefill_tokens)
         self.runner = Runner(loaded, self.pages, max_running)
-        self.version, self.state = version, "serving"
+        self.version = version
         self.bytes_copied = 0
         self.seconds = 0.0  # spent in steps
-        self._admits = True
+        self._held = False
+        self._asleep: set[str] = set()  # memory tags given back
+        self._broken = ""  # why it refuses
+        self._update: Manifest | None = None  # begun and not yet committed
+        self._admits = True  # False while it drains
+        self._gone: list[Live] = []  # running requests whose callers left: a step may still be computing them
         self._pump: asyncio.Task | None = None
-        self._update: Begin | None = None
         self._lease: asyncio.TimerHandle | None = None
+
+    @property
+    def state(self) -> str:
+        if self._broken:
+            return "refusing"
+        if self._asleep:
+            return "asleep"
+        return "held" if self._held or self._update else "serving"
 
     # -- generate and score ----------------------------------------------------------------------
 
@@ -70,21 +85,18 @@ class BuiltinEngine:
         except TimeoutError as error:
             raise StalledError(f"a request waits for the engine since {request.deadline} s; it had written {live.written} tokens, engine {self.state}") from error
         finally:
-            if not done.done() or done.cancelled():  # the caller went away
-                self.scheduler_leave(live)
+            if done.cancelled():  # the caller went away
+                self._leave(live)
 
     async def score(self, request: Request) -> Scored:
         self._refuse_if_broken()
+        if self._update:
+            raise EngineError("new weights are arriving: score before the update begins or after its commit")
         if not 1 <= len(request.tokens) <= self.loaded.max_context:
             raise UserError(f"{len(request.tokens)} tokens cannot be scored; this model carries 1 to {self.loaded.max_context}")
-        return Scored(await self._run(self._score, request.tokens), self.version)
-
-    def _score(self, tokens: list[int]) -> list[float]:
-        if self.pages.free < len(tokens):
-            self.pages.give(self.scheduler.tree.evict(len(tokens) - self.pages.free))
-        if self.pages.free < len(tokens):
-            raise EngineError(f"scoring {len(tokens)} tokens needs as many pages; {self.pages.free} are free. Raise engine.kv_pages")
-        return self.runner.score(tokens)
+        self._check_words(request)
+        version = self.version
+        return Scored(await self._run(self.runner.score, request.tokens), version)
 
     def _check(self, request: Request) -> None:
         prompt, new = len(request.tokens), request.sampling.max_tokens
@@ -94,35 +106,64 @@ class BuiltinEngine:
             raise UserError(f"{prompt} prompt tokens + max_tokens {new} exceed the model's context of {self.loaded.max_context}: shorten the prompt or lower max_tokens")
         if prompt + new > self.pages.count:
             raise UserError(f"{prompt} prompt tokens + max_tokens {new} do not fit into {self.pages.count} cache pages: raise engine.kv_pages")
+        self._check_words(request)
+
+    def _check_words(self, request: Request) -> None:
+        """A token that does not exist would break the step of everyone; a wish that nobody reads would be a lie."""
+        vocab = self.loaded.model.get_input_embeddings().weight.shape[0]
+        if strange := [t for t in request.tokens if not 0 <= t < vocab]:
+            raise UserError(f"token {strange[0]} does not exist: this model's tokens are 0 to {vocab - 1}. Was the prompt made by another tokenizer?")
+        if request.adapter or request.wants:
+            raise UserError(f"the built-in engine has no {request.adapter and f'adapter {request.adapter!r}' or ', '.join(sorted(request.wants))}")
 
     # -- the pump --------------------------------------------------------------------------------
 
+    @property
+    def _may_step(self) -> bool:
+        return self.state == "serving" and (self.scheduler.has_work if self._admits else self.scheduler.has_begun)
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a step runs or will: parked requests do not count (law 8)."""
+        return self._pump is not None and self.scheduler.has_work
+
     def _wake_pump(self) -> None:
-        if self.state == "serving" and self.scheduler.has_work and (self._pump is None or self._pump.done()):
+        if self._pump is None and self._may_step:
             self._pump = asyncio.create_task(self._serve(), name="engine")
 
     async def _serve(self) -> None:
         """Step until nothing is left or a pause arrives."""
-        await self._settle()
-        told, tokens, began = time.perf_counter(), 0, time.perf_counter()
-        while self.state == "serving" and self.scheduler.has_work and (self._admits or self.scheduler.running):
-            try:
-                plan = self._plan()
-                drawn = await self._run(self.runner.step, plan)
-            except Exception as error:
-                self._fail_all(error)
-                return
-            self.scheduler.computed(plan)
-            for live, token, logprob in drawn:
-                self._deliver(live, token, logprob)
-            tokens += len(drawn)
-            if (now := time.perf_counter()) - told > HEARTBEAT:
-                emit(Generating(len(self.scheduler.running), len(self.scheduler.waiting), tokens, now - began))
-                told = now
-            await asyncio.sleep(0)
-        self.seconds += time.perf_counter() - began
-        if not self.scheduler.running:
-            self.scheduler.check()
+        began = told = time.perf_counter()
+        tokens = 0
+        try:
+            await self._settle()
+            while self._may_step:
+                tokens += await self._step()
+                if (now := time.perf_counter()) - told > HEARTBEAT:
+                    emit(Generating(len(self.scheduler.running), len(self.scheduler.waiting), tokens, now - began))
+                    told = now
+                await asyncio.sleep(0)
+                self._let_go()
+        except BaseException as error:
+            self._fail_all(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self.seconds += time.perf_counter() - began
+            self._pump = None
+
+    async def _step(self) -> int:
+        """-> how many tokens were drawn."""
+        plan = self.scheduler.plan(self.version, fresh=self._admits)
+        if not plan.tokens:
+            raise LawError(f"a step without tokens: {len(self.scheduler.running)} requests run, {len(self.scheduler.waiting)} wait, {self.pages.free} pages are free")
+        drawn = await self._run(self.runner.step, plan)
+        self.scheduler.computed(plan)
+        for live, token, logprob in drawn:
+            self._deliver(live, token, logprob)
+        self._let_go()
+        self.scheduler.check()
+        return len(drawn)
 
     async def _settle(self) -> None:
         """Let everyone who is about to ask, ask: the first batch then does not depend on the order of wake-ups."""
@@ -132,18 +173,7 @@ class BuiltinEngine:
             for _ in range(4):
                 await asyncio.sleep(0)
 
-    def _plan(self):
-        if self._admits:
-            return self.scheduler.plan(self.version)
-        held_back, self.scheduler.waiting = self.scheduler.waiting, type(self.scheduler.waiting)()
-        try:
-            return self.scheduler.plan(self.version)
-        finally:
-            self.scheduler.waiting.extend(held_back)
-
     def _deliver(self, live: Live, token: int, logprob: float) -> None:
-        if live not in self.scheduler.running:  # aborted meanwhile
-            return
         live.first = live.first or time.perf_counter()
         live.tokens.append(token)
         live.logprobs.append(logprob)
@@ -151,22 +181,32 @@ class BuiltinEngine:
         if reason := live.done(self.loaded.stop_ids):
             self._finish(live, reason)
 
-    def _finish(self, live: Live, reason: str) -> None:
+    def _finish(self, live: Live, reason: FinishReason) -> None:
         completion = live.completion(reason)
         completion.text = self.loaded.tokenizer.decode(completion.tokens, skip_special_tokens=True)
         self.scheduler.release(live, self.version)
-        self.scheduler.sweep(self.version)
         live.finish(completion)
 
-    def scheduler_leave(self, live: Live) -> None:
-        self.scheduler.release(live, self.version)
-
-    def _fail_all(self, error: Exception) -> None:
-        """A step broke: everyone learns why, and the engine refuses until its weights are updated."""
-        self.state = "refusing"
-        for live in [*self.scheduler.running, *self.scheduler.waiting]:
+    def _leave(self, live: Live) -> None:
+        """Its caller is gone. The device thread may be reading it, so a running request leaves between two steps."""
+        if self._pump is not None and live in self.scheduler.running:
+            self._gone.append(live)
+        else:
             self.scheduler.release(live, self.version)
+
+    def _let_go(self) -> None:
+        for live in self._gone:
+            self.scheduler.release(live, self.version)
+        self._gone.clear()
+
+    def _fail_all(self, error: BaseException) -> None:
+        """A step broke: everyone learns why, nothing half-computed stays in the cache, and the engine refuses until a good update."""
+        self._broken = f"its step broke: {type(error).__name__}: {error}"
+        self.scheduler.drop_cache()
+        self._gone.clear()
+        for live in self.scheduler.waiting:
             live.finish(error if isinstance(error, UserError) else EngineError(f"the engine's step broke: {type(error).__name__}: {error}"))
+        self.scheduler.waiting.clear()
 
     # -- control ---------------------------------------------------------------------------------
 
@@ -185,15 +225,20 @@ class BuiltinEngine:
             capabilities=frozenset({"logprobs", "hold", "drain", "abort", "update_tensor", "score"}),
         )
 
-    async def pause(self, how: str = "hold", lease: float = float("inf")) -> None:
-        """hold: park requests between two steps, caches kept. drain: let the running ones end. abort: return what is written."""
-        if how == "drain" and self.state == "serving":
-            self._admits = False
-            while self.scheduler.running and self._pump is not None and not self._pump.done():
-                await self._pump
-        self.state = "held" if self.state == "serving" else self.state
-        if self._pump is not None and not self._pump.done():
-            await self._pump
+    async def pause(self, how: Interrupt = "hold", lease: float = float("inf")) -> None:
+        """hold: park requests between two steps, caches kept. drain: let the begun ones end. abort: return what is written."""
+        if how not in get_args(Interrupt):
+            raise UserError(f"pause('{how}'): it is one of {', '.join(get_args(Interrupt))}")
+        self._end_lease()
+        self._held = self._held or how != "drain"
+        self._admits = how != "drain"
+        try:
+            while self._pump is not None:
+                await asyncio.wait([self._pump])  # unlike `await self._pump`, this leaves the step alone if the caller gives up
+            self._held = True
+        finally:
+            self._admits = True
+            self._wake_pump()
         if how == "abort":
             for live in [*self.scheduler.running, *self.scheduler.waiting]:
                 self._finish(live, "abort")
@@ -201,94 +246,105 @@ class BuiltinEngine:
             self._lease = asyncio.get_running_loop().call_later(lease, self._lease_ended, lease)
 
     async def resume(self) -> None:
-        if self._lease is not None:
-            self._lease.cancel()
-        self._admits = True
-        if self.state == "held":
-            self.state = "serving"
+        self._end_lease()
+        self._held = False
         self._wake_pump()
 
-    def _lease_ended(self, lease: float) -> None:
-        emit(Warned(f"the engine was paused for {lease:.0f} s and nobody resumed it; it serves again at version {self.version}"))
-        self._admits = True
-        if self.state == "held":
-            self.state = "serving"
-            self._wake_pump()
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+        self._lease = None
 
-    async def sleep(self, tags: tuple[str, ...]) -> None:
+    def _lease_ended(self, lease: float) -> None:
+        self._lease, self._held = None, False
+        emit(Warned(f"the engine was paused for {lease:g} s and nobody resumed it; it is {self.state} again at version {self.version}"))
+        self._wake_pump()
+
+    async def sleep(self, tags: Tags) -> None:
         """Give memory back by tag. Parked requests keep their tokens; without their cache they compute it again (law 8)."""
         if not tags:
             return
-        if self.state == "serving" and self.scheduler.has_work:
+        if self._busy:
             raise EngineError("sleep while requests run: pause the engine first (law 8)")
         if "kv_cache" in tags:
             self.scheduler.drop_cache()
             self.pages.release_memory()
-        self.state = "asleep" if self.state in ("serving", "held") else self.state
+        self._asleep.update(tags)
 
-    async def wake(self, tags: tuple[str, ...]) -> None:
-        if tags and self.state == "asleep":
-            self.state = "held" if self.scheduler.has_work else "serving"
-            if self.state == "held":
-                return
+    async def wake(self, tags: Tags) -> None:
+        """Awake when every tag is back."""
+        self._asleep.difference_update(tags)
         self._wake_pump()
 
     # -- weights ---------------------------------------------------------------------------------
 
     async def receive(self, message: Message) -> int:
-        """begin -> route -> commit, or abort. The tensors are written in place: until a commit holds, the engine refuses."""
-        if self.state == "serving" and self.scheduler.has_work:
+        """begin -> route -> commit, or abort. The tensors are written in place: if anything fails, the engine refuses until a good update."""
+        if self._busy and not isinstance(message, Abort):
             raise SyncError("weights arrived while requests run: pause the engine first")
-        match message:
-            case Begin():
-                self._begin(message)
-            case Route(data=tensors):
-                await self._run(self._copy_in, tensors)
-            case Commit():
-                await self._commit(message)
-            case Abort(reason=reason):
-                self._update = None
-                self._break(f"the update was aborted ({reason})")
+        try:
+            match message:
+                case Begin(manifest=manifest):
+                    self._begin(manifest)
+                case Route(data=tensors):
+                    if self._update is None:
+                        raise SyncError("data without begin")
+                    await self._run(self._copy_in, tensors)
+                case Commit():
+                    await self._commit(message)
+                case Abort(reason=reason):
+                    self._break(f"the update was aborted ({reason})")
+        except BaseException as error:
+            self._break(str(error) or type(error).__name__)
+            if not isinstance(error, Exception):
+                raise
+            raise SyncError(f"{self._broken}; the engine refuses to generate until a good update (law 6)") from error
         return self.version
 
-    def _begin(self, begin: Begin) -> None:
+    def _begin(self, manifest: Manifest) -> None:
         mine = {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in names.weights(self.loaded.model)}
-        theirs = {t.name: (t.shape, t.dtype) for t in begin.manifest.tensors}
+        theirs = {t.name: (t.shape, t.dtype) for t in manifest.tensors}
         missing, unknown = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
         wrong = sorted(n for n in set(mine) & set(theirs) if mine[n] != theirs[n])
         for what, found in (("missing", missing), ("unknown", unknown), ("of another shape or dtype", wrong)):
             if found:
-                self._break(f"{len(found)} tensors are {what}, first {found[0]}")
-        self._update = begin
+                raise SyncError(f"{len(found)} tensors are {what}, first {found[0]}")
+        if manifest.version < self.version:
+            raise SyncError(f"version {manifest.version} is older than {self.version}, which the engine serves")
+        self._update = manifest
 
     def _copy_in(self, tensors: dict[str, Any]) -> None:
         self.bytes_copied = 0
-        for name, mine in names.weights(self.loaded.model):
-            theirs = tensors.get(name)
-            if theirs is None:
-                self._break(f"'{name}' was announced but did not travel")
-            if theirs.data_ptr() != mine.data_ptr() or theirs.device != mine.device:
-                mine.copy_(theirs)
-                self.bytes_copied += mine.numel() * mine.element_size()
+        mine = dict(names.weights(self.loaded.model))
+        for what, odd in (("announced but did not travel", mine.keys() - tensors.keys()), ("not announced", tensors.keys() - mine.keys())):
+            if odd:
+                raise SyncError(f"{len(odd)} tensors were {what}, first {min(odd)}")
+        for name, tensor in mine.items():
+            if tensors[name].data_ptr() != tensor.data_ptr() or tensors[name].device != tensor.device:
+                tensor.copy_(tensors[name])
+                self.bytes_copied += tensor.numel() * tensor.element_size()
 
     async def _commit(self, commit: Commit) -> None:
-        if self._update is None:
-            self._break("commit without begin")
-        manifest = await self._run(names.manifest, self.loaded.model, commit.version)
-        if manifest.root != commit.root:
-            sent = {t.name: t.digest for t in self._update.manifest.tensors}
-            wrong = [t.name for t in manifest.tensors if sent.get(t.name) != t.digest]
-            self._break(f"{len(wrong)} tensors arrived with other bits than were sent, first {wrong[0] if wrong else '?'}")
-        self._update = None
+        begun = self._update
+        if begun is None:
+            raise SyncError("commit without begin")
+        if (commit.version, commit.root) != (begun.version, begun.root):
+            raise SyncError(f"version {commit.version} with root {commit.root[:8]} is committed, but {begun.version} with {begun.root[:8]} was begun")
+        arrived = await self._run(names.manifest, self.loaded.model, commit.version)
+        if arrived.root != commit.root:
+            sent = {t.name: t.digest for t in begun.tensors}
+            wrong = [t.name for t in arrived.tensors if sent[t.name] != t.digest]
+            raise SyncError(f"{len(wrong)} tensors arrived with other bits than were sent, first {wrong[0]}")
+        if commit.version == self.version:
+            self.scheduler.drop_cache()  # other weights under the same name: nothing computed so far may be matched
         self.version = commit.version
         self.scheduler.new_version(self.version)
-        if self.state == "refusing":
-            self.state = "held"
+        self._update, self._broken = None, ""
+        self._wake_pump()
 
     def _break(self, why: str) -> None:
-        self.state = "refusing"
-        raise SyncError(f"{why}; the engine refuses to generate until a good update (law 6)")
+        self._update, self._broken = None, why
 
     def _refuse_if_broken(self) -> None:
-        if self.state == "refusing":
-            raise EngineError("the engine refuses: its last weight update did not arrive whole (law 6)")
+        if self._broken:
+            raise EngineError(f"the engine refuses to generate until a good update (law 6): {self._broken}")

@@ -28,6 +28,7 @@ class RadixTree:
     def __init__(self) -> None:
         self.roots: dict[Root, Node] = {}
         self.cached = 0  # pages in the tree
+        self.held = 0  # those of them on locked paths; all others can be evicted
         self._clock = 0
 
     def match(self, root: Root, tokens: list[int]) -> tuple[Node, list[int]]:
@@ -57,6 +58,7 @@ class RadixTree:
 
     def lock(self, node: Node | None) -> None:
         while node is not None:
+            self.held += 0 if node.locks else len(node.pages)
             node.locks += 1
             node = node.parent
 
@@ -64,6 +66,7 @@ class RadixTree:
         while node is not None:
             node.locks -= 1
             assert node.locks >= 0, "a cache path was unlocked twice"
+            self.held -= 0 if node.locks else len(node.pages)
             node = node.parent
 
     def evict(self, wanted: int) -> list[int]:
@@ -82,22 +85,19 @@ class RadixTree:
     def forget(self, keep_version: int) -> list[int]:
         """Free all unlocked nodes of other versions: no request can match them any more."""
         freed: list[int] = []
-        for root in [r for r in self.roots if r[0] != keep_version]:
-            freed += self._prune(self.roots[root])
-            if not self.roots[root].children:
-                del self.roots[root]
+        for name in [r for r in self.roots if r[0] != keep_version]:
+            root = self.roots[name]
+            for node in reversed(list(_below(root))):  # children before their parents
+                if not node.children and node.locks == 0:
+                    freed += self._remove(node)
+            if not root.children:
+                del self.roots[name]
         return freed
 
     def nodes(self) -> Iterator[Node]:
         """Every node below a root."""
-        stack = [child for root in self.roots.values() for child in root.children.values()]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack += node.children.values()
-
-    def locked(self) -> int:
-        return sum(1 for node in self.nodes() if node.locks)
+        for root in self.roots.values():
+            yield from _below(root)
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -116,13 +116,14 @@ class RadixTree:
         self.cached -= len(leaf.pages)
         return leaf.pages
 
-    def _prune(self, node: Node) -> list[int]:
-        freed: list[int] = []
-        for child in list(node.children.values()):
-            freed += self._prune(child)
-            if not child.children and child.locks == 0:
-                freed += self._remove(child)
-        return freed
+
+def _below(root: Node) -> Iterator[Node]:
+    """The nodes under `root`, parents before their children."""
+    stack = [*root.children.values()]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += node.children.values()
 
 
 def _common(run: list[int], tokens: list[int], at: int) -> int:

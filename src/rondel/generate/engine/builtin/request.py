@@ -54,7 +54,8 @@ class Live:
     def done(self, stop_ids: frozenset[int]) -> FinishReason | None:
         sampling = self.request.sampling
         last = self.tokens[-1]
-        if not sampling.ignore_eos and self.written >= sampling.min_tokens and (last in stop_ids or last in sampling.stop):
+        ends = last in sampling.stop or (last in stop_ids and not sampling.ignore_eos)
+        if ends and self.written >= sampling.min_tokens:
             return "stop"
         return "length" if self.written >= sampling.max_tokens else None
 

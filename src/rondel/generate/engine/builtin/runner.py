@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rondel.generate.engine.builtin.pages import Pages
+from rondel.generate.engine.builtin.pages import Layers, Pages
 from rondel.generate.engine.builtin.request import Live
 from rondel.generate.engine.builtin.sampler import draw, uniform
 from rondel.generate.engine.builtin.scheduler import Plan
@@ -39,21 +39,16 @@ class Runner:
 
     @torch.inference_mode()
     def score(self, tokens: list[int]) -> list[float]:
-        """log p(token t | tokens before) through the paged path; the pages are given back."""
-        pages = self.pages.take(len(tokens))
-        try:
-            where = torch.tensor(pages)
-            layout = PagedLayout(self.pages.keys, self.pages.values, where.to(self.device), [Chunk(0, len(tokens), where.to(self.device))], None, None)
-            ids = torch.tensor(tokens, device=self.device)
-            hidden = self.loaded.hidden(ids, torch.arange(len(tokens), device=self.device), layout)
-            out = [0.0]
-            for first in range(0, len(tokens) - 1, ROWS):
-                rows = slice(first, min(first + ROWS, len(tokens) - 1))
-                logprobs = self.loaded.head.logits(hidden[rows]).log_softmax(-1)
-                out += logprobs.gather(1, ids[rows.start + 1 : rows.stop + 1, None])[:, 0].tolist()
-            return out
-        finally:
-            self.pages.give(pages)
+        """log p(token t | tokens before) through the paged path, on pages of its own: it needs no room and works asleep."""
+        n = len(tokens)
+        where, ids = torch.arange(n, device=self.device), torch.tensor(tokens, device=self.device)
+        hidden = self.loaded.hidden(ids, where, PagedLayout(Layers(n), Layers(n), where, [Chunk(0, n, where)], None, None))
+        out = [0.0]
+        for first in range(0, n - 1, ROWS):
+            rows = slice(first, min(first + ROWS, n - 1))
+            logprobs = self.loaded.head.logits(hidden[rows]).log_softmax(-1)
+            out += logprobs.gather(1, ids[rows.start + 1 : rows.stop + 1, None])[:, 0].tolist()
+        return out
 
     def _forward(self, plan: Plan) -> tuple[Tensor, list[int]]:
         """Hidden states of the step's new tokens, and the rows from which a token is drawn."""

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rondel.words.errors import EngineError
 from rondel.words.types import Sampling
 
 BLOCK = 256
@@ -31,6 +32,8 @@ def draw(logits: Tensor, samplings: list[Sampling], noise: list[float]) -> tuple
     if bool((temperature != 1).any()):
         logits.div_(temperature[:, None])
     top, best = logits.max(-1, keepdim=True)
+    if not bool(top.isfinite().all()):
+        raise EngineError("the model's logits are not finite: its weights or activations have overflowed")
     p = logits.sub_(top).exp_()
     for row, sampling in enumerate(samplings):
         if sampling.truncated and sampling.temperature > 0:
@@ -46,9 +49,10 @@ def _inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
     """The smallest index whose cumulative weight exceeds u times the total. p [B, V] unnormalised, u [B] -> [B]."""
     batch, vocab = p.shape
     blocks = F.pad(p, (0, -vocab % BLOCK)).view(batch, -1, BLOCK)
-    mass = blocks.sum(-1).double().cumsum(-1)  # [B, V/BLOCK]
-    aim = u[:, None] * mass[:, -1:]
-    block = torch.searchsorted(mass, aim, right=True).clamp_max_(mass.shape[1] - 1)
+    mass = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # [B, V/BLOCK]
+    total = mass[:, -1:]
+    aim = torch.minimum(u[:, None] * total, total.nextafter(torch.zeros_like(total)))  # below the total: a block behind the support has no mass
+    block = torch.searchsorted(mass, aim, right=True)
     before = torch.where(block > 0, mass.gather(1, (block - 1).clamp_min(0)), 0.0)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double()
     within = torch.searchsorted(inside.cumsum(-1), aim - before, right=True)
@@ -61,12 +65,12 @@ def _inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
 
 def _truncate(p: Tensor, sampling: Sampling) -> None:
     """Zero what top-k, top-p and min-p remove, in that order, in place. p [V], largest entry 1."""
-    if sampling.min_p > 0:
-        p[p < sampling.min_p] = 0.0
     if 0 < sampling.top_k < len(p):
-        p[p < p.topk(sampling.top_k).values[-1]] = 0.0
+        p[p < p.topk(sampling.top_k).values[-1]] = 0.0  # ties with the k-th stay
     if sampling.top_p < 1:
         ordered, index = p.sort(descending=True, stable=True)
         mass = ordered.double().cumsum(0)
         keep = int((mass - ordered < sampling.top_p * mass[-1]).sum())
         p[index[keep:]] = 0.0
+    if sampling.min_p > 0:
+        p[p < sampling.min_p] = 0.0

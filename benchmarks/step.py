@@ -1,0 +1,92 @@
+"""One whole RL step on a real model, through the real loop: generate, score, train, sync.
+
+The same work as benchmarks/peers/trl_grpo.py; run them in turn on one machine:
+    rondel bench step --model FOLDER --prompts 8 --group 8 --new 64 --dtype bfloat16 --force-len --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="rondel bench step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", help="folder, hub id or smollm2-135m")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--new", type=int, default=64, help="longest completion")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"], help="compute dtype")
+    parser.add_argument("--force-len", action="store_true", help="every completion has exactly --new tokens")
+    parser.add_argument("--steps", type=int, default=4, help="at least 2; the first is dropped")
+    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--threads", type=int, default=0, help="0 is all cores")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    a = parser.parse_args(argv)
+
+    from _work import SUFFIX, SUM_TASK, gemm_peak, median, multiplications
+
+    from rondel.assemble import train
+    from rondel.words.config import Job
+    from rondel.words.events import StepDone, subscribe
+
+    parts, rows = [], []
+
+    def note(event) -> None:
+        if isinstance(event, StepDone):
+            scheduler = parts[0].engine.scheduler
+            rows.append((event, scheduler.prefilled, scheduler.decoded))
+
+    subscribe(note)
+    with tempfile.TemporaryDirectory() as folder:
+        tree = {
+            "model": {"path": a.model, "dtype": a.dtype},
+            "task": {"data": SUM_TASK, "reward": "number", "suffix": SUFFIX},
+            "algo": {"kind": "grpo", "group_size": a.group, "aggregate": {"kind": "token_mean"}},
+            "loop": {"steps": a.steps, "groups_per_step": a.prompts, "seed": a.seed},
+            "engine": {"sampling": {"max_tokens": a.new, "ignore_eos": a.force_len}},
+            "trainer": {"lr": a.lr},
+            "place": {"threads": a.threads or "auto"},
+            "run": {"folder": folder, "checkpoint": {"every": 0}, "sinks": []},
+        }
+        train(Job.parse(tree, "rondel bench step"), quiet=True, built=parts.append)
+    loaded, threads = parts[0].loaded, parts[0].device.threads
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    body, head = multiplications(loaded.model)
+    used = [e for e, _, _ in rows[1:]]
+    prefilled, decoded = ([now[k] - before[k] for before, now in pairwise(rows)] for k in (1, 2))
+    seconds = [e.seconds for e in used]
+    tokens = [e.metrics["train/tokens"] for e in used]
+    packed = [e.metrics["train/packed_tokens"] for e in used]
+    peak = gemm_peak(dtype, threads)
+    gen_s, step_s = median([s["wait"] for s in seconds]), median([s["step"] for s in seconds])
+    new = median(tokens)
+    gen_flop = 2 * (body * (median(prefilled) + median(decoded)) + head * new)
+    train_s = step_s - gen_s
+    train_flop = 2 * (3 * body * median(packed) + 4 * head * new)  # the head's logits are computed again in the backward pass
+    out = {
+        "bench": "step", "s_per_step": round(step_s, 2), "gen_s": round(gen_s, 2), "train_s": round(train_s, 2), "new_tokens": new,
+        "gen_tok_s": round(new / gen_s, 1), "train_tok_s": round(new / train_s, 1), "prefilled": median(prefilled), "packed_tokens": median(packed), "padding": 0,
+        "gemm_peak_gflops": round(peak / 1e9, 1), "gen_share_of_peak": round(gen_flop / gen_s / peak, 3), "train_share_of_peak": round(train_flop / train_s / peak, 3),
+        "forward_backward_s": round(median([e.metrics["train/forward_backward_s"] for e in used]), 2),
+        "optimizer_s": round(median([e.metrics["train/optimizer_s"] for e in used]), 2), "sync_s": round(median([s["sync"] for s in seconds]), 3),
+        "annotate_s": round(median([e.metrics["train/annotate_s"] for e in used]), 2),
+        "dtype": dtype, "threads": threads, "prompts": a.prompts, "group": a.group, "new": a.new, "force_len": a.force_len, "steps": len(used),
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }  # fmt: skip
+    if not a.json:
+        for name, value in out.items():
+            print(f"{name:<20} {value}")
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()

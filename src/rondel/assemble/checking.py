@@ -1,0 +1,129 @@
+"""`rondel check`: all that can be wrong before an hour is spent."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from rondel.assemble.parts import Parts, Rollouts, build, prepare_with
+from rondel.planner.resolve import free_memory
+from rondel.runtime.devices import keep_memory
+from rondel.score.preflight import check_reward
+from rondel.train.checkpoint import Checkpoints, bytes_needed
+from rondel.words.config import Job
+from rondel.words.errors import CheckpointError, RondelError
+from rondel.words.types import Failed, Group, Slot
+
+GROUPS = 6  # rolled out to measure the signal
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    what: str
+    ok: bool
+    message: str
+    remedy: str = ""
+
+
+def check(job: Job) -> list[Finding]:
+    """The recipe, its data, the reward on gold, empty and wrong answers, the signal, memory, disk, and a step at lr = 0."""
+    keep_memory()
+    try:
+        parts = build(job)
+    except RondelError as error:
+        return [Finding("recipe", False, str(error))]
+    try:
+        found = [Finding("recipe", True, f"{parts.row.name} on {parts.loaded.name}: {batch_line(job)}"), _tasks(parts)]
+        found += asyncio.run(_live(parts))
+        return [*found, _memory(parts), _disk(parts)]
+    finally:
+        parts.close()
+
+
+def batch_line(job: Job) -> str:
+    p, g, u = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step
+    return f"{p} groups x {g} samples = {p * g} trajectories a step, {u} update{'s' * (u > 1)}"
+
+
+def _tasks(parts: Parts) -> Finding:
+    t = parts.tasks
+    message = f"{len(t.train)} to train on, {len(t.held_out)} held out, {t.duplicates} duplicates dropped"
+    if t.held_out:
+        return Finding("tasks", True, message)
+    return Finding("tasks", False, f"{message}: nothing to measure progress with", "set task.data.holdout = 50, or eval_path for files")
+
+
+async def _live(parts: Parts) -> list[Finding]:
+    rewards = await check_reward(parts.pool, parts.tasks.train)
+    found = [Finding(f"reward: {f.what}", f.ok, f.message, f.remedy) for f in rewards]
+    await parts.sync(parts.trainer, parts.engine)
+    rollouts = Rollouts(parts, parts.job.algo.group_size)
+    tasks = parts.tasks.train[:GROUPS]
+
+    async def one(number: int) -> Group:
+        group = await rollouts.attempt(Slot(number, tasks[number], 0))
+        await rollouts.score(group)
+        return group
+
+    groups = list(await asyncio.gather(*(one(n) for n in range(len(tasks)))))
+    return [*found, *_signal(parts, groups), await _lr_zero(parts, groups)]
+
+
+def _signal(parts: Parts, groups: list[Group]) -> list[Finding]:
+    answers = [t for g in groups for t in g.trajectories]
+    failed = [t.score for t in answers if isinstance(t.score, Failed)]
+    mixed = sum(len(set(g.rewards)) > 1 for g in groups)
+    mean = sum(sum(g.rewards) for g in groups) / max(1, sum(len(g.rewards) for g in groups))
+    cut = sum(t.finish_reason == "length" for t in answers) / len(answers)
+    warm = parts.job.loop.warmup.steps
+    found = [
+        Finding(
+            "signal",
+            mixed > 0 or warm > 0,
+            f"{mixed} of {len(groups)} groups have mixed rewards, mean reward {mean:.2f}" + " (before the supervised warmup)" * (warm > 0),
+            "an easier or harder task, a larger group_size, or a supervised warmup",
+        ),
+        Finding("length", cut < 0.9 or warm > 0, f"{cut:.0%} of the answers hit engine.sampling.max_tokens", "raise engine.sampling.max_tokens, or ask for shorter answers"),
+    ]
+    if failed:
+        found.append(Finding("rollouts", False, f"{len(failed)} of {len(answers)} answers could not be scored: {failed[0].reason} {failed[0].detail}"))
+    return found
+
+
+async def _lr_zero(parts: Parts, groups: list[Group]) -> Finding:
+    """A step that must change nothing: engine and trainer agree, the ratio is 1, the weights stay."""
+    scored = [g for g in groups if g.rewards]
+    if not scored:
+        return Finding("lr = 0", False, "no scored rollouts to train on")
+    settings, parts.trainer.settings = parts.trainer.settings, parts.trainer.settings.at_rest()
+    root = (await parts.trainer.publish(parts.sync.transport.route(parts.trainer, []))).root
+    stats = await parts.trainer.step(await prepare_with(parts.row)(scored), parts.row)
+    after = (await parts.trainer.publish(parts.sync.transport.route(parts.trainer, []))).root
+    parts.trainer.settings = settings
+    gap, deviation = stats.metrics.get("train/gap_mean", 0.0), stats.metrics.get("train/ratio_max_deviation", 0.0)
+    limit = 1e-4 if parts.loaded.dtype.itemsize == 4 else 0.05
+    message = f"mean |trainer - engine| {gap:.1e} nats a token, ratio off 1 by {deviation:.1e}, weights {'unchanged' if root == after else 'CHANGED'}"
+    return Finding("lr = 0", stats.stepped and gap < limit and root == after, message, "engine and trainer disagree: use model.dtype = 'float32' to tell rounding from a bug")
+
+
+def _memory(parts: Parts) -> Finding:
+    weights = sum(p.numel() for p in parts.loaded.model.parameters())
+    compute = parts.loaded.dtype.itemsize
+    state = weights * (16 + (compute if compute < 4 else 0))  # master, gradient, two moments, compute copy
+    free = free_memory()
+    needed = max(0, state - weights * compute)  # the compute copy is loaded already
+    message = f"training state {state / 1e9:.2f} GB, {free / 1e9:.1f} GB free"
+    return Finding("memory", needed < free, message, "a smaller model, or a machine with more memory")
+
+
+def _disk(parts: Parts) -> Finding:
+    folder = Path(parts.job.run.folder)
+    existing = next((p for p in [folder, *folder.parents] if p.is_dir()), Path(tempfile.gettempdir()))
+    needed = bytes_needed(parts.trainer)
+    try:
+        Checkpoints(existing, parts.job.run.checkpoint.keep).check_disk(needed)
+    except CheckpointError as error:
+        return Finding("disk", False, str(error))
+    return Finding("disk", True, f"a checkpoint is {needed / 1e9:.2f} GB, {parts.job.run.checkpoint.keep} are kept")

@@ -1,0 +1,82 @@
+"""Tiny random models, an engine that runs inline, and the plain forward pass that judges both."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import torch
+
+from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.models.head import Head
+from rondel.models.load import Loaded, load
+from rondel.words.types import Request, Sampling, sample_key
+
+torch.set_num_threads(1)
+
+SIZE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
+LLAMA = {"random": "llama", **SIZE, "seed": 3}
+
+
+def tiny(kind: str = "llama", **config) -> Loaded:
+    """Random weights, larger than initialised, so that attention looks somewhere and distributions are far from uniform."""
+    loaded = load({"random": kind, "seed": 3, **(config or SIZE)}, dtype="float32")
+    with torch.no_grad():
+        for name, p in loaded.model.named_parameters():
+            if p.dim() > 1:
+                p.mul_(8 if any(end in name for end in ("embed", "wte", "wpe", "lm_head")) else 3)
+    return loaded
+
+
+def twin(loaded: Loaded) -> Loaded:
+    """The same weights in other memory."""
+    model = copy.deepcopy(loaded.model)
+    return Loaded(model, loaded.tokenizer, Head.of(model), loaded.name, loaded.stop_ids, loaded.max_context)
+
+
+async def inline(f, *args):
+    await asyncio.sleep(0)  # others get a turn while the device works, as with a thread
+    return f(*args)
+
+
+def engine(loaded: Loaded, **settings) -> BuiltinEngine:
+    return BuiltinEngine(loaded, **{"run": inline, "kv_pages": 4096, "max_running": 16, "prefill_tokens": 256, **settings})
+
+
+def ask(tokens: list[int], *, key: int | None = None, n: int = 16, **sampling) -> Request:
+    key = sample_key(0, sum(tokens), len(tokens)) if key is None else key
+    return Request(list(tokens), Sampling(**{"max_tokens": n, "ignore_eos": True, **sampling}), key=key)
+
+
+def prompt(seed: int, n: int, vocab: int = 100) -> list[int]:
+    return torch.randint(5, vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+async def all_of(e: BuiltinEngine, requests: list[Request]):
+    return await asyncio.gather(*(e.generate(r) for r in requests))
+
+
+@torch.no_grad()
+def plain_logits(loaded: Loaded, tokens: list[int]) -> torch.Tensor:
+    """transformers' own eager attention, one sequence, no cache. [T, V]"""
+    attention = loaded.model.config._attn_implementation
+    loaded.model.set_attn_implementation("eager")
+    try:
+        return loaded.model(torch.tensor([tokens]), use_cache=False).logits[0].double()
+    finally:
+        loaded.model.set_attn_implementation(attention)
+
+
+def plain_logprobs(loaded: Loaded, tokens: list[int], *, temperature: float = 1.0) -> list[float]:
+    """log p(token t | tokens before) for t >= 1."""
+    logp = (plain_logits(loaded, tokens)[:-1] / temperature).log_softmax(-1)
+    return logp.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+
+
+def idle(e: BuiltinEngine) -> None:
+    """Nothing runs, nothing waits, nothing is locked, every page is free or cached."""
+    assert not e.scheduler.running and not e.scheduler.waiting and not e._gone
+    assert e.scheduler.tree.held == 0 and all(n.locks == 0 for n in e.scheduler.tree.nodes())
+    assert e.pages.free + e.scheduler.tree.cached == e.pages.count
+    cached = [p for n in e.scheduler.tree.nodes() for p in n.pages]
+    assert sorted(cached + e.pages._free) == list(range(1, e.pages.count + 1)), "a page is lost or twice somewhere"

@@ -1,0 +1,285 @@
+"""Law 9: n steps = k steps + kill -9 + resume + (n - k) steps, bit for bit at S = 0."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from run_kit import FAST, RECIPE, balances, events, final, run, run_and_die, steps
+from train_kit import awkward_groups, batch, bits, model, row, step, trainer
+
+from rondel.runtime.journal import store
+from rondel.train.checkpoint import Checkpoints, flaw, load_trainer, save_trainer
+from rondel.words.errors import CheckpointError, ConfigError
+from rondel.words.events import subscribe
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The run that nobody interrupts: 6 supervised steps, 8 of RL, a checkpoint every 3."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(folder)
+    return folder
+
+
+def same_run(folder: Path, whole: Path) -> None:
+    ours, theirs = final(folder), final(whole)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert steps(folder) == steps(whole)
+    for n in store.steps(whole):
+        for a, b in zip(store.read_step(folder, n), store.read_step(whole, n), strict=True):
+            a.pop("timings"), b.pop("timings")
+            assert a == b
+
+
+def test_two_runs_are_equal(whole, tmp_path):
+    run(tmp_path / "run")
+    same_run(tmp_path / "run", whole)
+
+
+KILLS = [
+    [("Admitted", 1), ("StepDone", 2)],  # nothing was learned yet; then before the first checkpoint
+    [("fsync", 1), ("fsync", 1)],  # while a checkpoint is written, twice the same
+    [("Checkpointed", 2), ("Admitted", 1)],  # at the border of the two phases, and again at once
+    [("GroupsTaken", 8), ("Synced", 4)],  # rollouts stored, not trained; then trained, not booked
+    [("Checkpointed", 5)],  # everything is done but the last words
+]
+
+
+@pytest.mark.parametrize("moments", KILLS, ids=lambda m: "+".join(f"{kind}{n}" for kind, n in m))
+def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path, moments):
+    folder = tmp_path / "run"
+    for moment in moments:
+        assert run_and_die(folder, moment) == -9
+    run(folder)
+    same_run(folder, whole)
+    assert not list((folder / "checkpoints").glob(".writing-*"))
+
+
+OTHERS = {
+    "rloo with KL": {"algo__kind": "rloo", "algo__kl": {"coef": 0.05}},
+    "two updates, cosine": {"loop__updates_per_step": 2, "trainer__schedule": "cosine", "trainer__warmup_steps": 3},
+    "bfloat16": {"model__dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_recipes_resume_to_the_same_bits(tmp_path, name):
+    """A reference, several updates a step with a schedule over the phases, masters behind a bf16 copy."""
+    run(tmp_path / "whole", **OTHERS[name])
+    assert run_and_die(tmp_path / "run", ("StepDone", 11), **OTHERS[name]) == -9
+    run(tmp_path / "run", **OTHERS[name])
+    same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_with_refills_the_samples_are_the_same(tmp_path):
+    """A dropped group is replaced when its reward arrives, so the engine's batches depend on the clock, and with them the last
+    bits of a behavior logprob (numerics = "fast"). Tokens, rewards, ledger are those of the uninterrupted run."""
+    easy = {"algo__kind": "dapo", "task__reward": "rewards_kit:parity", "loop__steps": 5}
+    run(tmp_path / "whole", **easy)
+    assert run_and_die(tmp_path / "run", ("StepDone", 10), **easy) == -9
+    run(tmp_path / "run", **easy)
+    done = events(tmp_path / "run", "StepDone")
+    assert [e["ledger"] for e in done] == [e["ledger"] for e in events(tmp_path / "whole", "StepDone")]
+    assert done[-1]["ledger"].get("filtered/unanimous", 0) > 0
+    for n in store.steps(tmp_path / "whole"):
+        for a, b in zip(store.read_step(tmp_path / "run", n), store.read_step(tmp_path / "whole", n), strict=True):
+            assert all(a[key] == b[key] for key in ("group", "sample", "task", "tokens", "mask", "versions", "reward"))
+            assert a["trainer_logprobs"] == pytest.approx(b["trainer_logprobs"], abs=1e-4)
+
+
+STALE = {
+    "loop__max_staleness": 1,
+    "algo__correction": {"kind": "token_tis"},
+    "loop__warmup__steps": 0,
+    "loop__steps": 12,
+    "engine__sampling": {"max_tokens": 12},
+}
+
+
+def test_a_stale_run_loses_no_group_and_trains_none_twice(tmp_path):
+    """S = 1, requests held over the update: finished groups come back whole, unfinished ones are started again."""
+    folder = tmp_path / "run"
+    assert run_and_die(folder, ("StepDone", 5), **STALE) == -9
+    assert run_and_die(folder, ("GroupsTaken", 5), **STALE) == -9
+    run(folder, **STALE)
+    done = events(folder, "StepDone")
+    assert [e["step"] for e in done] == list(range(1, 13))
+    assert all(balances(e["ledger"]) for e in done)
+    taken = [number for e in events(folder, "GroupsTaken") for number in e["numbers"]]
+    assert len(taken) == len(set(taken)) == 12 * 4
+    dropped = [e["number"] for e in events(folder, "GroupFinished") if not e["kept"]]
+    issued = [e["number"] for e in events(folder, "Admitted")]
+    assert issued == list(range(len(issued))) and len(issued) >= done[-1]["ledger"]["issued"]
+    assert not set(taken) & set(dropped)
+    ended = sorted([*taken, *dropped])
+    window = 1 + 1 * 4 // 2
+    assert max(ended) - len(ended) < window + 8  # what is missing is in flight, at most (S + 1)·P young ones
+    assert set(range(min(set(issued) - set(ended)))) <= set(ended)
+    assert all(e["version"] - born <= 1 for e in events(folder, "GroupsTaken") for born in e["born"])
+
+
+# -- the folder ----------------------------------------------------------------------------------
+
+
+def spoil(checkpoint: Path, how: str) -> None:
+    if how == "truncated":
+        data = (checkpoint / "optimizer.safetensors").read_bytes()
+        (checkpoint / "optimizer.safetensors").write_bytes(data[: len(data) // 2])
+    elif how == "flipped":
+        data = bytearray((checkpoint / "model.safetensors").read_bytes())
+        data[len(data) // 2] ^= 1
+        (checkpoint / "model.safetensors").write_bytes(data)
+    elif how == "no manifest":
+        (checkpoint / "manifest.json").unlink()
+    elif how == "odd manifest":
+        (checkpoint / "manifest.json").write_text('{"step": 14, "fjles": {}}')
+    elif how == "empty manifest":
+        (checkpoint / "manifest.json").write_text('{"step": 14, "files": {}}')
+    elif how == "lost file":
+        (checkpoint / "state.json").unlink()
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped", "no manifest", "odd manifest", "empty manifest", "lost file"])
+def test_a_corrupt_newest_checkpoint_is_skipped_with_a_warning(whole, tmp_path, how):
+    shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
+    folders = sorted((tmp_path / "checkpoints").iterdir())
+    spoil(folders[-1], how)
+    said = []
+    end = subscribe(lambda event: said.append(event.message))
+    try:
+        path, state = Checkpoints(tmp_path / "checkpoints", 2).latest()
+    finally:
+        end()
+    assert path == folders[-2] and state["step"] == 12
+    assert len(said) == 1 and "step-000014 is skipped" in said[0]
+    assert flaw(folders[-1]) and not flaw(folders[-2])
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_corrupt_one(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    spoil(folder / "checkpoints" / "step-000014", "flipped")
+    run(folder)
+    same_run(folder, whole)
+    assert [e["step"] for e in events(folder, "Resumed")] == [12]
+
+
+def test_a_corrupt_leftover_never_outlives_a_good_checkpoint(tmp_path):
+    """keep = 1: the new checkpoint must not be taken for the old one because a corrupt one has a higher number."""
+    import asyncio
+
+    store = Checkpoints(tmp_path, 1)
+    t = trainer(model("llama"))
+    for n in (4, 9):
+        asyncio.run(store.write(n, t.save, {"step": n}))
+    spoil(tmp_path / "step-000009", "flipped")
+    asyncio.run(store.write(6, t.save, {"step": 6}))
+    assert [p.name for p in store.all()] == ["step-000006"] and store.latest()[1]["step"] == 6
+
+
+def test_a_complete_run_says_so_and_trains_nothing(whole):
+    """By the command itself: exit code 0, the word, and not a byte of the journal."""
+    journal = (whole / "journal.jsonl").read_bytes()
+    words = [f"--{key}={json.dumps(value) if not isinstance(value, dict) else toml(value)}" for key, value in FAST.items()]
+    command = [sys.executable, "-c", "from rondel.cli import main; main()", "train", str(RECIPE), f"--run.folder={whole}", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "is complete: 14 of 14 steps" in " ".join((done.stdout + done.stderr).split())
+    assert (whole / "journal.jsonl").read_bytes() == journal
+
+
+def toml(table: dict) -> str:
+    return "{ " + ", ".join(f"{k} = {json.dumps(v)}" for k, v in table.items()) + " }"
+
+
+def test_a_changed_recipe_is_refused_with_the_difference(whole):
+    with pytest.raises(ConfigError, match=r"trainer.lr: 0.001 -> 0.5") as error:
+        run(whole, trainer__lr=0.5, loop__steps=99)
+    assert "loop.steps" not in str(error.value)  # going on longer is no other recipe
+    run(whole, run__checkpoint={"keep": 3})  # nor is where and how it is kept
+
+
+def test_more_steps_go_on_from_the_last_checkpoint(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    run(folder, loop__steps=10)
+    assert [e["step"] for e in events(folder, "StepDone")] == list(range(1, 17))
+    assert [e["step"] for e in events(folder, "Resumed")] == [14]
+    run(tmp_path / "long", loop__steps=10)
+    same_run(folder, tmp_path / "long")
+
+
+def test_a_disk_that_is_too_small_is_an_error_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "total used free")(10**9, 10**9, 10**5))
+    with pytest.raises(CheckpointError, match="free some space"):
+        run(tmp_path / "run")
+    assert not (tmp_path / "run" / "journal.jsonl").exists()
+
+
+def test_what_lies_there_already_is_not_asked_for_again(tmp_path, monkeypatch):
+    for n in (1, 2):
+        (tmp_path / f"step-{n:06d}").mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "total used free")(0, 0, 150))
+    Checkpoints(tmp_path, 2).check_disk(100)
+    with pytest.raises(CheckpointError):
+        Checkpoints(tmp_path, 3).check_disk(100)
+
+
+# -- the trainer's part --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "tied"])
+def test_a_loaded_trainer_goes_on_bit_for_bit(tmp_path, kind, dtype):
+    algo = row("grpo")
+    t, other = trainer(model(kind, dtype), algo), trainer(model(kind, dtype), algo)
+    for n in range(3):
+        step(t, batch(awkward_groups(n), algo), algo)
+    save_trainer(t, tmp_path)
+    step(other, batch(awkward_groups(9), algo), algo)  # a trainer that was elsewhere forgets all of it
+    load_trainer(other, tmp_path)
+    assert bits(other) == bits(t) and (other.step_number, other.version) == (3, 3)
+    for which in (t, other):
+        step(which, batch(awkward_groups(5), algo), algo)
+    assert bits(other) == bits(t)
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "qwen3", "gemma3_text"])
+def test_a_checkpoint_is_a_model_that_transformers_loads(tmp_path, kind):
+    from transformers import AutoModelForCausalLM
+
+    t = trainer(model(kind))
+    step(t, batch(awkward_groups(), row()), row())
+    save_trainer(t, tmp_path)
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, attn_implementation="eager")
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    theirs = dict(loaded.named_parameters())
+    assert all(torch.equal(theirs[n], p) for n, p in zip(t.weights.names, t.weights.compute, strict=True))
+
+
+def test_frozen_weights_and_buffers_are_saved_too(tmp_path):
+    """A checkpoint that holds only what was trained is not a model."""
+    from safetensors.torch import load_file
+
+    loaded = model("llama")
+    loaded.model.base_model.norm.weight.requires_grad_(False)
+    loaded.model.base_model.register_buffer("bias_of_the_router", torch.arange(3.0))
+    save_trainer(trainer(loaded), tmp_path)
+    kept = load_file(tmp_path / "model.safetensors")
+    assert "model.norm.weight" in kept and kept["model.bias_of_the_router"].tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments(tmp_path):
+    script = Path(__file__).parent.parent.parent / "benchmarks" / "kill_resume.py"
+    done = subprocess.run([sys.executable, script, "--kills", "3", "--folder", tmp_path], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1])["equal"] is True

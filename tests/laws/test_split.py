@@ -1,0 +1,168 @@
+"""Law 3: the gradient is the same for any micro-batch size, packing order and group permutation; and it is the written formula's."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from train_kit import awkward_groups, batch, model, row, step, trainer
+from transformers import AutoModelForCausalLM
+
+from rondel.train.pack import Batch
+from rondel.train.step import Sums
+
+TOLERANCE = 1e-6
+ROWS = {
+    "grpo": row("grpo"),
+    "grpo, k3 and entropy": row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02}),
+    "dr_grpo": row("dr_grpo"),
+    "dapo": row("dapo"),
+    "rloo": row("rloo"),
+    "reinforce": row("reinforce", correction={"kind": "token_tis"}),
+    "sft": row("sft"),
+}
+
+
+def gradient(t, b: Batch, algo, *, micro_tokens: int = 10**6, share: bool = True) -> torch.Tensor:
+    """All masters' gradients of one update, in one vector."""
+    object.__setattr__(t.settings, "micro_tokens", micro_tokens)
+    object.__setattr__(t.settings, "share_prompts", share)
+    t.weights.zero_grad()
+    t._annotate(b, algo.needs)
+    t._accumulate(b, algo, Sums(), proximal_noted=False)
+    return torch.cat([(torch.zeros_like(m) if m.grad is None else m.grad).flatten() for m in t.weights.masters]).double().clone()
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def shuffled(b: Batch, seed: int, *, whole_groups: bool) -> Batch:
+    rng, samples = random.Random(seed), list(b.samples)
+    if not whole_groups:
+        rng.shuffle(samples)
+        return Batch(samples)
+    groups = {s.group: [x for x in samples if x.group == s.group] for s in samples}
+    order = list(groups)
+    rng.shuffle(order)
+    return Batch([s for g in order for s in rng.sample(groups[g], len(groups[g]))])
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("kind", ["llama", "tied", "qwen3", "gemma3_text"])
+def test_the_gradient_is_the_same_for_any_split(kind, name):
+    algo = ROWS[name]
+    t = trainer(model(kind), algo)
+    b = batch(awkward_groups(), algo)
+    whole = gradient(t, b, algo)
+    assert whole.norm() > 1e-3
+    worst = 0.0
+    for micro_tokens in (1, 13, 40, 10**6):
+        for share in (True, False):
+            worst = max(worst, apart(gradient(t, b, algo, micro_tokens=micro_tokens, share=share), whole))
+    for seed, whole_groups in ((0, True), (1, True), (2, False), (3, False)):
+        worst = max(worst, apart(gradient(t, shuffled(b, seed, whole_groups=whole_groups), algo, micro_tokens=25), whole))
+    print(f"{kind}, {name}: relative difference {worst:.1e}")
+    assert worst <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("kind", ["llama", "tied", "gemma3_text"])
+def test_the_gradient_is_that_of_the_formula(kind, name):
+    """One sample at a time through the plain transformers model, the loss written out by hand in float64."""
+    algo, groups = ROWS[name], awkward_groups()
+    loaded = model(kind)
+    t = trainer(loaded, algo)
+    b = batch(groups, algo)
+    mine = gradient(t, b, algo, micro_tokens=30)
+    plain = AutoModelForCausalLM.from_config(loaded.model.config, attn_implementation="eager")
+    plain.load_state_dict(loaded.model.state_dict())
+    plain = plain.double().eval()
+    lengths = np.array([len(s.trainable) for s in b.samples])
+    by_group = {g.id: np.array([x.reward for x in g.trajectories]) for g in groups}
+    loss = 0.0
+    for s in b.samples:
+        rewards = by_group[s.group]
+        if name == "dapo":  # max_tokens = 8 and a buffer of 8 // 5 = 1: an answer of 8 tokens or more pays 1
+            rewards = np.array([x.reward - (len(x.trainable) >= 8) for x in b.samples if x.group == s.group])
+        r, n = rewards[s.index], len(rewards)
+        group_norm = (r - rewards.mean()) / (rewards.std(ddof=1) + 1e-6) if n > 1 else 0.0
+        advantage = {
+            "grpo": group_norm,
+            "dapo": group_norm,
+            "dr_grpo": r - rewards.mean(),
+            "rloo": r - (rewards.sum() - r) / (n - 1) if n > 1 else 0.0,
+            "reinforce": r,
+            "sft": 1.0,
+        }[algo.name]
+        weight = {
+            "grpo": 1 / (len(lengths) * len(s.trainable)),
+            "dr_grpo": 1 / (len(lengths) * 8),
+            "dapo": 1 / lengths.sum(),
+            "rloo": 1 / len(lengths),
+            "reinforce": 1 / len(lengths),
+            "sft": 1 / lengths.sum(),
+        }[algo.name]
+        logits = plain(torch.tensor(s.tokens)[None], use_cache=False).logits[0].double()
+        logp = logits.log_softmax(-1)
+        at = torch.tensor(s.trainable)
+        picked = logp[at - 1].gather(1, torch.tensor(s.tokens)[at][:, None])[:, 0]
+        correction = 1.0
+        if name == "reinforce":
+            correction = (picked.detach() - torch.tensor(s.behavior)).exp().clamp(max=2.0)
+        token = -correction * advantage * picked
+        if name == "grpo, k3 and entropy":  # the reference is the policy itself, so k3 has gradient 0 here
+            entropy = -(logp.exp() * logp).sum(-1)[at - 1]
+            token = token - 0.02 * entropy
+        loss = loss + weight * token.sum()
+    loss.backward()
+    theirs = dict(plain.named_parameters())
+    exact = torch.cat([theirs[n].grad.flatten() if theirs[n].grad is not None else torch.zeros(theirs[n].numel()) for n in t.weights.names])
+    assert apart(mine, exact) <= 1e-5, apart(mine, exact)
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo, k3 and entropy", "dapo", "sft"])
+def test_two_updates_move_alike_for_any_split(name):
+    """A whole step with updates_per_step = 2: proximal recompute, two optimizer moves."""
+    algo, masters, metrics = ROWS[name], [], []
+    for micro_tokens, share in ((1, False), (20, True), (10**6, True)):
+        t = trainer(model("llama"), algo, micro_tokens=micro_tokens, share_prompts=share, updates_per_step=2, lr=1e-3)
+        stats = step(t, batch(awkward_groups(), algo), algo)
+        assert stats.stepped
+        start = torch.cat([p.flatten() for p in model("llama").model.parameters()]).detach().double()
+        masters.append(torch.cat([m.detach().flatten() for m in t.weights.masters]).double() - start)
+        metrics.append(stats.metrics)
+    for other, numbers in zip(masters[1:], metrics[1:]):
+        assert apart(other, masters[0]) <= 2e-3  # AdamW divides by the root of its second moment: tiny gradients magnify rounding
+        for key in metrics[0].keys() & {
+            "train/loss",
+            "train/grad_norm",
+            "train/entropy",
+            "train/gap_mean",
+            "train/clip_fraction",
+            "train/kl_ref",
+        }:
+            assert numbers[key] == pytest.approx(metrics[0][key], rel=1e-4, abs=1e-6), key
+
+
+def test_denominators_count_the_update_not_the_micro_batch():
+    """Law 3 read backwards: without whole-batch denominators the split would show. Halving the batch must change the weights."""
+    algo = ROWS["grpo"]
+    b = batch(awkward_groups(), algo)
+    t = trainer(model("llama"), algo)
+    half = Batch(b.samples[:5])
+    assert apart(gradient(t, half, algo) * 5 / len(b.samples), gradient(t, half, algo)) > 0.1
+
+
+def test_the_batch_falls_into_updates_of_whole_groups():
+    b = batch(awkward_groups(), ROWS["grpo"])
+    for n in range(1, 9):
+        parts = b.updates(n)
+        groups = [[s.group for s in part.samples] for part in parts]
+        assert len(parts) == min(n, 5)
+        assert sum(map(len, groups)) == len(b.samples)
+        assert all(not set(a) & set(c) for i, a in enumerate(groups) for c in groups[:i])
+        sizes = [len(set(g)) for g in groups]
+        assert max(sizes) - min(sizes) <= 1

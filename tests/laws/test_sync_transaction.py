@@ -1,0 +1,386 @@
+"""Law 6: a weight update arrives whole or the engine refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_kit import ask, engine, idle, plain_logprobs, prompt, tiny, twin
+from test_interruption import Publisher, wrote
+
+from rondel.models import names
+from rondel.sync.from_tensor import FromTensor
+from rondel.sync.update import Update
+from rondel.words.errors import EngineError, SyncError
+from rondel.words.events import Synced, subscribe
+from rondel.words.types import Abort, Begin, Commit, Route
+
+PROBE = prompt(0, 16)
+
+
+def update(trainer, *, probe=PROBE, score=None, moved=True, tolerance=1e-4):
+    async def theirs(tokens):
+        return [0.0, *plain_logprobs(trainer.loaded, tokens)]
+
+    return Update(FromTensor(), probe=probe, score=score or theirs, tolerance=tolerance, moved=lambda: moved)
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for (_, x), (_, y) in zip(names.weights(a.model), names.weights(b.model), strict=True))
+
+
+def test_one_shared_copy_moves_nothing():
+    model, seen = tiny(), []
+    trainer, e = Publisher(model), engine(model)
+    stop = subscribe(lambda event: seen.append(event) if isinstance(event, Synced) else None)
+    trainer.train()
+    assert asyncio.run(update(trainer)(trainer, e)) == 1
+    stop()
+    (synced,) = seen
+    assert e.bytes_copied == 0 and e.version == 1 and synced.version == 1 and synced.root == names.manifest(model.model, 1).root
+    assert synced.bytes_copied == 0 and synced.probe_gap < 1e-5
+
+
+def test_a_separate_copy_becomes_bitwise_equal():
+    theirs, mine = tiny(), tiny()
+    trainer, e = Publisher(theirs), engine(mine)
+    sync = update(trainer)
+    before = asyncio.run(e.generate(ask(prompt(1, 20)))).tokens
+    for version in (1, 2, 3):
+        trainer.train()
+        assert not equal(theirs, mine)
+        assert asyncio.run(sync(trainer, e)) == version == e.version
+        assert equal(theirs, mine)
+        assert e.bytes_copied == sum(p.numel() * 4 for _, p in names.weights(mine.model))
+    after = asyncio.run(e.generate(ask(prompt(1, 20))))
+    assert after.tokens == asyncio.run(engine(theirs).generate(ask(prompt(1, 20)))).tokens != before
+    assert after.cached_tokens == 0 and set(after.versions) == {3}
+
+
+def test_a_tied_tensor_travels_once():
+    model = tiny("gemma2", **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16})
+    sent = [n for n, _ in names.weights(model.model)]
+    assert len(sent) == len(set(sent)) and not any("lm_head" in n for n in sent)
+    trainer, e = Publisher(twin(model)), engine(model)
+    trainer.train()
+    asyncio.run(update(trainer)(trainer, e))
+    assert equal(trainer.loaded, model) and model.model.lm_head.weight.data_ptr() == model.model.model.embed_tokens.weight.data_ptr()
+
+
+# -- everything that can go wrong on the way -------------------------------------------------------
+
+
+def spoil(what, manifest, tensors):
+    """-> (manifest, tensors, commit) with one thing wrong."""
+    rows, commit = list(manifest.tensors), Commit(manifest.version, manifest.root)
+    if what == "missing":
+        rows.pop(3)
+    elif what == "unknown":
+        rows.append(replace(rows[0], name="model.extra.weight"))
+    elif what == "shape":
+        rows[2] = replace(rows[2], shape=(1, *rows[2].shape))
+    elif what == "dtype":
+        rows[2] = replace(rows[2], dtype="bfloat16")
+    elif what == "older version":
+        manifest = replace(manifest, version=-1)
+    elif what == "left behind":
+        tensors.pop(rows[4].name)
+    elif what == "stowaway":
+        tensors["model.extra.weight"] = torch.zeros(2)
+    elif what == "flipped":
+        tensors[rows[1].name] = tensors[rows[1].name].clone()
+        tensors[rows[1].name].view(-1).view(torch.int32)[7] ^= 1
+    elif what == "broadcast":
+        tensors[rows[1].name] = tensors[rows[1].name][:1]
+    elif what == "not a tensor":
+        tensors[rows[1].name] = "?"
+    elif what == "root":
+        commit = replace(commit, root="0" * 32)
+    elif what == "version":
+        commit = replace(commit, version=manifest.version + 1)
+    return replace(manifest, tensors=tuple(rows)), tensors, commit
+
+
+FAULTS = {
+    "missing": "1 tensors are missing, first ",
+    "unknown": "1 tensors are unknown, first model.extra.weight",
+    "shape": "another shape or dtype",
+    "dtype": "another shape or dtype",
+    "older version": "version -1 is older than 0",
+    "left behind": "did not travel",
+    "stowaway": "were not announced, first model.extra.weight",
+    "flipped": "1 tensors arrived with other bits than were sent",
+    "broadcast": "other bits than were sent",
+    "not a tensor": "'str' object",
+    "root": "with root 00000000 is committed",
+    "version": "version 2 with root",
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_faulty_update_is_refused_until_a_good_one(what):
+    mine = tiny()
+    trainer, e = Publisher(twin(mine)), engine(mine)
+    request = ask(prompt(1, 20), key=1)
+
+    async def main():
+        await e.generate(request)
+        trainer.train()
+        route = Route("tensor", {})
+        manifest, tensors, commit = spoil(what, await trainer.publish(route), route.data)
+        with pytest.raises(SyncError, match=FAULTS[what]) as error:
+            await e.receive(Begin(manifest))
+            await e.receive(Route("tensor", tensors))
+            await e.receive(commit)
+        assert "refuses to generate until a good update" in str(error.value)
+        assert (await e.status()).state == "refusing" and e.version == 0
+        for verb in (e.generate, e.score):
+            with pytest.raises(EngineError, match="refuses"):
+                await verb(request)
+        assert await update(trainer)(trainer, e) == 1
+        c = await e.generate(request)
+        idle(e)
+        return c
+
+    c = asyncio.run(main())
+    truth = asyncio.run(engine(trainer.loaded).generate(request))
+    assert (c.tokens, set(c.versions), c.cached_tokens) == (truth.tokens, {1}, 0)
+
+
+def test_messages_out_of_order():
+    async def main(*messages, says):
+        e = engine(tiny())
+        with pytest.raises(SyncError, match=says):
+            for message in messages:
+                await e.receive(message)
+        assert (await e.status()).state == "refusing"
+
+    model = tiny()
+    manifest = names.manifest(model.model, 1)
+    begin, data, commit = Begin(manifest), Route("tensor", dict(names.weights(model.model))), Commit(1, manifest.root)
+    asyncio.run(main(commit, says="commit without begin"))
+    asyncio.run(main(data, says="data without begin"))
+    asyncio.run(main(begin, data, commit, commit, says="commit without begin"))
+    asyncio.run(main(begin, Abort("never mind"), commit, says="commit without begin"))
+
+
+def test_a_weight_that_flips_between_publish_and_commit():
+    """Also where trainer and engine share the copy: there the digest is all that can notice."""
+    model = tiny()
+    trainer, e = Publisher(model), engine(model)
+
+    async def main():
+        route = Route("tensor", {})
+        manifest = await trainer.publish(route)
+        await e.receive(Begin(manifest))
+        await e.receive(route)
+        next(iter(route.data.values())).view(-1)[5] += 1e-3
+        with pytest.raises(SyncError, match="1 tensors arrived with other bits than were sent, first model.embed_tokens.weight"):
+            await e.receive(Commit(0, manifest.root))
+
+    asyncio.run(main())
+
+
+class Deaf:
+    """An engine that says yes and does something else."""
+
+    def __init__(self, version=1, logprobs=None):
+        self.version, self.logprobs, self.heard = version, logprobs, []
+
+    async def receive(self, message):
+        self.heard.append(type(message).__name__)
+        return self.version
+
+    async def score(self, request):
+        return type("Scored", (), {"logprobs": self.logprobs})
+
+
+def test_a_version_that_is_not_echoed():
+    trainer, deaf = Publisher(tiny(), 1), Deaf(version=0)
+    with pytest.raises(SyncError, match="serves version 0, but 1 was committed"):
+        asyncio.run(update(trainer)(trainer, deaf))
+    assert deaf.heard == ["Begin", "Route", "Commit", "Abort"]
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "theirs, says",
+    [([0.0, -1.0, -2.2], "differ by 0.2 nats"), ([0.0, NAN, -2.0], "differ by nan"), ([0.0, -1.0, NAN], "differ by nan"), ([0.0, -1.0], "3 tokens")],
+)
+def test_a_probe_that_disagrees(theirs, says):
+    async def score(tokens):
+        return [0.0, -1.0, -2.0]
+
+    trainer, deaf = Publisher(tiny(), 1), Deaf(logprobs=theirs)
+    sync = update(trainer, probe=[1, 2, 3], score=score)
+    with pytest.raises(SyncError, match=says):
+        asyncio.run(sync(trainer, deaf))
+    assert deaf.heard[-1] == "Abort" and sync.root is None
+
+
+def test_after_a_probe_that_disagrees_the_engine_refuses_and_the_error_says_why():
+    model = tiny()
+    trainer, e = Publisher(model), engine(model)
+
+    async def off(tokens):
+        return [0.0, *(lp + 0.01 for lp in plain_logprobs(model, tokens))]
+
+    async def main():
+        with pytest.raises(SyncError, match=r"differ by 0.01\d* nats on the probe \(limit 0.0001\)"):
+            await update(trainer, score=off)(trainer, e)
+        assert (await e.status()).state == "refusing"
+        await update(trainer)(trainer, e)
+        assert (await e.generate(ask(prompt(1, 9)))).tokens
+
+    asyncio.run(main())
+
+
+def test_the_probe_notices_a_half_written_module():
+    """Digests compare what travelled; the probe compares what is computed."""
+    model = tiny()
+    trainer, e = Publisher(twin(model)), engine(model)
+    e.loaded.head.scale = 1.01  # not a tensor: no digest sees it
+    with pytest.raises(SyncError, match="nats on the probe"):
+        asyncio.run(update(trainer)(trainer, e))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the wire"), asyncio.CancelledError()])
+def test_a_transport_that_dies_aborts(error):
+    model = tiny()
+    trainer, e = Publisher(twin(model), 1), engine(model)
+    receive = e.receive
+
+    async def broken(message):
+        if isinstance(message, Route):
+            raise error
+        return await receive(message)
+
+    async def main():
+        e.receive = broken
+        with pytest.raises(type(error)):
+            await update(trainer)(trainer, e)
+        with pytest.raises(EngineError, match="refuses"):
+            await e.generate(ask(prompt(1, 9)))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("tags", [(), ("kv_cache",)])
+def test_the_probe_runs_while_requests_are_parked_and_memory_is_lent(tags):
+    """The probe needs no page of the cache, so a full or sleeping one does not matter."""
+    model = tiny()
+    trainer, e = Publisher(model), engine(model, kv_pages=40)
+
+    async def main():
+        task = asyncio.create_task(e.generate(ask(prompt(1, 10), n=30)))
+        await wrote(e, 5)
+        await e.pause("hold")
+        await e.sleep(tags)
+        trainer.train()
+        await update(trainer, probe=prompt(3, 60))(trainer, e)
+        assert not tags or e.pages.keys.bytes == 0
+        await e.wake(tags)
+        await e.resume()
+        assert len((await task).tokens) == 30
+        idle(e)
+
+    asyncio.run(main())
+
+
+def test_moved_and_unmoved_weights():
+    model = tiny()
+    trainer, e = Publisher(model), engine(model)
+    first = names.manifest(model.model, 0).root
+    sync = update(trainer, moved=False)
+    asyncio.run(sync(trainer, e))
+    asyncio.run(sync(trainer, e))  # no update was applied: the root is the same, and that is right
+    assert sync.root == first
+    trainer.train()
+    with pytest.raises(SyncError, match="no update was applied, but the published weights changed"):
+        asyncio.run(sync(trainer, e))
+    sync.moved = lambda: True
+    asyncio.run(sync(trainer, e))
+    with pytest.raises(SyncError, match="made a step with lr > 0, but the weights it publishes are bit for bit the old ones"):
+        asyncio.run(sync(trainer, e))
+
+
+# -- the digest ------------------------------------------------------------------------------------
+
+SHAPES = [(1,), (3,), (7, 5), (64, 64), (1 << 16,), (1 << 15, 5), (3, 70_001)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_any_flipped_bit_changes_the_digest(shape, dtype):
+    r = random.Random(0)
+    t = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 50).to(dtype)
+    raw, whole = t.view(-1).view(torch.uint8), names.digest(t)
+    places = [(0, 0), (len(raw) - 1, 7)] + [(r.randrange(len(raw)), r.randrange(8)) for _ in range(30)]
+    for byte, bit in places:
+        raw[byte] ^= 1 << bit
+        assert names.digest(t) != whole
+        raw[byte] ^= 1 << bit
+    assert names.digest(t) == whole
+
+
+def test_accidents_that_keep_the_sum_of_words():
+    """Swapped rows, swapped words, a transposed matrix, flipped signs: each would fool a plain sum."""
+    g = torch.Generator().manual_seed(2)
+    for n in (64, 300, 400):
+        t = torch.randn(n, n, generator=g)
+        odd = torch.arange(n) % 2 * -2 + 1  # negates every other column
+        seen = {names.digest(x) for x in (t, t.clone(), t.T, -t, t * odd, t * -odd, t.flip(0), t.flip(1), t.bfloat16(), -t.bfloat16())}
+        assert len(seen) == 9
+        for _ in range(40):
+            i, j = torch.randperm(n, generator=g)[:2].tolist()
+            swapped = t.clone()
+            swapped[[i, j]] = t[[j, i]]
+            seen.add(names.digest(swapped))
+        assert len(seen) >= 9 + 38
+
+
+@pytest.mark.parametrize("bit", [15, 31, 47, 62, 63])
+def test_two_flips_of_the_same_high_bit_do_not_cancel(bit):
+    """A multiplication modulo 2^64 carries only upwards: without the fold, two flipped signs at odd places would be invisible."""
+    words = torch.randint(-(2**62), 2**62, (100_000,), generator=torch.Generator().manual_seed(3))
+    whole, r = names.digest(words), random.Random(bit)
+    for _ in range(60):
+        i, j = r.sample(range(len(words)), 2)
+        both = words.clone()
+        for at in (i, j):
+            both[at] ^= -(2**63) if bit == 63 else 1 << bit
+        assert names.digest(both) != whole
+
+
+def test_words_swapped_across_rows_are_seen():
+    """Position (row j, word i+1) and (row i, word j+1): equal products if rows and words shared their multipliers."""
+    t = torch.randint(-(2**62), 2**62, (4, names._ROW), generator=torch.Generator().manual_seed(4))
+    whole = names.digest(t)
+    for i, j in ((0, 1), (1, 3), (0, 2)):
+        other = t.clone()
+        other[i, j + 1], other[j, i + 1] = t[j, i + 1].clone(), t[i, j + 1].clone()
+        assert names.digest(other) != whole
+
+
+def test_the_digest_is_of_the_bits_not_of_the_memory():
+    base = torch.randn(1001, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    for view in (base[1:], base[3:500], base[::2], base[:1000].view(10, 100).T):
+        assert names.digest(view) == names.digest(view.clone().contiguous())
+    assert names.digest(torch.zeros(0)) != names.digest(torch.zeros(1)) != names.digest(torch.zeros(2))
+    assert names.digest(torch.tensor(0.0)) != names.digest(torch.tensor(-0.0))
+
+
+def test_the_root_knows_names_shapes_and_dtypes():
+    def root(**tensors):
+        model = torch.nn.ParameterDict({k: torch.nn.Parameter(v, requires_grad=False) for k, v in tensors.items()})
+        return names.manifest(model, 0).root
+
+    a, b = torch.arange(6.0), torch.ones(6)
+    roots = [root(a=a, b=b), root(a=b, b=a), root(a=a.view(2, 3), b=b), root(a=a.view(torch.int32), b=b), root(c=a, b=b), root(a=a)]
+    assert len(set(roots)) == len(roots) and root(a=a, b=b) == root(b=b, a=a)

@@ -1,0 +1,84 @@
+"""Whole tiny runs for tests: in this process, or in one that dies at a chosen moment. Children are forked from a clean server."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from rondel.runtime.journal.log import read
+from rondel.words.config import Job
+from rondel.words.events import subscribe
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.toml"
+FAST = {
+    "loop.warmup.steps": 6, "loop.warmup.groups_per_step": 8, "loop.steps": 8, "loop.groups_per_step": 4, "algo.group_size": 4,
+    "model.path": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}, "engine.max_running": 32, "place.threads": 1,
+    "run.checkpoint.every": 3, "run.checkpoint.keep": 2, "run.sinks": [],
+}  # fmt: skip
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["rondel.assemble.running", "run_kit"])
+
+
+def tiny(folder: Path, **changes: Any) -> Job:
+    """The tiny recipe, smaller still; `loop__max_staleness=1` sets loop.max_staleness."""
+    dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    return Job.read(RECIPE, {**FAST, "run.folder": str(folder), **dotted})
+
+
+def run(folder: Path, **changes: Any) -> dict[str, Any]:
+    from rondel.assemble import train
+
+    return train(tiny(folder, **changes), quiet=True)
+
+
+def run_and_die(folder: Path, moment: tuple[str, int], **changes: Any) -> int:
+    """The same run in another process, which kills itself at the n-th event of a kind, or the n-th fsync. -> -9 if it died."""
+    child = context.Process(target=_child, args=(folder, moment, changes))
+    child.start()
+    child.join(120)
+    assert child.exitcode is not None, "the child hangs"
+    return child.exitcode
+
+
+def _child(folder: Path, moment: tuple[str, int], changes: dict[str, Any]) -> None:
+    kind, n = moment
+    seen = 0
+
+    def tick(name: str) -> None:
+        nonlocal seen
+        seen += name == kind
+        if seen == n and name == kind:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if kind == "fsync":  # the manifest of a checkpoint is being written
+        plain = os.fsync
+        os.fsync = lambda descriptor: (tick("fsync"), plain(descriptor))[1]
+    subscribe(lambda event: tick(type(event).__name__))
+    run(folder, **changes)
+
+
+def final(folder: Path) -> dict[str, Any]:
+    """All tensors of the newest checkpoint."""
+    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    return {f"{name}/{key}": t for name in ("model", "optimizer") for key, t in load_file(newest / f"{name}.safetensors").items()}
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [e for e in read(folder) if e["kind"] == kind]
+
+
+def steps(folder: Path) -> list[tuple]:
+    """What every step measured, without the clock."""
+    return [
+        (e["step"], e["version"], {k: v for k, v in e["metrics"].items() if not k.endswith("_s")}, e["ledger"])
+        for e in events(folder, "StepDone")
+    ]
+
+
+def balances(ledger: dict[str, int]) -> bool:
+    return ledger["issued"] == sum(n for name, n in ledger.items() if name != "issued")

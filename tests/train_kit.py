@@ -1,0 +1,116 @@
+"""Tiny models, groups made of numbers, and the trainer without a loop, for the tests of train/."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from rondel.algos.table import Algorithm, resolve
+from rondel.assemble.parts import prepare_with
+from rondel.models.load import Loaded, load
+from rondel.train.pack import Batch
+from rondel.train.step import LocalTrainer, Settings
+from rondel.words.types import Group, Score, Task, Trajectory
+
+torch.set_num_threads(1)
+SMALL = dict(
+    hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256
+)
+KINDS = {
+    "llama": {},
+    "tied": {"random": "llama", "tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "final_logit_softcapping": 2.0,
+    },
+}
+
+
+@cache
+def _model(kind: str, dtype: str) -> Loaded:
+    loaded = load({"random": kind, **SMALL, **KINDS[kind]}, dtype="float32")
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():  # far from the flat start, where mistakes would cancel
+            parameter.mul_(3.0) if parameter.ndim >= 2 else parameter.add_(0.1 * torch.randn_like(parameter))
+    loaded.model.to(getattr(torch, dtype))
+    return loaded
+
+
+def model(kind: str = "llama", dtype: str = "float32") -> Loaded:
+    """A fresh copy of a tiny random model."""
+    return copy.deepcopy(_model(kind, dtype))
+
+
+def trajectory(
+    pieces: Sequence[tuple[int, int]], rng: np.random.Generator, *, prompt: Sequence[int] = (), reward: float | None = None
+) -> Trajectory:
+    """`pieces` are (length, mask) behind the prompt: [(3, 1), (2, 0), (4, 1)] is an episode of two turns."""
+    t = Trajectory()
+    t.extend(list(prompt))
+    for length, written in pieces:
+        tokens = rng.integers(5, 100, length).tolist()
+        if written:
+            t.extend(tokens, logprobs=(-rng.uniform(2.0, 7.0, length)).tolist(), versions=[0] * length)
+        else:
+            t.extend(tokens)
+    t.score = Score(float(rng.normal()) if reward is None else reward)
+    return t
+
+
+def awkward_groups(seed: int = 0) -> list[Group]:
+    """Long and short completions, single tokens, a group of one, siblings that asked differently, several turns."""
+    rng = np.random.default_rng(seed)
+
+    def group(number: int, rows: list[tuple[list[int], list[tuple[int, int]]]]) -> Group:
+        return Group(number, Task(f"t{number}", "fake", {}), [trajectory(pieces, rng, prompt=prompt) for prompt, pieces in rows], 0)
+
+    def prompt(n: int) -> list[int]:
+        return rng.integers(5, 100, n).tolist()
+
+    a, b, c, d, e = prompt(9), prompt(4), prompt(1), prompt(7), prompt(6)
+    return [
+        group(3, [(a, [(1, 1)]), (a, [(30, 1)]), (a, [(2, 1)]), (a, [(1, 1)])]),
+        group(7, [(b, [(5, 1)])]),
+        group(8, [(d, [(3, 1)]), (d[:4] + prompt(5), [(6, 1)]), (d[:4], [(2, 1)]), (prompt(3), [(4, 1)])]),
+        group(11, [(e, [(3, 1), (4, 0), (2, 1)]), (e, [(5, 1), (2, 0), (1, 1), (3, 0)]), (e, [(1, 1), (1, 0), (1, 1)])]),
+        group(12, [(c, [(1, 1)]), (c, [(8, 1)])]),
+    ]
+
+
+def row(kind: str = "grpo", **knobs: Any) -> Algorithm:
+    return resolve({"kind": kind, **knobs}).bounded(8)
+
+
+def batch(groups: list[Group], algo: Algorithm) -> Batch:
+    return asyncio.run(prepare_with(algo)(groups))
+
+
+async def inline(function, *args):
+    """The trainer's device is this thread."""
+    return function(*args)
+
+
+def trainer(loaded: Loaded | None = None, algo: Algorithm | None = None, **settings: Any) -> LocalTrainer:
+    return LocalTrainer(
+        loaded or model(), Settings(**{"lr": 1e-3, "start_probe": 0, **settings}), run=inline, needs=algo.needs if algo else frozenset()
+    )
+
+
+def step(t: LocalTrainer, b: Batch, algo: Algorithm):
+    return asyncio.run(t.step(b, algo))
+
+
+def bits(t: LocalTrainer) -> list[bytes]:
+    """Everything that a refused step must not touch."""
+    moments = [t.weights.adamw.state.get(m, {}) for m in t.weights.masters]
+    tensors = [*t.weights.compute, *t.weights.masters, *(state[name] for state in moments for name in sorted(state))]
+    return [x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for x in tensors]

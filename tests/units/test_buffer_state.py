@@ -1,0 +1,132 @@
+"""What a checkpoint keeps of the buffer: groups in flight come back whole, counts and ages included."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+
+import pytest
+from fakes import CountingTrainer, Rollouts, endless, loop_kit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rondel import loop
+from rondel.buffer import Buffer
+from rondel.words.errors import LawError
+from rondel.words.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, Task, Trajectory, decode, encode
+
+text = st.text(max_size=8)
+number = st.floats(allow_nan=False, allow_infinity=False)
+value = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | number | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=6,
+)
+tasks = st.builds(Task, text, text, st.dictionaries(text, value, max_size=3))
+scores = st.none() | st.builds(Score, number, st.dictionaries(text, number, max_size=3)) | st.builds(Failed, text, text)
+outcomes = st.just(Ok()) | st.builds(EnvFault, text) | st.builds(PolicyFault, text)
+
+
+@st.composite
+def trajectories(draw) -> Trajectory:
+    t = Trajectory(
+        score=draw(scores), outcome=draw(outcomes), text=draw(text), finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
+        policy=draw(text), parent=draw(st.none() | st.integers(0, 9)), timings=draw(st.dictionaries(text, number, max_size=2)),
+    )  # fmt: skip
+    for written, n in draw(st.lists(st.tuples(st.booleans(), st.integers(0, 4)), max_size=4)):
+        tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=n, max_size=n))
+        if written:
+            t.extend(
+                tokens,
+                logprobs=draw(st.lists(st.floats(-1e30, 0.0), min_size=n, max_size=n)),
+                versions=draw(st.lists(st.integers(0, 10**6), min_size=n, max_size=n)),
+            )
+        else:
+            t.extend(tokens)
+    return t
+
+
+groups = st.builds(Group, st.integers(0, 10**9), tasks, st.lists(trajectories(), max_size=3), st.integers(0, 10**6))
+
+
+@settings(max_examples=200, deadline=None)
+@given(groups)
+def test_a_group_survives_json_exactly(group):
+    assert decode(json.loads(json.dumps(encode(group)))) == group
+
+
+def simple(slot) -> Group:
+    t = Trajectory(score=Score(1.0, {"correct": 1.0}))
+    t.extend([1, 2])
+    t.extend([3], logprobs=[-0.1 - 1e-17], versions=[slot.born])
+    return Group(slot.number, slot.task, [t], slot.born)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(["claim", "put", "drop", "fail"]), max_size=30), st.integers(1, 3), st.integers(0, 2))
+def test_state_and_restore_are_inverse(moves, p, s):
+    """Whatever state the buffer is in: the ledger, the ages and the finished groups are the same; what was running is started again."""
+
+    async def scenario():
+        buffer = Buffer(groups_per_step=p, max_staleness=s, window=1 + s * p // 2, version=4, start=4)
+        rolling = []
+        n = 0
+        for move in moves:
+            while buffer.has_room():
+                await buffer.admit(Task(f"t{n}", "e", {"n": n}))
+                n += 1
+            if move == "claim" and buffer._waiting:
+                rolling.append(await buffer.claim())
+            elif rolling and move != "claim":
+                slot = rolling.pop(0)
+                await (buffer.put(slot, simple(slot)) if move == "put" else buffer.drop(slot, "why", failed=move == "fail"))
+        state = json.loads(json.dumps(buffer.state(buffer.version)))
+        other = Buffer(groups_per_step=p, max_staleness=s, window=1 + s * p // 2)
+        other.restore(state)
+        assert other.ledger() == buffer.ledger() and other.live == buffer.live and other.has_room() == buffer.has_room()
+        assert other._finished == buffer._finished
+        unfinished = sorted([*buffer._waiting, *rolling], key=lambda slot: slot.number)
+        assert list(map(asdict, other._waiting)) == list(map(asdict, unfinished)) and not other._rolling
+        assert other.state(other.version) == state
+        other.check()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("p,s,drop", [(1, 0, 0.0), (3, 0, 0.3), (2, 1, 0.3), (4, 2, 0.2)])
+@pytest.mark.parametrize("cut", [1, 4, 9])
+def test_a_loop_cut_at_any_step_trains_every_group_once_and_in_time(p, s, drop, cut):
+    """k steps, the state through JSON at the milestone, a new buffer, the rest: as law 9 wants it, with fakes."""
+    trainer, kept = CountingTrainer(), {}
+    buffer = Buffer(groups_per_step=p, max_staleness=s, window=1 + s * p // 2)
+
+    async def milestone(step, version, batch):
+        if step == cut - 1:
+            kept["state"] = json.dumps(buffer.state(version))
+
+    kit = loop_kit(trainer, Rollouts(5, drop), cut)
+    asyncio.run(loop.run(endless(), buffer, **{**kit, "milestone": milestone}))
+    resumed = Buffer(groups_per_step=p, max_staleness=s, window=1 + s * p // 2)
+    resumed.restore(json.loads(kept["state"]))
+    assert resumed.version == trainer.version == cut
+
+    async def rest():
+        n = resumed.admitted
+        while True:
+            yield Task(f"t{n}", "fake", {})
+            n += 1
+
+    asyncio.run(loop.run(rest(), resumed, **loop_kit(trainer, Rollouts(6, drop), 12 - cut)))
+    ids = [number for batch in trainer.seen for number, _, _ in batch]
+    assert len(ids) == len(set(ids)) == 12 * p == resumed.trained
+    assert all(0 <= version - born <= s for batch in trainer.seen for _, born, version in batch)
+    book = resumed.ledger()
+    assert book["issued"] == sum(n for name, n in book.items() if name != "issued")
+
+
+def test_a_state_that_does_not_add_up_is_refused():
+    buffer = Buffer(groups_per_step=2)
+    state = buffer.state(0)
+    with pytest.raises(LawError, match="ledger"):
+        Buffer(groups_per_step=2).restore({**state, "counts": [5, 0, 3]})

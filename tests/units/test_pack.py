@@ -1,0 +1,170 @@
+"""Packing: exact layouts, every trainable token once, no pads, nobody reads a stranger."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from train_kit import model, trajectory
+
+from rondel.train.annotate import forward, gather, note
+from rondel.train.pack import Batch, Packed, Sample, batch_of, micro_batches, pack
+from rondel.words.types import Failed, Group, Task, Trajectory
+
+piece = st.tuples(st.integers(1, 6), st.booleans())
+sample = st.tuples(st.integers(0, 3), st.lists(piece, min_size=0, max_size=4), st.integers(1, 5))
+
+
+@st.composite
+def batches(draw) -> Batch:
+    """Groups whose siblings share a prompt in part or whole; every sample writes something and begins with a given token."""
+    samples = []
+    for number in range(draw(st.integers(1, 4))):
+        rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+        prompt = rng.integers(5, 9, draw(st.integers(1, 7))).tolist()  # few tokens: siblings agree by accident, too
+        for index, (cut, pieces, last) in enumerate(draw(st.lists(sample, min_size=1, max_size=4))):
+            asked = prompt[: max(1, len(prompt) - cut)]
+            samples.append(Sample.of(trajectory([*pieces, (last, True)], rng, prompt=asked), group=number, index=index))
+    return Batch(samples)
+
+
+def check(batch: Batch, packed: Packed) -> None:
+    """Every source sees exactly the tokens before its target: walk the segments back to the root."""
+    owner = {at: (k, s) for k, s in enumerate(packed.layout.segments) for at in range(s.start, s.start + s.length)}
+    assert sorted(owner) == list(range(len(packed.tokens)))  # each packed token lies in one segment: no pads, no gaps
+    seen = 0
+    for i in packed.samples:
+        s = batch.samples[i]
+        for at in s.trainable:
+            source, target = int(packed.source[seen]), int(packed.target[seen])
+            assert target == s.tokens[at] and int(packed.sample[seen]) == i
+            context, here = [], source
+            while here is not None:
+                _, segment = owner[here]
+                context = packed.tokens[segment.start : here + 1].tolist() + context
+                parent = packed.layout.segments[segment.parent] if segment.parent is not None else None
+                here = None if parent is None else parent.start + parent.length - 1
+            assert context == s.tokens[:at].tolist()
+            assert int(packed.positions[source]) == at - 1
+            seen += 1
+    assert seen == len(packed.source) == len(packed.target)
+
+
+@pytest.fixture(autouse=True)
+def segments_stay(monkeypatch):
+    """The layout keeps index tensors only; the test wants to see the segments."""
+    from rondel.train import pack as module
+
+    def layout(segments, device="cpu"):
+        out = PackedLayout(segments, device)
+        out.segments = segments
+        return out
+
+    PackedLayout = module.PackedLayout
+    monkeypatch.setattr(module, "PackedLayout", layout)
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches(), st.integers(1, 60), st.booleans())
+def test_every_trainable_token_appears_once_with_its_own_past(batch, budget, share):
+    packs = list(micro_batches(batch, budget, share=share))
+    assert [i for p in packs for i in p.samples] == list(range(len(batch.samples)))
+    for packed in packs:
+        check(batch, packed)
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches(), st.integers(1, 60), st.booleans())
+def test_the_budget_is_kept_and_an_oversize_sample_goes_alone(batch, budget, share):
+    for packed in micro_batches(batch, budget, share=share):
+        assert len(packed.tokens) <= budget or len(packed.samples) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 99))
+def test_a_group_costs_its_prompt_once_and_its_completions(p, lengths, seed):
+    """P + sum of (completion - 1): the last token of a completion predicts nothing that is trained, so it is not computed."""
+    rng = np.random.default_rng(seed)
+    prompt = rng.integers(5, 100, p).tolist()
+    rows = [Sample.of(trajectory([(n, True)], rng, prompt=prompt), group=0, index=i) for i, n in enumerate(lengths)]
+    packed = pack(Batch(rows), list(range(len(rows))))
+    assert len(packed.tokens) == p + sum(n - 1 for n in lengths)
+    apart = pack(Batch(rows), list(range(len(rows))), share=False)
+    assert len(apart.tokens) == len(lengths) * p + sum(n - 1 for n in lengths)
+
+
+def test_one_layout_by_hand():
+    """Prompt 10 11 12; completions [20 21], [30], and a sibling that left the prompt after 10 11."""
+
+    def written(prompt, tokens):
+        t = Trajectory()
+        t.extend(prompt)
+        t.extend(tokens, logprobs=[-1.0] * len(tokens), versions=[0] * len(tokens))
+        return t
+
+    rows = [written([10, 11, 12], [20, 21]), written([10, 11, 12], [30]), written([10, 11, 13], [40, 41])]
+    packed = pack(Batch([Sample.of(t, group=0, index=i) for i, t in enumerate(rows)]), [0, 1, 2])
+    assert packed.tokens.tolist() == [10, 11, 12, 20, 12, 13, 40]
+    assert packed.positions.tolist() == [0, 1, 2, 3, 2, 2, 3]
+    assert packed.source.tolist() == [2, 3, 4, 5, 6]
+    assert packed.target.tolist() == [20, 21, 30, 40, 41]
+    assert packed.sample.tolist() == [0, 0, 1, 2, 2]
+    packed = pack(Batch([Sample.of(t, group=0, index=i) for i, t in enumerate(rows)]), [0, 1])
+    assert packed.tokens.tolist() == [10, 11, 12, 20]
+    assert packed.source.tolist() == [2, 3, 2]  # both first tokens come from the prompt's last position
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("share", [True, False])
+def test_changing_one_sample_changes_nothing_in_another(kind, share):
+    """Bit for bit, siblings included: a completion is a stranger to its siblings."""
+    loaded, rng = model(kind), np.random.default_rng(0)
+    prompts = [rng.integers(5, 100, n).tolist() for n in (8, 3)]
+    rows = [
+        Sample.of(trajectory([(n, True), (2, False), (3, True)], rng, prompt=prompts[g]), group=g, index=i)
+        for i, (n, g) in enumerate([(9, 0), (4, 0), (7, 0), (5, 1), (2, 1)])
+    ]
+    batch = Batch(rows)
+
+    def logprobs():
+        packed = pack(batch, list(range(5)), share=share)
+        with torch.no_grad():
+            values, _ = forward(loaded, packed, temperature=1.0)
+        note(batch, packed, "x", values)
+        return [s.notes["x"].copy() for s in batch.samples]
+
+    before = logprobs()
+    for changed in range(5):
+        kept = rows[changed].tokens.copy()
+        rows[changed].tokens[rows[changed].prompt :] = rng.integers(5, 100, len(kept) - rows[changed].prompt)
+        after = logprobs()
+        assert not np.array_equal(after[changed], before[changed])
+        assert all(np.array_equal(after[i], before[i]) for i in range(5) if i != changed)
+        rows[changed].tokens[:] = kept
+
+
+def test_gather_is_the_inverse_of_note():
+    rng = np.random.default_rng(1)
+    batch = Batch([Sample.of(trajectory([(n, True)], rng, prompt=[7, 8]), group=i // 2, index=i) for i, n in enumerate([3, 1, 5, 2])])
+    for packed in micro_batches(batch, 6):
+        values = torch.randn(len(packed.target))
+        note(batch, packed, "v", values)
+        assert torch.equal(gather(batch, packed, "v"), values)
+        expected = np.concatenate([batch.samples[i].behavior for i in packed.samples])
+        assert np.array_equal(gather(batch, packed, "behavior").numpy(), expected)
+
+
+def test_only_scored_trajectories_that_wrote_something_are_trained():
+    rng = np.random.default_rng(2)
+    good, silent, failed = (trajectory(p, rng, prompt=[5, 6]) for p in ([(2, True)], [(2, False)], [(3, True)]))
+    failed.score = Failed("timeout")
+    b = batch_of([Group(4, Task("t", "fake", {}), [failed, silent, good], 0)])
+    assert [(s.group, s.index) for s in b.samples] == [(4, 2)]
+    assert b.name(0) == "group 4, sample 2"
+
+
+def test_a_first_token_without_a_past_is_refused_by_name():
+    with pytest.raises(ValueError, match="group 9, sample 2"):
+        Sample.of(trajectory([(2, True)], np.random.default_rng(0)), group=9, index=2)
