@@ -14,7 +14,9 @@ from rondel.words.types import Request, Sampling, sample_key
 
 torch.set_num_threads(1)
 
-SIZE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
+SIZE = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512
+)
 LLAMA = {"random": "llama", **SIZE, "seed": 3}
 
 

@@ -31,7 +31,9 @@ FAMILIES = {
 def test_stored_logprobs_are_those_of_a_plain_forward(kind, temperature):
     model = tiny(kind, **FAMILIES[kind])
     e = engine(model, prefill_tokens=20)
-    requests = [ask(prompt(i, 3 + 9 * i), key=i, n=40, temperature=temperature) for i in range(4)] + [ask(prompt(3, 30), key=9, n=40, temperature=temperature)]
+    requests = [ask(prompt(i, 3 + 9 * i), key=i, n=40, temperature=temperature) for i in range(4)] + [
+        ask(prompt(3, 30), key=9, n=40, temperature=temperature)
+    ]
     worst = 0.0
     for request, c in zip(requests, asyncio.run(all_of(e, requests))):
         expected = plain_logprobs(model, request.tokens + c.tokens, temperature=temperature)[len(request.tokens) - 1 :]
@@ -139,14 +141,19 @@ def test_no_noise_leads_out_of_the_support(vocab, seed):
     for row in rows:
         row[vocab // 2 + 1 if vocab > 3 else 2] = max(float(row.max()), 1e-3)
         noise = EDGES + [float(u) for u in torch.rand(50, generator=g, dtype=torch.float64)]
-        picked = _inverse_cdf(row.repeat(len(noise), 1), torch.tensor(noise, dtype=torch.float64))
-        assert (row[picked] > 0).all() and int(picked.max()) < vocab
-        support = row.nonzero()[:, 0]
-        assert picked[0] == support[0] and picked[len(EDGES) - 1] == support[-1]
-        cumulative = row.double().cumsum(0)
-        exact = torch.searchsorted(cumulative, torch.tensor(noise, dtype=torch.float64) * cumulative[-1], right=True)
-        inner = slice(1, len(EDGES) - 2)
-        assert (picked[inner] == exact[inner]).all() and (picked[len(EDGES) :] == exact[len(EDGES) :]).all()
+        drawn, logprobs = draw(row.log().repeat(len(noise), 1), [Sampling()] * len(noise), noise)
+        assert all(row[t] > 0 for t in drawn) and drawn[0] == int(row.nonzero()[0, 0])
+        assert logprobs == pytest.approx((row[drawn].double() / row.double().sum()).log().tolist(), abs=1e-5)
+        cumulative = (row / row.max()).double().cumsum(0)
+        exact = torch.searchsorted(cumulative, torch.tensor(noise, dtype=torch.float64) * cumulative[-1], right=True).tolist()
+        assert drawn[len(EDGES) :] == exact[len(EDGES) :]
+
+
+def test_the_inverse_of_the_cumulative_distribution_by_hand():
+    p = torch.zeros(1, 600)
+    p[0, 3], p[0, 255], p[0, 256], p[0, 599] = 1.0, 2.0, 0.5, 0.5
+    for u, token in ((0, 3), (0.2499, 3), (0.25, 255), (0.7499, 255), (0.75, 256), (0.8749, 256), (0.875, 599), (1 - 2.0**-53, 599)):
+        assert int(_inverse_cdf(p, torch.tensor([u], dtype=torch.float64))) == token
 
 
 def test_logits_that_are_not_finite_are_an_error():

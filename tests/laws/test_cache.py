@@ -227,7 +227,7 @@ def test_nothing_is_evicted_in_vain():
     e = engine(MODEL, kv_pages=100)
     asyncio.run(e.generate(ask(prompt(1, 40), n=1)))
     holder = e.scheduler
-    node, known = holder.tree.match((0, "", ""), prompt(1, 40)[:20])
+    node, _ = holder.tree.match((0, "", ""), prompt(1, 40)[:20])
     holder.tree.lock(node)
     assert not holder._has_room(81) and holder.tree.cached == 40
     assert holder._has_room(80) and holder.tree.cached == 20

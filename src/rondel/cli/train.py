@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,4 +23,34 @@ def run(
     job, _ = read_job(recipe, *ctx.args)
     from rondel.assemble import train
 
-    train(job, quiet=quiet)
+    card = train(job, quiet=quiet)
+    if not quiet:
+        print(ending(job.run.folder, card))
+
+
+def ending(folder: str, card: dict[str, Any]) -> str:
+    """What a newcomer wants to see last: before and after, a few answers, where everything is, what to try next."""
+    rows = [f"  {name:<7}{e['score']:>7.1%}   95 % interval {e['low']:.1%} to {e['high']:.1%}   n = {e['n']}" for name, e in _evaluations(card)]
+    pairs = list(zip(card["samples_before"], card["samples_after"]))[:3]
+    answers = [
+        f"  asked   {was.get('prompt', '')}\n  before  {_one_line(was)}\n  after   {_one_line(now)}\n  answer  {was.get('answer', '')}\n" for was, now in pairs
+    ]
+    return "\n".join(
+        [
+            *(["", "held-out tasks, greedy", *rows] if rows else []),
+            *(["", *answers] if answers else [""]),
+            f"run folder  {folder}   ({card['steps']} steps, {card['seconds']:.0f} s)",
+            f"next        rondel view {folder}        the answers, coloured by who wrote them",
+            f"            rondel card {folder}        the run card: nine questions answered from measurement",
+            f"            tensorboard --logdir {folder}/tensorboard",
+        ]
+    )
+
+
+def _evaluations(card: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, card[f"eval_{name}"]) for name in ("before", "after") if card.get(f"eval_{name}")]
+
+
+def _one_line(sample: dict[str, Any]) -> str:
+    text = " ".join(str(sample.get("text", "")).split())
+    return f"{text[:90]}{'...' * (len(text) > 90)}   (reward {sample['reward']:g})" if sample.get("reward") is not None else f"{text[:90]}   (not scored)"

@@ -8,13 +8,14 @@ import os
 import string
 import tempfile
 from dataclasses import dataclass
+from difflib import get_close_matches
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers import logging as hf_logging
 
 from rondel.models.attention import NAME, PackedLayout, Segment, attending
@@ -74,7 +75,7 @@ def load(path: str | dict[str, Any], *, dtype: str = "auto", device: str = "cpu"
 
 
 def pick_dtype(dtype: str, device: str) -> torch.dtype:
-    """"auto": bfloat16 on a GPU and on CPUs with bf16 instructions, else float32."""
+    """ "auto": bfloat16 on a GPU and on CPUs with bf16 instructions, else float32."""
     if dtype != "auto":
         named = getattr(torch, dtype, None)
         if named not in PARITY:
@@ -96,7 +97,10 @@ def refuse(config: Any) -> None:
         (bool(recurrent), f"it has recurrent layers ({', '.join(sorted(recurrent))}); their state {state}"),
         (kind in {"mamba", "mamba2", "rwkv", "falcon_mamba", "xlstm", "recurrent_gemma"}, f"it is recurrent; its state {state}"),
         (bool(strange), f"it has layers of type {', '.join(sorted(strange))}; the packed attention carries full and sliding ones"),
-        (getattr(text, "alibi", False) or kind in {"bloom", "mpt"}, "it uses ALiBi; the packed attention carries rotary or learned positions"),
+        (
+            getattr(text, "alibi", False) or kind in {"bloom", "mpt"},
+            "it uses ALiBi; the packed attention carries rotary or learned positions",
+        ),
     ]
     for holds, why in reasons:
         if holds:
@@ -129,13 +133,14 @@ def _prove(model: nn.Module, name: str) -> None:
     gap = float((packed - torch.cat(own)).abs().mean())
     if not gap <= tolerance:
         raise ModelError(
-            f"'{name}' ({model.config.model_type}): packed attention differs from the model's own by {gap:.3g} in logprob (limit {tolerance}); "
+            f"'{name}' ({model.config.model_type}): packed attention differs from the model's own by {gap:.3g} in logprob "
+            f"(limit {tolerance}); "
             "some part of its attention or head is not carried by the built-in path"
         )
 
 
 def _max_context(text: Any) -> int:
-    """Positions that mean the same in every batch: longrope takes other frequencies for all tokens as soon as one is beyond its first range."""
+    """Positions that mean the same in every batch: longrope changes all frequencies as soon as one token is beyond its first range."""
     rope = getattr(text, "rope_parameters", None) or {}
     first = rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
     return first or getattr(text, "max_position_embeddings", None) or 1 << 20
@@ -243,10 +248,17 @@ def _random(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Any,
     """{ random = "llama", seed = 0, hidden_size = 128, ... }: a config of that family with random weights and a character tokenizer."""
     kind, seed = recipe.pop("random", None), recipe.pop("seed", 0)
     if kind is None:
-        raise ModelError(f'model.path = {recipe}: an inline table makes a random model and needs random = "llama" (a transformers model type)')
+        raise ModelError(
+            f'model.path = {recipe}: an inline table makes a random model and needs random = "llama" (a transformers model type)'
+        )
+    if kind not in CONFIG_MAPPING:
+        near = get_close_matches(str(kind), CONFIG_MAPPING, 3)
+        raise ModelError(f"transformers knows no model type '{kind}'" + (f"; did you mean {' or '.join(near)}?" if near else ""))
     tokenizer = character_tokenizer()
     with boundary(ModelError, f"making a random '{kind}'"):
-        config = AutoConfig.for_model(kind, **{"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, **recipe})
+        config = AutoConfig.for_model(
+            kind, **{"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, **recipe}
+        )
         unknown = [k for k in recipe if k not in {*type(config)().to_dict(), *config.attribute_map, "head_dim"}]
         if unknown:
             raise ModelError(f"a {kind} config has no '{unknown[0]}'")

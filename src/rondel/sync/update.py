@@ -72,8 +72,12 @@ class Update:
         theirs = (await engine.score(Request(self.probe))).logprobs
         ours = await self.score(self.probe)
         if len(theirs) != len(ours):
-            raise SyncError(f"the probe has {len(self.probe)} tokens; the trainer scored {len(ours)} of them, the engine {len(theirs)} (law 6)")
+            raise SyncError(
+                f"the probe has {len(self.probe)} tokens; the trainer scored {len(ours)} of them, the engine {len(theirs)} (law 6)"
+            )
         gap = float(np.abs(np.subtract(theirs, ours)).max())  # NaN wins
         if not gap <= self.tolerance:
-            raise SyncError(f"after version {manifest.version} trainer and engine differ by {gap:.3g} nats on the probe (limit {self.tolerance}) (law 6)")
+            raise SyncError(
+                f"after version {manifest.version} trainer and engine differ by {gap:.3g} nats on the probe (limit {self.tolerance}; law 6)"
+            )
         return gap

@@ -216,7 +216,7 @@ def _place(tree: dict[str, Any], dotted: str, value: Any) -> None:
         tree = tree.setdefault(name, {})
         if not isinstance(tree, dict):
             raise ConfigError(f"--{dotted}: '{name}' is a value, not a section")
-    tree[leaf] = {**tree[leaf], **value} if isinstance(value, dict) and isinstance(tree.get(leaf), dict) else value
+    tree[leaf] = value
 
 
 def _explain(error: ValidationError, source: str) -> str:

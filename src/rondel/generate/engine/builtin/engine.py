@@ -4,7 +4,7 @@ The event loop owns the bookkeeping, the device thread owns the arithmetic: betw
 
     serving ──pause──> held ──sleep──> asleep        a failed update or step: refusing, until a good update
 
-Steps run only while serving. Whatever changes requests, pages or weights does so between two steps, when `_pump` is None or yields.
+Steps run only while serving. Whatever changes requests, pages or weights does so between two steps, where `_pump` is None or yields.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class BuiltinEngine:
             async with asyncio.timeout(request.deadline):
                 return await done
         except TimeoutError as error:
-            raise StalledError(f"a request waits for the engine since {request.deadline} s; it had written {live.written} tokens, engine {self.state}") from error
+            raise StalledError(
+                f"a request waits for the engine since {request.deadline} s; it had written {live.written} tokens, engine {self.state}"
+            ) from error
         finally:
             if done.cancelled():  # the caller went away
                 self._leave(live)
@@ -103,18 +105,27 @@ class BuiltinEngine:
         if not prompt:
             raise UserError("an empty prompt: a language model needs at least one token to go on from")
         if prompt + new > self.loaded.max_context:
-            raise UserError(f"{prompt} prompt tokens + max_tokens {new} exceed the model's context of {self.loaded.max_context}: shorten the prompt or lower max_tokens")
+            raise UserError(
+                f"{prompt} prompt tokens + max_tokens {new} exceed the model's context of {self.loaded.max_context}: "
+                "shorten the prompt or lower max_tokens"
+            )
         if prompt + new > self.pages.count:
-            raise UserError(f"{prompt} prompt tokens + max_tokens {new} do not fit into {self.pages.count} cache pages: raise engine.kv_pages")
+            raise UserError(
+                f"{prompt} prompt tokens + max_tokens {new} do not fit into {self.pages.count} cache pages: raise engine.kv_pages"
+            )
         self._check_words(request)
 
     def _check_words(self, request: Request) -> None:
         """A token that does not exist would break the step of everyone; a wish that nobody reads would be a lie."""
         vocab = self.loaded.model.get_input_embeddings().weight.shape[0]
         if strange := [t for t in request.tokens if not 0 <= t < vocab]:
-            raise UserError(f"token {strange[0]} does not exist: this model's tokens are 0 to {vocab - 1}. Was the prompt made by another tokenizer?")
-        if request.adapter or request.wants:
-            raise UserError(f"the built-in engine has no {request.adapter and f'adapter {request.adapter!r}' or ', '.join(sorted(request.wants))}")
+            raise UserError(
+                f"token {strange[0]} does not exist: this model's tokens are 0 to {vocab - 1}. Was the prompt made by another tokenizer?"
+            )
+        if request.adapter:
+            raise UserError(f"the built-in engine has no adapter '{request.adapter}'")
+        if request.wants:
+            raise UserError(f"the built-in engine has no {', '.join(sorted(request.wants))}")
 
     # -- the pump --------------------------------------------------------------------------------
 
@@ -156,7 +167,10 @@ class BuiltinEngine:
         """-> how many tokens were drawn."""
         plan = self.scheduler.plan(self.version, fresh=self._admits)
         if not plan.tokens:
-            raise LawError(f"a step without tokens: {len(self.scheduler.running)} requests run, {len(self.scheduler.waiting)} wait, {self.pages.free} pages are free")
+            raise LawError(
+                f"a step without tokens: {len(self.scheduler.running)} requests run, {len(self.scheduler.waiting)} wait, "
+                f"{self.pages.free} pages are free"
+            )
         drawn = await self._run(self.runner.step, plan)
         self.scheduler.computed(plan)
         for live, token, logprob in drawn:
@@ -279,7 +293,7 @@ class BuiltinEngine:
     # -- weights ---------------------------------------------------------------------------------
 
     async def receive(self, message: Message) -> int:
-        """begin -> route -> commit, or abort. The tensors are written in place: if anything fails, the engine refuses until a good update."""
+        """begin -> route -> commit, or abort. Tensors are written in place: if anything fails, the engine refuses until a good update."""
         if self._busy and not isinstance(message, Abort):
             raise SyncError("weights arrived while requests run: pause the engine first")
         try:
@@ -329,7 +343,9 @@ class BuiltinEngine:
         if begun is None:
             raise SyncError("commit without begin")
         if (commit.version, commit.root) != (begun.version, begun.root):
-            raise SyncError(f"version {commit.version} with root {commit.root[:8]} is committed, but {begun.version} with {begun.root[:8]} was begun")
+            raise SyncError(
+                f"version {commit.version} with root {commit.root[:8]} is committed, but {begun.version} with {begun.root[:8]} was begun"
+            )
         arrived = await self._run(names.manifest, self.loaded.model, commit.version)
         if arrived.root != commit.root:
             sent = {t.name: t.digest for t in begun.tensors}

@@ -1,9 +1,9 @@
 """Where keys and values live: one pool of pages a layer, a page holds one token.
 
-    page 0      scratch: tables are padded with it, nobody reads it
-    free        a stack of page numbers
-    cached      owned by the radix tree      private      owned by one request
-    law 7       free + cached + private = all pages
+page 0      scratch: tables are padded with it, nobody reads it
+free        a stack of page numbers
+cached      owned by the radix tree      private      owned by one request
+law 7       free + cached + private = all pages
 """
 
 from __future__ import annotations

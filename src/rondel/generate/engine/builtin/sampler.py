@@ -40,27 +40,23 @@ def draw(logits: Tensor, samplings: list[Sampling], noise: list[float]) -> tuple
             _truncate(p[row], sampling)
     chosen = _inverse_cdf(p, torch.tensor(noise, dtype=torch.float64, device=device))
     greedy = torch.tensor([s.temperature == 0 for s in samplings], device=device)
-    chosen = torch.where(greedy, best[:, 0], chosen)
+    outside = p.gather(1, chosen[:, None])[:, 0] == 0  # rounding of the sums, about once in 1e15 draws
+    chosen = torch.where(greedy | outside, best[:, 0], chosen)
     logprobs = (p.gather(1, chosen[:, None])[:, 0].double() / p.sum(-1, dtype=torch.float64)).log()
     return chosen.tolist(), logprobs.clamp_max_(0.0).tolist()
 
 
 def _inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
     """The smallest index whose cumulative weight exceeds u times the total. p [B, V] unnormalised, u [B] -> [B]."""
-    batch, vocab = p.shape
-    blocks = F.pad(p, (0, -vocab % BLOCK)).view(batch, -1, BLOCK)
+    vocab = p.shape[1]
+    blocks = F.pad(p, (0, -vocab % BLOCK)).unflatten(1, (-1, BLOCK))
     mass = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # [B, V/BLOCK]
-    total = mass[:, -1:]
-    aim = torch.minimum(u[:, None] * total, total.nextafter(torch.zeros_like(total)))  # below the total: a block behind the support has no mass
-    block = torch.searchsorted(mass, aim, right=True)
+    aim = u[:, None] * mass[:, -1:]
+    block = torch.searchsorted(mass, aim, right=True).clamp_max_(mass.shape[1] - 1)
     before = torch.where(block > 0, mass.gather(1, (block - 1).clamp_min(0)), 0.0)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double()
-    within = torch.searchsorted(inside.cumsum(-1), aim - before, right=True)
-    last = BLOCK - 1 - (inside > 0).flip(-1).int().argmax(-1, keepdim=True)  # rounding must not lead past the support
-    picked = torch.minimum(within, last)
-    first = (inside > 0).int().argmax(-1, keepdim=True)
-    picked = torch.where(inside.gather(1, picked) > 0, picked, first)
-    return (block * BLOCK + picked)[:, 0]
+    within = torch.searchsorted(inside.cumsum(-1), aim - before, right=True).clamp_max_(BLOCK - 1)
+    return (block * BLOCK + within)[:, 0].clamp_max_(vocab - 1)
 
 
 def _truncate(p: Tensor, sampling: Sampling) -> None:

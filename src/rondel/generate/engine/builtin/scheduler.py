@@ -1,8 +1,8 @@
 """Which tokens are computed next: prompts first, in chunks, beside everything that decodes; room is made by evicting, then by retracting.
 
-    waiting ──admit──> prefilling ──last chunk──> decoding ──done──> finished
-       ^                                             │
-       └────────────── retract (tokens kept, pages given back) ┘
+waiting ──admit──> prefilling ──last chunk──> decoding ──done──> finished
+   ^                                             │
+   └────────────── retract (tokens kept, pages given back) ┘
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ class Scheduler:
                 return decoding
             victim = min(self.running, key=lambda r: (r.written, -r.prompt))
             if len(self.running) == 1:
-                raise LawError(f"{self.pages.count} pages cannot hold one request of {len(victim.tokens)} tokens; it should have been refused")
+                raise LawError(
+                    f"{self.pages.count} pages cannot hold one request of {len(victim.tokens)} tokens; it should have been refused"
+                )
             self.retracted += 1
             self.retract(victim)
 
@@ -184,7 +186,9 @@ class Scheduler:
         """Law 7: free + cached + private = all pages; a path is locked only for a running request."""
         private = sum(live.computed - live.shared for live in self.running)
         if self.pages.free + self.tree.cached + private != self.pages.count:
-            raise LawError(f"pages do not add up (law 7): {self.pages.free} free + {self.tree.cached} cached + {private} private != {self.pages.count}")
+            raise LawError(
+                f"pages do not add up (law 7): {self.pages.free} free + {self.tree.cached} cached + {private} private != {self.pages.count}"
+            )
         if self.tree.held > sum(live.shared for live in self.running):
             raise LawError(f"{self.tree.held} cached pages are locked for {len(self.running)} running requests that share fewer (law 7)")
 

@@ -1,0 +1,85 @@
+"""Shared-prefix training against plain packing: the prompt of a group computed once, or once for every completion.
+
+    rondel bench prefix --model FOLDER --prompt 256 --completion 32 --group 16 --json
+Both ways in turn on the same batch (A B A B ...): the ratio of the median times, and the largest difference of any gradient entry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="rondel bench prefix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--completion", type=int, default=32)
+    parser.add_argument("--group", type=int, default=16)
+    parser.add_argument("--groups", type=int, default=1)
+    parser.add_argument("--dtype", default="float32", choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    a = parser.parse_args(argv)
+
+    from rondel.runtime.devices import Device, keep_memory
+
+    keep_memory()
+    import numpy as np
+    import torch
+    from _work import median
+
+    from rondel.algos.table import resolve
+    from rondel.models.load import load
+    from rondel.train.pack import Batch, Sample
+    from rondel.train.step import LocalTrainer, Settings, Sums
+
+    device = Device("cpu", a.threads or None)
+    loaded = device.call(lambda: load(a.model, dtype=a.dtype))
+    row = resolve({"kind": "grpo"}).bounded(a.completion)
+    rng = np.random.default_rng(0)
+    vocab = loaded.head.weight.shape[0]
+
+    def sample(group: int, index: int, prompt: np.ndarray) -> Sample:
+        tokens = np.concatenate([prompt, rng.integers(0, vocab, a.completion)])
+        trainable = np.arange(a.prompt, a.prompt + a.completion)
+        behavior = np.full(a.completion, -1.0, np.float32)
+        return Sample(group, index, tokens, trainable, behavior, np.zeros(a.completion, np.int64), 0.0, float(rng.normal()))
+
+    prompts = [rng.integers(0, vocab, a.prompt) for _ in range(a.groups)]
+    batch = Batch([sample(g, i, prompts[g]) for g in range(a.groups) for i in range(a.group)])
+    trainer = LocalTrainer(loaded, Settings(lr=0.0, start_probe=0), run=device.run)
+
+    def gradient(share: bool) -> tuple[float, int, torch.Tensor]:
+        trainer.settings = replace(trainer.settings, share_prompts=share)
+        trainer.weights.zero_grad()
+        sums, began = Sums(), time.perf_counter()
+        trainer._accumulate(batch, row, sums, proximal_noted=False)
+        spent = time.perf_counter() - began
+        return spent, sums.packed, torch.cat([m.grad.flatten() for m in trainer.weights.masters])
+
+    device.call(gradient, True)
+    runs = [(device.call(gradient, True), device.call(gradient, False)) for _ in range(a.repeat)]
+    shared, plain = runs[0]
+    out = {
+        "bench": "prefix", "prompt": a.prompt, "completion": a.completion, "group": a.group, "groups": a.groups, "dtype": str(loaded.dtype).removeprefix("torch."),
+        "shared_s": round(median([s[0] for s, _ in runs]), 3), "plain_s": round(median([p[0] for _, p in runs]), 3),
+        "times_faster": round(median([p[0] / s[0] for s, p in runs]), 2), "shared_tokens": shared[1], "plain_tokens": plain[1],
+        "largest_gradient_difference": float((shared[2] - plain[2]).abs().max()), "largest_gradient": float(plain[2].abs().max()),
+        "relative_norm_difference": float((shared[2] - plain[2]).norm() / plain[2].norm()),
+    }  # fmt: skip
+    if not a.json:
+        for name, value in out.items():
+            print(f"{name:<28} {value}")
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()

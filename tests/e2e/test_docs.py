@@ -1,0 +1,238 @@
+"""Law 16: every command, snippet and recipe that we show is run: whole, reduced, or, where it needs an hour, at least parsed.
+
+The tables say which. What is shown and not in a table fails; what is in a table and no longer shown fails too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from rondel.cli import VERBS, main
+from rondel.words.config import Job, parse_overrides
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+SMALLER = shlex.split(
+    "--loop.warmup.steps=4 --loop.warmup.groups_per_step=8 --loop.steps=4 --loop.groups_per_step=4 --algo.group_size=4 "
+    "--run.checkpoint.every=4 --place.threads=1"
+)
+
+COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only parsed
+    "make train": "parsed: the quickstart takes minutes",
+    "make test": "parsed: it is running",
+    "make check": "parsed: it may be running",
+    "rondel check recipes/tiny.toml": "whole",
+    "rondel train recipes/tiny.toml": "reduced",
+    "rondel view runs/tiny --limit 4": "whole",
+    "rondel card runs/tiny": "whole",
+    "PYTHONPATH=examples rondel check recipes/tiny.toml --task.reward=my_reward:grade": "whole",
+    "PYTHONPATH=examples rondel train recipes/tiny.toml --task.reward=my_reward:grade --run.folder=runs/mine": "reduced",
+    "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=my_env:SecondThought --run.folder=runs/two-turns": "reduced",
+    "rondel train recipes/tiny.toml --run.checkpoint.every=20": "reduced",
+    "rondel replay runs/tiny --step 8": "whole",
+    "rondel check recipes/tiny.toml --task.reward=number": "whole",
+    "rondel explain recipes/tiny.toml --algo.kind=dapo --algo.surrogate.high=0.3": "whole",
+    "rondel explain recipes/tiny.toml --loop.steps=5": "whole",
+    "rondel view runs/tiny --step 8 --min-reward 1": "whole",
+    "rondel view runs/tiny --html rollouts.html": "whole",
+    "rondel eval runs/tiny": "whole",
+    "tensorboard --logdir runs/tiny/tensorboard": "parsed: it serves until it is stopped",
+}
+TINY = '{"random": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}'
+SNIPPETS = {  # a line of a python block -> what is replaced to run it reduced; {} runs it whole
+    'card = rondel.run("recipes/tiny.toml", loop={"steps": 5})': {
+        'loop={"steps": 5}': 'quiet=True, loop={"steps": 2, "warmup": {"steps": 2}}, place={"threads": 1}, run={"folder": "runs/notebook"}'
+    },
+    'outs = engine.generate(["3 + 4 ="], rondel.Sampling(n=2, max_tokens=8))': {'"smollm2-135m"': TINY},
+    'for sample in engine.generate(["The capital of France is"], rondel.Sampling(n=2, max_tokens=6, seed=1))[0]:': {'"smollm2-135m"': TINY},
+    "from rondel.algos.table import DR_GRPO": {},
+    "def grade(trajectory, task, brevity=0.0):": {},
+    'for event in read("runs/tiny"):': {},
+}
+RECIPES = {"tiny.toml": "reduced", "quickstart.toml": "parsed: it takes minutes and a model of 93 MB"}
+EXAMPLES = {"my_reward.py": "by a command of README.md", "my_env.py": "by a command of docs/generate.md"}
+SHOWN_ONLY = {"text", ""}  # drawings and output
+
+
+class Block(NamedTuple):
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(*languages: str) -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in re.finditer(r"^ *(```+)([^\n`]*)\n(.*?)^ *\1 *$", text, re.DOTALL | re.MULTILINE):
+            found.append(Block(page, text.count("\n", 0, match.start()) + 1, match[2].strip(), match[3]))
+    return [b for b in found if not languages or b.language in languages]
+
+
+def commands() -> list[tuple[str, str]]:
+    """(place, command) of every line of a shell block; comments and continuations are joined away."""
+    lines = []
+    for block in blocks("bash", "sh"):
+        for line in block.text.replace("\\\n", " ").splitlines():
+            if words := shlex.split(line, comments=True):
+                lines.append((block.place, shlex.join(words).replace("'", "")))
+    return lines
+
+
+# -- nothing is shown that is not known, nothing is known that is not shown ------------------------
+
+
+def test_every_block_says_what_it_is():
+    known = {"bash", "sh", "python", "toml"} | SHOWN_ONLY
+    assert [b.place for b in blocks() if b.language not in known] == []
+
+
+def test_every_command_is_in_the_table():
+    shown = dict((command, place) for place, command in commands())
+    assert {c: p for c, p in shown.items() if c not in COMMANDS} == {}, "not in COMMANDS: say whether it runs whole, reduced or is parsed"
+    assert COMMANDS.keys() - shown.keys() == set(), "in COMMANDS, but shown nowhere"
+
+
+def test_every_snippet_is_in_the_table():
+    shown = {b.place: [line for line in SNIPPETS if line in b.text.splitlines()] for b in blocks("python")}
+    assert [place for place, lines in shown.items() if len(lines) != 1] == [], "each python block needs one line of SNIPPETS"
+    assert SNIPPETS.keys() - {line for lines in shown.values() for line in lines} == set(), "in SNIPPETS, but shown nowhere"
+
+
+def test_every_recipe_and_example_is_in_the_table():
+    assert {p.name for p in (ROOT / "recipes").glob("*.toml")} == RECIPES.keys()
+    assert {p.name for p in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys()
+    run = [c for c, how in COMMANDS.items() if not how.startswith("parsed") and "train" in c]
+    assert [name for name in EXAMPLES if not any(f"{Path(name).stem}:" in c for c in run)] == []
+
+
+def test_every_link_leads_somewhere():
+    links = [(page, target) for page in PAGES for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))]
+    assert [(page.name, t) for page, t in links if not t.startswith("http") and not (page.parent / t).exists()] == []
+
+
+def test_every_verb_is_in_the_readme():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [verb for verb in VERBS if f"| `rondel {verb}" not in text] == []
+
+
+def test_the_page_of_keys_is_that_of_the_models():
+    spec = importlib.util.spec_from_file_location("make_recipe", ROOT / "docs" / "make_recipe.py")
+    make_recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_recipe)
+    assert make_recipe.PAGE.read_text(encoding="utf-8") == make_recipe.page(), "run: python docs/make_recipe.py"
+
+
+# -- recipes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_read(name):
+    job = Job.read(ROOT / "recipes" / name)
+    assert job.run.folder == f"runs/{Path(name).stem}"
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=lambda b: b.place)
+def test_a_piece_of_a_recipe_is_read(block):
+    """Laid over the tiny recipe, section by section."""
+    from rondel.algos.table import resolve
+
+    tree = tomllib.loads((ROOT / "recipes" / "tiny.toml").read_text(encoding="utf-8"))
+    for section, keys in tomllib.loads(block.text).items():
+        tree[section] = tree.get(section, {}) | keys
+    job = Job.parse(tree, block.place)
+    resolve({k: v for k, v in job.algo.model_dump().items() if v != {} and k != "group_size"})
+    if "data" in tomllib.loads(block.text).get("task", {}):
+        from rondel.generate.envs.sources import load_tasks
+
+        assert load_tasks(job.task.data, env=job.task.env).train
+    from rondel.score import build
+
+    assert callable(build(job.task.reward))
+
+
+# -- commands and snippets -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder as a newcomer has it after one reduced run of the tiny recipe."""
+    folder = tmp_path_factory.mktemp("docs")
+    for name in ("recipes", "examples"):
+        shutil.copytree(ROOT / name, folder / name)
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        with pytest.raises(SystemExit) as end:
+            main(["train", "recipes/tiny.toml", *SMALLER])
+    finally:
+        os.chdir(here)
+    assert not end.value.code
+    return folder
+
+
+@pytest.fixture
+def inside(place, monkeypatch) -> Path:
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return place
+
+
+@pytest.mark.parametrize("command", [c for c, how in COMMANDS.items() if not how.startswith("parsed")])
+def test_a_command_does_its_work(inside, monkeypatch, capsys, command):
+    words = shlex.split(command)
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        assert name == "PYTHONPATH"
+        monkeypatch.syspath_prepend(str(inside / value))
+    assert words.pop(0) == "rondel"
+    with pytest.raises(SystemExit) as end:
+        main([*words, *(SMALLER if COMMANDS[command] == "reduced" else [])])
+    out, err = capsys.readouterr()
+    assert not end.value.code, f"{command}: {out[-1500:]}{err}"
+    if words[0] == "train" and "--run.folder" in command:
+        folder = Path(parse_overrides([w for w in words if w.startswith("--")])["run.folder"])
+        assert (folder / "card.json").is_file()
+
+
+@pytest.mark.parametrize("command", [c for c, how in COMMANDS.items() if how.startswith("parsed")])
+def test_a_long_command_exists(command):
+    program, *words = shlex.split(command)
+    if program == "make":
+        # a target without a recipe would pass silently, so the target is looked for by name; nothing is run
+        assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return
+    tool = shutil.which(program) or str(Path(sys.executable).with_name(program))
+    asked = subprocess.run([tool, "--help"], capture_output=True, text=True, timeout=120)
+    assert asked.returncode == 0 and all(word in asked.stdout for word in words if word.startswith("--"))
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=lambda b: b.place)
+def test_a_snippet_runs(inside, block):
+    changes: dict[str, Any] = next(change for line, change in SNIPPETS.items() if line in block.text.splitlines())
+    text = block.text
+    for shown, smaller in changes.items():
+        assert shown in text
+        text = text.replace(shown, smaller)
+    exec(compile(text, block.place, "exec"), {"__name__": "__main__"})
+
+
+def test_the_reward_of_the_readme_is_the_example():
+    shown = [b.text for b in blocks("python") if "def grade" in b.text]
+    assert shown == [(ROOT / "examples" / "my_reward.py").read_text(encoding="utf-8")]

@@ -1,0 +1,92 @@
+"""`rondel.Engine` as the documentation shows it: usable alone, from a script or a notebook."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from engine_kit import SIZE, plain_logprobs
+
+import rondel
+from rondel.words.errors import EngineError, UserError
+
+
+@pytest.fixture(scope="module")
+def engine():
+    torch.set_num_threads(1)
+    engine = rondel.Engine.load({"random": "llama", "seed": 1, **SIZE}, dtype="float32", device="cpu", kv_pages=2048)
+    yield engine
+    engine.close()
+
+
+def test_texts_in_n_samples_of_each_out(engine):
+    outs = engine.generate(["3 + 4 =", "Say hello."], rondel.Sampling(n=8, temperature=1.0, max_tokens=12))
+    assert [len(row) for row in outs] == [8, 8]
+    for row, text in zip(outs, ["3 + 4 =", "Say hello."]):
+        for c in row:
+            assert 1 <= len(c.tokens) == len(c.logprobs) <= 12 and c.finish_reason in ("stop", "length")
+            assert c.text == engine.tokenizer.decode(c.tokens, skip_special_tokens=True)
+            tokens = engine.tokenizer.encode(text) + c.tokens
+            assert c.logprobs == pytest.approx(plain_logprobs(engine.loaded, tokens)[-len(c.tokens) :], abs=1e-5)
+    assert len({tuple(c.tokens) for row in outs for c in row}) == 16
+
+
+def test_tokens_in_and_the_same_whatever_else_is_in_the_batch(engine):
+    sampling = rondel.Sampling(n=3, max_tokens=10, seed=7)
+    ids = [engine.tokenizer.encode("abc"), engine.tokenizer.encode("Once upon a time")]
+    first = engine.generate(ids, sampling)
+    assert [[c.tokens for c in row] for row in engine.generate(["abc", "Once upon a time"], sampling)] == [
+        [c.tokens for c in row] for row in first
+    ]
+    alone = engine.generate([ids[0]], rondel.Sampling(n=2, max_tokens=10, seed=7))
+    assert [c.tokens for c in alone[0]] == [c.tokens for c in first[0][:2]]
+    other = engine.generate(ids, rondel.Sampling(n=3, max_tokens=10, seed=8))
+    assert all(a.tokens != b.tokens for a, b in zip(first[0], other[0]))
+
+
+def test_no_prompt_no_answer_and_the_default_sampling(engine):
+    assert engine.generate([]) == []
+    assert len(engine.generate(["a"])[0]) == 1
+
+
+@pytest.mark.parametrize("prompts", ["one text", [1, 2, 3]])
+def test_one_prompt_without_its_list_is_an_error(engine, prompts):
+    with pytest.raises(UserError, match=r"give a list of them: engine.generate\(\[prompt\]\)"):
+        engine.generate(prompts)
+
+
+def test_a_prompt_that_is_refused_ends_its_batch_and_not_the_engine(engine):
+    for bad, says in ([[]], "empty prompt"), ([[5, 10**6]], "does not exist"), ([[5] * 600], "context of 512"):
+        with pytest.raises(UserError, match=says):
+            engine.generate([[5, 6], *bad], rondel.Sampling(max_tokens=400, ignore_eos=True))
+    deadline = time.monotonic() + 5
+    while engine._engine.scheduler.has_work and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not engine._engine.scheduler.has_work, "a request whose batch is gone still runs"
+    assert len(engine.generate(["ok"])) == 1
+
+
+def test_from_several_threads(engine):
+    sampling, got = rondel.Sampling(n=2, max_tokens=8), {}
+    want = {text: [c.tokens for c in engine.generate([text], sampling)[0]] for text in "abcd"}
+    threads = [
+        threading.Thread(target=lambda t=text: got.update({t: [c.tokens for c in engine.generate([t], sampling)[0]]})) for text in "abcd"
+    ]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(20)
+    assert got == want
+
+
+def test_close_ends_its_threads_and_a_closed_engine_says_so():
+    before = set(threading.enumerate())
+    engine = rondel.Engine.load({"random": "llama", **SIZE}, dtype="float32", device="cpu")
+    engine.generate(["a"], rondel.Sampling(max_tokens=2))
+    engine.close()
+    engine.close()
+    assert set(threading.enumerate()) <= before
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate(["a"])
