@@ -27,7 +27,7 @@ test: install lint types
 
 check: install lint types
 	@echo "tests     the fast ones"
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4
 
 lint: install
 	@echo "lint      ruff"

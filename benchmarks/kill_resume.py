@@ -33,10 +33,11 @@ def main() -> None:
     length = time.perf_counter() - began
     draw, after, kills = random.Random(args.seed), [], 0
     while kills < args.kills:
-        seconds = draw.uniform(0.0, length)
+        seconds = draw.uniform(0.0, length / 2)
         if interrupted(killed, seconds):
             kills += 1
             after.append(round(seconds, 2))
+            print(f"kill {kills} of {args.kills} after {seconds:.1f} s", file=sys.stderr, flush=True)
         else:  # it was complete before the kill: begin another one
             check(whole, killed)
             shutil.rmtree(killed)

@@ -46,7 +46,8 @@ class Device:
 
     def __init__(self, name: str = "cpu", threads: int | None = None) -> None:
         self.name = name
-        self.threads = threads or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.threads = threads or cores
         self._thread = ThreadPoolExecutor(1, f"rondel-{name}", initializer=torch.set_num_threads, initargs=(self.threads,))
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
