@@ -5,7 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-SUM_TASK = {"kind": "reasoning_gym", "name": "chain_sum", "size": 2000, "args": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
+SUM_TASK = {
+    "kind": "reasoning_gym",
+    "name": "chain_sum",
+    "size": 2000,
+    "args": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+}
 SUFFIX = " Reply with only the final number."
 
 

@@ -8,7 +8,12 @@ if TYPE_CHECKING:
     from rondel.generate.engine.notebook import Engine as Engine
     from rondel.words.types import Sampling as Sampling
 
-_HOMES = {"Sampling": "rondel.words.types", "Task": "rondel.words.types", "Trajectory": "rondel.words.types", "Engine": "rondel.generate.engine.notebook"}
+_HOMES = {
+    "Sampling": "rondel.words.types",
+    "Task": "rondel.words.types",
+    "Trajectory": "rondel.words.types",
+    "Engine": "rondel.generate.engine.notebook",
+}
 
 
 def run(recipe: str, *, quiet: bool = False, **sections: dict[str, Any]) -> dict[str, Any]:

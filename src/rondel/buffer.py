@@ -138,7 +138,9 @@ class Buffer:
             self._dropped_since_take = 0
         for group in picked:
             if self.version - group.born > self.max_staleness:
-                raise LawError(f"group {group.id} is {self.version - group.born} versions old; at most {self.max_staleness} are allowed (law 2)")
+                raise LawError(
+                    f"group {group.id} is {self.version - group.born} versions old; at most {self.max_staleness} are allowed (law 2)"
+                )
         return picked
 
     def settle(self, *, failed: str = "") -> None:

@@ -37,10 +37,22 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
     total = sum(rewards)
     low, high = wilson(total, len(tasks))
     samples = [
-        {"prompt": task.data.get("prompt", ""), "answer": task.data.get("answer"), "text": t.text, "reward": t.reward, "tokens": len(t.tokens)}
+        {
+            "prompt": task.data.get("prompt", ""),
+            "answer": task.data.get("answer"),
+            "text": t.text,
+            "reward": t.reward,
+            "tokens": len(t.tokens),
+        }
         for task, t in list(zip(tasks, done))[:SHOWN]
     ]
-    request = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens, "env": job.task.env, "reward": job.task.reward, "suffix": job.task.suffix}
+    request = {
+        "temperature": sampling.temperature,
+        "max_tokens": sampling.max_tokens,
+        "env": job.task.env,
+        "reward": job.task.reward,
+        "suffix": job.task.suffix,
+    }
     request["failed"] = sum(t.reward is None for t in done)
     return Evaluated(
         step, parts.engine.version, "held_out", total / max(1, len(tasks)), low, high, len(tasks), request, samples, time.perf_counter() - began
@@ -59,7 +71,9 @@ def evaluate_checkpoint(model_or_run: str, recipe: str | None, overrides: dict[s
     elif (folder / "job.toml").is_file():
         checkpoints = sorted((folder / "checkpoints").glob("step-*"))
         if not checkpoints:
-            raise UserError(f"{folder} has no checkpoint yet; train it, or evaluate its starting model: rondel eval MODEL {folder / 'job.toml'}")
+            raise UserError(
+                f"{folder} has no checkpoint yet; train it, or evaluate its starting model: rondel eval MODEL {folder / 'job.toml'}"
+            )
         recipe, model, step = recipe or str(folder / "job.toml"), str(checkpoints[-1]), int(checkpoints[-1].name.split("-")[-1])
     if recipe is None:
         raise UserError(f"'{model_or_run}' is a model, so name the tasks: rondel eval {model_or_run} recipes/quickstart.toml")

@@ -50,7 +50,7 @@ async def learn(buffer, prepare, trainer, engine, devices, sync, algo, steps: It
             clock.lap("train")
             version = await sync(trainer, engine)  # nothing runs between the update and its commit
             clock.lap("sync")
-        buffer.settle(failed="" if stats.stepped else stats.note)
+        buffer.settle(failed="" if stats.stepped else stats.note.partition(":")[0])
         emit(StepDone(step, version, stats.metrics, clock.turn(), buffer.ledger(), stats.note))
         await milestone(step, version, batch)  # evaluate and checkpoint at a version, before anything new is admitted
         clock.lap("milestone")  # counted with the step that follows
@@ -61,8 +61,8 @@ async def run(tasks, buffer, *, attempt, score, judge, prepare, trainer, engine,
     """One feed, (S + 1)·P rolling lanes and the learner; ends with the learner, and the first error ends all."""
     async with asyncio.TaskGroup() as crew:
         lanes = [crew.create_task(feed(tasks, buffer), name="feed")]
-        for lane in range((buffer.max_staleness + 1) * buffer.groups_per_step):
-            lanes.append(crew.create_task(roll(buffer, attempt, score, judge), name=f"roll-{lane}"))
+        for number in range((buffer.max_staleness + 1) * buffer.groups_per_step):
+            lanes.append(crew.create_task(roll(buffer, attempt, score, judge), name=f"roll-{number}"))
         await learn(buffer, prepare, trainer, engine, devices, sync, algo, steps, milestone)
         for lane in lanes:
             lane.cancel()

@@ -11,7 +11,15 @@ import pytest
 from rondel.cli import main
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.toml"
-SMALL = ["--loop.warmup.steps=0", "--loop.steps=2", "--loop.groups_per_step=2", "--algo.group_size=2", "--run.sinks=[]", "--place.threads=1", "--loop.max_refills=1"]
+SMALL = [
+    "--loop.warmup.steps=0",
+    "--loop.steps=2",
+    "--loop.groups_per_step=2",
+    "--algo.group_size=2",
+    "--run.sinks=[]",
+    "--place.threads=1",
+    "--loop.max_refills=1",
+]
 
 
 def say(capfd, *words: str) -> tuple[int, str]:
@@ -126,7 +134,9 @@ def test_a_reward_that(capfd, tmp_path, monkeypatch, name):
     source, said = REWARDS[name]
     (tmp_path / "broken_reward.py").write_text(source)
     monkeypatch.chdir(tmp_path)
-    line = broken(capfd, tmp_path, "--task.reward=broken_reward:grade", "--task.reward_timeout=0.5", "--task.eval.n=1", "--task.reward_workers=2")
+    line = broken(
+        capfd, tmp_path, "--task.reward=broken_reward:grade", "--task.reward_timeout=0.5", "--task.eval.n=1", "--task.reward_workers=2"
+    )
     assert said in line and "no group survived" in line, line
     events = [json.loads(row) for row in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
     groups = [e for e in events if e["kind"] == "GroupFinished"]

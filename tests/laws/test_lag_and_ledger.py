@@ -19,9 +19,7 @@ def windows(p: int, s: int) -> list[int]:
 
 
 SETTINGS = [
-    (p, s, w, drop, seed)
-    for p, s, drop, seed in itertools.product((1, 2, 5), (0, 1, 2, 4), (0.0, 0.3), (0, 1))
-    for w in windows(p, s)
+    (p, s, w, drop, seed) for p, s, drop, seed in itertools.product((1, 2, 5), (0, 1, 2, 4), (0.0, 0.3), (0, 1)) for w in windows(p, s)
 ]
 
 
@@ -107,5 +105,7 @@ def test_an_error_in_a_lane_ends_the_run_at_once():
         raise RuntimeError("lane broke")
 
     with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(asyncio.wait_for(loop.run(endless(), Buffer(groups_per_step=2), **{**loop_kit(trainer, rollouts, 3), "attempt": broken}), 5))
+        asyncio.run(
+            asyncio.wait_for(loop.run(endless(), Buffer(groups_per_step=2), **{**loop_kit(trainer, rollouts, 3), "attempt": broken}), 5)
+        )
     assert caught.group_contains(RuntimeError, match="lane broke")

@@ -85,10 +85,19 @@ def _signal(parts: Parts, groups: list[Group]) -> list[Finding]:
             f"{mixed} of {len(groups)} groups have mixed rewards, mean reward {mean:.2f}" + " (before the supervised warmup)" * (warm > 0),
             "an easier or harder task, a larger group_size, or a supervised warmup",
         ),
-        Finding("length", cut < 0.9 or warm > 0, f"{cut:.0%} of the answers hit engine.sampling.max_tokens", "raise engine.sampling.max_tokens, or ask for shorter answers"),
+        Finding(
+            "length",
+            cut < 0.9 or warm > 0,
+            f"{cut:.0%} of the answers hit engine.sampling.max_tokens",
+            "raise engine.sampling.max_tokens, or ask for shorter answers",
+        ),
     ]
     if failed:
-        found.append(Finding("rollouts", False, f"{len(failed)} of {len(answers)} answers could not be scored: {failed[0].reason} {failed[0].detail}"))
+        found.append(
+            Finding(
+                "rollouts", False, f"{len(failed)} of {len(answers)} answers could not be scored: {failed[0].reason} {failed[0].detail}"
+            )
+        )
     return found
 
 
@@ -105,7 +114,12 @@ async def _lr_zero(parts: Parts, groups: list[Group]) -> Finding:
     gap, deviation = stats.metrics.get("train/gap_mean", 0.0), stats.metrics.get("train/ratio_max_deviation", 0.0)
     limit = 1e-4 if parts.loaded.dtype.itemsize == 4 else 0.05
     message = f"mean |trainer - engine| {gap:.1e} nats a token, ratio off 1 by {deviation:.1e}, weights {'unchanged' if root == after else 'CHANGED'}"
-    return Finding("lr = 0", stats.stepped and gap < limit and root == after, message, "engine and trainer disagree: use model.dtype = 'float32' to tell rounding from a bug")
+    return Finding(
+        "lr = 0",
+        stats.stepped and gap < limit and root == after,
+        message,
+        "engine and trainer disagree: use model.dtype = 'float32' to tell rounding from a bug",
+    )
 
 
 def _memory(parts: Parts) -> Finding:

@@ -69,11 +69,22 @@ def build(job: Job) -> Parts:
     for section in (job.engine.sampling,):  # all of its keys are read by the line above
         section._read.update(type(section).model_fields)
     if sampling.temperature == 0:
-        raise ConfigError("engine.sampling.temperature = 0 is greedy: every sample of a group is the same, and greedy samples are not trainable. Use 1.0")
+        raise ConfigError(
+            "engine.sampling.temperature = 0 is greedy: every sample of a group is the same, and greedy samples are not trainable. Use 1.0"
+        )
     if sampling.truncated:
-        raise ConfigError("engine.sampling.top_k / top_p cut the support, which the trainer cannot recompute yet: train with top_k = 0 and top_p = 1 (law 4)")
+        raise ConfigError(
+            "engine.sampling.top_k / top_p cut the support, which the trainer cannot recompute yet: train with top_k = 0 and top_p = 1 (law 4)"
+        )
     if row.name != "sft" and job.algo.group_size == 1 and type(row.advantage).__name__ in {"GroupNorm", "GroupCenter", "LeaveOneOut"}:
-        raise ConfigError(f"algo.group_size = 1 gives {row.name} no baseline: every advantage would be 0. Use 4 or more, or kind = 'reinforce'")
+        raise ConfigError(
+            f"algo.group_size = 1 gives {row.name} no baseline: every advantage would be 0. Use 4 or more, or kind = 'reinforce'"
+        )
+    if job.loop.warmup.steps and row.kl.coef:
+        raise ConfigError(
+            "algo.kl.coef with loop.warmup: the reference would be the model before its supervised phase. Run the warmup as a run of its own "
+            "(loop.steps = 0) and start from its checkpoint with model.path"
+        )
     window = planner.window(job.loop.window, max_staleness=job.loop.max_staleness, groups_per_step=job.loop.groups_per_step)
     find("engine", job.engine.kind, {"builtin": BuiltinEngine})
     find("trainer", job.trainer.kind, {"fsdp": LocalTrainer})
@@ -113,7 +124,10 @@ def build(job: Job) -> Parts:
             tolerance=TOLERANCE[loaded.dtype],
         )
         facts = {k: f"{v.value} ({v.why})" for k, v in resolved.items()}
-        facts |= {"engine.numerics": numerics, "sync.kind": "tensor (one process, one module: 0 bytes move)" if sync_kind == "auto" else sync_kind}
+        facts |= {
+            "engine.numerics": numerics,
+            "sync.kind": "tensor (one process, one module: 0 bytes move)" if sync_kind == "auto" else sync_kind,
+        }
         return Parts(
             job, row, tasks, sampling, pool, device, loaded, engine, trainer, Shared(engine, trainer, how=job.loop.in_flight), sync, window.value,
             judge_of(job, row), env, facts,
@@ -181,7 +195,9 @@ def longest_prompt(job: Job, tasks: TaskSet, loaded: Loaded, sampling: Sampling)
 
     longest = 0
     for task in sorted([*tasks.train, *tasks.held_out], key=lambda t: len(text(t)))[-32:]:
-        chat = TokenChat(loaded.tokenizer, None, sampling=sampling, key=lambda turn: 0, max_context=loaded.max_context, system=job.task.system)
+        chat = TokenChat(
+            loaded.tokenizer, None, sampling=sampling, key=lambda turn: 0, max_context=loaded.max_context, system=job.task.system
+        )
         prompt = task.data.get("messages") or [{"role": "user", "content": str(task.data.get("prompt", "")) + job.task.suffix}]
         chat.give([dict(m) for m in prompt])
         n = len(chat.trajectory.tokens)
@@ -240,7 +256,14 @@ class Rollouts:
             request.namespace = namespace
             return await p.engine.generate(request)
 
-        return TokenChat(p.loaded.tokenizer, generate, sampling=sampling or p.sampling, key=key, max_context=p.loaded.max_context, system=p.job.task.system)
+        return TokenChat(
+            p.loaded.tokenizer,
+            generate,
+            sampling=sampling or p.sampling,
+            key=key,
+            max_context=p.loaded.max_context,
+            system=p.job.task.system,
+        )
 
     async def score(self, group: Group) -> None:
         async def one(trajectory: Trajectory) -> None:

@@ -6,13 +6,14 @@ import asyncio
 import json
 from pathlib import Path
 
-from rondel.assemble.parts import build, prepare_with, warmup_settings
 from rondel.algos.table import SFT
+from rondel.assemble.parts import build, prepare_with, warmup_settings
 from rondel.runtime.devices import keep_memory
 from rondel.runtime.journal import store
 from rondel.train.checkpoint import flaw
 from rondel.words.config import Job
 from rondel.words.errors import UserError
+from rondel.words.types import StepStats
 
 
 def replay(folder: str | Path, step: int) -> dict[str, float]:
@@ -34,7 +35,7 @@ def replay(folder: str | Path, step: int) -> dict[str, float]:
 async def _replay(parts, folder: Path, start: int, step: int, path: Path | None) -> dict[str, float]:
     if path is not None:
         await parts.trainer.load(path)
-    settings, stats = parts.trainer.settings, None
+    settings, stats = parts.trainer.settings, StepStats(False, {})
     for number in range(start + 1, step + 1):
         warm = number <= parts.job.loop.warmup.steps
         parts.trainer.settings = warmup_settings(parts.job, settings) if warm else settings

@@ -58,7 +58,9 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
         ends.callback(subscribe(progress.read))
         found = checkpoints.latest()
         if found and found[1]["step"] >= total:
-            progress.say(f"{folder} is complete: {found[1]['step']} of {total} steps. To go on, set --loop.steps higher; the card is in {folder / 'card.md'}")
+            progress.say(
+                f"{folder} is complete: {found[1]['step']} of {total} steps. To go on, set --loop.steps higher; the card is in {folder / 'card.md'}"
+            )
             return write_card(folder)
         parts = build(job)
         ends.callback(parts.close)
@@ -74,7 +76,9 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
         for reader in (journal.write, store.RolloutStore(folder).write, StepMetrics(*(s.write for s in sinks)).read):
             ends.callback(subscribe(reader))
         if unread := [key for key in job.unread() if not key.startswith(("run.", "loop.", "task.eval", "trainer.", "algo."))]:
-            raise ConfigError(f"set, but without effect in this run: {', '.join(unread)}. Remove them, or see `rondel explain` for what reads them")
+            raise ConfigError(
+                f"set, but without effect in this run: {', '.join(unread)}. Remove them, or see `rondel explain` for what reads them"
+            )
         _replace(folder / "job.toml", tomli_w.dumps(_without_none(job.tree())))
         emit(RunStarted(str(folder), job.digest(), facts_of(parts)))
         run = Run(job, parts, folder, checkpoints)
@@ -127,12 +131,23 @@ class Run:
         parts, job = self.parts, self.job
         buffer = self._buffer(job.loop.groups_per_step, job.loop.max_staleness, parts.window, saved)
         if job.loop.max_staleness and type(parts.row.correction).__name__ == "NoCorrection" and parts.row.name != "sft":
-            emit(Warned(f"max_staleness = {job.loop.max_staleness} without a correction: stale tokens are trained as if they were fresh. Set algo.correction.kind = 'token_tis'"))
+            emit(
+                Warned(
+                    f"max_staleness = {job.loop.max_staleness} without a correction: stale tokens are trained as if they were fresh. Set algo.correction.kind = 'token_tis'"
+                )
+            )
         await self._loop(buffer, Rollouts(parts, job.algo.group_size), parts.judge, parts.row, steps)
 
     def _buffer(self, groups: int, staleness: int, window: int, saved: dict[str, Any] | None) -> Buffer:
         version = self.parts.engine.version
-        self.buffer = Buffer(groups_per_step=groups, max_staleness=staleness, window=window, version=version, start=version, max_refills=self.job.loop.max_refills)
+        self.buffer = Buffer(
+            groups_per_step=groups,
+            max_staleness=staleness,
+            window=window,
+            version=version,
+            start=version,
+            max_refills=self.job.loop.max_refills,
+        )
         if saved:
             self.buffer.restore(saved["buffer"])
         return self.buffer
@@ -183,13 +198,23 @@ def facts_of(parts: Parts) -> dict[str, Any]:
     job, parameters = parts.job, sum(p.numel() for p in parts.loaded.model.parameters())
     p, g, u = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step
     return {
-        "versions": {"rondel": version("rondel"), "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {
+            "rondel": version("rondel"),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
         "device": torch.cuda.get_device_name() if parts.device.name.startswith("cuda") else f"cpu ({platform.machine()})",
         "threads": parts.device.threads,
         "dtypes": {"compute": str(parts.loaded.dtype).removeprefix("torch."), "master": "float32", "logprobs": "float32"},
         "model": {"name": parts.loaded.name, "parameters": parameters},
         "batch": f"{p} groups x {g} samples = {p * g} trajectories a step, {u} optimizer update{'s' * (u > 1)}",
-        "tasks": {"train": len(parts.tasks.train), "held_out": len(parts.tasks.held_out), "duplicates": parts.tasks.duplicates, "leaked": parts.tasks.leaked},
+        "tasks": {
+            "train": len(parts.tasks.train),
+            "held_out": len(parts.tasks.held_out),
+            "duplicates": parts.tasks.duplicates,
+            "leaked": parts.tasks.leaked,
+        },
         "seed": job.loop.seed,
         "algorithm": parts.row.name,
         "resolved": parts.resolved,
@@ -205,7 +230,9 @@ def _same_recipe(job: Job, folder: Path) -> None:
     differ = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k) and not k.startswith("run.") and k != "loop.steps"]
     if differ:
         rows = "; ".join(f"{k}: {old.get(k, 'not set')!r} -> {new.get(k, 'not set')!r}" for k in differ)
-        raise ConfigError(f"{folder} was begun with another recipe ({rows}). Continue it with the old values, or train into another folder: --run.folder=...")
+        raise ConfigError(
+            f"{folder} was begun with another recipe ({rows}). Continue it with the old values, or train into another folder: --run.folder=..."
+        )
 
 
 def _replace(path: Path, text: str) -> None:

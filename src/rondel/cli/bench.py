@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,5 @@ def run(
         return
     if name not in known:
         raise UserError(f"no benchmark '{name}'.{nearest(name, known)} Known: {', '.join(known) or 'none: they come with the source tree'}")
-    spec = importlib.util.spec_from_file_location(f"rondel_bench_{name}", home / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main(ctx.args)
+    sys.path.insert(0, str(home))
+    importlib.import_module(name).main(ctx.args)

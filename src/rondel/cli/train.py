@@ -30,10 +30,13 @@ def run(
 
 def ending(folder: str, card: dict[str, Any]) -> str:
     """What a newcomer wants to see last: before and after, a few answers, where everything is, what to try next."""
-    rows = [f"  {name:<7}{e['score']:>7.1%}   95 % interval {e['low']:.1%} to {e['high']:.1%}   n = {e['n']}" for name, e in _evaluations(card)]
+    rows = [
+        f"  {name:<7}{e['score']:>7.1%}   95 % interval {e['low']:.1%} to {e['high']:.1%}   n = {e['n']}" for name, e in _evaluations(card)
+    ]
     pairs = list(zip(card["samples_before"], card["samples_after"]))[:3]
     answers = [
-        f"  asked   {was.get('prompt', '')}\n  before  {_one_line(was)}\n  after   {_one_line(now)}\n  answer  {was.get('answer', '')}\n" for was, now in pairs
+        f"  asked   {was.get('prompt', '')}\n  before  {_one_line(was)}\n  after   {_one_line(now)}\n  answer  {was.get('answer', '')}\n"
+        for was, now in pairs
     ]
     return "\n".join(
         [
@@ -53,4 +56,8 @@ def _evaluations(card: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 def _one_line(sample: dict[str, Any]) -> str:
     text = " ".join(str(sample.get("text", "")).split())
-    return f"{text[:90]}{'...' * (len(text) > 90)}   (reward {sample['reward']:g})" if sample.get("reward") is not None else f"{text[:90]}   (not scored)"
+    return (
+        f"{text[:90]}{'...' * (len(text) > 90)}   (reward {sample['reward']:g})"
+        if sample.get("reward") is not None
+        else f"{text[:90]}   (not scored)"
+    )

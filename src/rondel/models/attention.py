@@ -71,11 +71,19 @@ DENSE = 1 << 24  # largest number of scores that are written out at once
 
 
 def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, causal: bool = False, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    train: bool = False,
 ) -> Tensor:
-    """q [B,H,Lq,D], k and v [B,K,Lk,D]; `mask` True where a query may look. -> [B,H,Lq,D]."""
+    """q [B,H,Lq,D], k and v [B,K,Lk,D]; `mask` True where a query may look; `train` for packed training. -> [B,H,Lq,D]."""
     small = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= DENSE
-    if softcap is not None or (q.device.type == "cpu" and q.requires_grad and small):
+    if softcap is not None or (train and q.device.type == "cpu" and small):
         if causal:
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
         return _dense(q, k, v, scale, mask, softcap)
@@ -236,7 +244,7 @@ class Family:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
         causal = not self.ancestors and (window is None or window >= self.longest)
-        return sdpa(q, k, v, scale=scale, mask=None if causal else self.mask(window), causal=causal, softcap=softcap)
+        return sdpa(q, k, v, scale=scale, mask=None if causal else self.mask(window), causal=causal, softcap=softcap, train=True)
 
 
 # -- serving -------------------------------------------------------------------------------------
@@ -270,7 +278,7 @@ class PagedLayout:
         self.keys, self.values, self.write, self.chunks = keys, values, write, chunks
         self.table = None if table is None else table.flatten()
         self.lengths = lengths
-        if table is not None:
+        if table is not None and lengths is not None:
             self.shape = table.shape
             self.distance = lengths[:, None] - 1 - torch.arange(table.shape[1], device=table.device)  # [B,C], < 0 is padding
         self._masks: dict[int | None, Tensor] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ class Head:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, model: nn.Module) -> Head:
+    def of(cls, model: Any) -> Head:
         linear, config = model.get_output_embeddings(), model.config.get_text_config()
         scale = 1.0
         if getattr(config, "logits_scaling", None):  # granite divides

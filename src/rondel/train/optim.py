@@ -30,10 +30,12 @@ class MasterWeights:
 
         def moves_to(master: Tensor) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
+                fresh = parameter.grad
+                assert fresh is not None
                 if master.grad is None:
-                    master.grad = parameter.grad.float()
+                    master.grad = fresh.float()
                 else:
-                    master.grad.add_(parameter.grad)
+                    master.grad.add_(fresh)
                 parameter.grad = None
 
             return hook

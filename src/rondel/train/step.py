@@ -139,7 +139,8 @@ class LocalTrainer:
                 if norm > 0:  # without signal the momentum of earlier steps must not move anything either
                     changed = self.weights.step(lr=rate, clip=settings.clip, norm=norm)
                 taken, self.moved = taken + 1, self.moved or changed > 0
-                sums.put("train/grad_norm", float(norm)), sums.put("train/weights_changed", changed)
+                sums.put("train/grad_norm", float(norm))
+                sums.put("train/weights_changed", changed)
                 seconds["optimizer"] += clock() - t
             self.bad_steps = 0
         except NotFinite as fault:

@@ -12,7 +12,7 @@ from rondel.words.errors import ConfigError
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """" Did you mean 'x'?", or nothing when no known word is near."""
+    """ " Did you mean 'x'?", or nothing when no known word is near."""
     match = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f" Did you mean '{match[0]}'?" if match else ""
 

@@ -117,7 +117,7 @@ class Trajectory:
         n = len(tokens)
         if (logprobs is None) != (versions is None):
             raise ValueError("a policy's tokens need both logprobs and versions; given tokens need neither")
-        if logprobs is not None and not (n == len(logprobs) == len(versions)):
+        if logprobs is not None and versions is not None and not (n == len(logprobs) == len(versions)):
             raise ValueError(f"{n} tokens, {len(logprobs)} logprobs, {len(versions)} versions: lengths must agree")
         if logprobs is not None and any(not lp <= 1e-6 for lp in logprobs):  # NaN fails too
             raise ValueError(f"a log-probability above 0 or NaN: {max(logprobs)}")
