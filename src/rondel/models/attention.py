@@ -289,7 +289,8 @@ class PagedLayout:
         values.index_copy_(0, self.write, v)
         parts = [self._prefill(chunk, q, keys, values, scale, window, softcap) for chunk in self.chunks]
         if self.table is not None:
-            parts.append(self._decode(q[len(q) - self.shape[0] :], keys, values, scale, window, softcap))
+            k, v = keys.index_select(0, self.table), values.index_select(0, self.table)
+            parts.append(self._decode(q[len(q) - self.shape[0] :], k, v, scale, window, softcap))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _prefill(
@@ -306,8 +307,9 @@ class PagedLayout:
         return sdpa(mine, k, v, scale=scale, mask=mask, causal=causal, softcap=softcap)[0].transpose(0, 1)
 
     def _decode(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+        """q [B,H,D]; keys and values [B*C,K,D], gathered."""
         (batch, context), heads = self.shape, keys.shape[1]
-        k, v = (pool.index_select(0, self.table).view(batch, context, *pool.shape[1:]).transpose(1, 2) for pool in (keys, values))
+        k, v = (x.view(batch, context, *x.shape[1:]).transpose(1, 2) for x in (keys, values))
         folded = q.reshape(batch, heads, -1, q.shape[-1])  # the query heads of one key head become its queries: no copy of the keys
         return sdpa(folded, k, v, scale=scale, mask=self._decode_mask(window), softcap=softcap).flatten(1, 2)
 

@@ -214,7 +214,8 @@ def _convert(file: Path, folder: Path) -> None:
     config = packed.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    model = type(packed)(config).to(torch.bfloat16)
+    model: Any = type(packed)(config)
+    model.to(torch.bfloat16)
     model.load_state_dict(packed.state_dict())
     model.tie_weights()
     config.dtype = torch.bfloat16

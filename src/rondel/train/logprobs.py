@@ -60,7 +60,7 @@ class _Chunked(torch.autograd.Function):
             grad = grad.to(weight.dtype)
             torch.mm(grad, weight, out=grad_hidden[rows])
             grad_weight += grad.t() @ h
-        return grad_hidden, grad_weight.to(weight.dtype), None if bias is None else grad_bias.to(bias.dtype), None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None
 
 
 def logprob_and_entropy(hidden: Tensor, target: Tensor, head: Head, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
