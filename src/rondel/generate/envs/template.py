@@ -10,7 +10,8 @@ tokens are cut off again (SPEC G2). What the policy wrote is never part of what 
 
 from __future__ import annotations
 
-from functools import cached_property
+import json
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -74,7 +75,13 @@ class Template:
         return self.tail[have:]
 
     def _render(self, messages: Messages, *, prompt: bool = True) -> list[int]:
-        return list(self.tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=prompt, return_dict=False))
+        return list(_rendered(self.tokenizer, json.dumps(messages), prompt))
 
     def _bare(self, messages: Messages, *, opening: bool) -> list[int]:
         return list(self.tokenizer.encode("".join(m["content"] for m in messages), add_special_tokens=opening))
+
+
+@lru_cache(maxsize=4096)
+def _rendered(tokenizer: Any, messages: str, prompt: bool) -> tuple[int, ...]:
+    """Siblings ask for the same opening; a template is slow enough to render it once."""
+    return tuple(tokenizer.apply_chat_template(json.loads(messages), tokenize=True, add_generation_prompt=prompt, return_dict=False))

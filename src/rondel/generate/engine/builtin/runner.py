@@ -26,8 +26,8 @@ class Runner:
     def step(self, plan: Plan) -> list[tuple[Live, int, float]]:
         """Compute the plan. -> (request, token, logprob) for those whose prompt is complete or that decode."""
         hidden, last = self._forward(plan)
-        sampled = [live for live, _ in plan.chunks if live.pending == 0] + plan.decoding
-        rows = torch.tensor(last, device=self.device)
+        sampled = [live for live, _ in last]
+        rows = torch.tensor([row for _, row in last], device=self.device)
         out: list[tuple[Live, int, float]] = []
         for first in range(0, len(sampled), ROWS):
             part = sampled[first : first + ROWS]
@@ -50,14 +50,16 @@ class Runner:
             out += logprobs.gather(1, ids[rows.start + 1 : rows.stop + 1, None])[:, 0].tolist()
         return out
 
-    def _forward(self, plan: Plan) -> tuple[Tensor, list[int]]:
+    def _forward(self, plan: Plan) -> tuple[Tensor, list[tuple[Live, int]]]:
         """Hidden states of the step's new tokens, and the rows from which a token is drawn."""
         tokens: list[int] = []
         positions: list[int] = []
         write: list[int] = []
-        last: list[int] = []
+        last: list[tuple[Live, int]] = []
         chunks: list[Chunk] = []
         for live, n in plan.chunks:
+            if n == 1:
+                continue
             first = live.computed - n
             self._note(live)
             chunks.append(Chunk(len(tokens), n, torch.tensor(live.pages, device=self.device)))
@@ -65,17 +67,19 @@ class Runner:
             positions += range(first, live.computed)
             write += live.pages[first:]
             if live.pending == 0:
-                last.append(len(tokens) - 1)
+                last.append((live, len(tokens) - 1))
         table, lengths = None, None
-        if plan.decoding:
-            for live in plan.decoding:
+        single = [live for live, n in plan.chunks if n == 1] + plan.decoding  # siblings that find their prompt cached feed one token too
+        if single:
+            for live in single:
                 self._note(live)
-                last.append(len(tokens))
-                tokens.append(live.tokens[-1])
+                if live.pending == 0:
+                    last.append((live, len(tokens)))
+                tokens.append(live.tokens[live.computed - 1])
                 positions.append(live.computed - 1)
                 write.append(live.pages[-1])
-            sizes = [live.computed for live in plan.decoding]
-            rows = torch.tensor([live.row for live in plan.decoding])
+            sizes = [live.computed for live in single]
+            rows = torch.tensor([live.row for live in single])
             table = self.table[rows, : max(sizes)]
             lengths = torch.tensor(sizes)
             table.masked_fill_(torch.arange(max(sizes)) >= lengths[:, None], 0)

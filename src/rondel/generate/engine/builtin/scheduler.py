@@ -196,4 +196,4 @@ class Scheduler:
 def _shares(live: Live, other: Live) -> bool:
     """Whether `other`, whose prompt is not in the tree yet, will soon offer most of the prompt of `live`."""
     n = (3 * min(live.prompt, other.prompt)) // 4
-    return n >= 8 and live.tokens[:n] == other.tokens[:n]
+    return n >= 4 and live.tokens[:n] == other.tokens[:n]
