@@ -64,7 +64,7 @@ def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path, moments):
 
 
 OTHERS = {
-    "rloo with KL": {"algo__kind": "rloo", "algo__kl": {"coef": 0.05}},
+    "rloo with KL": {"algo__kind": "rloo", "algo__kl": {"coef": 0.05}, "loop__warmup__steps": 0, "loop__steps": 14},
     "two updates, cosine": {"loop__updates_per_step": 2, "trainer__schedule": "cosine", "trainer__warmup_steps": 3},
     "bfloat16": {"model__dtype": "bfloat16"},
 }

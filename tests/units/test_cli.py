@@ -114,7 +114,8 @@ def test_an_interrupted_training_says_how_to_go_on(rondel, recipe, assemble):
 
 def test_train_reads_recipe_and_overrides_in_any_order(rondel, recipe, assemble):
     seen = []
-    assemble.train = lambda job, *, quiet=False: seen.append((job.loop.steps, job.model.path, quiet))
+    nothing = {"eval_before": None, "eval_after": None, "samples_before": [], "samples_after": [], "steps": 0, "seconds": 0.0}
+    assemble.train = lambda job, *, quiet=False: seen.append((job.loop.steps, job.model.path, quiet)) or nothing
     assert rondel("train", recipe, "--loop.steps=7", "--quiet")[0] == 0
     assert rondel("train", "--model.path=big", recipe)[0] == 0
     assert seen == [(7, "tiny", True), (3, "big", False)]

@@ -100,7 +100,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, s
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     weights = scores.softmax(-1).to(v.dtype).view(batch, k.shape[1], -1, k.shape[2])
-    return torch.matmul(weights, v).view(batch, heads, length, size)
+    return torch.matmul(weights, v).view(batch, heads, length, v.shape[-1])
 
 
 # -- training ------------------------------------------------------------------------------------
