@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
-from threading import Event, Timer
 from typing import Any
 
 from rondel.score import Spec
@@ -42,26 +43,30 @@ class Worker:
 
     def ask(self, job: bytes, seconds: float) -> tuple[dict[str, Any] | None, bool]:
         """(reply, killed for being late); no reply when the process died."""
-        late = Event()
-
-        def expire() -> None:
-            late.set()
-            self.kill()
-
-        timer = Timer(seconds, expire)
-        timer.start()
-        jobs, replies = self.process.stdin, self.process.stdout
-        assert jobs and replies
         try:
-            jobs.write(job)
-            jobs.flush()
-            line = replies.readline()
+            line = self._exchange(job, time.monotonic() + seconds)
+        except TimeoutError:
+            self.kill()
+            return None, True
         except OSError:  # the pipe broke: it is dead
-            line = b""
-        finally:
-            timer.cancel()
-            timer.join()  # after this, `late` says whether it was killed
-        return (json.loads(line) if line.endswith(b"\n") else None), late.is_set()
+            return None, False
+        return (json.loads(line) if line.endswith(b"\n") else None), False
+
+    def _exchange(self, job: bytes, deadline: float) -> bytes:
+        """Write the job, read one line. Neither can block past the deadline: a ready pipe takes or gives a page."""
+        assert self.process.stdin and self.process.stdout
+        jobs, replies = self.process.stdin.fileno(), self.process.stdout.fileno()
+        rest, line = memoryview(job), b""
+        while rest:
+            _until_ready(jobs, select.POLLOUT, deadline)
+            rest = rest[os.write(jobs, rest[: select.PIPE_BUF]) :]
+        while not line.endswith(b"\n"):
+            _until_ready(replies, select.POLLIN, deadline)
+            piece = os.read(replies, 1 << 16)
+            if not piece:
+                break
+            line += piece
+        return line
 
     def last_words(self) -> str:
         try:
@@ -75,3 +80,10 @@ class Worker:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def _until_ready(fd: int, what: int, deadline: float) -> None:
+    poll = select.poll()
+    poll.register(fd, what)
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise TimeoutError
