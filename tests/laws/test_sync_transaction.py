@@ -238,7 +238,7 @@ def test_after_a_probe_that_disagrees_the_engine_refuses_and_the_error_says_why(
         return [0.0, *(lp + 0.01 for lp in plain_logprobs(model, tokens))]
 
     async def main():
-        with pytest.raises(SyncError, match=r"differ by 0.01\d* nats on the probe \(limit 0.0001; law 6\)"):
+        with pytest.raises(SyncError, match=r"differ by 0.0\d+ nats a token on the probe \(limit 0.0001; law 6\)"):
             await update(trainer, score=off)(trainer, e)
         assert (await e.status()).state == "refusing"
         await update(trainer)(trainer, e)
@@ -252,7 +252,7 @@ def test_the_probe_notices_a_half_written_module():
     model = tiny()
     trainer, e = Publisher(twin(model)), engine(model)
     e.loaded.head.scale = 1.01  # not a tensor: no digest sees it
-    with pytest.raises(SyncError, match="nats on the probe"):
+    with pytest.raises(SyncError, match="nats a token on the probe"):
         asyncio.run(update(trainer)(trainer, e))
 
 

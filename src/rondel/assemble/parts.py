@@ -34,7 +34,7 @@ from rondel.words.types import EnvFault, Failed, Group, PolicyFault, Sampling, S
 
 ENVS = {"single_turn": SingleTurn}
 PROBE = 24  # tokens of the first prompt that are scored on both sides after every sync
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # mean nats a token of the probe
 
 
 @dataclass

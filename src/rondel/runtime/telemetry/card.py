@@ -135,7 +135,9 @@ def questions(events: Events, job: dict[str, Any], facts: dict[str, Any]) -> dic
     probes = [e["probe_gap"] for e in events if e["kind"] == "Synced"]
     lags = [e["version"] - born for e in events if e["kind"] == "GroupsTaken" for born in e["born"]]
     gap = f"largest |log p(trainer) - log p(engine)| of a trained token {max(gaps):.1e}" if gaps else "gap not measured"
-    probe = f"largest difference on the probe prompt after {len(probes)} syncs {max(probes):.1e}" if probes else "no sync recorded"
+    probe = (
+        f"largest mean difference a token on the probe prompt after {len(probes)} syncs {max(probes):.1e}" if probes else "no sync recorded"
+    )
     return {
         "framework": _listed(facts.get("versions")),
         "engine and topology": f"engine {key('engine.kind')}, placement {key('place.kind')}, {facts.get('device', UNKNOWN)}, "
