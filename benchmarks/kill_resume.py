@@ -1,6 +1,6 @@
 """kill -9 at random moments of a tiny run, the same command again until it is complete; then every bit against an uninterrupted run.
 
-python benchmarks/kill_resume.py --kills 20        one JSON object on the last line, exit code 0 only if the runs are equal
+rondel bench kill_resume --kills 20        one JSON object on the last line, exit code 0 only if the runs are equal
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ COMMAND = [sys.executable, "-c", "from rondel.cli import main; main()", "train",
 SMALLER = ["--loop.warmup.steps=20", "--loop.steps=40", "--run.checkpoint.every=5", "--place.threads=1"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="rondel bench kill_resume", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=None, help="where the runs live; a temporary folder unless given")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="kill_resume-"))
     whole, killed = folder / "whole", folder / "killed"
     began = time.perf_counter()
