@@ -231,3 +231,21 @@ def test_nothing_is_evicted_in_vain():
     holder.tree.lock(node)
     assert not holder._has_room(81) and holder.tree.cached == 40
     assert holder._has_room(80) and holder.tree.cached == 20
+
+
+def test_siblings_wait_for_their_prompt_and_not_for_each_other():
+    """G siblings take as many steps as one of them and the step that computes their prompt, not G more."""
+    e, steps = engine(tiny()), []
+    run = e._run
+
+    async def counted(function, *args):
+        steps.append(function)
+        return await run(function, *args)
+
+    e._run = counted
+
+    async def main():
+        await asyncio.gather(*(e.generate(ask(prompt(1, 12), n=5, key=k)) for k in range(8)))
+
+    asyncio.run(main())
+    assert len(steps) == 5 + 1

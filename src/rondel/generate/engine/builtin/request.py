@@ -38,6 +38,11 @@ class Live:
         return len(self.pages)
 
     @property
+    def leads(self) -> bool:
+        """Whether it is computing more of its prompt than the last token, which every request feeds itself: siblings wait for that."""
+        return self.prompt - self.shared > 1
+
+    @property
     def pending(self) -> int:
         """Tokens whose keys and values do not exist yet; a decoding request has one, the token drawn last."""
         return len(self.tokens) - len(self.pages)

@@ -60,22 +60,21 @@ class Scheduler:
             if n and self._reserve(live, n):
                 chunks.append((live, n))
                 budget -= n
+        leaders = [r for r in self.running if r.leads]
         for live in list(self.waiting):
             if not budget or len(self.running) == self.max_running:
                 break
             root = (version, live.request.adapter, live.request.namespace)
-            if not (fresh or live.written) or self._will_be_cached(live, root):
-                continue
+            if not (fresh or live.written) or any(other.root == root and _shares(live, other) for other in leaders):
+                continue  # in-batch sharing: a running request is about to finish the prefix that this one would compute
             n = self._admit(live, root, budget, ahead=AHEAD * (len(decoding) + 1) if self.running else 0)
             if not n:
                 break
             chunks.append((live, n))
             budget -= n
+            if live.leads:
+                leaders.append(live)
         return Plan(chunks, decoding)
-
-    def _will_be_cached(self, live: Live, root: Root) -> bool:
-        """Whether a running request is about to finish the prefix that this one would compute (in-batch sharing)."""
-        return any(_shares(live, other) for other in self.running if other.root == root and other.shared < other.prompt)
 
     def _admit(self, live: Live, root: Root, budget: int, *, ahead: int) -> int:
         """Match, lock, reserve. -> how many of its tokens this step computes, 0 if there is no room (then nothing has changed)."""
