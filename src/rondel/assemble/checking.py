@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from rondel.assemble.parts import Parts, Rollouts, build, prepare_with
 from rondel.planner.resolve import free_memory
 from rondel.runtime.devices import keep_memory
-from rondel.score.preflight import check_reward
+from rondel.score.preflight import Finding, check_reward
 from rondel.train.checkpoint import Checkpoints, bytes_needed
 from rondel.words.config import Job
 from rondel.words.errors import CheckpointError, RondelError
 from rondel.words.types import Failed, Group, Slot
 
 GROUPS = 6  # rolled out to measure the signal
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    what: str
-    ok: bool
-    message: str
-    remedy: str = ""
 
 
 def check(job: Job) -> list[Finding]:
