@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 from rondel.models.head import Head
-from rondel.train.logprobs import CHUNK, logprob_and_entropy
+from rondel.train import logprobs
+from rondel.train.logprobs import logprob_and_entropy
 
 torch.set_num_threads(1)
 D, V = 16, 301
+CHUNK = 64  # rows
 HEADS = {
     "plain": {},
     "bias": {"bias": True},
@@ -18,6 +20,11 @@ HEADS = {
     "scale": {"scale": 0.25},
     "all": {"bias": True, "softcap": 4.0, "scale": 1.7},
 }
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(logprobs, "LOGITS", CHUNK * V)
 
 
 def setup(m: int, how: str, seed: int = 0):

@@ -5,7 +5,7 @@ The module calls `rondel_attention` in every layer; what it means is the *layout
     PackedLayout   flat [T] tokens made of segments; a segment sees its ancestors whole and itself causally
     PagedLayout    flat [T] new tokens of running requests; each sees its cached context through its slots
 
-T tokens · H query heads · K key/value heads · D head size · S siblings · L longest sibling · P tokens of the ancestors
+T tokens · H query heads · K key/value heads · D head size · S segments of one call · L the longest · P most tokens above one
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -119,131 +120,165 @@ class PackedLayout:
     """Who sees whom in a packed row: each segment sees its ancestors whole and itself causally.
 
         tokens   | prompt P | c1 ... | c2 .. | c3 ....... | next prompt ...
-        keys     |<- once ->|  G siblings, one SDPA call: [own padded to L] after the shared P
+        keys     |<- once ->|  one call for segments of similar size: [those above, padded to P][own, padded to L]
 
-    Siblings are families. Tokens are spread into all families' padded grids at once and collected at once; padding exists
-    only in between: padded queries are thrown away, padded keys lie after every real query.
+    Tokens are gathered into all calls' padded grids at once, head by head, and collected at once. Padding exists only in
+    between: padded queries are thrown away, padded keys are masked.
     """
 
     def __init__(self, segments: list[Segment], device: torch.device | str = "cpu") -> None:
-        families: dict[int | None, list[int]] = {}
-        for index, segment in enumerate(segments):
-            families.setdefault(segment.parent, []).append(index)
-        self.families: list[Family] = []
-        home: dict[int, tuple[int, int]] = {}  # segment -> (family, row in it)
-        for parent, children in families.items():
-            for together in _calls(segments, parent, children):
-                for row, child in enumerate(together):
-                    home[child] = len(self.families), row
-                self.families.append(Family([segments[c] for c in together], self._ancestors(segments, home, parent), device))
-        grid = torch.cat([f.grid for f in self.families])
-        real = torch.cat([f.real for f in self.families])
-        self.sizes = [len(f.grid) for f in self.families]
-        place = torch.empty(int(real.sum()), dtype=torch.int64)
-        place[grid[real]] = real.nonzero()[:, 0]
-        self.grid, self.place = grid.to(device), place.to(device)
-        self.pads = None if bool(real.all()) else (~real).nonzero()[:, 0].to(device)
-
-    @staticmethod
-    def _ancestors(segments: list[Segment], home: dict[int, tuple[int, int]], parent: int | None) -> list[tuple[int, int, int]]:
-        """[(family, row, length)] from the root down."""
-        chain: list[tuple[int, int, int]] = []
-        while parent is not None:
-            chain.insert(0, (*home[parent], segments[parent].length))
-            parent = segments[parent].parent
-        return chain
+        self.total, self.device = sum(s.length for s in segments), device
+        above: list[np.ndarray] = []  # of each segment: the places of its ancestors' tokens, from the root down
+        for segment in segments:
+            up = segment.parent
+            above.append(np.empty(0, np.int64) if up is None else np.concatenate([above[up], _places(segments[up])]))
+        self.calls = [Call([segments[i] for i in row], [above[i] for i in row], device) for row in _calls(segments, above)]
+        self._rows: dict[int, tuple[_Rows, _Rows, _Rows]] = {}  # by number of heads
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        queries, keys, values = (
-            [piece.view(f.siblings, f.longest, *x.shape[1:]).transpose(1, 2) for f, piece in zip(self.families, self._spread(x))]
-            for x in (q, k, v)
-        )
-        parts = []
-        for family, mine, own_k, own_v in zip(self.families, queries, keys, values):
-            out = family.attend(
-                mine, family.context(own_k, keys), family.context(own_v, values), scale=scale, window=window, softcap=softcap
+        heads, shared, size = q.shape[1], k.shape[1], v.shape[2]
+        spread, _, collect = self._gathers(heads)
+        _, context, _ = self._gathers(shared)
+        queries, keys, values = spread(q), context(k), context(v)
+        parts, a, b = [], 0, 0
+        for call in self.calls:
+            rows, width = call.queries.shape
+            held = call.keys.shape[1]
+            q_end, k_end = a + rows * heads * width, b + rows * shared * held
+            out = call.attend(
+                queries[a:q_end].view(rows, heads, width, -1),
+                keys[b:k_end].view(rows, shared, held, -1),
+                values[b:k_end].view(rows, shared, held, -1),
+                scale=scale,
+                window=window,
+                softcap=softcap,
             )
-            parts.append(out.transpose(1, 2).flatten(0, 1))  # [S*L,H,Dv]
-        return _Collect.apply(torch.cat(parts), self.grid, self.place, self.pads)
+            parts.append(out.reshape(-1, size))
+            a, b = q_end, k_end
+        return collect(torch.cat(parts)).view(-1, heads, size)
 
-    def _spread(self, x: Tensor) -> tuple[Tensor, ...]:
-        return _Spread.apply(x, self.grid, self.place, self.pads).split(self.sizes)
+    def _gathers(self, heads: int) -> tuple[_Rows, _Rows, _Rows]:
+        """Row selections over [T*heads, D]: tokens to queries, tokens to keys, queries back to tokens."""
+        if heads not in self._rows:
+            queries, keys, real, used = (
+                torch.cat([_by_head(getattr(call, name), heads) for call in self.calls]) for name in ("queries", "keys", "real", "used")
+            )
+            real, used = real >= 0, used >= 0
+            place = torch.empty(self.total * heads, dtype=torch.int64)
+            place[queries[real]] = real.nonzero()[:, 0]
+            self._rows[heads] = (
+                _Rows(queries, real, self.total * heads, self.device),
+                _Rows(keys, used, self.total * heads, self.device),
+                _Rows(place, torch.ones(len(place), dtype=torch.bool), len(queries), self.device),
+            )
+        return self._rows[heads]
 
 
-class _Spread(torch.autograd.Function):
-    """[T, ...] -> padded grid. The backward pass is a gather too, because every token stands in exactly one real place."""
+def _places(segment: Segment) -> np.ndarray:
+    return np.arange(segment.start, segment.start + segment.length)
+
+
+def _by_head(places: Tensor, heads: int) -> Tensor:
+    """[S,N] places of tokens, -1 for none -> [S*heads*N] rows of [T*heads, D]."""
+    rows = places[:, None, :] * heads + torch.arange(heads)[:, None]
+    return torch.where(places[:, None, :] < 0, -1, rows).flatten()
+
+
+class _Rows:
+    """`rows(x)` selects rows of x [T,H,D]; its backward pass is made of gathers too, because who uses a row is known before.
+
+    A row that several siblings use sums their gradients in a fixed order, so the result is the same on every run.
+    """
+
+    def __init__(self, index: Tensor, counts: Tensor, total: int, device: torch.device | str) -> None:
+        """`index` [N] the rows taken, `counts` [N] False where the taken row is only padding."""
+        users = counts.nonzero()[:, 0]
+        users = users[index[users].argsort(stable=True)]
+        uses = index[counts].bincount(minlength=total)
+        first = uses.cumsum(0) - uses
+        self.index, self.total = index.to(device), total
+        self.adjoint: list[tuple[int, Tensor, Tensor]] = []  # (how often used, rows, their users)
+        for n in uses.unique().tolist():
+            rows = (uses == n).nonzero()[:, 0]
+            self.adjoint.append((n, rows.to(device), users[(first[rows][:, None] + torch.arange(n)).flatten()].to(device)))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _Select.apply(x.reshape(self.total, x.shape[-1]), self)
+
+
+class _Select(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, rows: _Rows):
+        ctx.rows = rows
+        return x.index_select(0, rows.index)
 
     @staticmethod
-    def forward(ctx, x, grid, place, pads):
-        ctx.save_for_backward(place)
-        return x.index_select(0, grid)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (place,) = ctx.saved_tensors
-        return grad.index_select(0, place), None, None, None
-
-
-class _Collect(torch.autograd.Function):
-    """The adjoint of _Spread: padded grid -> [T, ...]."""
-
-    @staticmethod
-    def forward(ctx, x, grid, place, pads):
-        ctx.save_for_backward(grid)
-        ctx.pads = pads
-        return x.index_select(0, place)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (grid,) = ctx.saved_tensors
-        out = grad.index_select(0, grid)
-        if ctx.pads is not None:
-            out.index_fill_(0, ctx.pads, 0)
-        return out, None, None, None
+    def backward(ctx, grad: Tensor):
+        out = grad.new_empty(ctx.rows.total, grad.shape[1])
+        for n, rows, users in ctx.rows.adjoint:
+            if n == 0:
+                out.index_fill_(0, rows, 0)
+            else:
+                gathered = grad.index_select(0, users)
+                out.index_copy_(0, rows, gathered if n == 1 else gathered.view(len(rows), n, -1).sum(1))
+        return out, None
 
 
-def _calls(segments: list[Segment], parent: int | None, children: list[int]) -> list[list[int]]:
-    """Which siblings go into one SDPA call: those of similar length, so that little is padded."""
-    ordered = sorted(children, key=lambda c: -segments[c].length)
+SCORES = 1 << 20  # scores of one head that a call may have before more segments join it
+
+
+def _calls(segments: list[Segment], above: list[np.ndarray]) -> list[list[int]]:
+    """Which segments go into one call: those of similar length under contexts of similar length, so that little is padded."""
+    ordered = sorted(range(len(segments)), key=lambda i: (len(above[i]).bit_length(), -segments[i].length))
     calls: list[list[int]] = []
-    for child in ordered:
-        if calls and segments[child].length >= 0.5 * segments[calls[-1][0]].length:
-            calls[-1].append(child)
-        else:
-            calls.append([child])
+    for i in ordered:
+        if calls:
+            longest, deepest = segments[calls[-1][0]].length, max(len(above[j]) for j in [*calls[-1], i])
+            alike = len(above[i]).bit_length() == len(above[calls[-1][0]]).bit_length() and segments[i].length >= 0.5 * longest
+            if alike and (len(calls[-1]) + 1) * longest * (deepest + longest) <= SCORES:
+                calls[-1].append(i)
+                continue
+        calls.append([i])
     return calls
 
 
-class Family:
-    """One SDPA call: S siblings padded to L, after the P tokens of their ancestors."""
+class Call:
+    """One attention call: S segments padded to L, each after the tokens above it, padded to P.
 
-    def __init__(self, segments: list[Segment], ancestors: list[tuple[int, int, int]], device: torch.device | str) -> None:
-        lengths = [s.length for s in segments]
-        self.siblings, self.longest, self.ancestors, self.device = len(segments), max(lengths), ancestors, device
-        pad = torch.arange(self.longest)
-        self.grid = torch.stack([s.start + pad.clamp(max=s.length - 1) for s in segments]).flatten()  # [S*L]
-        self.real = (pad < torch.tensor(lengths)[:, None]).flatten()
+    queries  [S,L]    places of the segments' tokens; a padded query repeats the last one
+    keys     [S,P+L]  places of the tokens above, then of the own ones; a padded key repeats some token
+    real, used        the same with -1 for what is only padding
+    """
+
+    def __init__(self, segments: list[Segment], above: list[np.ndarray], device: torch.device | str) -> None:
+        length = torch.tensor([s.length for s in segments])[:, None]
+        depth = torch.tensor([len(places) for places in above])[:, None]
+        start = torch.tensor([s.start for s in segments])[:, None]
+        own, over = torch.arange(int(length.max())), torch.arange(int(depth.max()))
+        context = torch.full((len(segments), len(over)), -1)
+        for row, places in enumerate(above):
+            context[row, : len(places)] = torch.from_numpy(places)
+        self.queries = start + torch.minimum(own, length - 1)
+        self.real = torch.where(own < length, self.queries, -1)
+        self.keys = torch.cat([context.clamp_min(0), self.queries], 1)
+        self.used = torch.cat([context, self.real], 1)
+        self.at = (depth + own).to(device)  # [S,L] position of each query in its own sequence
+        self.of = torch.cat([torch.where(over < depth, over, -1), depth + own], 1).to(device)  # [S,P+L] of each key, -1 for none
+        if bool((depth == depth[0]).all()):  # one mask for all rows
+            self.at, self.of = self.at[:1], self.of[:1]
         self._masks: dict[int | None, Tensor] = {}
 
-    def context(self, own: Tensor, families: list[Tensor]) -> Tensor:
-        """Keys or values [S,K,P+L,D]: the ancestors' once, expanded, then the siblings' own."""
-        if not self.ancestors:
-            return own
-        above = [families[f][row, :, :length].expand(self.siblings, -1, -1, -1) for f, row, length in self.ancestors]
-        return torch.cat([*above, own], 2)
-
     def mask(self, window: int | None) -> Tensor:
-        """[L, P+L]: True where query i, at position P+i, may look."""
+        """[S or 1, 1, L, P+L]: True where a query may look. A padded own key lies after every real query."""
         if window not in self._masks:
-            shared = sum(length for _, _, length in self.ancestors)
-            at = torch.arange(shared + self.longest, device=self.device)
-            distance = at[shared:, None] - at
-            seen = distance >= 0
-            self._masks[window] = seen if window is None else seen & (distance < window)
+            distance = self.at[:, :, None] - self.of[:, None]
+            seen = (distance >= 0) & (self.of >= 0)[:, None]
+            self._masks[window] = (seen if window is None else seen & (distance < window))[:, None]
         return self._masks[window]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        causal = not self.ancestors and (window is None or window >= self.longest)
+        alone = self.keys.shape[1] == self.queries.shape[1]
+        causal = alone and (window is None or window >= self.queries.shape[1])
         return sdpa(q, k, v, scale=scale, mask=None if causal else self.mask(window), causal=causal, softcap=softcap, train=True)
 
 

@@ -36,7 +36,7 @@ def micro_tokens(wanted: int | str, *, on_gpu: bool) -> Resolved:
     return (
         Resolved(16384, "a GPU is filled by then")
         if on_gpu
-        else Resolved(2048, "large enough for the CPU's matrix units, small enough for its caches")
+        else Resolved(4096, "every pass also goes over all gradients once, so few large ones")
     )
 
 

@@ -30,6 +30,7 @@ def keep_memory() -> bool:
 
     Must run before the first large allocation. -> whether the allocator took it (glibc only).
     """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: large tensors in huge pages, 512 times fewer faults
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -37,7 +38,7 @@ def keep_memory() -> bool:
     except (OSError, AttributeError):
         return False
     trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8
-    settings = [(mmap_max, 0), (trim_threshold, 2**31 - 1), (top_pad, 64 << 20), (arena_max, 1)]
+    settings = [(mmap_max, 0), (trim_threshold, -1), (top_pad, 64 << 20), (arena_max, 1)]
     return all(mallopt(key, value) for key, value in settings)
 
 

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from rondel.models.head import Head
 
-CHUNK = 256
+LOGITS = 1 << 25  # entries of a chunk of logits: 128 MB in fp32
+
+
+def _chunks(rows: int, vocab: int) -> list[slice]:
+    """As few chunks as the budget allows: each one also passes over the whole gradient of the head."""
+    n = -(-rows * vocab // LOGITS)
+    size = -(-rows // max(1, n))
+    return [slice(first, first + size) for first in range(0, rows, size)] if rows else []
 
 
 class _Chunked(torch.autograd.Function):
@@ -20,10 +27,12 @@ class _Chunked(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.head, ctx.temperature = head, temperature
         logprobs, entropies = [], []
-        for rows in range(0, len(hidden), CHUNK):
-            z = head.logits(hidden[rows : rows + CHUNK]).div_(temperature)
+        for rows in _chunks(len(hidden), len(weight)):
+            z = head.logits(hidden[rows])
+            if temperature != 1.0:
+                z.div_(temperature)
             top = z.amax(-1, keepdim=True)
-            picked = z.gather(-1, target[rows : rows + CHUNK, None])
+            picked = z.gather(-1, target[rows, None])
             z.sub_(top)
             e = z.exp()
             total = e.sum(-1, keepdim=True)
@@ -38,19 +47,21 @@ class _Chunked(torch.autograd.Function):
         hidden, weight, bias, target = ctx.saved_tensors
         head, temperature = ctx.head, ctx.temperature
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_weight: Tensor | None = None  # summed over the chunks in fp32
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         uses_entropy = bool(grad_entropy.any())
-        for first in range(0, len(hidden), CHUNK):
-            rows = slice(first, first + CHUNK)
+        for rows in _chunks(len(hidden), len(weight)):
             h = hidden[rows]
             logits = head.logits(h)
-            p = torch.softmax(logits / temperature, -1)
-            grad = p * -grad_logprob[rows, None]
+            p = torch.softmax(logits / temperature if temperature != 1.0 else logits, -1)
             if uses_entropy:
-                grad -= grad_entropy[rows, None] * p * (p.clamp_min(1e-38).log() + ctx.entropy[rows, None])
+                grad = p.clamp_min(1e-38).log_().add_(ctx.entropy[rows, None]).mul_(grad_entropy[rows, None])
+                grad.add_(grad_logprob[rows, None]).mul_(p).neg_()
+            else:
+                grad = p.mul_(-grad_logprob[rows, None])
             grad.scatter_add_(-1, target[rows, None], grad_logprob[rows, None])
-            grad /= temperature
+            if temperature != 1.0:
+                grad /= temperature
             if head.softcap is not None:
                 grad *= 1 - (logits / head.softcap) ** 2
             if head.scale != 1.0:
@@ -59,7 +70,10 @@ class _Chunked(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             grad = grad.to(weight.dtype)
             torch.mm(grad, weight, out=grad_hidden[rows])
-            grad_weight += grad.t() @ h
+            piece = grad.t() @ h
+            grad_weight = piece if grad_weight is None else grad_weight.float().add_(piece)
+        if grad_weight is None:
+            grad_weight = torch.zeros_like(weight)
         return grad_hidden, grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None
 
 

@@ -121,8 +121,12 @@ def micro_batches(batch: Batch, budget: int, *, share: bool = True, device: torc
     for family in _families(batch, list(range(len(batch.samples))), share):
         prompt = _common_prompt([batch.samples[i] for i in family])
         shared |= {i: prompt for i in family[1:]}
+    sizes = [len(s.tokens) - shared.get(i, 0) for i, s in enumerate(batch.samples)]
+    if sizes:  # parts of equal size: a small last one would still pay for a whole pass over the gradients
+        even = -(-sum(sizes) // -(-sum(sizes) // budget))
+        budget = min(budget, even + max(sizes))
     for i, sample in enumerate(batch.samples):
-        extra = len(sample.tokens) - (shared.get(i, 0) if taken else 0)
+        extra = sizes[i] if taken else len(sample.tokens)
         if taken and cost + extra > budget:
             yield pack(batch, taken, share=share, device=device)
             taken, cost, extra = [], 0, len(sample.tokens)

@@ -31,32 +31,40 @@ def draw(logits: Tensor, samplings: list[Sampling], noise: list[float]) -> tuple
     temperature = torch.tensor([s.temperature or 1.0 for s in samplings], device=device)
     if bool((temperature != 1).any()):
         logits.div_(temperature[:, None])
-    top, best = logits.max(-1, keepdim=True)
+    top = logits.amax(-1, keepdim=True)
     if not bool(top.isfinite().all()):
         raise EngineError("the model's logits are not finite: its weights or activations have overflowed")
     p = logits.sub_(top).exp_()
+    greedy = [row for row, s in enumerate(samplings) if s.temperature == 0]
+    best = p[greedy].argmax(-1) if greedy else None  # the first of the largest, whose p is 1
     for row, sampling in enumerate(samplings):
         if sampling.truncated and sampling.temperature > 0:
             _truncate(p[row], sampling)
-    chosen = _inverse_cdf(p, torch.tensor(noise, dtype=torch.float64, device=device))
-    greedy = torch.tensor([s.temperature == 0 for s in samplings], device=device)
-    outside = p.gather(1, chosen[:, None])[:, 0] == 0  # rounding of the sums, about once in 1e15 draws
-    chosen = torch.where(greedy | outside, best[:, 0], chosen)
-    logprobs = (p.gather(1, chosen[:, None])[:, 0].double() / p.sum(-1, dtype=torch.float64)).log()
+    chosen, total = _inverse_cdf(p, torch.tensor(noise, dtype=torch.float64, device=device))
+    if best is not None:
+        chosen[greedy] = best
+    logprobs = (p.gather(1, chosen[:, None])[:, 0].double() / total).log()
     return chosen.tolist(), logprobs.clamp_max_(0.0).tolist()
 
 
-def _inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
-    """The smallest index whose cumulative weight exceeds u times the total. p [B, V] unnormalised, u [B] -> [B]."""
+def _inverse_cdf(p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest index whose cumulative weight exceeds u times the total. p [B, V] unnormalised, u [B] -> (index [B], total [B]).
+
+    Only the sums of blocks are carried over the whole vocabulary in double precision; inside a block the aim is its share of the
+    block, so that rounding between the two levels can never choose an entry of weight 0.
+    """
     vocab = p.shape[1]
-    blocks = F.pad(p, (0, -vocab % BLOCK)).unflatten(1, (-1, BLOCK))
-    mass = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # [B, V/BLOCK]
-    aim = u[:, None] * mass[:, -1:]
-    block = torch.searchsorted(mass, aim, right=True).clamp_max_(mass.shape[1] - 1)
-    before = torch.where(block > 0, mass.gather(1, (block - 1).clamp_min(0)), 0.0)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double()
-    within = torch.searchsorted(inside.cumsum(-1), aim - before, right=True).clamp_max_(BLOCK - 1)
-    return (block * BLOCK + within)[:, 0].clamp_max_(vocab - 1)
+    blocks = (F.pad(p, (0, -vocab % BLOCK)) if vocab % BLOCK else p).unflatten(1, (-1, BLOCK))
+    mass = blocks.sum(-1).double()  # [B, V/BLOCK]
+    upto = mass.cumsum(-1)
+    aim = u[:, None] * upto[:, -1:]
+    block = torch.searchsorted(upto, aim, right=True).clamp_max_(mass.shape[1] - 1)
+    own = mass.gather(1, block)
+    share = ((aim - (upto.gather(1, block) - own)) / own).clamp_(0, 1)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double().cumsum(-1)
+    whole = inside[:, -1:]
+    within = torch.searchsorted(inside, torch.minimum(share * whole, whole.nextafter(torch.zeros_like(whole))), right=True)
+    return (block * BLOCK + within)[:, 0], upto[:, -1]
 
 
 def _truncate(p: Tensor, sampling: Sampling) -> None:
