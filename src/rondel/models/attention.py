@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -299,40 +299,98 @@ class Chunk:
     context: Tensor  # [C] slots, the new tokens' own at the end
 
 
-class PagedLayout:
-    """One engine step: prefill chunks first, then one token for each decoding request.
+@dataclass(slots=True, eq=False)
+class Decoding:
+    """Requests that feed one token each; siblings read the context they have in common once, as one dense block.
 
-    write   [T]    slot of every new token
-    table   [B,C]  slots of the context of each decoding request, padded with slot 0
-    lengths [B]    their context lengths, the new token included
+    own      [B,C]  slots of each request's own context, padded with slot 0      lengths [B] how many are real, the new token included
+    prefix   [F,P]  slots that all members of a family share, padded with 0      shared  [F] how many are real
+    grid     [F,S]  rows of the members, padded with row 0                       place   [B] where each row stands in the flat grid
+    Without `prefix` the own context is the whole.
     """
 
-    def __init__(
-        self, keys: Pools, values: Pools, write: Tensor, chunks: list[Chunk], table: Tensor | None, lengths: Tensor | None
-    ) -> None:
-        self.keys, self.values, self.write, self.chunks = keys, values, write, chunks
-        self.table = None if table is None else table.flatten()
-        self.lengths = lengths
-        if table is not None and lengths is not None:
-            self.shape = table.shape
-            self.distance = lengths[:, None] - 1 - torch.arange(table.shape[1], device=table.device)  # [B,C], < 0 is padding
-        self._masks: dict[int | None, Tensor] = {}
+    own: Tensor
+    lengths: Tensor
+    prefix: Tensor | None = None
+    shared: Tensor | None = None
+    grid: Tensor | None = None
+    place: Tensor | None = None
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
+        """q [B,H,D], keys and values [pages,K,D] -> [B,H,D]."""
+        folded = q.reshape(
+            len(q), keys.shape[1], -1, q.shape[-1]
+        )  # the query heads of one key head become its queries: no copy of the keys
+        k, v = (_gathered(pool, self.own) for pool in (keys, values))
+        if self.prefix is None:
+            return sdpa(folded, k, v, scale=scale, mask=self.mask(window), softcap=softcap).flatten(1, 2)
+        common = self.prefix.shape[1]
+        above_k, above_v = (_gathered(pool, self.prefix) for pool in (keys, values))
+        above = self._by_row(torch.matmul(self._by_family(folded), above_k.transpose(-1, -2)))
+        scores = torch.cat([above, torch.matmul(folded, k.transpose(-1, -2))], -1).float() * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = scores.masked_fill_(~self.mask(window), float("-inf")).softmax(-1).to(v.dtype)
+        over = self._by_row(torch.matmul(self._by_family(weights[..., :common]), above_v))
+        return torch.matmul(weights[..., common:], v).add_(over).flatten(1, 2)
+
+    def mask(self, window: int | None) -> Tensor:
+        """[B,1,1,P+C]: True where the new token may look."""
+        if window not in self.masks:
+            own = torch.arange(self.own.shape[1], device=self.own.device)
+            distance = self.lengths[:, None] - 1 - own  # < 0 is padding
+            seen = distance >= 0
+            if self.prefix is not None and self.shared is not None and self.place is not None and self.grid is not None:
+                shared = self.shared[self.place // self.grid.shape[1]][:, None]
+                over = torch.arange(self.prefix.shape[1], device=self.own.device)
+                distance = torch.cat([self.lengths[:, None] - 1 + shared - over, distance], 1)
+                seen = torch.cat([over < shared, seen], 1)
+            self.masks[window] = (seen if window is None else seen & (distance < window))[:, None, None, :]
+        return self.masks[window]
+
+    def _by_family(self, x: Tensor) -> Tensor:
+        """[B,K,R,N] -> [F,K,S*R,N]."""
+        assert self.grid is not None
+        families, members = self.grid.shape
+        _, heads, repeats, n = x.shape
+        rows = x.index_select(0, self.grid.flatten()).view(families, members, heads, repeats, n)
+        return rows.transpose(1, 2).reshape(families, heads, members * repeats, n)
+
+    def _by_row(self, x: Tensor) -> Tensor:
+        """[F,K,S*R,N] -> [B,K,R,N]."""
+        assert self.grid is not None and self.place is not None
+        families, members = self.grid.shape
+        rows = x.view(families, x.shape[1], members, -1, x.shape[-1]).transpose(1, 2).flatten(0, 1)
+        return rows.index_select(0, self.place)
+
+
+def _gathered(pool: Tensor, slots: Tensor) -> Tensor:
+    """[pages,K,D] at slots [B,C] -> [B,K,C,D]."""
+    return pool.index_select(0, slots.flatten()).view(*slots.shape, *pool.shape[1:]).transpose(1, 2)
+
+
+class PagedLayout:
+    """One engine step: prefill chunks first, then one token for each decoding request. write [T]: slot of every new token."""
+
+    def __init__(self, keys: Pools, values: Pools, write: Tensor, chunks: list[Chunk], decoding: Decoding | None = None) -> None:
+        self.keys, self.values, self.write, self.chunks, self.decoding = keys, values, write, chunks, decoding
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
         keys, values = self.keys.at(layer, k), self.values.at(layer, v)
         keys.index_copy_(0, self.write, k)
         values.index_copy_(0, self.write, v)
         parts = [self._prefill(chunk, q, keys, values, scale, window, softcap) for chunk in self.chunks]
-        if self.table is not None:
-            k, v = keys.index_select(0, self.table), values.index_select(0, self.table)
-            parts.append(self._decode(q[len(q) - self.shape[0] :], k, v, scale, window, softcap))
+        if self.decoding is not None:
+            last = q[len(q) - len(self.decoding.own) :]
+            parts.append(self.decoding.attend(last, keys, values, scale=scale, window=window, softcap=softcap))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _prefill(
         self, chunk: Chunk, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         new, context = chunk.length, len(chunk.context)
-        k, v = (pool.index_select(0, chunk.context).transpose(0, 1).unsqueeze(0) for pool in (keys, values))
+        k, v = (_gathered(pool, chunk.context[None]) for pool in (keys, values))
         mine = q[chunk.start : chunk.start + new].transpose(0, 1).unsqueeze(0)
         causal = new == context and (window is None or window >= context)
         mask = None
@@ -340,16 +398,3 @@ class PagedLayout:
             distance = torch.arange(context - new, context, device=q.device)[:, None] - torch.arange(context, device=q.device)
             mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         return sdpa(mine, k, v, scale=scale, mask=mask, causal=causal, softcap=softcap)[0].transpose(0, 1)
-
-    def _decode(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        """q [B,H,D]; keys and values [B*C,K,D], gathered."""
-        (batch, context), heads = self.shape, keys.shape[1]
-        k, v = (x.view(batch, context, *x.shape[1:]).transpose(1, 2) for x in (keys, values))
-        folded = q.reshape(batch, heads, -1, q.shape[-1])  # the query heads of one key head become its queries: no copy of the keys
-        return sdpa(folded, k, v, scale=scale, mask=self._decode_mask(window), softcap=softcap).flatten(1, 2)
-
-    def _decode_mask(self, window: int | None) -> Tensor:
-        if window not in self._masks:
-            seen = self.distance >= 0
-            self._masks[window] = (seen if window is None else seen & (self.distance < window))[:, None, None, :]
-        return self._masks[window]

@@ -9,9 +9,10 @@ from rondel.generate.engine.builtin.pages import Layers, Pages
 from rondel.generate.engine.builtin.request import Live
 from rondel.generate.engine.builtin.sampler import draw, uniform
 from rondel.generate.engine.builtin.scheduler import Plan
-from rondel.models.attention import Chunk, PagedLayout
+from rondel.models.attention import Chunk, Decoding, PagedLayout
 from rondel.models.load import Loaded
 
+SHARE = 0.7  # of the keys that whole contexts would read; beyond it the bookkeeping of families costs more than it saves
 ROWS = 512  # logits are made for at most so many rows at once
 
 
@@ -42,7 +43,7 @@ class Runner:
         """log p(token t | tokens before) through the paged path, on pages of its own: it needs no room and works asleep."""
         n = len(tokens)
         where, ids = torch.arange(n, device=self.device), torch.tensor(tokens, device=self.device)
-        hidden = self.loaded.hidden(ids, where, PagedLayout(Layers(n), Layers(n), where, [Chunk(0, n, where)], None, None))
+        hidden = self.loaded.hidden(ids, where, PagedLayout(Layers(n), Layers(n), where, [Chunk(0, n, where)]))
         out = [0.0]
         for first in range(0, n - 1, ROWS):
             rows = slice(first, min(first + ROWS, n - 1))
@@ -68,25 +69,44 @@ class Runner:
             write += live.pages[first:]
             if live.pending == 0:
                 last.append((live, len(tokens) - 1))
-        table, lengths = None, None
         single = [live for live, n in plan.chunks if n == 1] + plan.decoding  # siblings that find their prompt cached feed one token too
-        if single:
-            for live in single:
-                self._note(live)
-                if live.pending == 0:
-                    last.append((live, len(tokens)))
-                tokens.append(live.tokens[live.computed - 1])
-                positions.append(live.computed - 1)
-                write.append(live.pages[-1])
-            sizes = [live.computed for live in single]
-            rows = torch.tensor([live.row for live in single])
-            table = self.table[rows, : max(sizes)]
-            lengths = torch.tensor(sizes)
-            table.masked_fill_(torch.arange(max(sizes)) >= lengths[:, None], 0)
-            table, lengths = table.to(self.device), lengths.to(self.device)
+        for live in single:
+            self._note(live)
+            if live.pending == 0:
+                last.append((live, len(tokens)))
+            tokens.append(live.tokens[live.computed - 1])
+            positions.append(live.computed - 1)
+            write.append(live.pages[-1])
         ids, at, where = (torch.tensor(x, device=self.device) for x in (tokens, positions, write))
-        layout = PagedLayout(self.pages.keys, self.pages.values, where, chunks, table, lengths)
+        layout = PagedLayout(self.pages.keys, self.pages.values, where, chunks, self._decoding(single) if single else None)
         return self.loaded.hidden(ids, at, layout), last
+
+    def _decoding(self, lives: list[Live]) -> Decoding:
+        """Whole contexts, or families over what they share where that reads less than SHARE of them."""
+        rows, total = torch.tensor([live.row for live in lives]), torch.tensor([live.computed for live in lives])
+        families: dict[object, list[int]] = {}
+        for at, live in enumerate(lives):
+            families.setdefault((id(live.node), live.shared) if live.shared else at, []).append(at)
+        members = max(map(len, families.values()))
+        shared = torch.tensor([lives[family[0]].shared for family in families.values()])
+        above = torch.tensor([live.shared for live in lives])
+        read = int(shared.max()) * len(families) + int((total - above).max()) * len(lives)
+        if read > SHARE * int(total.max()) * len(lives) or members * len(families) > 2 * len(lives):
+            return Decoding(*(x.to(self.device) for x in (self._slots(rows, torch.zeros_like(total), total), total)))
+        grid = torch.zeros(len(families), members, dtype=torch.int64)
+        place = torch.empty(len(lives), dtype=torch.int64)
+        for f, family in enumerate(families.values()):
+            grid[f, : len(family)] = torch.tensor(family)
+            place[family] = torch.arange(f * members, f * members + len(family))
+        prefix = self._slots(rows[grid[:, 0]], torch.zeros_like(shared), shared)
+        parts = (self._slots(rows, above, total - above), total - above, prefix, shared, grid, place)
+        return Decoding(*(x.to(self.device) for x in parts))
+
+    def _slots(self, rows: Tensor, first: Tensor, count: Tensor) -> Tensor:
+        """[B, max(count)]: slots first .. first+count of each line of the table, padded with slot 0."""
+        column = torch.arange(int(count.max()))
+        at = (first[:, None] + column).clamp_(max=self.table.shape[1] - 1)
+        return self.table[rows[:, None], at].masked_fill_(column >= count[:, None], 0)
 
     def _note(self, live: Live) -> None:
         """Write the pages that are not yet in the request's line."""

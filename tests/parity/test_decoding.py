@@ -1,0 +1,108 @@
+"""Siblings that read their common context once against everyone reading everything, and the engine with and without it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from rondel.generate.engine.builtin import runner
+from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.models.attention import Decoding
+from rondel.models.load import load
+from rondel.words.types import Request, Sampling
+
+torch.set_num_threads(1)
+PAGES, K, H, D = 200, 2, 6, 8
+
+
+def laid_out(families: list[tuple[int, list[int]]], seed: int) -> tuple[Decoding, Decoding, torch.Tensor]:
+    """[(shared tokens, own tokens of each member)] in shuffled rows. -> (whole, by family, queries)."""
+    g = torch.Generator().manual_seed(seed)
+    free = iter((torch.randperm(PAGES - 1, generator=g) + 1).tolist())
+    rows, above = [], []
+    for f, (shared, owns) in enumerate(families):
+        above.append([next(free) for _ in range(shared)])
+        rows += [(f, [next(free) for _ in range(n)]) for n in owns]
+    rows = [rows[i] for i in torch.randperm(len(rows), generator=g).tolist()]
+
+    def padded(lists: list[list[int]]) -> torch.Tensor:
+        return torch.tensor([x + [0] * (max(map(len, lists)) - len(x)) for x in lists])
+
+    whole = [above[f] + own for f, own in rows]
+    members = [[i for i, (f, _) in enumerate(rows) if f == family] for family in range(len(families))]
+    width = max(map(len, members))
+    place = torch.tensor([f * width + members[f].index(i) for i, (f, _) in enumerate(rows)])
+    return (
+        Decoding(padded(whole), torch.tensor([len(x) for x in whole])),
+        Decoding(
+            padded([own for _, own in rows]),
+            torch.tensor([len(own) for _, own in rows]),
+            padded(above),
+            torch.tensor([len(x) for x in above]),
+            padded(members),
+            place,
+        ),
+        torch.randn(len(rows), H, D, generator=g),
+    )
+
+
+@pytest.mark.parametrize("window", [None, 3, 9])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("families", [[(5, [1, 4, 2])], [(9, [3, 3]), (4, [1]), (0, [6, 2]), (12, [1, 1, 1, 7])]])
+def test_families_equal_whole_contexts(window, softcap, families):
+    whole, shared, q = laid_out(families, seed=7)
+    keys, values = torch.randn(2, PAGES, K, D, generator=torch.Generator().manual_seed(1))
+    keys[0] = values[0] = 1e4  # the scratch page, with which tables are padded, must never be read
+    how = {"scale": 0.3, "window": window, "softcap": softcap}
+    exact, ours = whole.attend(q, keys, values, **how), shared.attend(q, keys, values, **how)
+    assert ours.shape == (len(q), H, D) and (ours - exact).abs().max() <= 2e-6
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load(
+        {"random": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}, dtype="float32"
+    )
+
+
+async def here(function, *args):
+    return function(*args)
+
+
+def answers(loaded, share: float, monkeypatch) -> tuple[list[list[int]], list[float], int]:
+    """Three groups of four with prompts of 9, 17 and 30 tokens and ends at different times; some prompts begin alike."""
+    monkeypatch.setattr(runner, "SHARE", share)
+    engine = BuiltinEngine(loaded, run=here, kv_pages=400, max_running=12)
+    used = 0
+    made = runner.Runner._decoding
+
+    def counted(self, lives):
+        nonlocal used
+        out = made(self, lives)
+        used += out.prefix is not None
+        return out
+
+    monkeypatch.setattr(runner.Runner, "_decoding", counted)
+    prompts = [[1 + (i * 7 + 3) % 40 for i in range(n)] for n in (9, 17, 30)]
+
+    async def go():
+        requests = [
+            Request(tokens=p, sampling=Sampling(max_tokens=3 + 2 * s, ignore_eos=True), key=str(100 * i + s))
+            for i, p in enumerate(prompts)
+            for s in range(4)
+        ]
+        return await asyncio.gather(*[engine.generate(r) for r in requests])
+
+    outs = asyncio.run(go())
+    return [o.tokens for o in outs], [x for o in outs for x in o.logprobs], used
+
+
+def test_an_engine_that_shares_draws_the_same(tiny, monkeypatch):
+    with monkeypatch.context() as m:
+        plain_tokens, plain, never = answers(tiny, 0.0, m)
+    with monkeypatch.context() as m:
+        tokens, shared, often = answers(tiny, 10.0, m)
+    assert never == 0 and often > 5, "both ways must really have run"
+    assert tokens == plain_tokens and max(abs(a - b) for a, b in zip(shared, plain, strict=True)) <= 2e-6
