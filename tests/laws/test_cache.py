@@ -192,7 +192,7 @@ def test_namespaces_do_not_share():
         (ask([5, 10**6]), "token 1000000 does not exist"),
         (ask([5, -1]), "token -1 does not exist"),
         (replace(ask([5, 6]), adapter="lora"), "no adapter 'lora'"),
-        (replace(ask([5, 6]), wants=frozenset({"experts"})), "no experts"),
+        (replace(ask([5, 6]), wants=frozenset({"experts"})), "no routed experts"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_alone(request_, says):

@@ -114,8 +114,10 @@ def build(job: Job) -> Parts:
             kv_pages=resolved["engine.kv_pages"].value,
             max_running=job.engine.max_running,
             prefill_tokens=job.engine.prefill_tokens,
+            routes=replays(job, loaded),
         )
-        trainer = LocalTrainer(loaded, settings_of(job, sampling, resolved["trainer.micro_tokens"].value), run=device.run, needs=row.needs)
+        settings = settings_of(job, sampling, resolved["trainer.micro_tokens"].value, replay_routes=replays(job, loaded))
+        trainer = LocalTrainer(loaded, settings, run=device.run, needs=row.needs)
         probe = Template(loaded.tokenizer).opening([{"role": "user", "content": "One, two, three."}])[:PROBE] if job.sync.probe else []
         sync = Update(
             FromTensor(),
@@ -126,6 +128,7 @@ def build(job: Job) -> Parts:
         facts = {k: f"{v.value} ({v.why})" for k, v in resolved.items()}
         facts |= {
             "engine.numerics": numerics,
+            "routing_replay": replay_fact(job, loaded),
             "sync.kind": "tensor (one process, one module: 0 bytes move)" if sync_kind == "auto" else sync_kind,
         }
         return Parts(
@@ -165,18 +168,34 @@ def judge_of(job: Job, row: Algorithm) -> Callable[[Group], Verdict]:
     return chain([Complete(min(2, job.algo.group_size)), *(find("filter", n, FILTERS)() for n in names)])
 
 
-def settings_of(job: Job, sampling: Sampling, micro_tokens: int) -> Settings:
+def replays(job: Job, loaded: Loaded) -> bool:
+    """Whether the trainer sends every token to the experts that the engine sent it to."""
+    wanted = job.trainer.routing_replay
+    if wanted is True and not loaded.routers:
+        raise ConfigError(f"trainer.routing_replay = true, but '{loaded.name}' is dense: it has no routers. Leave it at \"auto\"")
+    return loaded.routers > 0 and wanted is not False
+
+
+def replay_fact(job: Job, loaded: Loaded) -> str:
+    if not loaded.routers:
+        return "none: a dense model"
+    return f"{'on' if replays(job, loaded) else 'OFF by trainer.routing_replay'}: {loaded.routers} routers"
+
+
+def settings_of(job: Job, sampling: Sampling, micro_tokens: int, *, replay_routes: bool = False) -> Settings:
     t = job.trainer
     return Settings(
         lr=t.lr, temperature=sampling.temperature, schedule=t.schedule, warmup_steps=t.warmup_steps, steps=job.loop.steps, clip=t.clip,
         weight_decay=t.weight_decay, betas=t.betas, micro_tokens=micro_tokens, updates_per_step=job.loop.updates_per_step,
-        max_bad_steps=t.max_bad_steps, first_step=job.loop.warmup.steps,
+        max_bad_steps=t.max_bad_steps, first_step=job.loop.warmup.steps, replay_routes=replay_routes,
     )  # fmt: skip
 
 
 def warmup_settings(job: Job, settings: Settings) -> Settings:
     """The supervised phase: its own learning rate, constant."""
-    return replace(settings, lr=job.loop.warmup.lr, schedule="constant", warmup_steps=0, updates_per_step=1, first_step=0, start_probe=0)
+    return replace(
+        settings, lr=job.loop.warmup.lr, schedule="constant", warmup_steps=0, updates_per_step=1, first_step=0, start_probe=0, replay_routes=False
+    )  # fmt: skip
 
 
 def page_bytes(loaded: Loaded) -> int:
@@ -254,6 +273,8 @@ class Rollouts:
 
         async def generate(request):
             request.namespace = namespace
+            if p.trainer.settings.replay_routes:
+                request.wants |= {"experts"}
             return await p.engine.generate(request)
 
         return TokenChat(

@@ -233,6 +233,9 @@ def _same_recipe(job: Job, folder: Path) -> None:
         raise ConfigError(
             f"{folder} was begun with another recipe ({rows}). Continue it with the old values, or train into another folder: --run.folder=..."
         )
+    before, now, schedule = old.get("loop.steps"), new.get("loop.steps"), new.get("trainer.schedule", "constant")
+    if before != now and schedule != "constant":
+        emit(Warned(f"loop.steps {before} -> {now}: the {schedule} schedule now ends at step {now}, so the learning rate jumps here"))
 
 
 def _replace(path: Path, text: str) -> None:

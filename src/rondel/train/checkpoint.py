@@ -10,6 +10,7 @@ checkpoints/step-000010/
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import zlib
@@ -38,17 +39,22 @@ def save_trainer(trainer: LocalTrainer, folder: Path) -> None:
     weights = trainer.weights
     state = _tensors(trainer.loaded.model)
     models.save(trainer.loaded, folder, state)
+    with safe_open(folder / "model.safetensors", "pt") as written:
+        plain = set(written.keys())  # a mixture's experts are joined in the module and apart in the file, as Hugging Face has them
+        arrived = sum(math.prod(written.get_slice(name).get_shape()) for name in plain)
+    sent = sum(t.numel() for t in state.values())
+    if arrived != sent:
+        lost = sorted(set(state) - plain)
+        raise CheckpointError(
+            f"{arrived} of {sent} numbers reached {folder / 'model.safetensors'}" + (f", first missing {lost[0]}" if lost else "")
+        )
     optimizer = {"rng": torch.get_rng_state(), "numbers": torch.tensor([trainer.step_number, trainer.version, trainer.bad_steps])}
     for name, parameter, master in zip(weights.names, weights.compute, weights.masters):
-        if parameter is not master:
+        if parameter is not master or name not in plain:
             optimizer[f"master.{name}"] = master.detach().cpu()
         for key, value in weights.adamw.state.get(master, {}).items():
             optimizer[f"{key}.{name}"] = value.detach().cpu()
     save_file(optimizer, folder / "optimizer.safetensors")
-    with safe_open(folder / "model.safetensors", "pt") as written:
-        lost = set(state) - set(written.keys())
-        if lost:
-            raise CheckpointError(f"{len(lost)} tensors did not reach {folder / 'model.safetensors'}, first {sorted(lost)[0]}")
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -63,7 +69,7 @@ def load_trainer(trainer: LocalTrainer, folder: Path) -> None:
     weights = trainer.weights
     with boundary(CheckpointError, f"reading {folder}"):
         model, optimizer = load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors")
-        weights.load_masters({n: optimizer.get(f"master.{n}", model[n]) for n in weights.names})
+        weights.load_masters({n: optimizer[f"master.{n}"] if f"master.{n}" in optimizer else model[n] for n in weights.names})
         for name, master in zip(weights.names, weights.masters):
             weights.adamw.state.pop(master, None)
             moments = {k: optimizer[f"{k}.{name}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}.{name}" in optimizer}

@@ -34,6 +34,7 @@ class Sample:
     versions: np.ndarray  # [m] int64
     reward: float
     advantage: float = 0.0
+    experts: np.ndarray | None = None  # [t-1,L,K] of a MoE: where the engine sent each token
     notes: dict[str, np.ndarray] = field(default_factory=dict)  # annotations by name: "proximal", "ref", "trained"
 
     @classmethod
@@ -50,6 +51,7 @@ class Sample:
             np.asarray(trajectory.logprobs, dtype=np.float32)[trainable],
             np.asarray(trajectory.versions, dtype=np.int64)[trainable],
             float(trajectory.reward or 0.0),
+            experts=None if trajectory.experts is None else np.asarray(trajectory.experts),
         )
 
     @property
@@ -111,6 +113,7 @@ class Packed:
     target: Tensor
     sample: Tensor
     layout: PackedLayout
+    routes: Tensor | None = None  # [T,L,K] to be replayed
 
 
 def micro_batches(batch: Batch, budget: int, *, share: bool = True, device: torch.device | str = "cpu") -> Iterator[Packed]:
@@ -143,15 +146,19 @@ def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.d
     positions: list[np.ndarray] = []
     source: list[np.ndarray] = []
     target: list[np.ndarray] = []
+    routes: list[np.ndarray] = []
     at = 0
 
-    def lay(piece: np.ndarray, first: int, parent: int | None) -> int:
+    def lay(sample: Sample, first: int, end: int, parent: int | None) -> int:
         nonlocal at
+        piece = sample.tokens[first:end]
         if not len(piece):  # a completion of one token is predicted by the prompt alone
             return at
         segments.append(Segment(at, len(piece), parent))
         tokens.append(piece)
         positions.append(np.arange(first, first + len(piece)))
+        if sample.experts is not None:
+            routes.append(sample.experts[first:end])
         at += len(piece)
         return at - len(piece)
 
@@ -159,11 +166,11 @@ def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.d
         shared = _common_prompt([batch.samples[i] for i in family]) if len(family) > 1 else 0
         parent = None
         if shared:
-            prompt_start = lay(batch.samples[family[0]].tokens[:shared], 0, None)
+            prompt_start = lay(batch.samples[family[0]], 0, shared, None)
             parent = len(segments) - 1
         for i in family:
             sample = batch.samples[i]
-            start = lay(sample.tokens[shared : sample.trainable[-1]], shared, parent)  # the last token predicts nothing that is trained
+            start = lay(sample, shared, sample.trainable[-1], parent)  # the last token predicts nothing that is trained
             before = sample.trainable - 1
             source.append(np.where(before < shared, prompt_start + before if shared else 0, start + before - shared))
             target.append(sample.tokens[sample.trainable])
@@ -176,6 +183,7 @@ def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.d
         _tensor(target, device),
         torch.repeat_interleave(torch.tensor(chosen), torch.tensor(counts)).to(device),
         PackedLayout(segments, device),
+        _tensor(routes, device).long() if routes else None,
     )
 
 

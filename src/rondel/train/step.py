@@ -45,6 +45,7 @@ class Settings:
     updates_per_step: int = 1
     share_prompts: bool = True
     max_bad_steps: int = 3
+    replay_routes: bool = False
     start_probe: int = 8  # samples a step on which the KL to the starting weights is measured; 0 switches it off
 
     def at_rest(self) -> Settings:
@@ -105,7 +106,8 @@ class LocalTrainer:
         how = dict(budget=self.settings.micro_tokens, temperature=self.settings.temperature, share=self.settings.share_prompts)
         for need, source in (("proximal_logprobs", self.loaded), ("ref_logprobs", self.start), ("trained_logprobs", self.loaded)):
             if need in needs:
-                notes.annotate(source, batch, need.removesuffix("_logprobs"), **how)
+                replay = self.settings.replay_routes and source is self.loaded
+                notes.annotate(source, batch, need.removesuffix("_logprobs"), replay=replay, **how)
         return batch
 
     def _step(self, batch: Batch, algo: Any) -> StepStats:
@@ -164,7 +166,8 @@ class LocalTrainer:
         weight_N = algo.aggregate(batch.lengths_N).float().to(self.loaded.device)
         advantage_N = torch.tensor([s.advantage for s in batch.samples], dtype=torch.float32, device=self.loaded.device)
         for packed in micro_batches(batch, self.settings.micro_tokens, share=self.settings.share_prompts, device=self.loaded.device):
-            logprobs, entropy = notes.forward(self.loaded, packed, temperature=self.settings.temperature)
+            tape = notes.replaying(self.loaded, packed) if self.settings.replay_routes else None
+            logprobs, entropy = notes.forward(self.loaded, packed, temperature=self.settings.temperature, tape=tape)
             _check("logprob", logprobs, batch, packed)
             behavior = notes.gather(batch, packed, "behavior") if algo.needs else None  # demonstrations were drawn from no policy
             proximal = notes.gather(batch, packed, "proximal") if proximal_noted else logprobs.detach()
@@ -184,6 +187,8 @@ class LocalTrainer:
             notes.note(batch, packed, "trained", proximal)  # of the version that began the step, as the gap is
             sums.packed += len(packed.tokens)
             sums.add(loss.detach(), {**terms, "entropy": entropy.detach()})
+            if tape is not None:
+                sums.routed(tape.flips)
 
     def _kl_to_start(self, batch: Batch) -> float:
         """k3 estimate of KL(policy || starting weights) on the first samples, in nats a token."""
@@ -215,6 +220,11 @@ class Sums:
         for name, values in terms.items():
             self.terms.setdefault(name, []).append(values.float().cpu())
 
+    def routed(self, flips_L: list[Tensor]) -> None:
+        """Share of each token's own choice of experts that the engine's record does not hold."""
+        for layer, flips in enumerate(flips_L):
+            self.terms.setdefault(f"flips_{layer}", []).append(flips.cpu())
+
     def put(self, name: str, value: float) -> None:
         self.values[name] = max(value, self.values.get(name, value))
 
@@ -225,6 +235,10 @@ class Sums:
         for term, name in names_of.items():
             if term in terms and terms[term].numel():
                 out[name] = float(terms[term].mean())
+        flips = {name: values for name, values in terms.items() if name.startswith("flips_")}
+        if flips:
+            out["train/route_flips"] = float(torch.cat(list(flips.values())).mean())
+            out |= {f"train/route_{name}": float(values.mean()) for name, values in flips.items()}
         if "gap" in terms and terms["gap"].numel():
             gap = terms["gap"].abs()
             out |= {

@@ -122,6 +122,9 @@ class Trainer(Section):
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = Field((0.9, 0.99), strict=False)
     micro_tokens: int | Literal["auto"] = "auto"
+    routing_replay: bool | Literal["auto"] = Field(
+        "auto", description="a MoE's tokens go to the experts that the engine chose; auto: if it has any"
+    )
     max_bad_steps: int = Field(3, ge=1, description="stop after so many steps in a row that a finite-check refused")
 
 

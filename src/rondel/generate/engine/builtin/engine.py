@@ -40,11 +40,12 @@ class BuiltinEngine:
         max_running: int = 64,
         prefill_tokens: int = 2048,
         version: int = 0,
+        routes: bool = False,
     ) -> None:
         self.loaded, self._run = loaded, run
         self.pages = Pages(kv_pages)
         self.scheduler = Scheduler(self.pages, max_running=max_running, prefill_tokens=prefill_tokens)
-        self.runner = Runner(loaded, self.pages, max_running)
+        self.runner = Runner(loaded, self.pages, max_running, records=routes)
         self.version = version
         self.bytes_copied = 0
         self.seconds = 0.0  # spent in steps
@@ -124,8 +125,11 @@ class BuiltinEngine:
             )
         if request.adapter:
             raise UserError(f"the built-in engine has no adapter '{request.adapter}'")
-        if request.wants:
-            raise UserError(f"the built-in engine has no {', '.join(sorted(request.wants))}")
+        if "experts" in request.wants and not self.runner.records:
+            why = "it was made without routes=True" if self.loaded.routers else "this model is dense"
+            raise UserError(f"the engine records no routed experts: {why}")
+        if strange := request.wants - {"experts"}:
+            raise UserError(f"the built-in engine has no {', '.join(sorted(strange))}")
 
     # -- the pump --------------------------------------------------------------------------------
 
@@ -196,7 +200,10 @@ class BuiltinEngine:
             self._finish(live, reason)
 
     def _finish(self, live: Live, reason: FinishReason) -> None:
+        live.keep_routes(self.pages.routes)
         completion = live.completion(reason)
+        if "experts" in live.request.wants:
+            completion.experts = live.routes
         completion.text = self.loaded.tokenizer.decode(completion.tokens, skip_special_tokens=True)
         self.scheduler.release(live, self.version)
         live.finish(completion)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,6 +41,7 @@ class Pages:
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.routes: np.ndarray | None = None  # [pages, L, K] experts that each cached token went to
         self.keys, self.values = Layers(count + 1), Layers(count + 1)
         self._free = list(range(count, 0, -1))
 
@@ -55,6 +57,12 @@ class Pages:
 
     def give(self, pages: Iterator[int] | list[int]) -> None:
         self._free.extend(pages)
+
+    def note_routes(self, slots: Tensor, routes: Tensor) -> None:
+        """Beside its keys and values a token keeps its route, so that a prefix that is found in the cache has one too."""
+        if self.routes is None:
+            self.routes = np.zeros((self.count + 1, *routes.shape[1:]), np.int16)
+        self.routes[slots.cpu().numpy()] = routes.cpu().numpy()
 
     def release_memory(self) -> None:
         """Forget every tensor; the pools come back empty at the next write."""

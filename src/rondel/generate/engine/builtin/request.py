@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from rondel.generate.engine.builtin.radix import Node, Root
 from rondel.words.types import Completion, FinishReason, Request
 
@@ -27,6 +29,7 @@ class Live:
     root: Root | None = None  # the namespace its pages were computed under; None once they mix versions
     row: int = -1  # its line in the page table while it runs
     noted: int = 0  # how many of its pages stand in that line
+    routes: np.ndarray | None = None  # [n,L,K] of its first n tokens: what was recorded first stays, also when pages are lost
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     cached: int = 0
@@ -55,6 +58,13 @@ class Live:
     def drawn(self) -> int:
         """The counter of its next token's noise: tokens that this sample drew before, continued ones included."""
         return self.request.continuation + self.written
+
+    def keep_routes(self, pool: np.ndarray | None) -> None:
+        """Copy the routes of its tokens out of the pages, before they go."""
+        if pool is not None:
+            known = 0 if self.routes is None else len(self.routes)
+            fresh = pool[self.pages[known:]]
+            self.routes = fresh if self.routes is None else np.concatenate([self.routes, fresh])
 
     def done(self, stop_ids: frozenset[int]) -> FinishReason | None:
         sampling = self.request.sampling

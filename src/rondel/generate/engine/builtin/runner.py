@@ -11,6 +11,7 @@ from rondel.generate.engine.builtin.sampler import draw, uniform
 from rondel.generate.engine.builtin.scheduler import Plan
 from rondel.models.attention import Chunk, Decoding, PagedLayout
 from rondel.models.load import Loaded
+from rondel.models.tape import Tape
 
 SHARE = 0.7  # of the keys that whole contexts would read; beyond it the bookkeeping of families costs more than it saves
 ROWS = 512  # logits are made for at most so many rows at once
@@ -19,7 +20,8 @@ ROWS = 512  # logits are made for at most so many rows at once
 class Runner:
     """table [rows, width]: the pages of every running request, one line each, so that a step gathers instead of rebuilding."""
 
-    def __init__(self, loaded: Loaded, pages: Pages, rows: int) -> None:
+    def __init__(self, loaded: Loaded, pages: Pages, rows: int, *, records: bool = False) -> None:
+        self.records = records
         self.loaded, self.pages, self.device = loaded, pages, loaded.device
         self.table = torch.zeros(rows, 256, dtype=torch.int64)
 
@@ -79,7 +81,12 @@ class Runner:
             write.append(live.pages[-1])
         ids, at, where = (torch.tensor(x, device=self.device) for x in (tokens, positions, write))
         layout = PagedLayout(self.pages.keys, self.pages.values, where, chunks, self._decoding(single) if single else None)
-        return self.loaded.hidden(ids, at, layout), last
+        if not self.records:
+            return self.loaded.hidden(ids, at, layout), last
+        tape = Tape(self.loaded.routers)
+        hidden = self.loaded.hidden(ids, at, layout, tape)
+        self.pages.note_routes(where, tape.recorded)
+        return hidden, last
 
     def _decoding(self, lives: list[Live]) -> Decoding:
         """Whole contexts, or families over what they share where that reads less than SHARE of them."""

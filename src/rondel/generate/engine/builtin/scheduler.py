@@ -162,6 +162,7 @@ class Scheduler:
         self.waiting.appendleft(live)
 
     def _drop_pages(self, live: Live) -> None:
+        live.keep_routes(self.pages.routes)
         self.pages.give(live.pages[live.shared :])
         self.tree.unlock(live.node)
         self._rows.append(live.row)

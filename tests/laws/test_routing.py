@@ -1,0 +1,169 @@
+"""Routing replay (X1, X2): the trainer sends every token to the experts that the engine chose, each record exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from engine_kit import SIZE, all_of, ask, engine, idle, prompt, tiny
+
+from rondel.models.attention import PackedLayout, Segment
+from rondel.models.head import Head
+from rondel.models.load import Loaded, load
+from rondel.models.tape import Tape
+from rondel.train import annotate
+from rondel.train.pack import batch_of, micro_batches
+from rondel.words.errors import LawError, ModelError, TrainError, UserError
+from rondel.words.types import Group, Score, Task, Trajectory
+
+EXPERTS = {"num_experts_per_tok": 2}
+LATENT = dict(
+    num_key_value_heads=4, n_routed_experts=8, n_group=2, topk_group=1, moe_intermediate_size=32, first_k_dense_replace=1,
+    q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12, num_hidden_layers=3,
+)  # fmt: skip
+MOES = {
+    "mixtral": SIZE | EXPERTS | {"num_local_experts": 8},
+    "qwen3_moe": SIZE | EXPERTS | {"head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "deepseek_v3": SIZE | LATENT | EXPERTS,
+}
+
+
+@cache
+def model(kind: str) -> Loaded:
+    return tiny(kind, **MOES[kind])
+
+
+def forward(loaded: Loaded, tokens: list[int], tape: Tape | None = None) -> torch.Tensor:
+    n = len(tokens)
+    return loaded.hidden(torch.tensor(tokens), torch.arange(n), PackedLayout([Segment(0, n)]), tape)
+
+
+@torch.no_grad()
+def own_routes(loaded: Loaded, tokens: list[int]) -> np.ndarray:
+    tape = Tape(loaded.routers)
+    forward(loaded, tokens, tape)
+    return tape.recorded.sort(-1).values.numpy()
+
+
+def group_of(prompt_tokens: list[int], outs) -> Group:
+    members = []
+    for i, out in enumerate(outs):
+        t = Trajectory(score=Score(float(i % 2)), experts=out.experts)
+        t.extend(prompt_tokens)
+        t.extend(out.tokens, logprobs=out.logprobs, versions=out.versions)
+        members.append(t)
+    return Group(0, Task("0", "single_turn", {}), members, 0)
+
+
+def rollout(loaded: Loaded, n: int = 6, **settings):
+    """A group of n answers to one prompt."""
+    given = prompt(3, 21)
+    e = engine(loaded, routes=True, **settings)
+    requests = [replace(ask(given, key=i, n=12), wants=frozenset({"experts"})) for i in range(n)]
+    outs = asyncio.run(all_of(e, requests))
+    idle(e)
+    return e, given, outs
+
+
+@pytest.mark.parametrize("kind", MOES)
+@pytest.mark.parametrize(
+    "how", [{}, {"prefill_tokens": 16}, {"kv_pages": 60}, {"max_running": 2}], ids=["plain", "chunked", "retracted", "two at a time"]
+)
+def test_every_token_that_was_computed_has_its_route(kind, how):
+    """Through shared prompts, chunks and retraction: the rows are those of a plain forward pass over the whole stream."""
+    loaded = model(kind)
+    e, given, outs = rollout(loaded, **how)
+    assert e.scheduler.reused > 0 and (e.scheduler.retracted > 0 or "kv_pages" not in how)
+    for out in outs:
+        stream = given + out.tokens
+        assert out.experts.shape == (len(stream) - 1, loaded.routers, 2)
+        assert (np.sort(out.experts, -1) == own_routes(loaded, stream)[:-1]).all()
+
+
+@pytest.mark.parametrize("kind", MOES)
+@pytest.mark.parametrize("rounding", [torch.float8_e4m3fn, torch.bfloat16])
+def test_replay_closes_the_gap_that_a_rounded_router_opens(kind, rounding):
+    """The trainer's routers are rounded, as by another kernel or precision: tokens flip to other experts unless their routes are replayed."""
+    loaded = model(kind)
+    _, given, outs = rollout(loaded, n=16)
+    other = copy.deepcopy(loaded.model)
+    with torch.no_grad():
+        for name, p in other.named_parameters():
+            if name.endswith("gate.weight"):
+                noise = 0.02 if rounding is torch.bfloat16 else 0.0  # near ties are rare in 16 short answers: bf16 alone is amplified
+                p.copy_(p.to(rounding).float() + noise * p.std() * torch.randn_like(p))
+    rounded = Loaded(other, loaded.tokenizer, Head.of(other), "rounded", loaded.stop_ids, loaded.max_context, loaded.routers)
+    batch = batch_of([group_of(given, outs)])
+    gaps, flips = {}, 0.0
+    for replay in (False, True):
+        gap = []
+        with torch.no_grad():
+            for packed in micro_batches(batch, 10_000):
+                tape = annotate.replaying(rounded, packed) if replay else None
+                logprobs, _ = annotate.forward(rounded, packed, temperature=1.0, tape=tape)
+                gap.append((logprobs - annotate.gather(batch, packed, "behavior")).abs())
+                flips = float(torch.cat(tape.flips).mean()) if tape else flips
+        gaps[replay] = float(torch.cat(gap).max())
+    assert flips > 0 and gaps[True] * 10 <= gaps[False], (flips, gaps)
+
+
+@pytest.mark.parametrize("kind", MOES)
+def test_replaying_its_own_routes_changes_nothing(kind):
+    """Not the output, not a gradient: the model's own scores of the recorded experts pass its own normalisation."""
+    loaded, tokens = model(kind), prompt(5, 40)
+    tape = Tape(loaded.routers)
+    with torch.no_grad():
+        plain = forward(loaded, tokens, tape)
+    gradients = []
+    for routes in (None, tape.recorded):
+        loaded.model.zero_grad()
+        out = forward(loaded, tokens, None if routes is None else Tape(loaded.routers, routes))
+        assert torch.equal(out, plain)
+        out.pow(2).sum().backward()
+        gradients.append({n: p.grad.clone() for n, p in loaded.model.named_parameters() if p.grad is not None})
+    gates = [n for n in gradients[1] if n.endswith("gate.weight")]
+    assert len(gates) == loaded.routers and all(gradients[1][n].abs().max() > 0 for n in gates)
+    assert all(torch.equal(g, gradients[1][n]) for n, g in gradients[0].items())
+    loaded.model.zero_grad()
+
+
+def test_every_record_is_used_exactly_once():
+    loaded, tokens = model("mixtral"), prompt(5, 9)
+    routes = torch.zeros(9, loaded.routers, 2, dtype=torch.int64)
+    with pytest.raises(LawError, match="9 tokens, the record 8"):
+        forward(loaded, tokens, Tape(loaded.routers, routes[:8]))
+    with pytest.raises(LawError, match="exactly once"):
+        tape = Tape(loaded.routers, routes)
+        forward(loaded, tokens, tape)
+        forward(loaded, tokens, tape)
+    with pytest.raises(LawError, match="router 2 of 3 left no record"):
+        forward(loaded, tokens, Tape(3, torch.zeros(9, 3, 2, dtype=torch.int64)))
+
+
+def test_a_token_without_a_route_stops_the_step():
+    loaded = model("mixtral")
+    _, given, outs = rollout(loaded, n=2)
+    for out in outs:
+        out.experts = None
+    batch = batch_of([group_of(given, outs)])
+    with pytest.raises(TrainError, match=r"Completion\.experts"):
+        annotate.annotate(loaded, batch, "proximal", budget=1000, temperature=1.0, replay=True)
+
+
+def test_who_cannot_record_says_so():
+    dense = tiny()
+    with pytest.raises(UserError, match="this model is dense"):
+        asyncio.run(engine(dense).generate(replace(ask([5, 6]), wants=frozenset({"experts"}))))
+    with pytest.raises(UserError, match="routes=True"):
+        asyncio.run(engine(model("mixtral")).generate(replace(ask([5, 6]), wants=frozenset({"experts"}))))
+    with pytest.raises(ModelError, match="no router of the kind"):
+        from rondel.models import tape
+
+        strange = load({"random": "llama", **SIZE}, dtype="float32").model
+        strange.config.num_experts = 4
+        tape.arm(strange)
