@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from rondel.runtime.telemetry.card import wilson
-from rondel.words.config import Job
-from rondel.words.errors import UserError
+from rondel.words.config import Evaluation, Job
+from rondel.words.errors import ConfigError, UserError, boundary
 from rondel.words.events import Evaluated
+from rondel.words.registry import nearest
 from rondel.words.types import Sampling, Task, Trajectory, sample_key
 
 NAMESPACE = "eval"  # its prefixes stay out of the rollouts' cache, so that a resumed run computes the same bits
@@ -23,7 +25,7 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
 
     began, job = time.perf_counter(), parts.job
     tasks = parts.tasks.held_out[: job.task.eval.n or None]
-    sampling = Sampling(temperature=job.task.eval.temperature, max_tokens=job.task.eval.max_tokens or parts.sampling.max_tokens)
+    sampling = profile(job.task.eval, parts.sampling)
     rollouts = Rollouts(parts, 1)
 
     async def one(number: int, task: Task) -> Trajectory:
@@ -49,6 +51,7 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
     request = {
         "temperature": sampling.temperature,
         "max_tokens": sampling.max_tokens,
+        **job.task.eval.sampling,
         "env": job.task.env,
         "reward": job.task.reward,
         "suffix": job.task.suffix,
@@ -57,6 +60,18 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
     return Evaluated(
         step, parts.engine.version, "held_out", total / max(1, len(tasks)), low, high, len(tasks), request, samples, time.perf_counter() - began
     )  # fmt: skip
+
+
+def profile(given: Evaluation, rollouts: Sampling) -> Sampling:
+    """How held-out tasks are sampled: greedy, unless the recipe says otherwise, and ending where rollouts end."""
+    more = {"temperature": given.temperature, "max_tokens": given.max_tokens or rollouts.max_tokens, "stop": rollouts.stop}
+    known = {f.name for f in fields(Sampling)} - {"temperature", "max_tokens", "n", "seed"}
+    for name in given.sampling.keys() - known:
+        raise ConfigError(f"task.eval.sampling has no '{name}'.{nearest(name, sorted(known))}")
+    more |= given.sampling
+    with boundary(ConfigError, f"task.eval.sampling = {given.sampling}"):
+        bias = {int(token): value for token, value in more.get("logit_bias", {}).items()}  # keys of TOML are text
+        return Sampling(**{**more, "stop": tuple(more["stop"]), "logit_bias": bias})
 
 
 def evaluate_checkpoint(model_or_run: str, recipe: str | None, overrides: dict[str, Any]) -> Evaluated:

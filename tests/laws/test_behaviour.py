@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_kit import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny
 
-from rondel.generate.engine.builtin.sampler import _inverse_cdf, draw, uniform
+from rondel.generate.engine.builtin.sampler import _inverse_cdf, choose, uniform, weights
 from rondel.words.errors import EngineError
 from rondel.words.types import Sampling, sample_key
 
@@ -74,6 +74,12 @@ def test_score_is_a_plain_forward():
 # -- the sampler draws what it states --------------------------------------------------------------
 
 DRAWS = 20_000
+
+
+def draw(logits, samplings, noise):
+    return choose(weights(logits, samplings), samplings, noise)
+
+
 TRANSFORMS = [
     dict(), dict(temperature=0.6), dict(temperature=1.7), dict(top_k=9), dict(top_p=0.85), dict(min_p=0.04),
     dict(temperature=0.8, top_k=30, top_p=0.9), dict(top_k=25, top_p=0.95, min_p=0.03), dict(temperature=1.4, top_p=0.7, min_p=0.02),
@@ -216,7 +222,6 @@ def test_a_continuation_goes_on_where_the_noise_stopped():
     "how, wrote, reason",
     [
         (dict(ignore_eos=False), 4, "stop"),
-        (dict(ignore_eos=False, min_tokens=6), 10, "length"),
         (dict(ignore_eos=True), 10, "length"),
         (dict(ignore_eos=True, stop="second"), 2, "stop"),  # only the model's own end tokens are ignored
     ],

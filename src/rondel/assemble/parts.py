@@ -28,7 +28,7 @@ from rondel.train.logprobs import logprob_and_entropy
 from rondel.train.pack import Batch, batch_of
 from rondel.train.step import LocalTrainer, Settings
 from rondel.words.config import Job
-from rondel.words.errors import ConfigError, DataError, EngineError, EnvError, RondelError
+from rondel.words.errors import ConfigError, DataError, EngineError, EnvError, RondelError, boundary
 from rondel.words.registry import find
 from rondel.words.types import EnvFault, Failed, Group, PolicyFault, Sampling, Score, Slot, Task, Trajectory, Verdict, sample_key
 
@@ -65,17 +65,15 @@ class Parts:
 def build(job: Job) -> Parts:
     """Every fault that can be known before the model is loaded is raised before."""
     row = row_of(job)
-    sampling = Sampling(**job.engine.sampling.model_dump())
+    with boundary(ConfigError, "engine.sampling"):
+        sampling = Sampling(**{**job.engine.sampling.model_dump(), "stop": tuple(job.engine.sampling.stop)})
     for section in (job.engine.sampling,):  # all of its keys are read by the line above
         section._read.update(type(section).model_fields)
     if sampling.temperature == 0:
         raise ConfigError(
             "engine.sampling.temperature = 0 is greedy: every sample of a group is the same, and greedy samples are not trainable. Use 1.0"
         )
-    if sampling.truncated:
-        raise ConfigError(
-            "engine.sampling.top_k / top_p cut the support, which the trainer cannot recompute yet: train with top_k = 0 and top_p = 1 (law 4)"
-        )
+    refuse_untrainable(sampling)
     if row.name != "sft" and job.algo.group_size == 1 and type(row.advantage).__name__ in {"GroupNorm", "GroupCenter", "LeaveOneOut"}:
         raise ConfigError(
             f"algo.group_size = 1 gives {row.name} no baseline: every advantage would be 0. Use 4 or more, or kind = 'reinforce'"
@@ -138,6 +136,15 @@ def build(job: Job) -> Parts:
     except BaseException:
         pool.close()
         raise
+
+
+def refuse_untrainable(sampling: Sampling) -> None:
+    """Law 4: what is trained was drawn from a distribution that the trainer can compute again."""
+    if names := sampling.untrainable:
+        raise ConfigError(
+            f"samples drawn with {names} cannot be trained: the trainer recomputes logits and temperature, and nothing else (law 4). Train with "
+            "temperature above 0, top_k = 0, top_p = 1 and no penalties, bias, grammar or min_tokens; task.eval.sampling may use them all"
+        )
 
 
 def row_of(job: Job) -> Algorithm:
@@ -273,6 +280,8 @@ class Rollouts:
 
         async def generate(request):
             request.namespace = namespace
+            if sampling is None:  # an environment may have changed it
+                refuse_untrainable(request.sampling)
             if p.trainer.settings.replay_routes:
                 request.wants |= {"experts"}
             return await p.engine.generate(request)

@@ -13,7 +13,7 @@ import typer
 
 from rondel.words.errors import ConfigError, RondelError
 
-VERBS = ("train", "eval", "check", "explain", "view", "replay", "card", "doctor", "bench")
+VERBS = ("train", "eval", "serve", "check", "explain", "view", "replay", "card", "doctor", "bench")
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}  # SETTINGS of a verb that takes --section.key=value
 
 

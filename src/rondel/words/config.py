@@ -7,10 +7,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from rondel.words.errors import ConfigError
 from rondel.words.registry import nearest
+from rondel.words.types import UNTRAINABLE
 
 
 class Section(BaseModel):
@@ -47,6 +48,7 @@ class Evaluation(Section):
     n: int = Field(0, ge=0, description="how many held-out tasks; 0 is all")
     temperature: float = Field(0.0, ge=0)
     max_tokens: int | None = Field(None, description="None is the engine's sampling.max_tokens")
+    sampling: dict[str, Any] = Field({}, description="any other field of `Sampling`: top_p, repetition_penalty, grammar, stop, ...")
 
 
 class TaskSection(Section):
@@ -101,7 +103,19 @@ class SamplingSection(Section):
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     max_tokens: int = Field(64, ge=1)
+    stop: list[int | str] = Field([], description="token ids and strings that end an answer; a string is cut off its text, not its tokens")
     ignore_eos: bool = Field(False, description="every answer runs to max_tokens; for benchmarks")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _what_trains(cls, given: Any) -> Any:
+        for name in UNTRAINABLE.keys() - cls.model_fields if isinstance(given, dict) else ():
+            if name in given:
+                raise ValueError(
+                    f"{name} is not for training: the trainer could not recompute the logprobs (law 4). Drop it here; "
+                    f"task.eval.sampling = {{ {name} = ... }} uses it in evaluations"
+                )
+        return given
 
 
 class EngineSection(Section):

@@ -5,7 +5,7 @@ T tokens of one trajectory · G trajectories of one group · P groups of one ste
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -187,30 +187,58 @@ class Slot:
 class Sampling:
     """How to draw. `temperature = 0` is greedy, and greedy samples are not trainable (law 4).
 
-    top_k = 0, top_p = 1 and min_p = 0 keep the whole vocabulary. `stop` are token ids beside the model's own end tokens.
+    top_k, top_p, min_p   0, 1 and 0 keep the whole vocabulary
+    repetition_penalty    logits of all tokens so far, prompt included: divided where positive, multiplied where negative (arXiv:1909.05858)
+    presence_penalty      subtracted from the logits of what this sample has written
+    frequency_penalty     the same, once for every time it was written (both as in OpenAI's API)
+    logit_bias            {token: what is added to its logit}
+    min_tokens            end tokens and stop ids are forbidden until so many are written; a stop string that is complete by then does not count
+    stop                  token ids and strings that end a sample beside the model's own end tokens; a string is cut off `text`, never off `tokens`
+    grammar               {"json_schema": {...} or text}, {"regex": "..."} or {"grammar": "... in Lark"}; the sample may end only where it is whole
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict, hash=False)
     max_tokens: int = 64
     min_tokens: int = 0
-    stop: tuple[int, ...] = ()
+    stop: tuple[int | str, ...] = ()
     ignore_eos: bool = False
+    grammar: dict[str, Any] | None = field(default=None, hash=False)
     n: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
+        strange = [b for b in self.logit_bias.values() if not -100 <= b <= 100]
         rules = [
             (self.temperature >= 0, f"temperature = {self.temperature}; it must be 0 (greedy) or positive"),
             (self.top_k >= 0, f"top_k = {self.top_k}; 0 keeps everything, k > 0 keeps k tokens"),
             (0 < self.top_p <= 1, f"top_p = {self.top_p}; it must be in (0, 1]"),
             (0 <= self.min_p < 1, f"min_p = {self.min_p}; it must be in [0, 1)"),
+            (
+                0.01 <= self.repetition_penalty <= 100,
+                f"repetition_penalty = {self.repetition_penalty}; it must lie in [0.01, 100], and 1 is none",
+            ),
+            (-2 <= self.presence_penalty <= 2, f"presence_penalty = {self.presence_penalty}; it must lie in [-2, 2]"),
+            (-2 <= self.frequency_penalty <= 2, f"frequency_penalty = {self.frequency_penalty}; it must lie in [-2, 2]"),
+            (not strange, f"a logit_bias of {strange[:1]}; it must lie in [-100, 100], and -100 forbids a token in practice"),
             (self.max_tokens >= 1, f"max_tokens = {self.max_tokens}; at least 1 token must be drawn"),
             (0 <= self.min_tokens <= self.max_tokens, f"min_tokens = {self.min_tokens}; it must lie in [0, max_tokens]"),
+            (not isinstance(self.stop, str), f"stop = {self.stop!r} is one string; give a tuple: stop = ({self.stop!r},)"),
+            ("" not in self.stop, "stop holds an empty string, which every text contains"),
             (self.n >= 1, f"n = {self.n}; at least 1 sample"),
         ]
+        if self.grammar is not None:
+            one = len(self.grammar) == 1 and self.grammar.keys() <= {"json_schema", "regex", "grammar"}
+            rules += [
+                (one, f"grammar has the keys {sorted(self.grammar)}; give exactly one of json_schema, regex, grammar"),
+                (not self.ignore_eos, "ignore_eos with a grammar: the grammar says where the answer ends; drop one of them"),
+            ]
         for holds, message in rules:
             if not holds:
                 raise ValueError(message)
@@ -219,6 +247,29 @@ class Sampling:
     def truncated(self) -> bool:
         """True where the support is cut: the trainer then cannot recompute the logprob without a recorded support."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def penalised(self) -> bool:
+        """True where a token's logit depends on the tokens before beyond what the model says."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def shaped(self) -> bool:
+        """True where logits are changed before the temperature."""
+        return self.penalised or bool(self.logit_bias) or self.min_tokens > 0 or self.grammar is not None
+
+    @property
+    def untrainable(self) -> str:
+        """The settings whose samples cannot be trained, by name: the trainer recomputes logits and temperature, nothing else (law 4)."""
+        names = [f.name for f in fields(self) if f.name in UNTRAINABLE and getattr(self, f.name) != UNTRAINABLE[f.name]]
+        return ", ".join([*["temperature"] * (self.temperature == 0), *names])
+
+
+# What the trainer does not recompute, each with the value that changes nothing.
+UNTRAINABLE: dict[str, Any] = {
+    "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {},
+    "min_tokens": 0, "grammar": None,
+}  # fmt: skip
 
 
 def sample_key(seed: int, admission: int, sample: int, turn: int = 0) -> int:
@@ -229,7 +280,10 @@ def sample_key(seed: int, admission: int, sample: int, turn: int = 0) -> int:
 
 @dataclass(slots=True)
 class Request:
-    """Tokens in. `continuation` says that the last tokens were already drawn by the policy, so token t goes on from there."""
+    """Tokens in. `continuation` says that the last tokens were already drawn by the policy, so token t goes on from there.
+
+    `id` is what a client calls it, to abort it by; samples of one call share it.
+    """
 
     tokens: list[int]
     sampling: Sampling = Sampling()
@@ -240,11 +294,20 @@ class Request:
     continuation: int = 0
     deadline: float | None = None
     wants: frozenset[str] = frozenset()
+    id: str = ""
 
 
 @dataclass(slots=True)
 class Completion:
-    """Tokens out, each with the log-probability of the distribution it was really drawn from and the weights that drew it."""
+    """Tokens out, each with the log-probability of the distribution it was really drawn from and the weights that drew it.
+
+    text              without the stop string that ended it
+    raw_logprobs      [T]      of the drawn tokens under the model alone: temperature 1, nothing changed
+    top_logprobs      [T][K]   (token, raw log-probability) of the K most likely
+    prompt_logprobs   [P]      raw, of the given tokens; the first entry is 0
+    support           [T]      the ids a token was drawn from, ascending; None where nothing was cut
+    The last four are None unless `Request.wants` names them.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -253,8 +316,12 @@ class Completion:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     experts: Any | None = None
-    text: str = ""
+    text: str | None = None  # what a reader sees: without a stop string that ended it; None if the engine did not decode
     timings: dict[str, float] = field(default_factory=dict)
+    raw_logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    prompt_logprobs: list[float] | None = None
+    support: list[list[int] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

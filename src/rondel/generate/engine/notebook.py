@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -37,8 +38,13 @@ class Engine:
     def tokenizer(self) -> Any:
         return self.loaded.tokenizer
 
-    def generate(self, prompts: list[str] | list[list[int]], sampling: Sampling | None = None) -> list[list[Completion]]:
-        """outs[i][j] is sample j of prompt i. Sample j of prompt i draws the same noise whatever else is in the batch."""
+    def generate(
+        self, prompts: list[str] | list[list[int]], sampling: Sampling | None = None, *, wants: Iterable[str] = ()
+    ) -> list[list[Completion]]:
+        """outs[i][j] is sample j of prompt i. Sample j of prompt i draws the same noise whatever else is in the batch.
+
+        `wants` are streams beside the tokens: {"raw_logprobs", "top_logprobs:5", "prompt_logprobs", "support"}.
+        """
         sampling = sampling or Sampling()
         if self._loop.is_closed():
             raise EngineError("this engine is closed; load another")
@@ -46,7 +52,10 @@ class Engine:
             raise UserError("prompts is one prompt; give a list of them: engine.generate([prompt])")
         rows = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
         single = replace(sampling, n=1)
-        jobs = [Request(row, single, key=sample_key(sampling.seed, i, j)) for i, row in enumerate(rows) for j in range(sampling.n)]
+        more = frozenset(wants)
+        jobs = [
+            Request(row, single, key=sample_key(sampling.seed, i, j), wants=more) for i, row in enumerate(rows) for j in range(sampling.n)
+        ]
         waiting = asyncio.run_coroutine_threadsafe(self._all(jobs), self._loop)
         try:
             flat = waiting.result()

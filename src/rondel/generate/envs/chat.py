@@ -81,7 +81,7 @@ class TokenChat:
             self.trajectory.experts = done.experts  # of the whole stream: every turn's request carries all tokens so far
         for what, seconds in done.timings.items():
             self.trajectory.timings[what] = self.trajectory.timings.get(what, 0.0) + seconds
-        self._close(done.tokens, done.text or self.tokenizer.decode(done.tokens, skip_special_tokens=True))
+        self._close(done.tokens, done.text if done.text is not None else self.tokenizer.decode(done.tokens, skip_special_tokens=True))
         self.trajectory.finish_reason = done.finish_reason
         return done
 

@@ -14,10 +14,13 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, get_args
 
+from rondel.generate.engine.builtin.channels import open_channels
+from rondel.generate.engine.builtin.grammar import Grammars
 from rondel.generate.engine.builtin.pages import Pages
-from rondel.generate.engine.builtin.request import Live
+from rondel.generate.engine.builtin.request import Heard, Live
 from rondel.generate.engine.builtin.runner import Runner
 from rondel.generate.engine.builtin.scheduler import Scheduler
+from rondel.generate.engine.builtin.text import open_reader, split_stops
 from rondel.models import names
 from rondel.models.load import Loaded
 from rondel.words.errors import EngineError, LawError, StalledError, SyncError, UserError
@@ -46,6 +49,7 @@ class BuiltinEngine:
         self.pages = Pages(kv_pages)
         self.scheduler = Scheduler(self.pages, max_running=max_running, prefill_tokens=prefill_tokens)
         self.runner = Runner(loaded, self.pages, max_running, records=routes)
+        self.grammars = Grammars(loaded)
         self.version = version
         self.bytes_copied = 0
         self.seconds = 0.0  # spent in steps
@@ -55,6 +59,7 @@ class BuiltinEngine:
         self._update: Manifest | None = None  # begun and not yet committed
         self._admits = True  # False while it drains
         self._gone: list[Live] = []  # running requests whose callers left: a step may still be computing them
+        self._aborted: list[Live] = []  # and those that shall return what they have
         self._pump: asyncio.Task | None = None
         self._lease: asyncio.TimerHandle | None = None
 
@@ -68,7 +73,8 @@ class BuiltinEngine:
 
     # -- generate and score ----------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate(self, request: Request, *, on_token: Heard | None = None) -> Completion:
+        """`on_token` is told of every token as it is drawn, for streams."""
         self._refuse_if_broken()
         self._check(request)
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -77,7 +83,8 @@ class BuiltinEngine:
             if not done.done():
                 done.set_result(result) if isinstance(result, Completion) else done.set_exception(result)
 
-        live = Live(request, finish, list(request.tokens), len(request.tokens))
+        live = Live(request, finish, list(request.tokens), len(request.tokens), heard=on_token)
+        await self._equip(live)
         self.scheduler.waiting.append(live)
         self._wake_pump()
         try:
@@ -91,10 +98,23 @@ class BuiltinEngine:
             if done.cancelled():  # the caller went away
                 self._leave(live)
 
+    async def _equip(self, live: Live) -> None:
+        """What its sampling needs beside the logits. A grammar is compiled on the device's thread, where it is used."""
+        request, own = live.request, live.tokens[live.prompt - live.request.continuation :]
+        ids, strings = split_stops(self.loaded.tokenizer, request.sampling.stop)
+        live.ends = ids if request.sampling.ignore_eos else ids | self.loaded.stop_ids
+        live.reader = open_reader(self.loaded.tokenizer, strings, own) if strings else None
+        live.channels = open_channels(request.wants - {"experts"}, self.loaded.head.weight.shape[0])
+        if request.sampling.grammar is not None:
+            live.constraint = await self._run(self.grammars.start, request.sampling.grammar, own)
+            self._refuse_if_broken()
+
     async def score(self, request: Request) -> Scored:
         self._refuse_if_broken()
         if self._update:
             raise EngineError("new weights are arriving: score before the update begins or after its commit")
+        if request.wants:
+            raise UserError(f"score gives log-probabilities and nothing else, not {', '.join(sorted(request.wants))}")
         if not 1 <= len(request.tokens) <= self.loaded.max_context:
             raise UserError(f"{len(request.tokens)} tokens cannot be scored; this model carries 1 to {self.loaded.max_context}")
         self._check_words(request)
@@ -119,6 +139,9 @@ class BuiltinEngine:
     def _check_words(self, request: Request) -> None:
         """A token that does not exist would break the step of everyone; a wish that nobody reads would be a lie."""
         vocab = self.loaded.model.get_input_embeddings().weight.shape[0]
+        named = [*request.sampling.logit_bias, *(s for s in request.sampling.stop if isinstance(s, int))]
+        if strange := [t for t in named if not 0 <= t < vocab]:
+            raise UserError(f"logit_bias or stop names token {strange[0]}: this model's tokens are 0 to {vocab - 1}")
         if strange := [t for t in request.tokens if not 0 <= t < vocab]:
             raise UserError(
                 f"token {strange[0]} does not exist: this model's tokens are 0 to {vocab - 1}. Was the prompt made by another tokenizer?"
@@ -128,8 +151,7 @@ class BuiltinEngine:
         if "experts" in request.wants and not self.runner.records:
             why = "it was made without routes=True" if self.loaded.routers else "this model is dense"
             raise UserError(f"the engine records no routed experts: {why}")
-        if strange := request.wants - {"experts"}:
-            raise UserError(f"the built-in engine has no {', '.join(sorted(strange))}")
+        open_channels(request.wants - {"experts"}, vocab)
 
     # -- the pump --------------------------------------------------------------------------------
 
@@ -166,6 +188,7 @@ class BuiltinEngine:
         finally:
             self.seconds += time.perf_counter() - began
             self._pump = None
+            self._let_go()
 
     async def _step(self) -> int:
         """-> how many tokens were drawn."""
@@ -192,11 +215,22 @@ class BuiltinEngine:
                 await asyncio.sleep(0)
 
     def _deliver(self, live: Live, token: int, logprob: float) -> None:
+        if live.fault is not None:
+            self.scheduler.release(live, self.version)
+            return live.finish(live.fault)
         live.first = live.first or time.perf_counter()
         live.tokens.append(token)
         live.logprobs.append(logprob)
         live.versions.append(self.version)
-        if reason := live.done(self.loaded.stop_ids):
+        reason = live.done()
+        if live.heard is not None:
+            top = live.channels.top_logprobs if live.channels is not None else None
+            try:
+                live.heard(token, logprob, self.version, top[-1] if top else None)
+            except Exception as error:  # a listener that raises ends its own request, not the step of everyone
+                live.finish(EngineError(f"what listens to the tokens broke: {type(error).__name__}: {error}"))
+                reason = "abort"
+        if reason:
             self._finish(live, reason)
 
     def _finish(self, live: Live, reason: FinishReason) -> None:
@@ -204,7 +238,8 @@ class BuiltinEngine:
         completion = live.completion(reason)
         if "experts" in live.request.wants:
             completion.experts = live.routes
-        completion.text = self.loaded.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        decode = self.loaded.tokenizer.decode
+        completion.text = live.said if live.said is not None else decode(completion.tokens, skip_special_tokens=True)
         self.scheduler.release(live, self.version)
         live.finish(completion)
 
@@ -218,13 +253,18 @@ class BuiltinEngine:
     def _let_go(self) -> None:
         for live in self._gone:
             self.scheduler.release(live, self.version)
+        for live in self._aborted:
+            if live in self.scheduler.running or live in self.scheduler.waiting:
+                self._finish(live, "abort")
         self._gone.clear()
+        self._aborted.clear()
 
     def _fail_all(self, error: BaseException) -> None:
         """A step broke: everyone learns why, nothing half-computed stays in the cache, and the engine refuses until a good update."""
         self._broken = f"its step broke: {type(error).__name__}: {error}"
         self.scheduler.drop_cache()
         self._gone.clear()
+        self._aborted.clear()
         for live in self.scheduler.waiting:
             live.finish(error if isinstance(error, UserError) else EngineError(f"the engine's step broke: {type(error).__name__}: {error}"))
         self.scheduler.waiting.clear()
@@ -243,7 +283,7 @@ class BuiltinEngine:
             pages_free=self.pages.free,
             pages_cached=s.tree.cached,
             pages_total=self.pages.count,
-            capabilities=frozenset({"logprobs", "hold", "drain", "abort", "update_tensor", "score"}),
+            capabilities=frozenset({"logprobs", "hold", "drain", "abort", "update_tensor", "update_disk", "score"}),
         )
 
     async def pause(self, how: Interrupt = "hold", lease: float = float("inf")) -> None:
@@ -270,6 +310,22 @@ class BuiltinEngine:
         self._end_lease()
         self._held = False
         self._wake_pump()
+
+    async def abort(self, which: Callable[[Request], bool]) -> int:
+        """Requests of which this is true return what they have written, between two steps. -> how many there are."""
+        found = [live for live in [*self.scheduler.running, *self.scheduler.waiting] if which(live.request)]
+        self._aborted += found
+        if self._pump is None:
+            self._let_go()
+        return len(found)
+
+    async def flush(self) -> int:
+        """Forget every cached prefix; parked requests keep their tokens and compute their context again. -> pages that became free."""
+        if self._busy:
+            raise EngineError("flush while requests run: pause the engine first, or wait until it is idle")
+        free = self.pages.free
+        self.scheduler.drop_cache()
+        return self.pages.free - free
 
     def _end_lease(self) -> None:
         if self._lease is not None:
@@ -323,6 +379,11 @@ class BuiltinEngine:
         return self.version
 
     def _begin(self, manifest: Manifest) -> None:
+        self.check_manifest(manifest)
+        self._update = manifest
+
+    def check_manifest(self, manifest: Manifest) -> None:
+        """Asked before the begin, a transport whose data is staged elsewhere learns of a fault while the old version goes on serving."""
         mine = {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in names.weights(self.loaded.model)}
         theirs = {t.name: (t.shape, t.dtype) for t in manifest.tensors}
         missing, unknown = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
@@ -332,7 +393,6 @@ class BuiltinEngine:
                 raise SyncError(f"{len(found)} tensors are {what}, first {found[0]}")
         if manifest.version < self.version:
             raise SyncError(f"version {manifest.version} is older than {self.version}, which the engine serves")
-        self._update = manifest
 
     def _copy_in(self, tensors: dict[str, Any]) -> None:
         self.bytes_copied = 0

@@ -5,11 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rondel.generate.engine.builtin.radix import Node, Root
 from rondel.words.types import Completion, FinishReason, Request
+
+if TYPE_CHECKING:
+    from rondel.generate.engine.builtin.channels import Channels
+    from rondel.generate.engine.builtin.grammar import Constraint
+    from rondel.generate.engine.builtin.text import Reader
+
+Heard = Callable[[int, float, int, list[tuple[int, float]] | None], None]  # (token, logprob, version, the likeliest if they are wanted)
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +41,13 @@ class Live:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     cached: int = 0
+    ends: frozenset[int] = frozenset()  # tokens that end it
+    reader: Reader | None = None  # looks for its stop strings
+    said: str | None = None  # its text up to the stop string that ended it
+    constraint: Constraint | None = None
+    channels: Channels | None = None
+    fault: Exception | None = None  # why its newest token is worth nothing
+    heard: Heard | None = None
     arrived: float = field(default_factory=time.perf_counter)
     first: float = 0.0
 
@@ -66,12 +81,16 @@ class Live:
             fresh = pool[self.pages[known:]]
             self.routes = fresh if self.routes is None else np.concatenate([self.routes, fresh])
 
-    def done(self, stop_ids: frozenset[int]) -> FinishReason | None:
+    def done(self) -> FinishReason | None:
+        """Asked once a token. End tokens were forbidden where they must not be drawn; strings cannot be, so an early one is passed over."""
         sampling = self.request.sampling
-        last = self.tokens[-1]
-        ends = last in sampling.stop or (last in stop_ids and not sampling.ignore_eos)
-        if ends and self.written >= sampling.min_tokens:
+        if self.tokens[-1] in self.ends:
             return "stop"
+        if self.reader is not None:
+            said = self.reader.add(self.tokens[len(self.tokens) - self.drawn :])
+            if said is not None and self.written > sampling.min_tokens:
+                self.said = said
+                return "stop"
         return "length" if self.written >= sampling.max_tokens else None
 
     def completion(self, reason: FinishReason) -> Completion:
@@ -84,4 +103,5 @@ class Live:
             prompt_tokens=self.prompt,
             cached_tokens=self.cached,
             timings={"queue": (self.first or now) - self.arrived, "total": now - self.arrived},
+            **(self.channels.lists() if self.channels is not None else {}),
         )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
+from rondel.generate.engine.builtin.channels import Channels, note_raw
 from rondel.generate.engine.builtin.pages import Layers, Pages
 from rondel.generate.engine.builtin.request import Live
-from rondel.generate.engine.builtin.sampler import draw, uniform
+from rondel.generate.engine.builtin.sampler import choose, uniform, weights
 from rondel.generate.engine.builtin.scheduler import Plan
+from rondel.generate.engine.builtin.shaping import shape
 from rondel.models.attention import Chunk, Decoding, PagedLayout
 from rondel.models.load import Loaded
 from rondel.models.tape import Tape
@@ -34,11 +38,33 @@ class Runner:
         out: list[tuple[Live, int, float]] = []
         for first in range(0, len(sampled), ROWS):
             part = sampled[first : first + ROWS]
-            logits = self.loaded.head.logits(hidden.index_select(0, rows[first : first + ROWS]))
-            noise = [uniform(live.request.key, live.drawn) for live in part]
-            tokens, logprobs = draw(logits, [live.request.sampling for live in part], noise)
-            out += zip(part, tokens, logprobs)
+            out += self._draw(part, self.loaded.head.logits(hidden.index_select(0, rows[first : first + ROWS])))
         return out
+
+    def _draw(self, part: list[Live], logits: Tensor) -> Iterable[tuple[Live, int, float]]:
+        """A token for every row of logits [B, V], which are overwritten; raw logprobs are taken before."""
+        samplings = [live.request.sampling for live in part]
+        heard = [(row, live.channels) for row, live in enumerate(part) if live.channels is not None and live.channels.reads_raw]
+        raw = logits[[row for row, _ in heard]].log_softmax(-1) if heard else None
+        if shaped := [(row, part[row]) for row, s in enumerate(samplings) if s.shaped]:
+            shape(logits, shaped)
+        p = weights(logits, samplings)
+        tokens, logprobs = choose(p, samplings, [uniform(live.request.key, live.drawn) for live in part])
+        if raw is not None:
+            note_raw(raw, [tokens[row] for row, _ in heard], [channels for _, channels in heard])
+        for row, live in enumerate(part):
+            if live.channels is not None:
+                self._note_rest(live, live.channels, p[row])
+        return zip(part, tokens, logprobs)
+
+    def _note_rest(self, live: Live, channels: Channels, p: Tensor) -> None:
+        """p [V]: the weights that its token was drawn with."""
+        sampling = live.request.sampling
+        if channels.support is not None:
+            cut = (sampling.truncated and sampling.temperature > 0) or live.constraint is not None or live.written < sampling.min_tokens
+            channels.support.append(p.nonzero()[:, 0].tolist() if cut else None)
+        if channels.prompt_logprobs == []:
+            channels.prompt_logprobs = self.score(live.tokens[: live.prompt])
 
     @torch.inference_mode()
     def score(self, tokens: list[int]) -> list[float]:

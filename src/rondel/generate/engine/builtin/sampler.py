@@ -1,7 +1,11 @@
 """One token a row, and the logarithm of the probability with which it was really drawn.
 
-Noise is counter-based: token t of a sample comes from Philox(key, t), so it does not depend on scheduling. One uniform is
-mapped through the inverse of the cumulative distribution, in two levels: first a block of the vocabulary, then inside it.
+    logits -> bias -> penalties -> grammar -> min_tokens -> / temperature -> top-k -> top-p -> min-p -> draw
+              `------------- shaping.py --------------´    `----------- weights ------------´    choose
+
+Every step sees what the one before left, and the stored logprob is that of the last distribution (law 4). Noise is counter-based:
+token t of a sample comes from Philox(key, t), so it does not depend on scheduling. One uniform is mapped through the inverse of the
+cumulative distribution, in two levels: first a block of the vocabulary, then inside it.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from rondel.words.errors import EngineError
 from rondel.words.types import Sampling
 
 BLOCK = 256
+LIKELY = 1024  # top-p sorts so many of a row first, and the whole row only where they do not suffice
 
 
 def uniform(key: int, t: int) -> float:
@@ -22,27 +27,37 @@ def uniform(key: int, t: int) -> float:
     return (int(np.random.Philox(key=key, counter=t).random_raw()) >> 11) * 2.0**-53
 
 
-def draw(logits: Tensor, samplings: list[Sampling], noise: list[float]) -> tuple[list[int], list[float]]:
-    """logits [B, V] fp32 (overwritten) -> (tokens, log-probabilities under the distribution drawn from).
+def weights(logits: Tensor, samplings: list[Sampling]) -> Tensor:
+    """Logits [B, V] fp32 (overwritten) -> what is drawn from, not normalised [B, V]: the largest of a row is 1, what is cut is 0.
 
-    Greedy rows take the largest logit; their logprob is that of temperature 1, and they are not trainable (law 4).
+    Greedy rows are not truncated; their logprob is that of temperature 1, and they are not trainable (law 4).
     """
-    device = logits.device
-    temperature = torch.tensor([s.temperature or 1.0 for s in samplings], device=device)
-    if bool((temperature != 1).any()):
-        logits.div_(temperature[:, None])
     top = logits.amax(-1, keepdim=True)
     if not bool(top.isfinite().all()):
         raise EngineError("the model's logits are not finite: its weights or activations have overflowed")
-    p = logits.sub_(top).exp_()
-    greedy = [row for row, s in enumerate(samplings) if s.temperature == 0]
-    best = p[greedy].argmax(-1) if greedy else None  # the first of the largest, whose p is 1
-    for row, sampling in enumerate(samplings):
-        if sampling.truncated and sampling.temperature > 0:
-            _truncate(p[row], sampling)
-    chosen, total = _inverse_cdf(p, torch.tensor(noise, dtype=torch.float64, device=device))
-    if best is not None:
-        chosen[greedy] = best
+    p = logits.sub_(top)
+    if any(s.temperature not in (0, 1) for s in samplings):
+        p.div_(torch.tensor([s.temperature or 1.0 for s in samplings], device=p.device)[:, None])
+    p.exp_()
+    for cut, kind, wanted in (
+        (_top_k, torch.int64, [s.top_k if s.top_k < p.shape[1] and s.temperature else 0 for s in samplings]),
+        (_top_p, torch.float64, [s.top_p if s.top_p < 1 and s.temperature else 0 for s in samplings]),
+        (_min_p, torch.float32, [s.min_p if s.temperature else 0 for s in samplings]),
+    ):
+        if rows := [row for row, value in enumerate(wanted) if value]:
+            kept = p if len(rows) == len(p) else p[rows]
+            least = cut(kept, torch.tensor([wanted[row] for row in rows], device=p.device, dtype=kind))  # [R, 1]; ties with it stay
+            kept.masked_fill_(kept < least, 0.0)
+            if kept is not p:
+                p[rows] = kept
+    return p
+
+
+def choose(p: Tensor, samplings: list[Sampling], noise: list[float]) -> tuple[list[int], list[float]]:
+    """Weights [B, V], a uniform for each row -> (tokens, log-probabilities under the distribution drawn from)."""
+    chosen, total = _inverse_cdf(p, torch.tensor(noise, dtype=torch.float64, device=p.device))
+    if greedy := [row for row, s in enumerate(samplings) if s.temperature == 0]:
+        chosen[greedy] = p[greedy].argmax(-1)  # the first of the largest, whose weight is 1
     logprobs = (p.gather(1, chosen[:, None])[:, 0].double() / total).log()
     return chosen.tolist(), logprobs.clamp_max_(0.0).tolist()
 
@@ -67,14 +82,30 @@ def _inverse_cdf(p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     return (block * BLOCK + within)[:, 0], upto[:, -1]
 
 
-def _truncate(p: Tensor, sampling: Sampling) -> None:
-    """Zero what top-k, top-p and min-p remove, in that order, in place. p [V], largest entry 1."""
-    if 0 < sampling.top_k < len(p):
-        p[p < p.topk(sampling.top_k).values[-1]] = 0.0  # ties with the k-th stay
-    if sampling.top_p < 1:
-        ordered, index = p.sort(descending=True, stable=True)
-        mass = ordered.double().cumsum(0)
-        keep = int((mass - ordered < sampling.top_p * mass[-1]).sum())
-        p[index[keep:]] = 0.0
-    if sampling.min_p > 0:
-        p[p < sampling.min_p] = 0.0
+# -- the smallest weight that stays: [R, V], [R] -> [R, 1] ------------------------------------------
+
+
+def _top_k(p: Tensor, k: Tensor) -> Tensor:
+    """The k-th largest.  arXiv:1805.04833."""
+    return p.topk(int(k.max())).values.gather(1, k[:, None] - 1)
+
+
+def _top_p(p: Tensor, share: Tensor) -> Tensor:
+    """The last of the largest that together reach the share.  arXiv:1904.09751. A row's answer does not depend on its batch."""
+    goal = share * p.sum(-1, dtype=torch.float64)
+    least = torch.empty(len(p), 1, device=p.device)
+    rows = torch.arange(len(p), device=p.device)
+    for n in (min(LIKELY, p.shape[1]), p.shape[1]):
+        ordered = p[rows].topk(n).values if n < p.shape[1] else p[rows].sort(descending=True).values
+        before = ordered.double().cumsum(-1) - ordered
+        kept = (before < goal[rows, None]).sum(-1).clamp_min_(1)
+        least[rows] = ordered.gather(1, kept[:, None] - 1)
+        rows = rows[kept == n]  # all of them were needed: perhaps more are
+        if n == p.shape[1] or not len(rows):
+            break
+    return least
+
+
+def _min_p(p: Tensor, share: Tensor) -> Tensor:
+    """A share of the largest, which is 1.  arXiv:2407.01082."""
+    return share[:, None]

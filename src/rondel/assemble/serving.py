@@ -1,0 +1,84 @@
+"""`rondel serve`: a model, its device and its engine behind HTTP, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rondel.assemble.parts import page_bytes
+from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.generate.engine.server.process import bind, run
+from rondel.generate.engine.server.service import Limits, Service
+from rondel.models.load import load
+from rondel.planner import resolve as planner
+from rondel.runtime.devices import Device, keep_memory, pick_device
+from rondel.words.events import Event, Warned, subscribe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `rondel serve` was asked."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str = ""
+    name: str = ""
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    kv_pages: int | str = "auto"
+    max_running: int = 64
+    prefill_tokens: int = 2048
+    drain: float = 30.0
+    limits: Limits = field(default_factory=Limits)
+
+
+def serve(model: str | dict[str, Any], settings: Settings, *, ready: Callable[[str, int, str], None]) -> None:
+    """Returns after a drain. `ready(host, port, what)` is called when it listens."""
+    keep_memory()
+    device_name = pick_device(settings.device)
+    sock = bind(settings.host, settings.port, api_key=settings.api_key)
+    device = Device(device_name, settings.threads)
+    try:
+        loaded = device.call(lambda: load(model, dtype=settings.dtype, device=device_name))
+        pages = planner.kv_pages(
+            settings.kv_pages,
+            max_running=settings.max_running,
+            longest=loaded.max_context,
+            page_bytes=page_bytes(loaded),
+            free_bytes=torch.cuda.mem_get_info()[0] if device_name.startswith("cuda") else planner.free_memory(),
+        )
+        engine = BuiltinEngine(
+            loaded,
+            run=device.run,
+            kv_pages=pages.value,
+            max_running=settings.max_running,
+            prefill_tokens=settings.prefill_tokens,
+        )
+        name = settings.name or (Path(model).name if isinstance(model, str) and Path(model).is_dir() else loaded.name)
+        what = f"{name}, {str(loaded.dtype).removeprefix('torch.')} on {device_name}, {pages.value} cache pages"
+        host, port = sock.getsockname()[:2]
+
+        async def main() -> None:
+            service = Service(engine, run=device.run, name=name, limits=settings.limits, api_key=settings.api_key)
+            await run(service, sock, drain=settings.drain, ready=lambda: ready(host, port, what))
+
+        stop = subscribe(_warn)
+        try:
+            asyncio.run(main())
+        finally:
+            stop()
+    finally:
+        sock.close()
+        device.close()
+
+
+def _warn(event: Event) -> None:
+    if isinstance(event, Warned):
+        print(f"warning: {event.message}", file=sys.stderr, flush=True)

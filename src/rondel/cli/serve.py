@@ -1,0 +1,85 @@
+"""rondel serve: the engine as a server, with OpenAI's API and SGLang's control endpoints."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rondel.words.errors import UserError
+
+
+def run(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help='A folder, hub id, GGUF file, "smollm2-135m" or { random = "llama", ... }.')
+    ],
+    host: Annotated[str, typer.Option(help="Where to listen; anything but loopback needs a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one; the line that is printed names it.")] = 8000,
+    port_file: Annotated[str, typer.Option(metavar="FILE", help="Write the port here when it listens.")] = "",
+    api_key: Annotated[str, typer.Option(envvar="RONDEL_API_KEY", help="Clients send it as a Bearer token.")] = "",
+    name: Annotated[str, typer.Option(help="What clients call the model; its path when left out.")] = "",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 takes all cores.")] = 0,
+    kv_pages: Annotated[int, typer.Option(min=0, help="Cache pages of one token each; 0 takes what memory allows.")] = 0,
+    max_running: Annotated[int, typer.Option(min=1, help="Answers in one batch.")] = 64,
+    max_queue: Annotated[int, typer.Option(min=1, help="Answers that may run and wait; more are told to come back (429).")] = 1024,
+    max_samples: Annotated[int, typer.Option(min=1, help="Answers of one request.")] = 128,
+    max_body: Annotated[int, typer.Option(min=1024, help="Bytes of one request.")] = 4 << 20,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds after which an answer is given up.")] = 3600.0,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds that answers have to end after SIGTERM.")] = 30.0,
+) -> None:
+    """Serve a model over HTTP.
+
+    OpenAI's completions and chat, and SGLang's control endpoints for trainers.
+    """
+    try:
+        from rondel.assemble.serving import Limits, Settings, serve
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in ("starlette", "uvicorn", "prometheus_client"):
+            raise
+        raise UserError(f"serving needs the package {error.name}: pip install 'rondel[serve]'") from error
+
+    def ready(host: str, port: int, what: str) -> None:
+        if port_file:
+            _write(Path(port_file), str(port))
+        print(f"serving http://{f'[{host}]' if ':' in host else host}:{port} ({what})", flush=True)
+
+    serve(
+        _model(model),
+        Settings(
+            host=host,
+            port=port,
+            api_key=api_key,
+            name=name,
+            dtype=dtype,
+            device=device,
+            threads=threads or None,
+            kv_pages=kv_pages or "auto",
+            max_running=max_running,
+            drain=drain,
+            limits=Limits(body=max_body, samples=max_samples, queue=max_queue, deadline=deadline),
+        ),
+        ready=ready,
+    )
+
+
+def _model(text: str) -> str | dict[str, Any]:
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return tomllib.loads(f"model = {text}")["model"]
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f'MODEL = {text} is no inline table: {error}. For example: {{ random = "llama", seed = 0 }}') from error
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: whoever waits for the file must not read half of it."""
+    handle, scratch = tempfile.mkstemp(dir=path.absolute().parent)
+    with os.fdopen(handle, "w") as file:
+        file.write(text + "\n")
+    os.replace(scratch, path)

@@ -1,0 +1,62 @@
+"""What a request may ask for beside its tokens (`Request.wants`). None of it changes what is drawn.
+
+raw_logprobs      of the drawn tokens under the model alone: temperature 1, before anything changed the logits
+top_logprobs:K    the K most likely tokens there, with their log-probabilities
+prompt_logprobs   of the given tokens, computed with one extra pass over the prompt, whatever the cache holds
+support           the ids that a token was drawn from where truncation, a grammar or min_tokens cut some off (PROBLEMS row 25)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rondel.words.errors import UserError
+
+
+@dataclass(slots=True)
+class Channels:
+    """A list for each that was asked for, under the names of `Completion`."""
+
+    raw_logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    prompt_logprobs: list[float] | None = None
+    support: list[list[int] | None] | None = None
+    k: int = 0
+
+    @property
+    def reads_raw(self) -> bool:
+        return self.raw_logprobs is not None or self.top_logprobs is not None
+
+    def lists(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("raw_logprobs", "top_logprobs", "prompt_logprobs", "support")}
+
+
+def open_channels(wants: frozenset[str], vocab: int) -> Channels | None:
+    """A wish that nobody reads would be a lie, so an unknown one is an error."""
+    channels, unknown = Channels(), []
+    for want in sorted(wants):
+        name, _, number = want.partition(":")
+        if name == "top_logprobs" and number.isdecimal() and 1 <= int(number) <= vocab:
+            channels.top_logprobs, channels.k = [], int(number)
+        elif name == "top_logprobs":
+            raise UserError(f"'{want}': write how many, as in top_logprobs:5, at least 1 and at most {vocab}")
+        elif want in ("raw_logprobs", "prompt_logprobs", "support"):
+            setattr(channels, want, [])
+        else:
+            unknown.append(want)
+    if unknown:
+        raise UserError(f"the built-in engine has no {', '.join(unknown)}; it has raw_logprobs, top_logprobs:K, prompt_logprobs, support")
+    return channels if wants else None
+
+
+def note_raw(logprobs: Tensor, tokens: list[int], channels: list[Channels]) -> None:
+    """Raw log-probabilities [R, V], and the tokens that were drawn in these rows."""
+    values, ids = logprobs.topk(max(1, max(c.k for c in channels)))
+    for row, top, best, token, channel in zip(logprobs, values.tolist(), ids.tolist(), tokens, channels):
+        if channel.raw_logprobs is not None:
+            channel.raw_logprobs.append(float(row[token]))
+        if channel.top_logprobs is not None:
+            channel.top_logprobs.append(list(zip(best, top))[: channel.k])

@@ -1,0 +1,284 @@
+"""The routes, the door before them, and how an answer travels: at once or as a stream, and never for a client that has left."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rondel.generate.engine.server import control, native, openai
+from rondel.generate.engine.server.answers import Samples
+from rondel.generate.engine.server.errors import GONE, Refusal, refusal
+from rondel.generate.engine.server.fields import read_fields
+from rondel.generate.engine.server.service import Asked, Service
+from rondel.words.errors import StalledError
+
+Handler = Callable[[Service, Request], Awaitable[Any]]
+GENERATING = {
+    "/v1/completions": (openai.read_completion, openai.HARMLESS),
+    "/v1/chat/completions": (openai.read_chat, openai.HARMLESS),
+    "/generate": (native.read_generate, native.HARMLESS),
+}
+CONTROL: dict[str, Handler] = {
+    "/pause_generation": control.pause_generation,
+    "/continue_generation": control.continue_generation,
+    "/abort_request": control.abort_request,
+    "/flush_cache": control.flush_cache,
+    "/release_memory_occupation": control.release_memory_occupation,
+    "/resume_memory_occupation": control.resume_memory_occupation,
+    "/update_weights_from_disk": control.update_weights_from_disk,
+    "/update_weights_from_tensor": control.update_weights_from_tensor,
+    "/update_weights_from_distributed": control.missing("torch.distributed"),
+    "/update_weights_from_ipc": control.missing("CUDA IPC"),
+}
+FACTS: dict[str, Handler] = {
+    "/get_weight_version": control.get_weight_version,
+    "/get_model_info": control.get_model_info,
+    "/get_server_info": control.get_server_info,
+}
+OPEN = frozenset({"/health"})  # without a key: whoever watches the process has none
+PROBE_SECONDS = 20.0
+
+
+def build(service: Service) -> Door:
+    """The ASGI application."""
+    born = int(time.time())
+
+    async def models(request: Request) -> dict[str, Any]:
+        return openai.models(service, born)
+
+    async def one_model(request: Request) -> dict[str, Any]:
+        if request.path_params["name"] != service.name:
+            raise Refusal(
+                404, f"no model '{request.path_params['name'][:200]}' here; this server serves '{service.name}'", code="model_not_found"
+            )
+        return openai.model(service, born)
+
+    async def metrics(request: Request) -> Response:
+        return Response(service.metrics.page(), media_type="text/plain; version=0.0.4")
+
+    def bound(handler: Handler) -> Any:
+        return lambda request: handler(service, request)
+
+    routes = [
+        Route("/v1/models", _safely(service, models), methods=["GET"]),
+        Route("/v1/models/{name:path}", _safely(service, one_model), methods=["GET"]),
+        Route("/health", _safely(service, bound(health)), methods=["GET"]),
+        Route("/health_generate", _safely(service, bound(health_generate)), methods=["GET"]),
+        Route("/metrics", _safely(service, metrics), methods=["GET"]),
+        *(Route(path, _safely(service, bound(_generating(*how))), methods=["POST"]) for path, how in GENERATING.items()),
+        *(Route(path, _safely(service, bound(handler)), methods=["GET"]) for path, handler in FACTS.items()),
+        *(
+            # trainers of the field flush with a GET
+            Route(path, _safely(service, bound(handler), control=True), methods=["GET", "POST"] if path == "/flush_cache" else ["POST"])
+            for path, handler in CONTROL.items()
+        ),
+    ]
+    there = ", ".join(r.path for r in routes if "{" not in r.path)
+
+    async def not_found(request: Request, error: Exception) -> Response:
+        return Refusal(404, f"nothing is at {request.scope['path'][:200]}; this server has {there}", code="not_found").response()
+
+    async def not_allowed(request: Request, error: Any) -> Response:
+        return Refusal(
+            405, f"{request.method} is not for {request.scope['path']}", code="method_not_allowed", headers=error.headers
+        ).response()
+
+    return Door(service, Starlette(routes=routes, exception_handlers={404: not_found, 405: not_allowed}), {r.path for r in routes})
+
+
+def _safely(
+    service: Service, handler: Callable[[Request], Awaitable[Any]], *, control: bool = False
+) -> Callable[[Request], Awaitable[Any]]:
+    """Whatever a handler raises is an answer, too."""
+
+    async def endpoint(request: Request) -> Any:
+        try:
+            result = await handler(request)
+        except Exception as error:
+            return told(service, error).response(control=control)
+        return JSONResponse(result) if isinstance(result, dict | list) else result
+
+    return endpoint
+
+
+def told(service: Service, error: Exception) -> Refusal:
+    said = refusal(error, refusing=service.engine.state == "refusing")
+    if said.status == 500:
+        traceback.print_exception(error, file=sys.stderr)
+    return said
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+def _generating(read: Callable[..., Any], harmless: frozenset[str]) -> Handler:
+    async def handler(service: Service, request: Request) -> Any:
+        f = await read_fields(request, service.limits.body, ignored=harmless)
+        reply = read(f, service)
+        return Answering(service, reply, reply.asked)
+
+    return handler
+
+
+class Answering:
+    """An ASGI response that writes answers while it watches whether anybody is still there."""
+
+    def __init__(self, service: Service, reply: Any, asked: Asked) -> None:
+        self.service, self.reply, self.asked = service, reply, asked
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        work, left = asyncio.create_task(self._answer(scope, receive, send)), asyncio.create_task(gone())
+        try:
+            await asyncio.wait([work, left], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (work, left):
+                task.cancel()
+            await asyncio.wait([work, left])
+        if not work.cancelled():
+            work.result()
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        begun = False
+
+        async def sending(message: Any) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            with self.service.admit(max(1, len(self.asked.prompts)) * self.asked.n):
+                async with asyncio.timeout(self.service.limits.deadline):
+                    samples = await self.service.samples(self.asked)
+                    await (self._stream(samples, sending) if self.asked.stream else self._whole(samples, scope, receive, sending))
+                self.service.metrics.count(samples.answers)
+        except Exception as error:
+            said = told(self.service, StalledError("the deadline of this server has passed") if isinstance(error, TimeoutError) else error)
+            if begun:
+                await send({"type": "http.response.body", "body": sse(said.body), "more_body": False})
+            else:
+                await said.response()(scope, receive, send)
+
+    async def _whole(self, samples: Samples, scope: Any, receive: Any, send: Any) -> None:
+        answers = await samples.whole()
+        await JSONResponse(self.reply.whole(answers))(scope, receive, send)
+
+    async def _stream(self, samples: Samples, send: Any) -> None:
+        """The status waits for the first token, so that a refusal has its own."""
+        async with aclosing(samples.pieces()) as pieces:
+            first = await anext(pieces)
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            for chunk in self.reply.begin(samples.answers):
+                await send({"type": "http.response.body", "body": sse(chunk), "more_body": True})
+            await send({"type": "http.response.body", "body": sse(self.reply.chunk(first)), "more_body": True})
+            async for piece in pieces:
+                await send({"type": "http.response.body", "body": sse(self.reply.chunk(piece)), "more_body": True})
+        for chunk in self.reply.end(samples.answers):
+            await send({"type": "http.response.body", "body": sse(chunk), "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+def sse(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+# -- health ----------------------------------------------------------------------------------------
+
+
+async def health(service: Service, request: Request) -> Any:
+    """200 while it can serve or will again; 503 while it drains or refuses."""
+    state = "draining" if service.draining else service.engine.state
+    return JSONResponse({"status": state}, 503 if state in ("draining", "refusing") else 200)
+
+
+async def health_generate(service: Service, request: Request) -> Any:
+    """One token, really drawn. A paused engine draws none."""
+    if service.engine.state != "serving":
+        raise Refusal(503, f"the engine is {service.engine.state}", code="not_serving")
+    asked = Asked(prompts=[[0]], max_tokens=1, draw={"temperature": 0.0}, id="health")
+    with service.admit(1):
+        samples = await service.samples(asked)
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                answers = await samples.whole()
+        except TimeoutError:
+            raise Refusal(503, f"no token within {PROBE_SECONDS:g} s", code="not_serving") from None
+    return {"status": service.engine.state, "tokens": answers[0].tokens, "weight_version": str(service.engine.version)}
+
+
+# -- the door --------------------------------------------------------------------------------------
+
+
+class Door:
+    """Who may come in; and every answer that goes out is counted."""
+
+    def __init__(self, service: Service, app: Starlette, paths: set[str]) -> None:
+        self.service, self.app, self.paths = service, app, paths
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        status = GONE
+
+        async def counted(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            if (no := self._turned_away(Request(scope))) is not None:
+                await no.response()(scope, receive, counted)
+            else:
+                await self.app(scope, receive, counted)
+        finally:
+            path = scope["path"] if scope["path"] in self.paths else "other"
+            self.service.metrics.requests.labels(path, str(status)).inc()
+
+    def _turned_away(self, request: Request) -> Refusal | None:
+        if self.service.api_key:
+            if request.scope["path"] in OPEN or self._has_key(request):
+                return None
+            return Refusal(
+                401,
+                "this server wants its key: Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        if _from_a_web_page(request):
+            return Refusal(403, "a web page asks, and this server has no key: start it with --api-key", code="browser")
+        return None
+
+    def _has_key(self, request: Request) -> bool:
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        return kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.service.api_key.encode())
+
+
+def _from_a_web_page(request: Request) -> bool:
+    """Without a key, any page open in a browser on this machine could steer the engine; programs send none of these headers."""
+    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        return True
+    host, origin = request.headers.get("host", ""), request.headers.get("origin")
+    try:
+        if origin is not None and urlsplit(origin).netloc != host:
+            return True
+        return (urlsplit(f"//{host}").hostname or "localhost") not in ("localhost", "127.0.0.1", "::1")
+    except ValueError:
+        return True

@@ -1,0 +1,56 @@
+"""What is said to a client whose request cannot be served: OpenAI's shape, with the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from rondel.words.errors import EngineError, RondelError, StalledError, UserError
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    501: "not_implemented_error",
+}
+GONE = 499  # the client closed the connection: nobody reads this
+
+
+class Refusal(Exception):
+    """`Refusal(400, "n = 0; at least 1 sample", param="n")`. `param` is the field at fault, `code` what a program can match."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message[:1000], param, code, headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self, *, control: bool = False) -> JSONResponse:
+        """Control endpoints say it in SGLang's way, too."""
+        also = {"success": False, "message": self.message} if control else {}
+        return JSONResponse({**also, **self.body}, self.status, headers=self.headers)
+
+
+def refusal(error: Exception, *, refusing: bool = False) -> Refusal:
+    """How an error of the engine is told over HTTP. One that serves others has an error only for what this request asked."""
+    match error:
+        case Refusal():
+            return error
+        case UserError():
+            return Refusal(400, str(error))
+        case StalledError():
+            return Refusal(504, str(error), code="deadline")
+        case EngineError() if not refusing:
+            return Refusal(422, str(error), code="not_possible")
+        case EngineError():
+            return Refusal(503, str(error), code="engine_refuses", headers={"Retry-After": "5"})
+        case RondelError():
+            return Refusal(500, str(error))
+    return Refusal(500, f"{type(error).__name__}; this is a bug of ours, the server's stderr has its traceback")

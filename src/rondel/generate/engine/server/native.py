@@ -1,0 +1,115 @@
+"""/generate under SGLang's names: text or input_ids in, text, output_ids and meta_info out. A stream repeats the text so far, as theirs does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from rondel.generate.engine.server.answers import Answer, Piece
+from rondel.generate.engine.server.errors import Refusal
+from rondel.generate.engine.server.fields import Fields
+from rondel.generate.engine.server.sampling import BIGGEST, read_draw, read_prompts, read_seed
+from rondel.generate.engine.server.service import Asked, Service
+
+HARMLESS = frozenset({"log_metrics", "priority", "data_parallel_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room"})
+
+
+def read_generate(f: Fields, service: Service) -> Native:
+    text, ids = f.take("text"), f.take("input_ids")
+    if (text is None) == (ids is None):
+        raise Refusal(400, "give either text or input_ids", param="text")
+    name, given = ("text", text) if ids is None else ("input_ids", ids)
+    prompts = read_prompts(f, given, name)
+    many = isinstance(given, list) and not isinstance(given[0], int)
+    p = f.object("sampling_params")
+    draw = read_draw(p, hottest=100.0)
+    draw["min_tokens"] = p.whole("min_new_tokens", 0, 0, BIGGEST)
+    p.only("skip_special_tokens", True)
+    p.only("spaces_between_special_tokens", True)
+    p.only("no_stop_trim", False)
+    schema, regex = p.text("json_schema"), p.text("regex")
+    if schema is not None and regex is not None:
+        raise p.wrong("regex", "there is a json_schema, too; give one of them")
+    draw["grammar"] = {"json_schema": schema} if schema is not None else {"regex": regex} if regex is not None else None
+    for unknown in ("ebnf", "structural_tag", "custom_params", "stop_regex"):
+        p.only(unknown)
+    rid = f.take("rid")
+    if rid is not None and not isinstance(rid, str):
+        raise f.wrong("rid", "it must be a string; samples and prompts of one request share it")
+    asked = Asked(
+        prompts=prompts,
+        draw=draw,
+        max_tokens=p.whole("max_new_tokens", 128, 1, BIGGEST),
+        n=p.whole("n", 1, 1, service.limits.samples),
+        seed=read_seed(p, "sampling_seed"),
+        id=rid or uuid4().hex,
+        stream=f.flag("stream"),
+    )
+    p.end()
+    logprobs = f.flag("return_logprob")
+    start, top = f.whole("logprob_start_len", -1, -1, 0), f.whole("top_logprobs_num", 0, 0, 20)
+    if logprobs:
+        asked.top, asked.wants = top, frozenset({"prompt_logprobs"} if start == 0 else ())
+    f.only("return_text_in_logprobs", False)
+    for unknown in ("token_ids_logprob", "image_data", "video_data", "audio_data", "lora_path", "session_params", "input_embeds"):
+        f.only(unknown)
+    f.only("return_hidden_states", False)
+    f.only("return_routed_experts", False)
+    f.end()
+    return Native(service, asked, logprobs, many or asked.n > 1)
+
+
+@dataclass(slots=True)
+class Native:
+    service: Service
+    asked: Asked
+    logprobs: bool
+    many: bool
+
+    def whole(self, answers: list[Answer]) -> Any:
+        rows = [self._row(a, a.text) for a in answers]
+        return rows if self.many else rows[0]
+
+    def begin(self, answers: list[Answer]) -> Iterator[dict[str, Any]]:
+        return iter(())
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        a = piece.answer
+        return self._row(a, a.text, piece.last, ends=piece.ends) | ({"index": a.index} if self.many else {})
+
+    def end(self, answers: list[Answer]) -> Iterator[dict[str, Any]]:
+        return iter(())
+
+    def _row(self, a: Answer, text: str, upto: int | None = None, *, ends: bool = True) -> dict[str, Any]:
+        tokens, versions = a.tokens[:upto], a.versions[:upto]
+        meta: dict[str, Any] = {
+            "id": self.asked.id,
+            "finish_reason": self._finish(a) if ends else None,
+            "prompt_tokens": len(a.prompt),
+            "completion_tokens": len(tokens),
+            "cached_tokens": a.completion.cached_tokens if a.completion else 0,
+            "weight_version": str(versions[-1] if versions else self.service.engine.version),
+            "weight_versions": versions,
+        }
+        if a.completion:
+            meta["e2e_latency"] = a.completion.timings.get("total", 0.0)
+        if self.logprobs:
+            meta["output_token_logprobs"] = [[lp, t, None] for lp, t in zip(a.logprobs, tokens)]
+            if self.asked.top:
+                meta["output_top_logprobs"] = [[[lp, t, None] for t, lp in top] for top in a.top[:upto]]
+            if a.completion and (given := a.completion.prompt_logprobs):
+                meta["input_token_logprobs"] = [[lp if i else None, t, None] for i, (lp, t) in enumerate(zip(given, a.prompt))]
+        return {"text": text, "output_ids": tokens, "meta_info": meta}
+
+    def _finish(self, a: Answer) -> dict[str, Any]:
+        reason = a.completion.finish_reason if a.completion else "abort"
+        match reason:
+            case "stop":
+                whole = self.service.engine.loaded.tokenizer.decode(a.tokens, skip_special_tokens=True)
+                strings = (stop for stop in a.stops if whole.startswith(stop, len(a.text)))
+                return {"type": "stop", "matched": next(strings, a.tokens[-1] if a.tokens else None)}
+            case "length":
+                return {"type": "length", "length": len(a.tokens)}
+        return {"type": "abort", "message": "aborted; tokens, logprobs and versions up to here are returned"}

@@ -1,0 +1,226 @@
+"""/v1/models, /v1/completions and /v1/chat/completions in OpenAI's shapes.
+
+Beside them, where a trainer asks with `return_token_ids`: token_ids and weight_versions of every choice, prompt_token_ids of the reply.
+`weight_version` is always there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from rondel.generate.engine.builtin.text import HALF
+from rondel.generate.engine.server.answers import Answer, Piece
+from rondel.generate.engine.server.errors import Refusal
+from rondel.generate.engine.server.fields import Fields
+from rondel.generate.engine.server.sampling import BIGGEST, read_draw, read_prompts, read_seed
+from rondel.generate.engine.server.service import Asked, Service
+
+HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def read_completion(f: Fields, service: Service) -> Reply:
+    """OpenAI's text completion: `prompt` is a string, token ids, or a list of either."""
+    prompt = f.take("prompt")
+    asked = _common(f, service, default_tokens=16)
+    asked.prompts = read_prompts(f, prompt)
+    top = f.whole("logprobs", None, 0, 5)
+    f.only("echo", False)
+    f.only("suffix", "")
+    f.only("best_of", 1, asked.n)
+    return _reply(f, service, asked, chat=False, logprobs=top is not None, top=top or 0)
+
+
+def read_chat(f: Fields, service: Service) -> Reply:
+    """OpenAI's chat: messages go through the model's own template, `tools` with them."""
+    messages = _messages(f, f.take("messages"))
+    asked = _common(f, service, default_tokens=None)
+    asked.messages, asked.tools = messages, f.take("tools")
+    if asked.tools is not None and not (isinstance(asked.tools, list) and all(isinstance(t, dict) for t in asked.tools)):
+        raise f.wrong("tools", "it must be a list of objects")
+    f.only("tool_choice", "auto", "none")
+    if f.take("tool_choice") == "none":
+        asked.tools = None
+    f.only("parallel_tool_calls", True)
+    asked.draw["grammar"] = _grammar(f)
+    f.only("modalities", ["text"])
+    logprobs = f.flag("logprobs")
+    top = f.whole("top_logprobs", 0, 0, 20)
+    if top and not logprobs:
+        raise f.wrong("top_logprobs", "it needs logprobs = true")
+    return _reply(f, service, asked, chat=True, logprobs=logprobs, top=top)
+
+
+def _common(f: Fields, service: Service, *, default_tokens: int | None) -> Asked:
+    model = f.text("model", service.name)
+    if model != service.name:
+        raise Refusal(
+            404, f"no model '{str(model)[:200]}' here; this server serves '{service.name}'", param="model", code="model_not_found"
+        )
+    draw = read_draw(f)
+    draw["min_tokens"] = f.whole("min_tokens", 0, 0, BIGGEST)
+    old, new = f.whole("max_tokens", None, 1, BIGGEST), f.whole("max_completion_tokens", None, 1, BIGGEST)
+    if None not in (old, new) and old != new:
+        raise f.wrong("max_tokens", f"max_completion_tokens says {new}; give one of the two")
+    return Asked(
+        draw=draw,
+        max_tokens=new or old or default_tokens,
+        n=f.whole("n", 1, 1, service.limits.samples),
+        seed=read_seed(f),
+        id=f.text("rid") or "",
+        stream=f.flag("stream"),
+    )
+
+
+def _grammar(f: Fields) -> dict[str, Any] | None:
+    """OpenAI's response_format as Sampling's grammar."""
+    wanted = f.object("response_format")
+    kind = wanted.text("type", "text")
+    if kind == "json_schema":
+        schema = wanted.object("json_schema")
+        for says in ("name", "description"):
+            schema.text(says)
+        schema.flag("strict", True)
+        given = schema.take("schema")
+        schema.end()
+        if not isinstance(given, dict):
+            raise schema.wrong("schema", "it must be an object")
+        return {"json_schema": given}
+    wanted.end()
+    if kind not in ("text", "json_object"):
+        raise wanted.wrong("type", "it is one of text, json_object, json_schema")
+    return {"json_schema": {"type": "object"}} if kind == "json_object" else None
+
+
+def _messages(f: Fields, given: Any) -> list[dict[str, Any]]:
+    """Contents as plain text: a list of text parts is joined, any other part is refused."""
+    if not isinstance(given, list) or not given or not all(isinstance(m, dict) for m in given):
+        raise f.wrong("messages", "it must be a list of objects with role and content, at least one")
+    out = []
+    for i, message in enumerate(given):
+        where, content = f"messages[{i}]", message.get("content")
+        if message.get("role") not in ROLES:
+            raise Refusal(400, f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
+        if isinstance(content, list) and all(
+            isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content
+        ):
+            content = "".join(p["text"] for p in content)
+        if content is None and message.get("tool_calls"):
+            content = ""
+        if not isinstance(content, str):
+            raise Refusal(400, f"{where}.content must be a string or a list of text parts", param=f"{where}.content")
+        out.append({**message, "content": content})
+    return out
+
+
+def _reply(f: Fields, service: Service, asked: Asked, *, chat: bool, logprobs: bool, top: int) -> Reply:
+    options = f.object("stream_options")
+    usage = options.flag("include_usage")
+    options.end()
+    token_ids = f.flag("return_token_ids")
+    f.end()
+    asked.top = top
+    asked.id = asked.id or f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
+    return Reply(service, asked, chat, logprobs, token_ids, usage)
+
+
+@dataclass(slots=True)
+class Reply:
+    """What is answered to one request, at once or in chunks."""
+
+    service: Service
+    asked: Asked
+    chat: bool
+    logprobs: bool
+    token_ids: bool
+    usage_at_end: bool
+
+    def whole(self, answers: list[Answer]) -> dict[str, Any]:
+        choices = []
+        for a in answers:
+            said = {"message": {"role": "assistant", "content": a.text, "refusal": None}} if self.chat else {"text": a.text}
+            choices.append({"index": a.index, **said, **self._tokens(Piece(a, a.text, 0, len(a.tokens), ends=True))})
+        prompts = {"prompt_token_ids": answers[0].prompt} if self.token_ids else {}
+        return {**self._head(chunk=False), **prompts, "choices": choices, "usage": self._usage(answers)}
+
+    def begin(self, answers: list[Answer]) -> Iterator[dict[str, Any]]:
+        """A chat stream opens each choice with its role."""
+        prompts = {"prompt_token_ids": answers[0].prompt} if self.token_ids else {}
+        if self.chat:
+            for a in answers:
+                role = {"index": a.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+                yield {**self._head(), **prompts, "choices": [role]}
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        said: dict[str, Any] = (
+            {"delta": {"content": piece.text} if piece.text or not piece.ends else {}} if self.chat else {"text": piece.text}
+        )
+        return {**self._head(), "choices": [{"index": piece.answer.index, **said, **self._tokens(piece)}]}
+
+    def end(self, answers: list[Answer]) -> Iterator[dict[str, Any]]:
+        if self.usage_at_end:
+            yield {**self._head(), "choices": [], "usage": self._usage(answers)}
+
+    def _head(self, *, chunk: bool = True) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
+        return {
+            "id": self.asked.id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.service.name,
+            "weight_version": self.service.engine.version,
+        }
+
+    def _tokens(self, piece: Piece) -> dict[str, Any]:
+        a, part = piece.answer, slice(piece.first, piece.last)
+        out: dict[str, Any] = {
+            "finish_reason": a.completion.finish_reason if piece.ends and a.completion else None,
+            "logprobs": self._logprobs(a, part) if self.logprobs else None,
+        }
+        if self.token_ids:
+            out |= {"token_ids": a.tokens[part], "weight_versions": a.versions[part]}
+        return out
+
+    def _logprobs(self, a: Answer, part: slice) -> dict[str, Any]:
+        texts, tops = [self._text(t) for t in a.tokens[part]], a.top[part]
+        if not self.chat:
+            offsets = [0]
+            for text in texts:
+                offsets.append(offsets[-1] + len(text))
+            likely = [{self._text(t): lp for t, lp in top} for top in tops] or None
+            return {"tokens": texts, "token_logprobs": a.logprobs[part], "top_logprobs": likely, "text_offset": offsets[:-1]}
+        rows = zip(texts, a.logprobs[part], tops or [[]] * len(texts))
+        content = [{**_said(text, lp), "top_logprobs": [_said(self._text(t), v) for t, v in top]} for text, lp, top in rows]
+        return {"content": content, "refusal": None}
+
+    def _text(self, token: int) -> str:
+        return self.service.engine.loaded.tokenizer.decode([token])
+
+    def _usage(self, answers: list[Answer]) -> dict[str, Any]:
+        """A prompt counts once however many answers it gets; what the first of them found cached was cached."""
+        families = [answers[i : i + self.asked.n] for i in range(0, len(answers), self.asked.n)]
+        prompt, written = sum(len(family[0].prompt) for family in families), sum(len(a.tokens) for a in answers)
+        cached = sum(min(a.completion.cached_tokens if a.completion else 0 for a in family) for family in families)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": written,
+            "total_tokens": prompt + written,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+def _said(text: str, logprob: float) -> dict[str, Any]:
+    """Half a character has no bytes to tell: the decoder has replaced them."""
+    return {"token": text, "logprob": logprob, "bytes": None if HALF in text else list(text.encode())}
+
+
+def models(service: Service, born: int) -> dict[str, Any]:
+    return {"object": "list", "data": [model(service, born)]}
+
+
+def model(service: Service, born: int) -> dict[str, Any]:
+    return {"id": service.name, "object": "model", "created": born, "owned_by": "rondel", "max_model_len": service.room}

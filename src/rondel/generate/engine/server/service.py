@@ -1,0 +1,172 @@
+"""What all endpoints share: the engine, the tokenizer on a thread of its own, the limits, and the way of one request through them."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rondel.generate.engine.builtin.text import Reader, split_stops
+from rondel.generate.engine.server.answers import Answer, Samples
+from rondel.generate.engine.server.errors import Refusal
+from rondel.generate.engine.server.metrics import Metrics
+from rondel.words.types import Request, Sampling, sample_key
+
+if TYPE_CHECKING:
+    from rondel.generate.engine.builtin.engine import BuiltinEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one client may cost the others.
+
+    body      bytes of a request           samples  answers of one request, prompts times n
+    queue     answers at once, running and waiting; more are told to come back (429)
+    deadline  seconds after which an answer is given up, so that a drain ends
+    """
+
+    body: int = 4 << 20
+    samples: int = 128
+    queue: int = 1024
+    deadline: float = 3600.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Asked:
+    """What one request wants, whichever API it came by. `draw` are Sampling's fields but max_tokens: None is all the room there is."""
+
+    prompts: list[str | list[int]] = field(default_factory=list)
+    messages: list[dict[str, Any]] | None = None
+    tools: list[Any] | None = None
+    draw: dict[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None
+    n: int = 1
+    seed: int = 0
+    id: str = ""
+    stream: bool = False
+    top: int = 0  # how many of the likeliest tokens are told beside each
+    wants: frozenset[str] = frozenset()
+
+
+class Service:
+    """`run` executes on the device's thread; nothing here touches a tensor on the event loop."""
+
+    def __init__(self, engine: BuiltinEngine, *, run: Callable[..., Awaitable[Any]], name: str, limits: Limits, api_key: str = "") -> None:
+        self.engine, self.run, self.name, self.limits, self.api_key = engine, run, name, limits, api_key
+        self.metrics = Metrics(self)
+        self.updating = asyncio.Lock()
+        self.open = 0  # answers promised and not yet given
+        self.draining = False
+        self.tokenizer = copy.deepcopy(engine.loaded.tokenizer)  # the engine decodes with its own; the two must not share a borrow
+        self.plain = not getattr(self.tokenizer, "chat_template", None)
+        self._longest = max(map(len, self.tokenizer.get_vocab()))
+        self._text = ThreadPoolExecutor(1, "rondel-text")
+
+    @property
+    def room(self) -> int:
+        """Tokens that a prompt and its answer can have together."""
+        return min(self.engine.loaded.max_context, self.engine.pages.count)
+
+    def close(self) -> None:
+        self._text.shutdown(wait=True, cancel_futures=True)
+
+    @contextmanager
+    def admit(self, n: int) -> Iterator[None]:
+        """A place in the queue for n answers."""
+        if n > min(self.limits.samples, self.limits.queue):
+            raise Refusal(400, f"prompts x n = {n} answers; this server gives at most {self.limits.samples} to one request", param="n")
+        if self.open + n > self.limits.queue:
+            raise Refusal(
+                429,
+                f"{self.open} answers are being written or wait, {self.limits.queue} are this server's limit: come back later",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+        self.open += n
+        try:
+            yield
+        finally:
+            self.open -= n
+
+    async def samples(self, asked: Asked) -> Samples:
+        """Prompts as tokens, checked against the room there is; nothing runs yet."""
+        if asked.messages is None:
+            prompts = [await self._tokens(p) if isinstance(p, str) else p for p in asked.prompts]
+        else:
+            prompts = [await self._off_loop(self._render, asked.messages, asked.tools)]
+        wants = asked.wants | ({f"top_logprobs:{asked.top}"} if asked.top else set())
+        stops = split_stops(self.tokenizer, asked.draw.get("stop", ()))[1]
+        pairs = []
+        for i, prompt in enumerate(prompts):
+            max_tokens = self._max_tokens(len(prompt), asked.max_tokens)
+            try:
+                sampling = Sampling(**asked.draw, max_tokens=max_tokens)
+            except ValueError as error:
+                raise Refusal(400, str(error)) from None
+            if asked.top and not _plain(sampling):
+                raise Refusal(
+                    400,
+                    "the likeliest tokens are told under the model alone, the drawn one under what it was drawn from: to have both in one "
+                    "scale, ask with temperature 1 or 0 and without top_k, top_p, min_p, penalties, logit_bias, min_tokens or a schema",
+                    param="top_logprobs",
+                )
+            for j in range(asked.n):
+                reader = Reader(self._decode, ()) if asked.stream else None
+                answer = Answer(i * asked.n + j, prompt, stops, reader)
+                request = Request(prompt, sampling, key=sample_key(asked.seed, i, j), id=asked.id, wants=wants)
+                request.deadline = self.limits.deadline
+                pairs.append((answer, request))
+        return Samples(self.engine, pairs)
+
+    def _max_tokens(self, prompt: int, wanted: int | None) -> int:
+        left = self.room - prompt
+        if left < (wanted or 1):
+            raise Refusal(
+                400,
+                f"{prompt} prompt tokens + max_tokens {wanted or 1} exceed the {self.room} that this server holds for one request",
+                param="max_tokens" if left > 0 else "prompt",
+                code="context_length_exceeded",
+            )
+        return wanted or left
+
+    async def _tokens(self, text: str) -> list[int]:
+        if len(text) > self._longest * self.room:  # found out before it costs the tokenizer's time
+            raise Refusal(400, f"a prompt of {len(text)} characters; {self.room} tokens cannot hold it", code="context_length_exceeded")
+        return await self._off_loop(self.tokenizer.encode, text)
+
+    async def _off_loop(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._text, function, *args)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.engine.loaded.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[int]:
+        """The model's chat template. What it raises is the client's to read: it knows which roles and orders it takes."""
+        if self.plain:
+            raise Refusal(400, f"'{self.name}' has no chat template: use /v1/completions", code="no_chat_template")
+
+        def render(**more: Any) -> str:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
+
+        try:
+            text = render(tools=tools) if tools else render()
+            if tools and text == render():
+                raise Refusal(400, f"the chat template of '{self.name}' does not show tools to the model", param="tools")
+        except Refusal:
+            raise
+        except Exception as error:
+            raise Refusal(
+                400, f"the chat template refuses these messages: {type(error).__name__}: {str(error)[:300]}", param="messages"
+            ) from None
+        if len(text) > self._longest * self.room:
+            raise Refusal(400, f"messages of {len(text)} characters; {self.room} tokens cannot hold them", code="context_length_exceeded")
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _plain(s: Sampling) -> bool:
+    """Whether a token's logprob is that of the model alone; a greedy one's is."""
+    return not s.shaped and (s.temperature == 0 or (s.temperature == 1 and not s.truncated))
