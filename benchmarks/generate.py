@@ -57,7 +57,9 @@ def main(argv: list[str] | None = None) -> None:
         outs = await asyncio.gather(*(engine.generate(r) for r in jobs))
         return sum(len(o.tokens) for o in outs), time.perf_counter() - began
 
-    peak = gemm_peak(dtype, device.threads) if where == "cpu" else 0.0
+    peak = (
+        device.call(gemm_peak, dtype, device.threads) if where == "cpu" else 0.0
+    )  # not here: a second thread pool halves the speed of both
     body, head = multiplications(loaded.model)
     rows = []
     for kind in ("equal", "ragged", "prefix") if a.work == "all" else (a.work,):

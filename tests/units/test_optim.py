@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import torch
@@ -257,3 +258,24 @@ def test_the_distance_to_the_start():
     x = torch.cat([torch.from_numpy(s.notes["trained"] - s.notes["start"]) for s in b.samples[:8]])
     assert first < 1e-9 and second == pytest.approx(float((torch.expm1(-x) + x).mean()), rel=1e-5) and second > 1e-6
     assert all(map(torch.equal, frozen, t.start.model.parameters()))
+
+
+def test_the_trainer_is_built_on_the_device_thread(tmp_path, monkeypatch):
+    """One cast of a large tensor on the main thread gives it an OpenMP pool, and every later region of the device waits to be woken."""
+    from run_kit import tiny
+
+    from rondel.assemble.parts import build
+    from rondel.train import step as module
+
+    made: list[str] = []
+
+    class Noted(MasterWeights):
+        def __init__(self, *args, **settings):
+            made.append(threading.current_thread().name)
+            super().__init__(*args, **settings)
+
+    monkeypatch.setattr(module, "MasterWeights", Noted)
+    parts = build(tiny(tmp_path / "run"))
+    parts.pool.close()
+    parts.device.close()
+    assert made and all(name.startswith("rondel-") for name in made)

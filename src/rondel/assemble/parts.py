@@ -115,7 +115,7 @@ def build(job: Job) -> Parts:
             routes=replays(job, loaded),
         )
         settings = settings_of(job, sampling, resolved["trainer.micro_tokens"].value, replay_routes=replays(job, loaded))
-        trainer = LocalTrainer(loaded, settings, run=device.run, needs=row.needs)
+        trainer = device.call(lambda: LocalTrainer(loaded, settings, run=device.run, needs=row.needs))
         probe = Template(loaded.tokenizer).opening([{"role": "user", "content": "One, two, three."}])[:PROBE] if job.sync.probe else []
         sync = Update(
             FromTensor(),

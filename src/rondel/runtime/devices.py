@@ -43,7 +43,11 @@ def keep_memory() -> bool:
 
 
 class Device:
-    """One device and its one thread: `await device.run(function, *args)`."""
+    """One device and its one thread: `await device.run(function, *args)`.
+
+    All arithmetic belongs on it. OpenMP gives every thread that computes a pool of its own, and as soon as there are more of them
+    than cores each parallel region waits to be woken: decoding was 1.8 times slower with one tensor cast on the main thread.
+    """
 
     def __init__(self, name: str = "cpu", threads: int | None = None) -> None:
         self.name = name

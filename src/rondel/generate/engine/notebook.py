@@ -32,7 +32,9 @@ class Engine:
     def load(cls, path: str | dict[str, Any], *, dtype: str = "auto", device: str = "auto", **settings: Any) -> Engine:
         """A folder, hub id, GGUF file, "smollm2-135m", or { random = ... }, on the GPU if there is one."""
         where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        return cls(load(path, dtype=dtype, device=where), **settings)
+        with ThreadPoolExecutor(1) as aside:  # its threads end with it: arithmetic on the caller's thread would halve the engine's speed
+            loaded = aside.submit(load, path, dtype=dtype, device=where).result()
+        return cls(loaded, **settings)
 
     @property
     def tokenizer(self) -> Any:
