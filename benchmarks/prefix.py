@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
 
     prompts = [rng.integers(0, vocab, a.prompt) for _ in range(a.groups)]
     batch = Batch([sample(g, i, prompts[g]) for g in range(a.groups) for i in range(a.group)])
-    trainer = LocalTrainer(loaded, Settings(lr=0.0, start_probe=0), run=device.run)
+    trainer = device.call(lambda: LocalTrainer(loaded, Settings(lr=0.0, start_probe=0), run=device.run))
 
     def gradient(share: bool) -> tuple[float, int, torch.Tensor]:
         trainer.settings = replace(trainer.settings, share_prompts=share)
