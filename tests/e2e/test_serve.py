@@ -712,6 +712,7 @@ def bad_requests():
         yield "/v1/chat/completions", json.dumps({"messages": [message]}).encode(), JSON
 
 
+@pytest.mark.slow
 def test_malformed_requests_are_told_and_never_break_it(server):
     """About 1,500 of them on one connection each way: a 4xx in OpenAI's shape, or, where chance made it sensible, an answer."""
     link, seen = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30), {}
@@ -767,6 +768,7 @@ async def asks(port, body):
     return int(head.split()[1])
 
 
+@pytest.mark.slow
 def test_five_hundred_at_once(server):
     body = {"text": "abcdefgh", "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
 
@@ -809,6 +811,7 @@ def test_clients_that_vanish_leave_nothing(server):
 # -- the process -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_key_limits_kill_restart_and_drain(folder, tmp_path):
     limits = ("--max-queue", "6", "--max-samples", "4", "--max-body", "2000", "--drain", "20")
     server = Server(folder, tmp_path, *limits, key=KEY)
