@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -39,3 +40,11 @@ def median(values: list[float]) -> float:
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def report(row: dict[str, Any], *, only_json: bool) -> None:
+    """A table for a reader, then one JSON object on the last line."""
+    if not only_json:
+        for name, value in row.items():
+            print(f"{name:<28} {value}")
+    print(json.dumps(row), flush=True)

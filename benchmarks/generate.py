@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from pathlib import Path
@@ -30,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)
 
-    from _work import gemm_peak, median, multiplications
+    from _work import gemm_peak, median, multiplications, report
     from vllm_generate import work
 
     from rondel.generate.engine.builtin.engine import BuiltinEngine
@@ -61,7 +60,6 @@ def main(argv: list[str] | None = None) -> None:
         device.call(gemm_peak, dtype, device.threads) if where == "cpu" else 0.0
     )  # not here: a second thread pool halves the speed of both
     body, head = multiplications(loaded.model)
-    rows = []
     for kind in ("equal", "ragged", "prefix") if a.work == "all" else (a.work,):
         rates, shares = [], []
         for r in range(a.repeat + 1):
@@ -71,16 +69,12 @@ def main(argv: list[str] | None = None) -> None:
             rates.append(tokens / seconds)
             shares.append(2 * (body * (prefilled + decoded) + head * tokens) / seconds / peak if peak else 0.0)
         prompts = sum(len(p) for p, _ in work(kind, a.groups, a.group, vocab, seed=a.repeat))
-        rows.append({
+        row = {
             "engine": "rondel", "kind": kind, "dtype": dtype, "groups": a.groups, "group": a.group, "tok_s": round(median(rates[1:]), 1),
             "runs": [round(x, 1) for x in sorted(rates[1:])], "prompt_tokens": prompts, "prefilled": prefilled, "new_tokens": tokens,
             "share_of_gemm_peak": round(median(shares[1:]), 3), "gemm_peak_gflops": round(peak / 1e9, 1), "threads": device.threads,
-        })  # fmt: skip
-        if a.json or a.work == "all":
-            print(json.dumps(rows[-1]), flush=True)
-        else:
-            for name, value in rows[-1].items():
-                print(f"{name:<20} {value}")
+        }  # fmt: skip
+        report(row, only_json=a.json)
     device.close()
 
 

@@ -7,7 +7,6 @@ Both ways in turn on the same batch (A B A B ...): the ratio of the median times
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import replace
@@ -34,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     keep_memory()
     import numpy as np
     import torch
-    from _work import median
+    from _work import median, report
 
     from rondel.algos.table import resolve
     from rondel.models.load import load
@@ -75,10 +74,7 @@ def main(argv: list[str] | None = None) -> None:
         "largest_gradient_difference": float((shared[2] - plain[2]).abs().max()), "largest_gradient": float(plain[2].abs().max()),
         "relative_norm_difference": float((shared[2] - plain[2]).norm() / plain[2].norm()),
     }  # fmt: skip
-    if not a.json:
-        for name, value in out.items():
-            print(f"{name:<28} {value}")
-    print(json.dumps(out))
+    report(out, only_json=a.json)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ The same work as benchmarks/peers/trl_grpo.py; run them in turn on one machine:
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import sys
 import tempfile
@@ -32,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)
 
-    from _work import SUFFIX, SUM_TASK, gemm_peak, median, multiplications
+    from _work import SUFFIX, SUM_TASK, gemm_peak, median, multiplications, report
 
     from rondel.assemble import train
     from rondel.words.config import Job
@@ -82,10 +81,7 @@ def main(argv: list[str] | None = None) -> None:
         "dtype": dtype, "threads": threads, "prompts": a.prompts, "group": a.group, "new": a.new, "force_len": a.force_len, "steps": len(used),
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }  # fmt: skip
-    if not a.json:
-        for name, value in out.items():
-            print(f"{name:<20} {value}")
-    print(json.dumps(out))
+    report(out, only_json=a.json)
 
 
 if __name__ == "__main__":

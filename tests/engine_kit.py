@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from dataclasses import replace
 
 import torch
 
@@ -33,7 +34,7 @@ def tiny(kind: str = "llama", **config) -> Loaded:
 def twin(loaded: Loaded) -> Loaded:
     """The same weights in other memory."""
     model = copy.deepcopy(loaded.model)
-    return Loaded(model, loaded.tokenizer, Head.of(model), loaded.name, loaded.stop_ids, loaded.max_context)
+    return replace(loaded, model=model, head=Head.of(model))
 
 
 async def inline(f, *args):

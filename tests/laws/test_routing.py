@@ -90,14 +90,13 @@ def test_every_token_that_was_computed_has_its_route(kind, how):
 def test_replay_closes_the_gap_that_a_rounded_router_opens(kind, rounding):
     """The trainer's routers are rounded, as by another kernel or precision: tokens flip to other experts unless their routes are replayed."""
     loaded = model(kind)
-    _, given, outs = rollout(loaded, n=16)
+    _, given, outs = rollout(loaded, n=32)
     other = copy.deepcopy(loaded.model)
     with torch.no_grad():
         for name, p in other.named_parameters():
             if name.endswith("gate.weight"):
-                noise = 0.02 if rounding is torch.bfloat16 else 0.0  # near ties are rare in 16 short answers: bf16 alone is amplified
-                p.copy_(p.to(rounding).float() + noise * p.std() * torch.randn_like(p))
-    rounded = Loaded(other, loaded.tokenizer, Head.of(other), "rounded", loaded.stop_ids, loaded.max_context, loaded.routers)
+                p.copy_(p.to(rounding).float())
+    rounded = replace(loaded, model=other, head=Head.of(other))
     batch = batch_of([group_of(given, outs)])
     gaps, flips = {}, 0.0
     for replay in (False, True):

@@ -11,7 +11,7 @@ T tokens · H query heads · K key/value heads · D head size · S segments of o
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -133,13 +133,11 @@ class PackedLayout:
             up = segment.parent
             above.append(np.empty(0, np.int64) if up is None else np.concatenate([above[up], _places(segments[up])]))
         self.calls = [Call([segments[i] for i in row], [above[i] for i in row], device) for row in _calls(segments, above)]
-        self._rows: dict[int, tuple[_Rows, _Rows, _Rows]] = {}  # by number of heads
+        self._made: dict[tuple[str, int], _Rows] = {}  # by what and the number of heads
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
         heads, shared, size = q.shape[1], k.shape[1], v.shape[2]
-        spread, _, collect = self._gathers(heads)
-        _, context, _ = self._gathers(shared)
-        queries, keys, values = spread(q), context(k), context(v)
+        queries, keys, values = self._spread(heads)(q), self._context(shared)(k), self._context(shared)(v)
         parts, a, b = [], 0, 0
         for call in self.calls:
             rows, width = call.queries.shape
@@ -155,23 +153,35 @@ class PackedLayout:
             )
             parts.append(out.reshape(-1, size))
             a, b = q_end, k_end
-        return collect(torch.cat(parts)).view(-1, heads, size)
+        return self._collect(heads)(torch.cat(parts)).view(-1, heads, size)
 
-    def _gathers(self, heads: int) -> tuple[_Rows, _Rows, _Rows]:
-        """Row selections over [T*heads, D]: tokens to queries, tokens to keys, queries back to tokens."""
-        if heads not in self._rows:
-            queries, keys, real, used = (
-                torch.cat([_by_head(getattr(call, name), heads) for call in self.calls]) for name in ("queries", "keys", "real", "used")
-            )
-            real, used = real >= 0, used >= 0
+    def _spread(self, heads: int) -> _Rows:
+        """Tokens to the calls' queries: rows of [T*heads, D]."""
+        return self._once("queries", heads, lambda: self._rows_of("queries", "real", heads))
+
+    def _context(self, heads: int) -> _Rows:
+        """Tokens to the calls' keys."""
+        return self._once("keys", heads, lambda: self._rows_of("keys", "used", heads))
+
+    def _collect(self, heads: int) -> _Rows:
+        """The calls' queries back to tokens."""
+
+        def make() -> _Rows:
+            spread = self._spread(heads)
             place = torch.empty(self.total * heads, dtype=torch.int64)
-            place[queries[real]] = real.nonzero()[:, 0]
-            self._rows[heads] = (
-                _Rows(queries, real, self.total * heads, self.device),
-                _Rows(keys, used, self.total * heads, self.device),
-                _Rows(place, torch.ones(len(place), dtype=torch.bool), len(queries), self.device),
-            )
-        return self._rows[heads]
+            place[spread.index[spread.counts].cpu()] = spread.counts.nonzero()[:, 0].cpu()
+            return _Rows(place, torch.ones(len(place), dtype=torch.bool), len(spread.index), self.device)
+
+        return self._once("back", heads, make)
+
+    def _rows_of(self, places: str, real: str, heads: int) -> _Rows:
+        index, counts = (torch.cat([_by_head(getattr(call, name), heads) for call in self.calls]) for name in (places, real))
+        return _Rows(index, counts >= 0, self.total * heads, self.device)
+
+    def _once(self, what: str, heads: int, make: Callable[[], _Rows]) -> _Rows:
+        if (what, heads) not in self._made:
+            self._made[what, heads] = make()
+        return self._made[what, heads]
 
 
 def _places(segment: Segment) -> np.ndarray:
@@ -196,7 +206,7 @@ class _Rows:
         users = users[index[users].argsort(stable=True)]
         uses = index[counts].bincount(minlength=total)
         first = uses.cumsum(0) - uses
-        self.index, self.total = index.to(device), total
+        self.index, self.counts, self.total = index.to(device), counts.to(device), total
         self.adjoint: list[tuple[int, Tensor, Tensor]] = []  # (how often used, rows, their users)
         for n in uses.unique().tolist():
             rows = (uses == n).nonzero()[:, 0]

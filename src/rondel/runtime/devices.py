@@ -46,7 +46,7 @@ class Device:
     """One device and its one thread: `await device.run(function, *args)`.
 
     All arithmetic belongs on it. OpenMP gives every thread that computes a pool of its own, and as soon as there are more of them
-    than cores each parallel region waits to be woken: decoding was 1.8 times slower with one tensor cast on the main thread.
+    than cores each parallel region waits to be woken: decoding ran at half its speed with one tensor cast on the main thread (docs/LOG.md).
     """
 
     def __init__(self, name: str = "cpu", threads: int | None = None) -> None:

@@ -254,7 +254,7 @@ class Sums:
 def _frozen(loaded: Loaded) -> Loaded:
     """A copy of the starting weights that nothing trains."""
     model = copy.deepcopy(loaded.model).requires_grad_(False)
-    return Loaded(model, loaded.tokenizer, Head.of(model), loaded.name, loaded.stop_ids, loaded.max_context)
+    return replace(loaded, model=model, head=Head.of(model))
 
 
 def _check_samples(batch: Batch) -> None:

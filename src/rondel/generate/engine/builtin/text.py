@@ -34,8 +34,13 @@ class Reader:
             return None
         self.text += now[len(before) :]
         self._from, self._read = self._read, len(tokens)
-        found = [at for stop in self.stops if (at := self.text.find(stop, max(0, known - len(stop) + 1))) >= 0]
-        return self.text[self.first : min(found)] if found else None
+        found = first_stop(self.text, self.stops, known)
+        return self.text[self.first : found] if found is not None else None
+
+
+def first_stop(text: str, stops: tuple[str, ...], known: int) -> int | None:
+    """Where the first of the strings begins that the text completed after its first `known` characters."""
+    return min((at for stop in stops if (at := text.find(stop, max(0, known - len(stop) + 1))) >= 0), default=None)
 
 
 def open_reader(tokenizer: Any, stops: tuple[str, ...], drawn: list[int]) -> Reader:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rondel.generate.engine.builtin.text import Reader
+from rondel.generate.engine.builtin.text import Reader, first_stop
 from rondel.words.types import Completion, Request
 
 
@@ -45,8 +45,9 @@ class Answer:
 
     def _certain(self, text: str, known: int) -> int:
         """Where a stop string may begin: one that this token completed, or one that the text ends in the middle of."""
-        whole = [at for stop in self.stops if (at := text.find(stop, max(0, known - len(stop) + 1))) >= 0]
-        return min([len(text) - max((_overlap(text, stop) for stop in self.stops), default=0), *whole])
+        whole = first_stop(text, self.stops, known)
+        half = len(text) - max((_overlap(text, stop) for stop in self.stops), default=0)
+        return half if whole is None else min(half, whole)
 
     def end(self, completion: Completion) -> str:
         """-> the rest of the text."""
