@@ -17,6 +17,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers import logging as hf_logging
 
+from rondel.models import linear
 from rondel.models.attention import NAME, PackedLayout, Segment, attending
 from rondel.models.head import Head
 from rondel.models.tape import Tape, arm, taping
@@ -71,6 +72,7 @@ def load(path: str | dict[str, Any], *, dtype: str = "auto", device: str = "cpu"
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         name = str(path)
     model = model.to(device).eval()
+    linear.adopt(model)
     _prove(model, name)
     context = _max_context(model.config.get_text_config())
     return Loaded(model, tokenizer, Head.of(model), name, _stop_ids(model, tokenizer), context, arm(model))

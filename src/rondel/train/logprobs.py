@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rondel.models.head import Head
+from rondel.models.linear import matmul
 
 LOGITS = 1 << 25  # entries of a chunk of logits: 128 MB in fp32
 
@@ -69,8 +70,8 @@ class _Chunked(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(weight.dtype)
-            torch.mm(grad, weight, out=grad_hidden[rows])
-            piece = grad.t() @ h
+            grad_hidden[rows] = matmul(grad, weight)
+            piece = matmul(grad.t(), h)
             grad_weight = piece if grad_weight is None else grad_weight.float().add_(piece)
         if grad_weight is None:
             grad_weight = torch.zeros_like(weight)

@@ -21,7 +21,7 @@ from rondel.generate.engine.builtin.request import Heard, Live
 from rondel.generate.engine.builtin.runner import Runner
 from rondel.generate.engine.builtin.scheduler import Scheduler
 from rondel.generate.engine.builtin.text import open_reader, split_stops
-from rondel.models import names
+from rondel.models import linear, names
 from rondel.models.load import Loaded
 from rondel.words.errors import EngineError, LawError, StalledError, SyncError, UserError
 from rondel.words.events import Generating, Warned, emit
@@ -420,6 +420,7 @@ class BuiltinEngine:
             raise SyncError(f"{len(wrong)} tensors arrived with other bits than were sent, first {wrong[0]}")
         if commit.version == self.version:
             self.scheduler.drop_cache()  # other weights under the same name: nothing computed so far may be matched
+        linear.weights_changed()
         self.version = commit.version
         self.scheduler.new_version(self.version)
         self._update, self._broken = None, ""

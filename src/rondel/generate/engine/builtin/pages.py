@@ -23,9 +23,10 @@ class Layers:
         self._pools: dict[int, Tensor] = {}
 
     def at(self, layer: int, like: Tensor) -> Tensor:
-        """The pool [pages, K, D] of `layer`, of the shape and dtype of `like` [T, K, D]."""
+        """The pool [K, pages, D] of `layer`, all pages of a head together, for tokens like [T, K, D]."""
         if layer not in self._pools:
-            self._pools[layer] = torch.zeros(self.pages, *like.shape[1:], dtype=like.dtype, device=like.device)
+            heads, size = like.shape[1:]
+            self._pools[layer] = torch.zeros(heads, self.pages, size, dtype=like.dtype, device=like.device)
         return self._pools[layer]
 
     def clear(self) -> None:
