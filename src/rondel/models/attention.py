@@ -132,6 +132,7 @@ class PackedLayout:
         for segment in segments:
             up = segment.parent
             above.append(np.empty(0, np.int64) if up is None else np.concatenate([above[up], _places(segments[up])]))
+        self.segments, self._above = segments, above
         self.calls = [Call([segments[i] for i in row], [above[i] for i in row], device) for row in _calls(segments, above)]
         self._made: dict[tuple[str, int], _Rows] = {}  # by what and the number of heads
 
@@ -154,6 +155,11 @@ class PackedLayout:
             parts.append(out.reshape(-1, size))
             a, b = q_end, k_end
         return self._collect(heads)(torch.cat(parts)).view(-1, heads, size)
+
+    @property
+    def contexts(self) -> list[tuple[Segment, Tensor]]:
+        """Each segment with the places of its ancestors' tokens and its own."""
+        return [(s, torch.from_numpy(np.concatenate([over, _places(s)]))) for s, over in zip(self.segments, self._above)]
 
     def _spread(self, heads: int) -> _Rows:
         """Tokens to the calls' queries: rows of [T*heads, D]."""
@@ -419,14 +425,19 @@ class PagedLayout:
         self.keys, self.values, self.into, self.chunks, self.decoding = keys, values, Slots(write), chunks, decoding
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        keys, values = self.keys.at(layer, k), self.values.at(layer, v)
-        self.into.write(keys, k)
-        self.into.write(values, v)
+        keys, values = self.write(layer, k, v)
         parts = [self._prefill(chunk, q, keys, values, scale, window, softcap) for chunk in self.chunks]
         if self.decoding is not None:
             last = q[len(q) - len(self.decoding.own) :]
             parts.append(self.decoding.attend(last, keys, values, scale=scale, window=window, softcap=softcap))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The new tokens' keys and values into the layer's pools -> both pools."""
+        keys, values = self.keys.at(layer, k), self.values.at(layer, v)
+        self.into.write(keys, k)
+        self.into.write(values, v)
+        return keys, values
 
     def _prefill(
         self, chunk: Chunk, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None

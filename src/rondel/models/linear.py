@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 SPARE = 4  # packing doubles the memory of the weights: only where so many times as much is available
@@ -36,6 +37,8 @@ def weights_changed() -> None:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., I] @ weight [O, I]^T + bias [O] -> [..., O], differentiable."""
+    if x.ndim > 1 and x.shape[:-1].numel() == 1 and _carries(weight):  # as in _rows
+        return product(x.flatten(0, -2).expand(2, -1), weight, bias)[:1].view(*x.shape[:-1], -1)
     if not _carries(weight) or x.dtype != weight.dtype or weight.dtype != torch.float32:
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
@@ -142,6 +145,13 @@ def adopt(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is nn.Linear and id(module) not in seen:
             _take([module], seen)
+        elif type(module) is Conv1D:
+            setattr(module, "forward", functools.partial(_transposed, module))  # noqa: B010
+
+
+def _transposed(layer: Conv1D, x: Tensor) -> Tensor:
+    """gpt2's linear layer: its weight lies [I, O]."""
+    return product(x, layer.weight.t(), layer.bias)
 
 
 def _take(layers: list[nn.Linear], seen: set[int]) -> None:

@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoT
 from transformers import logging as hf_logging
 
 from rondel.models import linear
+from rondel.models.aligned import aligned
 from rondel.models.attention import NAME, PackedLayout, Segment, attending
 from rondel.models.head import Head
 from rondel.models.tape import Tape, arm, taping
@@ -38,6 +39,7 @@ class Loaded:
     stop_ids: frozenset[int]
     max_context: int
     routers: int = 0  # MoE layers whose choice of experts can be recorded and replayed
+    aligned: bool = False  # numerics: bits that do not depend on the batch (models/aligned.py)
 
     @property
     def device(self) -> torch.device:
@@ -49,7 +51,7 @@ class Loaded:
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, layout: Any, tape: Tape | None = None) -> torch.Tensor:
         """Last hidden states of packed tokens: [T], [T] -> [T, D]. On `tape` routers record their choice, or repeat a recorded one."""
-        with attending(layout), taping(tape):
+        with attending(aligned(layout) if self.aligned else layout), taping(tape):
             out = self.model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         return out.last_hidden_state[0]
 

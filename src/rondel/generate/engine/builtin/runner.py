@@ -14,6 +14,7 @@ from rondel.generate.engine.builtin.sampler import choose, uniform, weights
 from rondel.generate.engine.builtin.scheduler import Plan
 from rondel.generate.engine.builtin.shaping import shape
 from rondel.models.attention import Chunk, Decoding, PagedLayout
+from rondel.models.head import chosen
 from rondel.models.load import Loaded
 from rondel.models.tape import Tape
 
@@ -48,14 +49,29 @@ class Runner:
         raw = logits[[row for row, _ in heard]].log_softmax(-1) if heard else None
         if shaped := [(row, part[row]) for row, s in enumerate(samplings) if s.shaped]:
             shape(logits, shaped)
+        plain = [row for row, s in enumerate(samplings) if not (s.shaped or s.truncated)] if self.loaded.aligned else []
+        exact = logits[plain]
         p = weights(logits, samplings)
         tokens, logprobs = choose(p, samplings, [uniform(live.request.key, live.drawn) for live in part])
+        for row, logprob in zip(
+            plain, self._as_trained(exact, [samplings[row].temperature or 1.0 for row in plain], [tokens[row] for row in plain])
+        ):
+            logprobs[row] = logprob
         if raw is not None:
             note_raw(raw, [tokens[row] for row, _ in heard], [channels for _, channels in heard])
         for row, live in enumerate(part):
             if live.channels is not None:
                 self._note_rest(live, live.channels, p[row])
         return zip(part, tokens, logprobs)
+
+    def _as_trained(self, logits: Tensor, temperatures: list[float], tokens: list[int]) -> list[float]:
+        """Logprobs by the trainer's own formula, for aligned numerics."""
+        out = torch.empty(len(tokens))
+        for temperature in set(temperatures):
+            rows = [row for row, t in enumerate(temperatures) if t == temperature]
+            z = logits[rows] if temperature == 1.0 else logits[rows].div_(temperature)
+            out[rows] = chosen(z, torch.tensor([tokens[row] for row in rows], device=z.device))[0].cpu()
+        return out.tolist()
 
     def _note_rest(self, live: Live, channels: Channels, p: Tensor) -> None:
         """p [V]: the weights that its token was drawn with."""
@@ -124,7 +140,7 @@ class Runner:
         shared = torch.tensor([lives[family[0]].shared for family in families.values()])
         above = torch.tensor([live.shared for live in lives])
         read = int(shared.max()) * len(families) + int((total - above).max()) * len(lives)
-        if read > SHARE * int(total.max()) * len(lives) or members * len(families) > 2 * len(lives):
+        if self.loaded.aligned or read > SHARE * int(total.max()) * len(lives) or members * len(families) > 2 * len(lives):
             return Decoding(*(x.to(self.device) for x in (self._slots(rows, torch.zeros_like(total), total), total)))
         grid = torch.zeros(len(families), members, dtype=torch.int64)
         place = torch.empty(len(lives), dtype=torch.int64)
