@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 from transformers import logging as hf_logging
 
 from rondel.models import linear
@@ -92,7 +99,7 @@ def pick_dtype(dtype: str, device: str) -> torch.dtype:
 
 
 def refuse(config: Any) -> None:
-    """Architectures that this house cannot carry, each by the part that is missing."""
+    """Architectures that this house cannot carry, each by the part that is missing. docs/families.md has the list."""
     text, kind = config.get_text_config(), config.model_type
     layers = set(getattr(text, "layer_types", None) or ())
     recurrent = {t for t in layers if t.startswith(("linear", "mamba", "conv", "recurrent", "hybrid"))}
@@ -107,10 +114,36 @@ def refuse(config: Any) -> None:
             getattr(text, "alibi", False) or kind in {"bloom", "mpt"},
             "it uses ALiBi; the packed attention carries rotary or learned positions",
         ),
+        (kind in ODD, ODD.get(kind, "")),
+        (not _shares_attention(config), "its attention does not go through transformers' attention interface"),
+        (_encodes(config), "it is an encoder, whose tokens see those behind them; only decoders are carried"),
     ]
     for holds, why in reasons:
         if holds:
             raise ModelError(f"model type '{kind}' is not supported: {why}. Serve it with vLLM or SGLang instead of the built-in engine.")
+
+
+ROUTES = "its routers' choice of experts cannot be recorded and replayed yet"
+SINKS = "it uses attention sinks, which the packed attention does not carry"
+TWICE = "but the paged cache has one set of keys and values a layer"
+ODD = {
+    **dict.fromkeys(("afmoe", "beam", "hunyuan_v1_moe", "jetmoe", "longcat_flash", "phimoe"), ROUTES),
+    **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), SINKS),
+    "diffllama": f"its layers attend twice, {TWICE}",
+    "hrm_text": f"its layers run several times in one pass, {TWICE}",
+    "doge": "its attention makes a mask of its own",
+}
+
+
+def _encodes(config: Any) -> bool:
+    """BERT and its kin have this field and may be told to decode; gpt_neox has it too and always decodes."""
+    return getattr(type(config), "is_decoder", None) is False and not config.is_decoder and config.model_type != "gpt_neox"
+
+
+def _shares_attention(config: Any) -> bool:
+    """What the model's class says of itself; the two named here do not say it and do. Code from outside transformers is left to the proof."""
+    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return getattr(known, "_supports_attention_backend", True) or config.model_type in {"biogpt", "stablelm"}
 
 
 def _prove(model: Any, name: str) -> None:
