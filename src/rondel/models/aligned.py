@@ -117,7 +117,7 @@ class AlignedPaged:
         self.fast = fast
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        keys, values = self.fast.write(layer, k, v)
+        keys, values = self.fast.store(layer, k, v)
         parts = []
         for c in self.fast.chunks:
             lengths = torch.arange(len(c.context) - c.length, len(c.context), device=q.device) + 1

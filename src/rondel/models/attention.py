@@ -422,21 +422,22 @@ class PagedLayout:
     """One engine step: prefill chunks first, then one token for each decoding request. write [T]: slot of every new token."""
 
     def __init__(self, keys: Pool, values: Pool, write: Tensor, chunks: list[Chunk], decoding: Decoding | None = None) -> None:
-        self.keys, self.values, self.into, self.chunks, self.decoding = keys, values, Slots(write), chunks, decoding
+        self.keys, self.values, self.write, self.chunks, self.decoding = keys, values, write, chunks, decoding
+        self._into = Slots(write)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        keys, values = self.write(layer, k, v)
+        keys, values = self.store(layer, k, v)
         parts = [self._prefill(chunk, q, keys, values, scale, window, softcap) for chunk in self.chunks]
         if self.decoding is not None:
             last = q[len(q) - len(self.decoding.own) :]
             parts.append(self.decoding.attend(last, keys, values, scale=scale, window=window, softcap=softcap))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The new tokens' keys and values into the layer's pools -> both pools."""
         keys, values = self.keys.at(layer, k), self.values.at(layer, v)
-        self.into.write(keys, k)
-        self.into.write(values, v)
+        self._into.write(keys, k)
+        self._into.write(values, v)
         return keys, values
 
     def _prefill(
