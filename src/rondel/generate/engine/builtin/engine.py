@@ -25,7 +25,7 @@ from rondel.generate.engine.builtin.text import open_reader, split_stops
 from rondel.models import names
 from rondel.models.load import Loaded
 from rondel.words.errors import EngineError, LawError, StalledError, SyncError, UserError
-from rondel.words.events import Generating, Warned, emit
+from rondel.words.events import Generating, Speculated, Warned, emit
 from rondel.words.protocols import Interrupt, Tags
 from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Manifest, Message, Request, Route, Scored
 
@@ -194,6 +194,8 @@ class BuiltinEngine:
             self.seconds += time.perf_counter() - began
             self._pump = None
             self._let_go()
+            if self.speculation is not None and (told := self.speculation.untold())[0]:
+                emit(Speculated(*told))
 
     async def _step(self) -> int:
         """-> how many tokens were drawn."""
