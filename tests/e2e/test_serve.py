@@ -30,6 +30,7 @@ from rondel.cli import main
 from rondel.generate.engine.server.app import CONTROL, FACTS, GENERATING
 from rondel.models import load as loading
 from rondel.models import names
+from rondel.words.errors import UserError
 from rondel.words.types import Request, Sampling, sample_key
 
 openai = pytest.importorskip("openai")
@@ -898,3 +899,34 @@ def test_a_port_that_is_taken_is_one_line(capsys):
         other.listen()
         main(["serve", "nowhere", "--port", str(other.getsockname()[1])])
     assert end.value.code == 1 and "choose another --port" in capsys.readouterr().err
+
+
+# -- guesses ahead ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["ngram", "draft"])
+def test_a_server_that_guesses_ahead_answers_the_same(folder, model, tmp_path, kind):
+    """Look-ups change no token; a draft none of a greedy answer. /metrics tells what they brought."""
+    server = Server(folder, tmp_path, "--kv-pages", "4000", "--speculative", "ngram" if kind == "ngram" else f"draft:{folder}")
+    try:
+        prompt = model.tokenizer.encode("over and over and over and over and ")
+        heat = 0.3 if kind == "ngram" else 0.0
+        (want,) = expected(model, prompt, seed=5, max_tokens=60, temperature=heat, ignore_eos=True)
+        body = dict(model="tiny", prompt=prompt, max_tokens=60, seed=5, temperature=heat)
+        got = server.client.completions.create(**body, extra_body={"return_token_ids": True, "ignore_eos": True})
+        assert got.choices[0].token_ids == want.tokens
+        text = server.raw("GET", "/metrics")[2].decode()
+        counts = {k: float(v) for k, v in re.findall(r'^rondel_guesses_total\{kind="(\w+)"\} (\S+)', text, re.M)}
+        assert counts["proposed"] >= counts["accepted"] > 0
+        server.idle()
+    finally:
+        server.stop()
+
+
+def test_a_wish_for_guesses_that_nobody_knows(folder):
+    from rondel.assemble.serving import Settings, guesses
+
+    for wish in ("draft", "draft:", "eagle", "ngram:4"):
+        with pytest.raises(UserError, match="off, ngram or draft:MODEL"):
+            guesses(Settings(speculative=wish), "cpu")
+    assert guesses(Settings(), "cpu") is None

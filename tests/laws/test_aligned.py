@@ -12,6 +12,7 @@ from engine_kit import SIZE, all_of, ask, engine, idle, prompt
 from run_kit import run, steps
 from train_kit import batch, row
 
+from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.models.aligned import align
 from rondel.models.attention import PackedLayout, Segment
 from rondel.models.load import Loaded, load
@@ -131,3 +132,12 @@ def test_a_run_with_aligned_numerics_has_a_gap_of_zero(tmp_path):
     run(tmp_path / "run", engine__numerics="aligned", loop__steps=3)
     gaps = [metrics["train/gap_max"] for _, _, metrics, _ in steps(tmp_path / "run") if "train/gap_max" in metrics]
     assert gaps and max(gaps) == 0.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_guessing_ahead_changes_no_bit(dtype):
+    loaded = model("llama", dtype)
+    asks = [ask((prompt(5, 6) * 4)[:n], key=n, n=60, temperature=0.2) for n in (13, 18, 24)]
+    plain = told(asyncio.run(all_of(engine(loaded), asks)))
+    e = engine(loaded, speculation=Speculation(4, always=True))
+    assert told(asyncio.run(all_of(e, asks))) == plain and e.speculation.proposed

@@ -12,7 +12,9 @@ import torch
 from rondel.algos.table import Algorithm, resolve
 from rondel.filter import FILTERS, chain
 from rondel.filter.complete import Complete
+from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.demonstrate import Demonstrate
 from rondel.generate.envs.single_turn import SingleTurn
@@ -25,6 +27,7 @@ from rondel.runtime.devices import Device, Shared, pick_device
 from rondel.score.pool import RewardPool
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import Update
+from rondel.train.draft import DraftTrainer
 from rondel.train.logprobs import logprob_and_entropy
 from rondel.train.pack import Batch, batch_of
 from rondel.train.step import LocalTrainer, Settings
@@ -97,6 +100,8 @@ def build(job: Job) -> Parts:
         loaded = device.call(lambda: load(job.model.path, dtype=job.model.dtype, device=name))
         if numerics == "aligned":
             device.call(align, loaded)
+        speculation = device.call(speculation_of, job, name)
+        draft = speculation.draft if speculation else None
         longest = longest_prompt(job, tasks, loaded, sampling)
         resolved = {
             "loop.window": window,
@@ -104,7 +109,7 @@ def build(job: Job) -> Parts:
                 job.engine.kv_pages,
                 max_running=job.engine.max_running,
                 longest=longest + sampling.max_tokens,
-                page_bytes=page_bytes(loaded),
+                page_bytes=page_bytes(loaded) + (page_bytes(draft.loaded) if draft else 0),
                 free_bytes=torch.cuda.mem_get_info()[0] if name.startswith("cuda") else planner.free_memory(),
             ),
             "trainer.micro_tokens": planner.micro_tokens(job.trainer.micro_tokens, on_gpu=name.startswith("cuda")),
@@ -116,9 +121,11 @@ def build(job: Job) -> Parts:
             max_running=job.engine.max_running,
             prefill_tokens=job.engine.prefill_tokens,
             routes=replays(job, loaded),
+            speculation=speculation,
         )
         settings = settings_of(job, sampling, resolved["trainer.micro_tokens"].value, replay_routes=replays(job, loaded))
-        trainer = device.call(lambda: LocalTrainer(loaded, settings, run=device.run, needs=row.needs))
+        pupil = device.call(lambda: DraftTrainer(draft.loaded, lr=lr)) if draft and (lr := job.engine.speculative.lr) else None
+        trainer = device.call(lambda: LocalTrainer(loaded, settings, run=device.run, needs=row.needs, draft=pupil))
         probe = Template(loaded.tokenizer).opening([{"role": "user", "content": "One, two, three."}])[:PROBE] if job.sync.probe else []
         sync = Update(
             FromTensor(),
@@ -130,6 +137,7 @@ def build(job: Job) -> Parts:
         facts |= {
             "engine.numerics": numerics,
             "routing_replay": replay_fact(job, loaded),
+            "engine.speculative": speculation_fact(job, draft),
             "sync.kind": "tensor (one process, one module: 0 bytes move)" if sync_kind == "auto" else sync_kind,
         }
         return Parts(
@@ -190,6 +198,24 @@ def replay_fact(job: Job, loaded: Loaded) -> str:
     if not loaded.routers:
         return "none: a dense model"
     return f"{'on' if replays(job, loaded) else 'OFF by trainer.routing_replay'}: {loaded.routers} routers"
+
+
+def speculation_of(job: Job, device: str) -> Speculation | None:
+    """What guesses ahead, if anything; the engine refuses a draft with other words."""
+    wanted = job.engine.speculative
+    wanted._read.update(type(wanted).model_fields)  # what has no effect was refused when the recipe was read
+    if wanted.kind == "off":
+        return None
+    if wanted.model is None:
+        return Speculation(wanted.k)
+    return Speculation(wanted.k, Draft(load(wanted.model, dtype=job.model.dtype, device=device)))
+
+
+def speculation_fact(job: Job, draft: Draft | None) -> str:
+    wanted = job.engine.speculative
+    if draft is None:
+        return wanted.kind if wanted.kind == "off" else f"{wanted.kind}, at most {wanted.k} guesses"
+    return f"draft {draft.loaded.name}, at most {wanted.k} guesses, " + (f"trained with lr {wanted.lr:g}" if wanted.lr else "frozen")
 
 
 def settings_of(job: Job, sampling: Sampling, micro_tokens: int, *, replay_routes: bool = False) -> Settings:

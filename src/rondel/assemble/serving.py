@@ -12,13 +12,18 @@ from typing import Any
 import torch
 
 from rondel.assemble.parts import page_bytes
+from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.generate.engine.server.process import bind, run
 from rondel.generate.engine.server.service import Limits, Service
 from rondel.models.load import load
 from rondel.planner import resolve as planner
 from rondel.runtime.devices import Device, keep_memory, pick_device
+from rondel.words.errors import UserError
 from rondel.words.events import Event, Warned, subscribe
+
+GUESSES = 4  # of one answer in one step, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,7 @@ class Settings:
     kv_pages: int | str = "auto"
     max_running: int = 64
     prefill_tokens: int = 2048
+    speculative: str = "off"
     drain: float = 30.0
     limits: Limits = field(default_factory=Limits)
 
@@ -47,11 +53,13 @@ def serve(model: str | dict[str, Any], settings: Settings, *, ready: Callable[[s
     device = Device(device_name, settings.threads)
     try:
         loaded = device.call(lambda: load(model, dtype=settings.dtype, device=device_name))
+        speculation = device.call(guesses, settings, device_name)
+        draft = speculation.draft if speculation else None
         pages = planner.kv_pages(
             settings.kv_pages,
             max_running=settings.max_running,
             longest=loaded.max_context,
-            page_bytes=page_bytes(loaded),
+            page_bytes=page_bytes(loaded) + (page_bytes(draft.loaded) if draft else 0),
             free_bytes=torch.cuda.mem_get_info()[0] if device_name.startswith("cuda") else planner.free_memory(),
         )
         engine = BuiltinEngine(
@@ -60,6 +68,7 @@ def serve(model: str | dict[str, Any], settings: Settings, *, ready: Callable[[s
             kv_pages=pages.value,
             max_running=settings.max_running,
             prefill_tokens=settings.prefill_tokens,
+            speculation=speculation,
         )
         name = settings.name or (Path(model).name if isinstance(model, str) and Path(model).is_dir() else loaded.name)
         what = f"{name}, {str(loaded.dtype).removeprefix('torch.')} on {device_name}, {pages.value} cache pages"
@@ -77,6 +86,16 @@ def serve(model: str | dict[str, Any], settings: Settings, *, ready: Callable[[s
     finally:
         sock.close()
         device.close()
+
+
+def guesses(settings: Settings, device: str) -> Speculation | None:
+    """ "off", "ngram" or "draft:MODEL"."""
+    kind, _, model = settings.speculative.partition(":")
+    if kind == "draft" and model:
+        return Speculation(GUESSES, Draft(load(model, dtype=settings.dtype, device=device)))
+    if settings.speculative not in ("off", "ngram"):
+        raise UserError(f"--speculative {settings.speculative}: it is off, ngram or draft:MODEL, a smaller model with the same tokenizer")
+    return Speculation(GUESSES) if kind == "ngram" else None
 
 
 def _warn(event: Event) -> None:

@@ -3,6 +3,7 @@
 checkpoints/step-000010/
     model.safetensors config.json tokenizer.json ...   what any other tool loads
     optimizer.safetensors                              fp32 masters and AdamW moments: what a resume needs
+    draft.safetensors                                  the same of a draft that is trained beside the policy
     state.json                                         ledger, versions, numbers: what the loop needs
     manifest.json                                      sizes and checksums of all the above, written last
 """
@@ -28,6 +29,7 @@ from rondel.words.errors import CheckpointError, boundary
 from rondel.words.events import Warned, emit
 
 if TYPE_CHECKING:
+    from rondel.train.optim import MasterWeights
     from rondel.train.step import LocalTrainer
 
 
@@ -52,9 +54,24 @@ def save_trainer(trainer: LocalTrainer, folder: Path) -> None:
     for name, parameter, master in zip(weights.names, weights.compute, weights.masters):
         if parameter is not master or name not in plain:
             optimizer[f"master.{name}"] = master.detach().cpu()
-        for key, value in weights.adamw.state.get(master, {}).items():
-            optimizer[f"{key}.{name}"] = value.detach().cpu()
-    save_file(optimizer, folder / "optimizer.safetensors")
+    save_file(optimizer | _moments(weights), folder / "optimizer.safetensors")
+    if trainer.draft is not None:
+        masters = {f"master.{n}": m.detach().cpu() for n, m in zip(trainer.draft.weights.names, trainer.draft.weights.masters)}
+        save_file(masters | _moments(trainer.draft.weights), folder / "draft.safetensors")
+
+
+def _moments(weights: MasterWeights) -> dict[str, Tensor]:
+    """AdamW's state as `key.name`."""
+    state = {name: weights.adamw.state.get(master, {}) for name, master in zip(weights.names, weights.masters)}
+    return {f"{key}.{name}": value.detach().cpu() for name, values in state.items() for key, value in values.items()}
+
+
+def _load_moments(weights: MasterWeights, saved: dict[str, Tensor]) -> None:
+    for name, master in zip(weights.names, weights.masters):
+        weights.adamw.state.pop(master, None)
+        moments = {k: saved[f"{k}.{name}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}.{name}" in saved}
+        if moments:  # the fused AdamW counts its steps on the device, too
+            weights.adamw.state[master] = {k: v.to(master.device) for k, v in moments.items()}
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -70,20 +87,29 @@ def load_trainer(trainer: LocalTrainer, folder: Path) -> None:
     with boundary(CheckpointError, f"reading {folder}"):
         model, optimizer = load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors")
         weights.load_masters({n: optimizer[f"master.{n}"] if f"master.{n}" in optimizer else model[n] for n in weights.names})
-        for name, master in zip(weights.names, weights.masters):
-            weights.adamw.state.pop(master, None)
-            moments = {k: optimizer[f"{k}.{name}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}.{name}" in optimizer}
-            if moments:  # the fused AdamW counts its steps on the device, too
-                weights.adamw.state[master] = {k: v.to(master.device) for k, v in moments.items()}
+        _load_moments(weights, optimizer)
         trainer.step_number, trainer.version, trainer.bad_steps = optimizer["numbers"].tolist()
         torch.set_rng_state(optimizer["rng"])
+        if trainer.draft is not None:
+            _load_draft(trainer.draft.weights, folder / "draft.safetensors")
+
+
+def _load_draft(weights: MasterWeights, path: Path) -> None:
+    """What a draft writes is judged by the policy, so one that begins anew costs time and no truth."""
+    if not path.is_file():
+        emit(Warned(f"{path.parent.name} holds no draft: it was written without training one. The draft starts again from its own folder"))
+        return
+    saved = load_file(path)
+    weights.load_masters({name: saved[f"master.{name}"] for name in weights.names})
+    _load_moments(weights, saved)
 
 
 def bytes_needed(trainer: LocalTrainer) -> int:
-    """Size of one checkpoint: compute copy, masters, two moments."""
+    """Size of one checkpoint: compute copy, masters, two moments; a draft's masters and moments."""
+    draft = sum(m.numel() * 12 for m in trainer.draft.weights.masters) if trainer.draft is not None else 0
     compute = sum(p.numel() * p.element_size() for p in trainer.weights.compute)
     masters = sum(m.numel() * 4 for p, m in zip(trainer.weights.compute, trainer.weights.masters) if p is not m)
-    return compute + masters + sum(m.numel() * 8 for m in trainer.weights.masters)
+    return draft + compute + masters + sum(m.numel() * 8 for m in trainer.weights.masters)
 
 
 # -- the folder ----------------------------------------------------------------------------------

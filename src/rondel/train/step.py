@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from rondel.train.pack import Batch, Packed, micro_batches
 from rondel.words.errors import TrainError
 from rondel.words.events import Warned, emit
 from rondel.words.types import Manifest, Route, StepStats
+
+if TYPE_CHECKING:
+    from rondel.train.draft import DraftTrainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +64,15 @@ class LocalTrainer:
     """The Trainer of one device. `run` executes a function on the device's own thread, so the event loop never runs torch."""
 
     def __init__(
-        self, loaded: Loaded, settings: Settings, *, run: Callable[..., Awaitable[Any]], needs: frozenset[str] = frozenset()
+        self,
+        loaded: Loaded,
+        settings: Settings,
+        *,
+        run: Callable[..., Awaitable[Any]],
+        needs: frozenset[str] = frozenset(),
+        draft: DraftTrainer | None = None,
     ) -> None:
-        self.loaded, self.settings, self._run = loaded, settings, run
+        self.loaded, self.settings, self._run, self.draft = loaded, settings, run, draft
         self.weights = MasterWeights(loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)
         self.step_number = self.bad_steps = 0
         self.version = 0
@@ -77,7 +86,10 @@ class LocalTrainer:
         return await self._run(self._annotate, batch, needs)
 
     async def step(self, batch: Batch, algo: Any, model: str = "policy") -> StepStats:
-        return await self._run(self._step, batch, algo)
+        stats = await self._run(self._step, batch, algo)
+        if self.draft is not None:
+            stats.metrics |= await self._run(self.draft.step, batch, self.settings)
+        return stats
 
     async def publish(self, route: Route) -> Manifest:
         """Hand the tensors themselves to the route; nothing is copied."""

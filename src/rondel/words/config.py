@@ -118,6 +118,29 @@ class SamplingSection(Section):
         return given
 
 
+class Speculative(Section):
+    """Guess tokens ahead and let the model look at all of them at once."""
+
+    kind: Literal["off", "ngram", "draft"] = Field(
+        "off", description="where guesses come from: the request's own earlier tokens, or a smaller model"
+    )
+    k: int = Field(4, ge=1, le=16, description="the most guesses of a request in one step; how many are worth it is measured")
+    model: str | dict[str, Any] | None = Field(None, description='the draft, for kind "draft": as model.path, with the same tokenizer')
+    lr: float = Field(5e-5, ge=0, description="the draft learns what the policy writes; 0 leaves it as it is")
+
+    @model_validator(mode="after")
+    def _what_is_read(self) -> Speculative:
+        """A job.toml names every key, so a default is not a wish."""
+        mine = self.__dict__
+        if mine["kind"] == "draft" and mine["model"] is None:
+            raise ValueError('kind = "draft" needs a model: model = "a smaller model of the same family"; kind = "ngram" needs none')
+        reads = {"off": {"kind"}, "ngram": {"kind", "k"}}.get(mine["kind"], mine.keys())
+        for name, field in type(self).model_fields.items():
+            if name not in reads and mine[name] != field.default:
+                raise ValueError(f'{name} has no effect with kind = "{mine["kind"]}": remove it, or set kind to what reads it')
+        return self
+
+
 class EngineSection(Section):
     kind: str = "builtin"
     numerics: Literal["fast", "aligned"] = "fast"
@@ -125,6 +148,7 @@ class EngineSection(Section):
     max_running: int = Field(64, ge=1, description="requests decoded together")
     prefill_tokens: int = Field(2048, ge=16, description="prompt tokens computed in one engine step")
     sampling: SamplingSection = SamplingSection()
+    speculative: Speculative = Speculative()
 
 
 class Trainer(Section):

@@ -113,6 +113,15 @@ class Generating(Event):
 
 
 @dataclass(slots=True)
+class Speculated(Event):
+    """What guesses ahead brought since the last such event: `accepted` of the `proposed` tokens stayed, in so many rounds of a request."""
+
+    rounds: int
+    proposed: int
+    accepted: int
+
+
+@dataclass(slots=True)
 class Warned(Event):
     """Something a person should know; printed once and kept."""
 

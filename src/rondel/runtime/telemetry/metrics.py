@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from rondel.words.events import Evaluated, Event, GroupFinished, GroupsTaken, Resumed, StepDone, Synced
+from rondel.words.events import Evaluated, Event, GroupFinished, GroupsTaken, Resumed, Speculated, StepDone, Synced
 
 SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "score/reward_mean": ("reward", "mean over the scored trajectories that finished since the last step, dropped groups included"),
@@ -21,6 +21,9 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "generate/length_max": ("tokens", "the longest trajectory"),
     "generate/tokens": ("tokens", "written since the last step, all trajectories together"),
     "generate/truncated_fraction": ("share", "trajectories cut at max_tokens"),
+    "generate/guess_acceptance": ("share", "guessed tokens that stayed (engine.speculative)"),
+    "generate/tokens_per_round": ("tokens", "a request's tokens of a step in which it guessed; plain decoding writes 1"),
+    "train/draft_loss": ("nats", "cross-entropy of the draft on the tokens that the policy wrote"),
     "train/loss": ("nats", "value of the surrogate; not a headline: it may be 0 while the policy learns"),
     "train/entropy": ("nats", "mean entropy of the policy at the tokens it wrote"),
     "train/kl_to_start": ("nats", "estimated KL of the policy to the weights the run started from"),
@@ -81,6 +84,12 @@ def from_groups(finished: Iterable[GroupFinished]) -> dict[str, float]:
     return row
 
 
+def from_guesses(told: list[Speculated]) -> dict[str, float]:
+    """Speculative decoding in one step of the loop; nothing where nothing was guessed."""
+    rounds, proposed, accepted = (sum(getattr(e, name) for e in told) for name in ("rounds", "proposed", "accepted"))
+    return {"generate/guess_acceptance": accepted / proposed, "generate/tokens_per_round": 1 + accepted / rounds} if proposed else {}
+
+
 def from_taken(taken: GroupsTaken) -> dict[str, float]:
     """How old the consumed groups were. lag = version trained - version at admission."""
     lags = [taken.version - group.born for group in taken.groups]
@@ -99,12 +108,15 @@ class StepMetrics:
     def __init__(self, *writers: Callable[[int, dict[str, float]], None]) -> None:
         self.writers = writers
         self._finished: list[GroupFinished] = []
+        self._guesses: list[Speculated] = []
         self._row: dict[str, float] = {}
 
     def read(self, event: Event) -> None:
         match event:
             case GroupFinished():
                 self._finished.append(event)
+            case Speculated():
+                self._guesses.append(event)
             case GroupsTaken():
                 self._row |= from_taken(event)
             case Synced():
@@ -113,12 +125,12 @@ class StepMetrics:
                 self._write(event.step, {"eval/score": event.score, "eval/low": event.low, "eval/high": event.high})
             case StepDone():
                 self._write(event.step, self._complete(event))
-                self._finished, self._row = [], {}
+                self._finished, self._guesses, self._row = [], [], {}
             case Resumed():
-                self._finished, self._row = [], {}
+                self._finished, self._guesses, self._row = [], [], {}
 
     def _complete(self, done: StepDone) -> dict[str, float]:
-        row = from_groups(self._finished) | self._row | done.metrics
+        row = from_groups(self._finished) | from_guesses(self._guesses) | self._row | done.metrics
         row |= {f"time/{phase}": seconds for phase, seconds in done.seconds.items()}
         row |= {f"ledger/{name}": count for name, count in done.ledger.items()}
         if "generate/tokens" in row and done.seconds.get("step"):

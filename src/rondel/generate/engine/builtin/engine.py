@@ -20,11 +20,12 @@ from rondel.generate.engine.builtin.pages import Pages
 from rondel.generate.engine.builtin.request import Heard, Live
 from rondel.generate.engine.builtin.runner import Runner
 from rondel.generate.engine.builtin.scheduler import Scheduler
+from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.generate.engine.builtin.text import open_reader, split_stops
 from rondel.models import linear, names
 from rondel.models.load import Loaded
 from rondel.words.errors import EngineError, LawError, StalledError, SyncError, UserError
-from rondel.words.events import Generating, Warned, emit
+from rondel.words.events import Generating, Speculated, Warned, emit
 from rondel.words.protocols import Interrupt, Tags
 from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Manifest, Message, Request, Route, Scored
 
@@ -44,11 +45,15 @@ class BuiltinEngine:
         prefill_tokens: int = 2048,
         version: int = 0,
         routes: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         self.loaded, self._run = loaded, run
         self.pages = Pages(kv_pages)
         self.scheduler = Scheduler(self.pages, max_running=max_running, prefill_tokens=prefill_tokens)
-        self.runner = Runner(loaded, self.pages, max_running, records=routes)
+        self.speculation = speculation
+        if speculation is not None:
+            speculation.open(loaded, kv_pages)
+        self.runner = Runner(loaded, self.pages, max_running, records=routes, draft=speculation.draft if speculation else None)
         self.grammars = Grammars(loaded)
         self.version = version
         self.bytes_copied = 0
@@ -189,6 +194,8 @@ class BuiltinEngine:
             self.seconds += time.perf_counter() - began
             self._pump = None
             self._let_go()
+            if self.speculation is not None and (told := self.speculation.untold())[0]:
+                emit(Speculated(*told))
 
     async def _step(self) -> int:
         """-> how many tokens were drawn."""
@@ -198,10 +205,17 @@ class BuiltinEngine:
                 f"a step without tokens: {len(self.scheduler.running)} requests run, {len(self.scheduler.waiting)} wait, "
                 f"{self.pages.free} pages are free"
             )
+        if self.speculation is not None:
+            self.speculation.propose(plan, self.scheduler)
+        began = time.perf_counter()
         drawn = await self._run(self.runner.step, plan)
+        if self.speculation is not None:
+            self.speculation.note(plan, drawn, time.perf_counter() - began)
         self.scheduler.computed(plan)
         for live, token, logprob in drawn:
-            self._deliver(live, token, logprob)
+            if live.row >= 0:  # else a token before this one ended it: the rest of its round was never written
+                self._deliver(live, token, logprob)
+        self.scheduler.roll_back(plan)
         self._let_go()
         self.scheduler.check()
         return len(drawn)
@@ -219,9 +233,7 @@ class BuiltinEngine:
             self.scheduler.release(live, self.version)
             return live.finish(live.fault)
         live.first = live.first or time.perf_counter()
-        live.tokens.append(token)
-        live.logprobs.append(logprob)
-        live.versions.append(self.version)
+        live.add(token, logprob, self.version)
         reason = live.done()
         if live.heard is not None:
             top = live.channels.top_logprobs if live.channels is not None else None
@@ -346,6 +358,8 @@ class BuiltinEngine:
         if "kv_cache" in tags:
             self.scheduler.drop_cache()
             self.pages.release_memory()
+            if self.speculation is not None and self.speculation.draft is not None:
+                self.speculation.draft.release_memory()
         self._asleep.update(tags)
 
     async def wake(self, tags: Tags) -> None:
@@ -423,6 +437,8 @@ class BuiltinEngine:
         linear.weights_changed()
         self.version = commit.version
         self.scheduler.new_version(self.version)
+        if self.speculation is not None and self.speculation.draft is not None:
+            self.speculation.draft.forget()  # it learns with the policy
         self._update, self._broken = None, ""
         self._wake_pump()
 

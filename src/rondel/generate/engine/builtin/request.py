@@ -15,6 +15,7 @@ from rondel.words.types import Completion, FinishReason, Request
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.channels import Channels
     from rondel.generate.engine.builtin.grammar import Constraint
+    from rondel.generate.engine.builtin.speculative import Grams
     from rondel.generate.engine.builtin.text import Reader
 
 Heard = Callable[[int, float, int, list[tuple[int, float]] | None], None]  # (token, logprob, version, the likeliest if they are wanted)
@@ -23,8 +24,10 @@ Heard = Callable[[int, float, int, list[tuple[int, float]] | None], None]  # (to
 @dataclass(slots=True, eq=False)
 class Live:
     """
-    tokens    prompt ............ written ......
-    pages     |<- shared: tree ->|<- private ->|      len(pages) = computed: tokens whose keys and values exist
+    tokens    prompt ............ written ...... | guess ..
+    pages     |<- shared: tree ->|<- private ->| | ahead ..|      len(pages) = computed: tokens whose keys and values exist
+
+    Guesses and their pages live for one step: what the model would have drawn becomes tokens and pages, the rest is given back.
     """
 
     request: Request
@@ -32,6 +35,8 @@ class Live:
     tokens: list[int]
     prompt: int  # len of the given tokens
     pages: list[int] = field(default_factory=list)
+    guess: list[int] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
     shared: int = 0
     node: Node | None = None
     root: Root | None = None  # the namespace its pages were computed under; None once they mix versions
@@ -46,6 +51,7 @@ class Live:
     said: str | None = None  # its text up to the stop string that ended it
     constraint: Constraint | None = None
     channels: Channels | None = None
+    grams: Grams | None = None  # where its runs of tokens occurred before, for guesses
     fault: Exception | None = None  # why its newest token is worth nothing
     heard: Heard | None = None
     arrived: float = field(default_factory=time.perf_counter)
@@ -73,6 +79,14 @@ class Live:
     def drawn(self) -> int:
         """The counter of its next token's noise: tokens that this sample drew before, continued ones included."""
         return self.request.continuation + self.written
+
+    def add(self, token: int, logprob: float, version: int) -> None:
+        """The next drawn token. Behind another one of the same step it says that the guess before it was right: its page stays."""
+        if self.pending:
+            self.pages.append(self.ahead.pop(0))
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
 
     def keep_routes(self, pool: np.ndarray | None) -> None:
         """Copy the routes of its tokens out of the pages, before they go."""

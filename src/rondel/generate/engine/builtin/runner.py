@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,10 +15,14 @@ from rondel.generate.engine.builtin.request import Live
 from rondel.generate.engine.builtin.sampler import choose, uniform, weights
 from rondel.generate.engine.builtin.scheduler import Plan
 from rondel.generate.engine.builtin.shaping import shape
+from rondel.generate.engine.builtin.speculative import agreeing
 from rondel.models.attention import Chunk, Decoding, PagedLayout
 from rondel.models.head import chosen
 from rondel.models.load import Loaded
 from rondel.models.tape import Tape
+
+if TYPE_CHECKING:
+    from rondel.generate.engine.builtin.draft import Draft
 
 SHARE = 0.7  # of the keys that whole contexts would read; beyond it the bookkeeping of families costs more than it saves
 ROWS = 512  # logits are made for at most so many rows at once
@@ -25,25 +31,26 @@ ROWS = 512  # logits are made for at most so many rows at once
 class Runner:
     """table [rows, width]: the pages of every running request, one line each, so that a step gathers instead of rebuilding."""
 
-    def __init__(self, loaded: Loaded, pages: Pages, rows: int, *, records: bool = False) -> None:
-        self.records = records
+    def __init__(self, loaded: Loaded, pages: Pages, rows: int, *, records: bool = False, draft: Draft | None = None) -> None:
+        self.records, self.draft = records, draft
         self.loaded, self.pages, self.device = loaded, pages, loaded.device
         self.table = torch.zeros(rows, 256, dtype=torch.int64)
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> list[tuple[Live, int, float]]:
-        """Compute the plan. -> (request, token, logprob) for those whose prompt is complete or that decode."""
+        """Compute the plan. -> (request, token, logprob) for those whose prompt is complete or that decode, in order of their tokens."""
+        if self.draft is not None:
+            self.draft.propose(self, plan)
         hidden, last = self._forward(plan)
-        sampled = [live for live, _ in last]
-        rows = torch.tensor([row for _, row in last], device=self.device)
         out: list[tuple[Live, int, float]] = []
-        for first in range(0, len(sampled), ROWS):
-            part = sampled[first : first + ROWS]
-            out += self._draw(part, self.loaded.head.logits(hidden.index_select(0, rows[first : first + ROWS])))
+        for part in _parts(last):
+            rows = torch.tensor([first + i for live, first in part for i in range(1 + len(live.guess))], device=self.device)
+            out += self._draw([live for live, _ in part], self.loaded.head.logits(hidden.index_select(0, rows)))
         return out
 
-    def _draw(self, part: list[Live], logits: Tensor) -> Iterable[tuple[Live, int, float]]:
-        """A token for every row of logits [B, V], which are overwritten; raw logprobs are taken before."""
+    def _draw(self, lives: list[Live], logits: Tensor) -> Iterable[tuple[Live, int, float]]:
+        """Tokens from rows of logits [B, V], one for each request and each of its guesses; they are overwritten, raw logprobs taken before."""
+        part = [live for live in lives for _ in range(1 + len(live.guess))]
         samplings = [live.request.sampling for live in part]
         heard = [(row, live.channels) for row, live in enumerate(part) if live.channels is not None and live.channels.reads_raw]
         raw = logits[[row for row, _ in heard]].log_softmax(-1) if heard else None
@@ -52,17 +59,19 @@ class Runner:
         plain = [row for row, s in enumerate(samplings) if not (s.shaped or s.truncated)] if self.loaded.aligned else []
         exact = logits[plain]
         p = weights(logits, samplings)
-        tokens, logprobs = choose(p, samplings, [uniform(live.request.key, live.drawn) for live in part])
-        for row, logprob in zip(
-            plain, self._as_trained(exact, [samplings[row].temperature or 1.0 for row in plain], [tokens[row] for row in plain])
-        ):
-            logprobs[row] = logprob
+        noise = [uniform(live.request.key, live.drawn + i) for live in lives for i in range(1 + len(live.guess))]
+        tokens, logprobs = choose(p, samplings, noise)
         if raw is not None:
             note_raw(raw, [tokens[row] for row, _ in heard], [channels for _, channels in heard])
         for row, live in enumerate(part):
             if live.channels is not None:
                 self._note_rest(live, live.channels, p[row])
-        return zip(part, tokens, logprobs)
+        if self.draft is not None:
+            tokens, logprobs = self.draft.judge(lives, p, tokens, logprobs)
+        as_trained = self._as_trained(exact, [samplings[row].temperature or 1.0 for row in plain], [tokens[row] for row in plain])
+        for row, logprob in zip(plain, as_trained):
+            logprobs[row] = logprob
+        return _kept(lives, tokens, logprobs)
 
     def _as_trained(self, logits: Tensor, temperatures: list[float], tokens: list[int]) -> list[float]:
         """Logprobs by the trainer's own formula, for aligned numerics."""
@@ -96,59 +105,56 @@ class Runner:
         return out
 
     def _forward(self, plan: Plan) -> tuple[Tensor, list[tuple[Live, int]]]:
-        """Hidden states of the step's new tokens, and the rows from which a token is drawn."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        write: list[int] = []
-        last: list[tuple[Live, int]] = []
-        chunks: list[Chunk] = []
-        for live, n in plan.chunks:
-            if n == 1:
-                continue
-            first = live.computed - n
-            self._note(live)
-            chunks.append(Chunk(len(tokens), n, torch.tensor(live.pages, device=self.device)))
-            tokens += live.tokens[first : live.computed]
-            positions += range(first, live.computed)
-            write += live.pages[first:]
-            if live.pending == 0:
-                last.append((live, len(tokens) - 1))
-        single = [live for live, n in plan.chunks if n == 1] + plan.decoding  # siblings that find their prompt cached feed one token too
-        for live in single:
-            self._note(live)
-            if live.pending == 0:
-                last.append((live, len(tokens)))
-            tokens.append(live.tokens[live.computed - 1])
-            positions.append(live.computed - 1)
-            write.append(live.pages[-1])
-        ids, at, where = (torch.tensor(x, device=self.device) for x in (tokens, positions, write))
-        layout = PagedLayout(self.pages.keys, self.pages.values, where, chunks, self._decoding(single) if single else None)
+        """Hidden states of the step's new tokens, and the first of the rows from which a request's tokens are drawn: 1 + its guesses."""
+        chunks = [Feed(live, live.computed - n, n) for live, n in plan.chunks if n > 1]
+        single = [Feed(live, live.computed - 1, 1) for live, n in plan.chunks if n == 1]  # siblings that find their prompt cached
+        single += [Feed(live, live.computed - 1, 1 + len(live.guess)) for live in plan.decoding]
+        ids, at, layout, ends = self.lay(chunks, single, self.pages.keys, self.pages.values)
+        last = [(f.live, end - len(f.live.guess) - 1) for f, end in zip([*chunks, *single], ends) if f.live.pending == 0]
         if not self.records:
             return self.loaded.hidden(ids, at, layout), last
         tape = Tape(self.loaded.routers)
         hidden = self.loaded.hidden(ids, at, layout, tape)
-        self.pages.note_routes(where, tape.recorded)
+        self.pages.note_routes(layout.write, tape.recorded)
         return hidden, last
 
-    def _decoding(self, lives: list[Live]) -> Decoding:
-        """Whole contexts, or families over what they share where that reads less than SHARE of them."""
-        rows, total = torch.tensor([live.row for live in lives]), torch.tensor([live.computed for live in lives])
-        families: dict[object, list[int]] = {}
-        for at, live in enumerate(lives):
-            families.setdefault((id(live.node), live.shared) if live.shared else at, []).append(at)
-        members = max(map(len, families.values()))
-        shared = torch.tensor([lives[family[0]].shared for family in families.values()])
-        above = torch.tensor([live.shared for live in lives])
-        read = int(shared.max()) * len(families) + int((total - above).max()) * len(lives)
-        if self.loaded.aligned or read > SHARE * int(total.max()) * len(lives) or members * len(families) > 2 * len(lives):
-            return Decoding(*(x.to(self.device) for x in (self._slots(rows, torch.zeros_like(total), total), total)))
-        grid = torch.zeros(len(families), members, dtype=torch.int64)
-        place = torch.empty(len(lives), dtype=torch.int64)
-        for f, family in enumerate(families.values()):
-            grid[f, : len(family)] = torch.tensor(family)
-            place[family] = torch.arange(f * members, f * members + len(family))
-        prefix = self._slots(rows[grid[:, 0]], torch.zeros_like(shared), shared)
-        parts = (self._slots(rows, above, total - above), total - above, prefix, shared, grid, place)
+    def lay(self, chunks: list[Feed], single: list[Feed], keys: Layers, values: Layers) -> tuple[Tensor, Tensor, PagedLayout, list[int]]:
+        """Packed tokens, their positions, who sees whom, and where each feed ends. The tokens of `single` feeds look back row by row."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        write: list[int] = []
+        ends: list[int] = []
+        laid: list[Chunk] = []
+        for feed in [*chunks, *single]:
+            live, first, end = feed.live, feed.first, feed.first + feed.n
+            self._note(live)
+            if len(laid) < len(chunks):
+                laid.append(Chunk(len(tokens), feed.n, torch.tensor(_cut(live.pages, live.ahead, 0, end), device=self.device)))
+            tokens += _cut(live.tokens, live.guess, first, end)
+            positions += range(first, end)
+            write += _cut(live.pages, live.ahead, first, end)
+            ends.append(len(tokens))
+        ids, at, where = (torch.tensor(x, device=self.device) for x in (tokens, positions, write))
+        return ids, at, PagedLayout(keys, values, where, laid, self._decoding(single) if single else None), ends
+
+    def _decoding(self, feeds: list[Feed]) -> Decoding:
+        """Whole contexts, or families over what they share where that reads less than SHARE of them.
+
+        Siblings share their prompt; the rows of one request that guesses share all that was there before.
+        """
+        rows = [(feed, feed.first + i + 1) for feed in feeds for i in range(feed.n)]
+        lines, total = torch.tensor([feed.live.row for feed, _ in rows]), torch.tensor([n for _, n in rows])
+        shares = [feed.live.shared if feed.first >= feed.live.shared else 0 for feed, _ in rows]  # a draft may be behind its prompt
+        siblings = [((id(feed.live.node), n) if n else at, n) for at, ((feed, _), n) in enumerate(zip(rows, shares))]
+        best = _Families.of(siblings, total)
+        if len(rows) > len(feeds):
+            own = _Families.of([(id(feed), feed.first) for feed, _ in rows], total)
+            best = min((best, own), key=lambda families: families.cost)
+        if self.loaded.aligned or best.cost > SHARE * int(total.max()) * len(rows):
+            return Decoding(*(x.to(self.device) for x in (self._slots(lines, torch.zeros_like(total), total), total)))
+        grid, place = best.grid()
+        prefix = self._slots(lines[grid[:, 0]], torch.zeros_like(best.shared), best.shared)
+        parts = (self._slots(lines, best.above, total - best.above), total - best.above, prefix, best.shared, grid, place)
         return Decoding(*(x.to(self.device) for x in parts))
 
     def _slots(self, rows: Tensor, first: Tensor, count: Tensor) -> Tensor:
@@ -159,7 +165,78 @@ class Runner:
 
     def _note(self, live: Live) -> None:
         """Write the pages that are not yet in the request's line."""
-        while live.computed > self.table.shape[1]:
+        upto = live.computed + len(live.ahead)
+        while upto > self.table.shape[1]:
             self.table = torch.cat([self.table, torch.zeros_like(self.table)], 1)
-        self.table.numpy()[live.row, live.noted : live.computed] = live.pages[live.noted :]
-        live.noted = live.computed
+        self.table.numpy()[live.row, live.noted : upto] = _cut(live.pages, live.ahead, live.noted, upto)
+        live.noted = upto
+
+
+@dataclass(slots=True, eq=False)
+class Feed:
+    """Tokens [first, first + n) of what a request has and guesses, on their way through a model."""
+
+    live: Live
+    first: int
+    n: int
+
+
+def _parts(last: list[tuple[Live, int]]) -> Iterator[list[tuple[Live, int]]]:
+    """Requests whose rows together are at most ROWS: a request's own stay together."""
+    part: list[tuple[Live, int]] = []
+    rows = 0
+    for live, first in last:
+        rows += 1 + len(live.guess)
+        if part and rows > ROWS:
+            yield part
+            part, rows = [], 1 + len(live.guess)
+        part.append((live, first))
+    if part:
+        yield part
+
+
+def _kept(lives: list[Live], tokens: list[int], logprobs: list[float]) -> Iterator[tuple[Live, int, float]]:
+    """Of each request's rows those up to the first whose token is not the guess, that one included: the rows after it saw a wrong token."""
+    at = 0
+    for live in lives:
+        n = 1 + agreeing(tokens[at : at + len(live.guess)], live.guess)
+        for row in range(at, at + n):
+            yield live, tokens[row], logprobs[row]
+        at += 1 + len(live.guess)
+
+
+def _cut(known: list[int], more: list[int], first: int, end: int) -> list[int]:
+    """[first, end) of the two lists behind one another."""
+    n = len(known)
+    return known[first:end] if end <= n else known[first:] + more[max(0, first - n) : end - n]
+
+
+@dataclass(slots=True)
+class _Families:
+    """Rows by what they share. `cost` is how many keys are read, infinite where the grid would be mostly padding."""
+
+    members: list[list[int]]
+    shared: Tensor  # [F]
+    above: Tensor  # [B] the same, row by row
+    cost: float
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[object, int]], total: Tensor) -> _Families:
+        """(whose family, how many tokens it shares) of each row, and its tokens in all [B]."""
+        families: dict[object, list[int]] = {}
+        for at, (name, _) in enumerate(rows):
+            families.setdefault(name, []).append(at)
+        members = list(families.values())
+        shared, above = torch.tensor([rows[family[0]][1] for family in members]), torch.tensor([n for _, n in rows])
+        cost = int(shared.max()) * len(members) + int((total - above).max()) * len(rows)
+        padded = max(map(len, members)) * len(members) > 2 * len(rows)
+        return cls(members, shared, above, float("inf") if padded else cost)
+
+    def grid(self) -> tuple[Tensor, Tensor]:
+        """[F,S] rows of the members, padded with row 0, and [B] where each row stands in it, counted flat."""
+        widest = max(map(len, self.members))
+        grid, place = torch.zeros(len(self.members), widest, dtype=torch.int64), torch.empty(len(self.above), dtype=torch.int64)
+        for f, family in enumerate(self.members):
+            grid[f, : len(family)] = torch.tensor(family)
+            place[family] = torch.arange(f * widest, f * widest + len(family))
+        return grid, place

@@ -22,9 +22,9 @@ BLOCK = 256
 LIKELY = 1024  # top-p sorts so many of a row first, and the whole row only where they do not suffice
 
 
-def uniform(key: int, t: int) -> float:
-    """The t-th uniform of a sample, in [0, 1) with 53 bits."""
-    return (int(np.random.Philox(key=key, counter=t).random_raw()) >> 11) * 2.0**-53
+def uniform(key: int, t: int, word: int = 0) -> float:
+    """The t-th uniform of a sample, in [0, 1) with 53 bits. `word` 1 to 3 are others of the same block, for guesses (draft.py)."""
+    return (int(np.random.Philox(key=key, counter=t).random_raw(word + 1)[word]) >> 11) * 2.0**-53
 
 
 def weights(logits: Tensor, samplings: list[Sampling]) -> Tensor:

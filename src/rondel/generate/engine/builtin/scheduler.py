@@ -20,14 +20,14 @@ AHEAD = 16  # decode tokens for which room is wanted before another prompt is ad
 
 @dataclass(slots=True)
 class Plan:
-    """One engine step: chunks are (request, how many of its tokens), decoding requests take one token each."""
+    """One engine step: chunks are (request, how many of its tokens), decoding requests take one token each, and their guesses."""
 
     chunks: list[tuple[Live, int]]
     decoding: list[Live]
 
     @property
     def tokens(self) -> int:
-        return sum(n for _, n in self.chunks) + len(self.decoding)
+        return sum(n for _, n in self.chunks) + sum(1 + len(live.ahead) for live in self.decoding)
 
 
 class Scheduler:
@@ -122,6 +122,11 @@ class Scheduler:
         live.pages += self.pages.take(n)
         return True
 
+    def reserve_ahead(self, live: Live, n: int) -> int:
+        """Pages for guesses: only free ones, nobody is evicted or retracted for a guess. -> how many there are."""
+        live.ahead = self.pages.take(min(n, self.pages.free))
+        return len(live.ahead)
+
     # -- after the step --------------------------------------------------------------------------
 
     def computed(self, plan: Plan) -> None:
@@ -130,7 +135,17 @@ class Scheduler:
             self.prefilled += n
             if live.computed >= live.prompt:
                 self._store(live, live.prompt)
-        self.decoded += len(plan.decoding)
+        self.decoded += sum(1 + len(live.ahead) for live in plan.decoding)
+
+    def roll_back(self, plan: Plan) -> None:
+        """After delivery: the pages of guesses that did not come true are free again."""
+        for live in plan.decoding:
+            self._give_ahead(live)
+
+    def _give_ahead(self, live: Live) -> None:
+        self.pages.give(live.ahead)
+        live.guess, live.ahead = [], []
+        live.noted = min(live.noted, live.computed)  # its line in the page table ends where its tokens do
 
     def _store(self, live: Live, upto: int) -> None:
         """Give the pages of the first `upto` tokens to the tree, unless they mix versions."""
@@ -163,6 +178,7 @@ class Scheduler:
 
     def _drop_pages(self, live: Live) -> None:
         live.keep_routes(self.pages.routes)
+        self._give_ahead(live)
         self.pages.give(live.pages[live.shared :])
         self.tree.unlock(live.node)
         self._rows.append(live.row)
@@ -184,7 +200,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Law 7: free + cached + private = all pages; a path is locked only for a running request."""
-        private = sum(live.computed - live.shared for live in self.running)
+        private = sum(live.computed - live.shared + len(live.ahead) for live in self.running)
         if self.pages.free + self.tree.cached + private != self.pages.count:
             raise LawError(
                 f"pages do not add up (law 7): {self.pages.free} free + {self.tree.cached} cached + {private} private != {self.pages.count}"

@@ -56,6 +56,12 @@ class Metrics:
         for kind, n in (("prefilled", s.prefilled), ("decoded", s.decoded), ("reused", s.reused)):
             work.add_metric([kind], n)
         yield work
+        if (guesses := engine.speculation) is not None:
+            tried = CounterMetricFamily("rondel_guesses", "Tokens guessed ahead, and those of them that stayed", labels=["kind"])
+            for kind, n in (("proposed", guesses.proposed), ("accepted", guesses.accepted)):
+                tried.add_metric([kind], n)
+            yield tried
+            yield CounterMetricFamily("rondel_guess_rounds", "Steps of an answer in which something was guessed", guesses.rounds)
         yield CounterMetricFamily("rondel_retracted", "Requests put back to make room", s.retracted)
 
     def page(self) -> bytes:

@@ -1,0 +1,220 @@
+"""Speculative decoding: cheap guesses at the next tokens, all looked at in one pass of the model, and only what it would have drawn stays.
+
+    tokens   ... written | newest | guess guess guess        1 + k new tokens, logits at each of them
+    drawn                | yes    | yes   no                 two guesses agree: three tokens in one step, the third guess is dropped
+
+lookup   what followed the longest earlier occurrence of the newest tokens (arXiv:2304.04487; no model, nothing to train). Such a guess is
+         certain of itself, so accepting it with min(1, p/q) = p(x) is the same as drawing from p and looking whether x came out: the
+         tokens are those of plain decoding, noise included.
+draft    a smaller model draws x from q; x stays with probability min(1, p(x)/q(x)), else the token is drawn from what p has more than q:
+         (p - q)+ normalised (arXiv:2211.17192, arXiv:2302.01318). The tokens are others, their distribution is p exactly.
+
+The stored logprob is always log p (law 4). V vocabulary · R rows · k guesses of one round
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rondel.generate.engine.builtin.draft import Draft
+    from rondel.generate.engine.builtin.request import Live
+    from rondel.generate.engine.builtin.scheduler import Plan, Scheduler
+    from rondel.models.load import Loaded
+
+LONGEST, SHORTEST = 4, 2  # tokens that must have occurred before
+MEMORY = 0.99  # what a step's measurement keeps of its weight one step later
+PROBE = 32  # steps after which the other choice is tried once
+
+
+# -- guesses without a model ---------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Grams:
+    """Where each run of 2 to 4 tokens was last followed by something: {(a, b): place of what followed}.
+
+    Runs that end with the newest token are not in it yet, so a look-up finds an earlier occurrence.
+    """
+
+    follows: dict[tuple[int, ...], int] = field(default_factory=dict)
+    read: int = 1  # tokens whose predecessors are in it
+
+    def guess(self, tokens: list[int], k: int) -> list[int]:
+        """k tokens, or none. Only tokens that are new since the last call are read.
+
+        >>> Grams().guess([7, 8, 9, 5, 7, 8], 3)
+        [9, 5, 7]
+        """
+        for at in range(self.read, len(tokens)):
+            for n in range(SHORTEST, min(LONGEST, at) + 1):
+                self.follows[tuple(tokens[at - n : at])] = at
+        self.read = max(self.read, len(tokens))
+        for n in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
+            at = self.follows.get(tuple(tokens[-n:]), 0)
+            if at:
+                break
+        else:
+            return []
+        out = tokens[at : at + k]
+        while len(out) < k:  # the occurrences overlap: a period goes on
+            out.append(out[len(out) - (len(tokens) - at)])
+        return out
+
+
+# -- which guesses stay --------------------------------------------------------------------------
+
+
+def agreeing(drawn: Sequence[int], guess: Sequence[int]) -> int:
+    """How many guesses are what was drawn in their place, up to the first that is not."""
+    return next((i for i, (a, b) in enumerate(zip(drawn, guess)) if a != b), len(guess))
+
+
+def accepts(p: Tensor, q: Tensor, guess: Tensor, coin: Tensor) -> Tensor:
+    """coin < min(1, p(x) / q(x)), row by row. p, q [R, V] weights, not normalised; guess, coin [R] -> [R] bool."""
+    mine, theirs = (
+        w.gather(1, guess[:, None])[:, 0].double() / w.sum(-1, dtype=torch.float64) for w in (p, q)
+    )  # fmt: skip
+    return coin * theirs < mine
+
+
+def leftover(p: Tensor, q: Tensor) -> Tensor:
+    """(p - q)+ of normalised weights, what a rejected row draws from. [R, V], [R, V] -> [R, V] double.
+
+    Where rounding leaves nothing, p and q are the same and it is p.
+    """
+    p, q = (w.double() / w.sum(-1, keepdim=True, dtype=torch.float64) for w in (p, q))
+    rest = (p - q).clamp_min_(0)
+    return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
+
+
+def expected(alpha: float, k: int) -> float:
+    """Mean tokens of a round of k guesses, each accepted with probability alpha: 1 + alpha + ... + alpha^k."""
+    return float(k + 1) if alpha >= 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
+
+
+# -- whether it pays -----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Pays:
+    """How many guesses are worth their time: the k that maximises tokens a second, 0 where plain decoding is faster.
+
+    tokens of a step    running + guessing · (expected(alpha, k) - 1)
+    seconds of a step   a + b · (running + guessing · k) + c · k        a, b by least squares, c of the draft; old steps fade
+
+    Every PROBE steps the other choice is made once: otherwise neither a, b nor alpha could be known again.
+    Example: Pays(4).choose(running=1, guessing=1) -> 4, before anything was measured.
+    """
+
+    k: int  # the most
+    alpha: float = 0.7  # share of the looked-at guesses that stay
+    a: float = 1.0
+    b: float = 0.0  # until two kinds of steps were seen, more tokens cost nothing: it tries
+    c: float = 0.0
+    steps: int = 0
+    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # of 1, x, y, x², xy
+
+    def choose(self, running: int, guessing: int) -> int:
+        """Asked once a step that could guess; `guessing` of the `running` requests have something to try."""
+        self.steps += 1
+        best = max(range(self.k + 1), key=lambda k: (self._rate(k, running, guessing), -k))
+        if self.steps % PROBE == 0:
+            return 0 if best else max(1, self.k // 2)
+        return best
+
+    def _rate(self, k: int, running: int, guessing: int) -> float:
+        tokens = running + guessing * (expected(self.alpha, k) - 1)
+        return tokens / (self.a + self.b * (running + guessing * k) + self.c * k)
+
+    def timed(self, tokens: int, seconds: float, *, k: int = 0, draft: float = 0.0) -> None:
+        """A step that only decoded fed so many tokens; `draft` seconds of it were spent on guessing k deep."""
+        for i, value in enumerate((1.0, tokens, seconds - draft, tokens * tokens, tokens * (seconds - draft))):
+            self._sums[i] = MEMORY * self._sums[i] + value
+        n, x, y, xx, xy = self._sums
+        spread = xx / n - (x / n) ** 2
+        if spread > 0.05:
+            self.b = max(0.0, (xy / n - x / n * y / n) / spread)
+        self.a = max(1e-9, y / n - self.b * x / n)
+        if k:
+            self.c += (draft / k - self.c) * (0.2 if self.c else 1.0)
+
+    def judged(self, looked_at: int, accepted: int) -> None:
+        """Guesses up to and with the first rejected one were looked at."""
+        if looked_at:
+            self.alpha += (1 - 0.95**looked_at) * (accepted / looked_at - self.alpha)
+
+
+# -- of one engine -------------------------------------------------------------------------------
+
+
+class Speculation:
+    """Guesses for the requests of a step, and what became of them. Without a draft they come from the request's own tokens."""
+
+    def __init__(self, k: int, draft: Draft | None = None, *, always: bool = False) -> None:
+        """`always` guesses whether it pays or not: for tests and measurements."""
+        self.pays, self.draft, self.always = Pays(k), draft, always
+        self.rounds = self.proposed = self.accepted = 0  # counters
+        self.told = (0, 0, 0)  # as an event last told them
+
+    def open(self, loaded: Loaded, pages: int) -> None:
+        """For the engine of this model."""
+        if self.draft is not None:
+            self.draft.open(loaded, pages)
+
+    def propose(self, plan: Plan, scheduler: Scheduler) -> None:
+        """Reserve pages for guesses where there is room for nothing more urgent; look-ups are made here, a draft's guesses on its device."""
+        guesses: list[tuple[Live, int, list[int]]] = []
+        for live in plan.decoding:
+            most = min(self.pays.k, live.request.sampling.max_tokens - live.written - 1)  # the last token of a round is never a guess
+            if most < 1 or not speculates(live):
+                continue
+            if self.draft is not None:
+                guesses.append((live, most, []))
+                continue
+            live.grams = live.grams or Grams()
+            if guess := live.grams.guess(live.tokens, most):
+                guesses.append((live, most, guess))
+        if not guesses:
+            return
+        k = self.pays.k if self.always else self.pays.choose(len(plan.decoding), len(guesses))
+        for live, most, guess in guesses:
+            n = scheduler.reserve_ahead(live, min(k, most))
+            live.guess = guess[:n]
+
+    def note(self, plan: Plan, drawn: list[tuple[Live, int, float]], seconds: float) -> None:
+        """What the step brought, before it is delivered."""
+        came: dict[Live, int] = {}
+        for live, _, _ in drawn:
+            came[live] = came.get(live, 0) + 1
+        guessed = [live for live in plan.decoding if live.guess]
+        for live in guessed:
+            n = came[live] - 1
+            self.rounds += 1
+            self.proposed += len(live.guess)
+            self.accepted += n
+            self.pays.judged(min(n + 1, len(live.guess)), n)
+        if not plan.chunks:
+            deepest = max((len(live.guess) for live in guessed), default=0)
+            self.pays.timed(
+                plan.tokens, seconds, k=deepest if self.draft else 0, draft=self.draft.seconds if self.draft and guessed else 0.0
+            )
+
+    def untold(self) -> tuple[int, int, int]:
+        """(rounds, proposed, accepted) since it was last asked."""
+        now = (self.rounds, self.proposed, self.accepted)
+        rounds, proposed, accepted = (a - b for a, b in zip(now, self.told))
+        self.told = now
+        return rounds, proposed, accepted
+
+
+def speculates(live: Live) -> bool:
+    """Whether its next tokens depend on nothing but logits, temperature and truncation, and only they are wanted."""
+    s = live.request.sampling
+    shaped = s.penalised or bool(s.logit_bias) or s.grammar is not None or live.written < s.min_tokens
+    return not shaped and live.channels is None
