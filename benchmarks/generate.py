@@ -24,6 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--numerics", default="fast", choices=["fast", "aligned"])
     parser.add_argument("--repeat", type=int, default=3, help="runs that count, after one that does not")
     parser.add_argument("--threads", type=int, default=0, help="0 is all cores")
     parser.add_argument("--json", action="store_true")
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     from vllm_generate import work
 
     from rondel.generate.engine.builtin.engine import BuiltinEngine
+    from rondel.models.aligned import align
     from rondel.models.load import load
     from rondel.runtime.devices import Device, keep_memory, pick_device
     from rondel.words.types import Request, Sampling, sample_key
@@ -41,6 +43,8 @@ def main(argv: list[str] | None = None) -> None:
     where = pick_device("auto")
     device = Device(where, a.threads or None)
     loaded = device.call(lambda: load(a.model, dtype=a.dtype, device=where))
+    if a.numerics == "aligned":
+        device.call(align, loaded)
     vocab = loaded.model.get_input_embeddings().weight.shape[0]
     dtype = str(loaded.dtype).removeprefix("torch.")
     engine = BuiltinEngine(loaded, run=device.run, kv_pages=65536, max_running=a.groups * a.group)
@@ -70,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
             shares.append(2 * (body * (prefilled + decoded) + head * tokens) / seconds / peak if peak else 0.0)
         prompts = sum(len(p) for p, _ in work(kind, a.groups, a.group, vocab, seed=a.repeat))
         row = {
-            "engine": "rondel", "kind": kind, "dtype": dtype, "groups": a.groups, "group": a.group, "tok_s": round(median(rates[1:]), 1),
+            "engine": "rondel", "kind": kind, "dtype": dtype, "numerics": a.numerics, "groups": a.groups, "group": a.group, "tok_s": round(median(rates[1:]), 1),
             "runs": [round(x, 1) for x in sorted(rates[1:])], "prompt_tokens": prompts, "prefilled": prefilled, "new_tokens": tokens,
             "share_of_gemm_peak": round(median(shares[1:]), 3), "gemm_peak_gflops": round(peak / 1e9, 1), "threads": device.threads,
         }  # fmt: skip

@@ -72,11 +72,75 @@ def test_a_prompt_that_is_cached_whole_feeds_its_last_token():
     idle(e)
 
 
-def test_oversubscribed_pages_change_no_token():
+def test_a_turn_prefills_what_came_since_the_last_one():
+    """The last token of an answer was drawn and never fed, so a turn costs the world's words and one."""
+    model, answer, words = tiny(), 9, [30, 7, 1, 12, 5]
+
+    async def conversation(e, seed):
+        history, cost, said = [], [], []
+        for turn, n in enumerate(words):
+            history += prompt(100 * seed + turn, n)
+            before = e.scheduler.prefilled
+            done = await e.generate(ask(history, key=turn, n=answer))
+            cost.append(e.scheduler.prefilled - before)
+            history += done.tokens
+            said.append(done.tokens)
+        return cost, said
+
+    async def main():
+        e = watched(engine(model))
+        first = await conversation(e, 1)
+        again = await conversation(e, 1)
+        other = await conversation(e, 2)
+        await new_weights(e, model, 1, change=0.1)
+        fresh = await conversation(e, 1)
+        idle(e)
+        return first, again, other, fresh
+
+    first, again, other, fresh = asyncio.run(main())
+    deltas = [words[0], *(n + 1 for n in words[1:])]
+    assert first[0] == other[0] == fresh[0] == deltas
+    assert again == ([1] * len(words), first[1])
+    assert fresh[1] == asyncio.run(conversation(engine(model), 1))[1] != first[1]
+
+
+def test_new_weights_between_two_turns_cost_the_whole_history():
+    model = tiny()
+
+    async def main():
+        e = watched(engine(model))
+        first = await e.generate(ask(prompt(1, 30), n=9))
+        history = prompt(1, 30) + first.tokens + prompt(2, 6)
+        await new_weights(e, model, 1, change=0.1)
+        before = e.scheduler.prefilled
+        second = await e.generate(ask(history, n=9))
+        idle(e)
+        return e.scheduler.prefilled - before, len(history), second.cached_tokens
+
+    cost, length, cached = asyncio.run(main())
+    assert (cost, cached) == (length, 0)
+
+
+def test_siblings_of_a_second_turn_prefill_their_own_deltas():
+    """G conversations over one prompt: the prompt once, then to each its answer's last token and what the world said to it."""
+    e, p, g = watched(engine(MODEL)), prompt(1, 40), 4
+
+    async def main():
+        firsts = await all_of(e, [ask(p, key=k, n=8) for k in range(g)])
+        before = e.scheduler.prefilled
+        await all_of(e, [ask(p + c.tokens + prompt(50 + k, 5 + k), key=10 + k, n=8) for k, c in enumerate(firsts)])
+        return before, e.scheduler.prefilled - before
+
+    assert asyncio.run(main()) == (len(p) + g - 1, sum(1 + 5 + k for k in range(g)))
+    idle(e)
+
+
+@pytest.mark.parametrize("max_running", [8, 32])
+def test_oversubscribed_pages_change_no_token(max_running):
     """Ten times more wanted than there is: requests are retracted and finish as if alone."""
-    requests = [ask(prompt(10 + i, 10 + i % 7), key=i, n=40) for i in range(30)]
+    requests = [ask(prompt(10 + i, 10 + i % 7), key=i, n=40, temperature=i % 2) for i in range(30)]
     free = asyncio.run(all_of(engine(MODEL), requests))
-    tight = watched(engine(MODEL, kv_pages=150))
+    tight = watched(engine(MODEL, kv_pages=150, max_running=max_running))
     assert sum(len(r.tokens) + 40 for r in requests) >= 10 * tight.pages.count
     done = asyncio.run(asyncio.wait_for(all_of(tight, requests), 60))
     assert tight.scheduler.retracted > 0 and tokens_of(done) == tokens_of(free)
@@ -100,11 +164,31 @@ def test_one_request_may_fill_the_whole_cache():
     idle(e)
 
 
-def test_three_hundred_requests_leak_no_page():
+@pytest.mark.parametrize("count", [320, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_many_requests_leak_no_page(count):
+    """All are there at once. At its first token every eleventh asks for its end, and the caller of every thirteenth goes away."""
     e = engine(MODEL, kv_pages=300, max_running=8)
-    requests = [ask(prompt(i % 40, 3 + i % 23), key=i, n=1 + i % 9) for i in range(320)]
-    done = asyncio.run(all_of(e, requests))
-    assert [len(c.tokens) for c in done] == [r.sampling.max_tokens for r in requests]
+    requests = [replace(ask(prompt(i % 40, 3 + i % 23), key=i, n=2 + i % 9), id=str(i)) for i in range(count)]
+    tasks, aborts = [], []
+
+    def heard(i):
+        if i % 11 == 0:
+            aborts.append(asyncio.ensure_future(e.abort(lambda request: request.id == str(i))))
+        elif i % 13 == 0:
+            tasks[i].cancel()
+
+    async def main():
+        tasks.extend(asyncio.create_task(e.generate(r, on_token=lambda *_, i=i: heard(i))) for i, r in enumerate(requests))
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    for i, c in enumerate(asyncio.run(main())):
+        if i % 13 == 0 and i % 11:
+            assert isinstance(c, asyncio.CancelledError)
+        elif i % 11 == 0:
+            assert c.finish_reason == "abort" or len(c.tokens) <= 2
+        else:
+            assert c.finish_reason == "length" and len(c.tokens) == requests[i].sampling.max_tokens
+    assert len(aborts) > count / 12
     idle(e)
     e.pages.give(e.scheduler.tree.evict(e.pages.count))
     assert e.pages.free == e.pages.count and len(e.scheduler._rows) == 8

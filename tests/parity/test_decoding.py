@@ -53,8 +53,8 @@ def laid_out(families: list[tuple[int, list[int]]], seed: int) -> tuple[Decoding
 @pytest.mark.parametrize("families", [[(5, [1, 4, 2])], [(9, [3, 3]), (4, [1]), (0, [6, 2]), (12, [1, 1, 1, 7])]])
 def test_families_equal_whole_contexts(window, softcap, families):
     whole, shared, q = laid_out(families, seed=7)
-    keys, values = torch.randn(2, PAGES, K, D, generator=torch.Generator().manual_seed(1))
-    keys[0] = values[0] = 1e4  # the scratch page, with which tables are padded, must never be read
+    keys, values = torch.randn(2, K, PAGES, D, generator=torch.Generator().manual_seed(1))
+    keys[:, 0] = values[:, 0] = 1e4  # the scratch page, with which tables are padded, must never be read
     how = {"scale": 0.3, "window": window, "softcap": softcap}
     exact, ours = whole.attend(q, keys, values, **how), shared.attend(q, keys, values, **how)
     assert ours.shape == (len(q), H, D) and (ours - exact).abs().max() <= 2e-6

@@ -4,46 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import re
-from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
-from engine_kit import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny
+from engine_kit import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt
+from families_kit import FAMILIES, REFUSED, measure, model, refusal
+from families_kit import row as line_of
+from transformers import AutoConfig
 
 from rondel.models.attention import PackedLayout, Segment
 from rondel.models.load import _max_context, load, refuse
 from rondel.words.errors import ModelError
 
-HEAD, EXPERTS = {"head_dim": 16}, {"num_experts_per_tok": 2}
-LATENT = dict(
-    num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1, moe_intermediate_size=32, first_k_dense_replace=1,
-    q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
-)  # fmt: skip
-FAMILIES = {
-    "llama": SIZE,
-    "qwen2": SIZE,
-    "qwen3": SIZE | HEAD,
-    "gemma2": SIZE
-    | HEAD
-    | {"sliding_window": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0, "query_pre_attn_scalar": 24},
-    "gemma3_text": SIZE | HEAD | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-    "mistral": SIZE | {"sliding_window": 8},
-    "phi3": SIZE | {"sliding_window": 8},
-    "olmo2": SIZE,
-    "granite": SIZE | {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
-    "gpt2": dict(n_embd=64, n_layer=2, n_head=4, n_positions=512),
-    "gpt_neox": {k: v for k, v in SIZE.items() if k != "num_key_value_heads"},
-    "mixtral": SIZE | EXPERTS | {"num_local_experts": 4},
-    "qwen3_moe": SIZE | HEAD | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 32},
-    "deepseek_v3": SIZE | LATENT | EXPERTS,
-    "cohere2": SIZE | {"sliding_window": 8, "logit_scale": 0.5, "layer_types": ["sliding_attention", "full_attention"]},
-    "olmo3": SIZE | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-}
-
-
-@cache
-def model(kind):
-    return tiny(kind, **FAMILIES[kind])
+LINES = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8").splitlines()
 
 
 def packed_logprobs(loaded, shared, tails):
@@ -85,7 +59,7 @@ def test_packed_and_paged_equal_the_plain_forward(kind):
     assert max(plain[0]) - min(plain[0]) > 1  # neither uniform nor certain
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "mistral", "phi3", "cohere2", "olmo3"])
+@pytest.mark.parametrize("kind", [kind for kind, config in FAMILIES.items() if "sliding_window" in config])
 def test_the_window_matters_here(kind):
     """A token just outside every window of one layer's reach would change the answer if it were seen: otherwise parity proves nothing."""
     loaded = model(kind)
@@ -103,34 +77,41 @@ def test_the_window_matters_here(kind):
             m.sliding_window = was
 
 
-REFUSED = {
-    "bloom": ({}, "ALiBi"),
-    "mpt": ({}, "ALiBi"),
-    "mamba": ({}, "recurrent"),
-    "rwkv": ({}, "recurrent"),
-    "t5": ({}, "encoder-decoder"),
-    "bart": ({}, "encoder-decoder"),
-    "qwen3_next": ({}, r"recurrent layers \(linear_attention\)"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, r"recurrent layers \(conv\)"),
-    "llama4_text": ({"num_local_experts": 4}, "layers of type chunked_attention"),
-    "gpt_oss": ({"num_local_experts": 4, **HEAD}, "attention sinks"),
-}
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_greedy_tokens_logprobs_and_routes_are_those_of_transformers(kind):
+    """Against `generate` and a forward pass of a fresh module that has nothing of ours in it."""
+    m = measure(kind)
+    assert m.greedy and m.obeyed and m.gap <= 1e-4 and (m.replayed or 0) <= 1e-4, m
+    assert (m.replayed is None) == (not model(kind).routers)
+    assert line_of(kind) in LINES, "run: python docs/make_families.py"
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_carried_is_refused_by_name(kind):
-    config, missing = REFUSED[kind]
-    with pytest.raises(ModelError, match=missing) as error:
-        load({"random": kind, **(SIZE | config if config else {})}, dtype="float32")
-    assert "vLLM or SGLang" in str(error.value)
+    said = refusal(kind)
+    assert REFUSED[kind][1] in said and f"'{kind}'" in said and "vLLM or SGLang" in said
+    assert line_of(kind) in LINES, "run: python docs/make_families.py"
 
 
-def test_falcon_with_alibi_is_refused_and_without_it_is_not():
-    from transformers import AutoConfig
+def test_the_page_has_a_line_for_each_family_and_no_other():
+    assert [line.split("`")[1] for line in LINES if line.startswith("| `")] == sorted([*FAMILIES, *REFUSED])
 
-    refuse(AutoConfig.for_model("falcon", alibi=False))
-    with pytest.raises(ModelError, match="ALiBi"):
-        refuse(AutoConfig.for_model("falcon", alibi=True))
+
+def test_falcon_is_refused_with_alibi_and_without():
+    for alibi, why in ((True, "ALiBi"), (False, "attention interface")):
+        with pytest.raises(ModelError, match=why):
+            refuse(AutoConfig.for_model("falcon", alibi=alibi))
+
+
+@pytest.mark.parametrize("kind", ["bert-generation", "roberta"])
+def test_an_encoder_may_be_told_to_decode(kind):
+    """Its class is the same; whether it then works is for the proof at load to say."""
+    refuse(AutoConfig.for_model(kind, is_decoder=True))
+
+
+def test_a_key_that_a_config_only_drags_along_refuses_nothing():
+    """config.json of a decoder may still say "is_decoder": false, as all did once."""
+    refuse(AutoConfig.for_model("llama", is_decoder=False))
 
 
 def test_longrope_carries_the_range_in_which_a_position_means_the_same_in_every_batch():

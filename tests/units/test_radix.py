@@ -1,4 +1,4 @@
-"""The prefix tree against an oracle that only has sets of prefixes, and page conservation after every operation."""
+"""The prefix tree against an oracle that is one dictionary of prefixes, and page conservation after every operation."""
 
 from __future__ import annotations
 
@@ -11,69 +11,83 @@ from rondel.generate.engine.builtin.radix import RadixTree
 
 
 class Oracle:
-    """{(root, prefix): page}: a prefix is cached iff its key is here."""
+    """{(root, prefix): [page, last use]}: a prefix is cached iff its key is here."""
 
     def __init__(self):
-        self.page = {}
+        self.known, self.clock = {}, 0
 
     def match(self, root, tokens):
+        """The pages of the longest cached prefix; it counts as a use of each of them."""
+        self.clock += 1
         pages = []
         for n in range(1, len(tokens) + 1):
-            if (root, tuple(tokens[:n])) not in self.page:
+            if (entry := self.known.get((root, tuple(tokens[:n])))) is None:
                 break
-            pages.append(self.page[root, tuple(tokens[:n])])
+            entry[1] = self.clock
+            pages.append(entry[0])
         return pages
+
+    def insert(self, root, tokens, pages):
+        self.known |= {(root, tuple(tokens[: i + 1])): [page, self.clock] for i, page in enumerate(pages)}
+
+    def oldest(self, locked):
+        """Unlocked pages in the order of eviction. A use of a prefix is a use of all shorter ones, so ends come before what they stand on."""
+        entries = sorted((used, -len(prefix), page) for (_, prefix), (page, used) in self.known.items() if page not in locked)
+        return [page for _, _, page in entries]
+
+    def pages(self):
+        return {page for page, _ in self.known.values()}
 
     def freed(self, pages):
         gone = set(pages)
-        self.page = {k: p for k, p in self.page.items() if p not in gone}
+        self.known = {key: entry for key, entry in self.known.items() if entry[0] not in gone}
 
 
 @pytest.mark.parametrize("operations", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_fuzz(operations):
+    """After every operation: each page is free or cached, once; what is cached is what the oracle knows; what is locked is still there."""
     r = random.Random(1)
     tree, pages, oracle, locks, version = RadixTree(), Pages(120), Oracle(), [], 0
-    for step in range(operations):
-        root = (version if r.random() < 0.8 else max(0, version - 1), "", r.choice(["", "b"]))
+    for _ in range(operations):
+        root = (version if r.random() < 0.8 else max(0, version - 1), r.choice(["", "", "lora"]), r.choice(["", "b"]))
         tokens = [r.randrange(3) for _ in range(r.randrange(1, 12))]
-        verb = r.choices(["match", "insert", "lock", "unlock", "evict", "forget"], [2, 6, 2, 2, 1, 0.1])[0]
+        locked = {page for _, held in locks for page in held}
+        verb = r.choices(["match", "insert", "lock", "unlock", "evict", "forget"], [2, 6, 2, 2.5, 1, 0.1])[0]
         if verb == "match":
             assert tree.match(root, tokens)[1] == oracle.match(root, tokens)
         elif verb == "insert":
             if pages.free < len(tokens):
                 continue
             mine, known = pages.take(len(tokens)), oracle.match(root, tokens)
+            assert not locked & set(mine), "a locked page was given out"
             node, theirs, duplicates = tree.insert(root, tokens, mine)
             assert theirs == known + mine[len(known) :] and duplicates == mine[: len(known)]
             pages.give(duplicates)
-            oracle.page |= {(root, tuple(tokens[: i + 1])): p for i, p in enumerate(theirs)}
+            oracle.insert(root, tokens, theirs)
             assert spelled(node) == tokens
         elif verb == "lock":
             node, known = tree.match(root, tokens)
+            assert known == oracle.match(root, tokens)
             tree.lock(node)
             locks.append((node, known))
         elif verb == "unlock" and locks:
             tree.unlock(locks.pop(r.randrange(len(locks)))[0])
         elif verb == "evict":
-            wanted, kept = r.randrange(1, 40), {p for _, held in locks for p in held}
-            assert tree.held == len(kept)
+            wanted, order = r.randrange(1, 40), oracle.oldest(locked)
             freed = tree.evict(wanted)
-            assert len(freed) >= min(wanted, len(oracle.page) - len(kept)) and not kept & set(freed), "a locked page was evicted"
+            assert len(freed) >= min(wanted, len(order)) and set(freed) == set(order[: len(freed)]), "not the least recently used"
             pages.give(freed)
             oracle.freed(freed)
         elif verb == "forget":
             version += 1
-            kept = {p for _, held in locks for p in held}
             freed = tree.forget(version)
-            old = {p for (root, _), p in oracle.page.items() if root[0] != version}
-            assert set(freed) == old - kept
+            assert set(freed) == {page for (root, _), (page, _) in oracle.known.items() if root[0] != version} - locked
             pages.give(freed)
             oracle.freed(freed)
-        assert pages.free + tree.cached == pages.count and tree.cached == len(oracle.page)
-        if step % 97 == 0:
-            everything = [p for n in tree.nodes() for p in n.pages]
-            assert sorted(everything + pages._free) == list(range(1, pages.count + 1))
-            assert set(everything) == set(oracle.page.values())
+        locked = {page for _, held in locks for page in held}
+        cached = [page for node in tree.nodes() for page in node.pages]
+        assert sorted(cached + pages._free) == list(range(1, pages.count + 1))
+        assert set(cached) == oracle.pages() >= locked and (tree.cached, tree.held) == (len(cached), len(locked))
     for node, _ in locks:
         tree.unlock(node)
     pages.give(tree.evict(pages.count))

@@ -20,6 +20,7 @@ from rondel.generate.envs.demonstrate import Demonstrate
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, load_tasks
 from rondel.generate.envs.template import Template
+from rondel.models.aligned import align
 from rondel.models.load import Loaded, load
 from rondel.planner import resolve as planner
 from rondel.runtime.devices import Device, Shared, pick_device
@@ -97,6 +98,8 @@ def build(job: Job) -> Parts:
     try:
         device = Device(name, None if job.place.threads == "auto" else job.place.threads)
         loaded = device.call(lambda: load(job.model.path, dtype=job.model.dtype, device=name))
+        if numerics == "aligned":
+            device.call(align, loaded)
         speculation = device.call(speculation_of, job, name)
         draft = speculation.draft if speculation else None
         longest = longest_prompt(job, tasks, loaded, sampling)

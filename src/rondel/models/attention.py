@@ -132,6 +132,7 @@ class PackedLayout:
         for segment in segments:
             up = segment.parent
             above.append(np.empty(0, np.int64) if up is None else np.concatenate([above[up], _places(segments[up])]))
+        self.segments, self._above = segments, above
         self.calls = [Call([segments[i] for i in row], [above[i] for i in row], device) for row in _calls(segments, above)]
         self._made: dict[tuple[str, int], _Rows] = {}  # by what and the number of heads
 
@@ -154,6 +155,11 @@ class PackedLayout:
             parts.append(out.reshape(-1, size))
             a, b = q_end, k_end
         return self._collect(heads)(torch.cat(parts)).view(-1, heads, size)
+
+    @property
+    def contexts(self) -> list[tuple[Segment, Tensor]]:
+        """Each segment with the places of its ancestors' tokens and its own."""
+        return [(s, torch.from_numpy(np.concatenate([over, _places(s)]))) for s, over in zip(self.segments, self._above)]
 
     def _spread(self, heads: int) -> _Rows:
         """Tokens to the calls' queries: rows of [T*heads, D]."""
@@ -295,9 +301,33 @@ class Call:
 # -- serving -------------------------------------------------------------------------------------
 
 
-class Pools(Protocol):
+class Pool(Protocol):
+    """Keys or values of every layer. Heads come first, so that a gathered context is one matrix a head and nothing is copied again."""
+
     def at(self, layer: int, like: Tensor) -> Tensor:
-        """The layer's pool [pages, K, D]."""
+        """The layer's pool [K,pages,D] for tokens like [T,K,D]."""
+
+
+class Slots:
+    """Slots of any shape in a pool, and the rows they are when heads and pages are one axis, made once a step."""
+
+    def __init__(self, slots: Tensor) -> None:
+        self.slots = slots
+        self._rows: dict[int, Tensor] = {}
+
+    def read(self, pool: Tensor) -> Tensor:
+        """Slots [B,C] of a pool [K,pages,D] -> [K*B,C,D]."""
+        return pool.flatten(0, 1).index_select(0, self._of(pool)).view(-1, self.slots.shape[-1], pool.shape[-1])
+
+    def write(self, pool: Tensor, new: Tensor) -> None:
+        """New tokens [T,K,D] into slots [T]."""
+        pool.flatten(0, 1).index_copy_(0, self._of(pool), new.transpose(0, 1).flatten(0, 1))
+
+    def _of(self, pool: Tensor) -> Tensor:
+        heads, pages = pool.shape[:2]
+        if heads not in self._rows:
+            self._rows[heads] = (self.slots.flatten() + torch.arange(heads, device=pool.device)[:, None] * pages).flatten()
+        return self._rows[heads]
 
 
 @dataclass(slots=True)
@@ -307,6 +337,10 @@ class Chunk:
     start: int
     length: int
     context: Tensor  # [C] slots, the new tokens' own at the end
+    slots: Slots = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slots = Slots(self.context[None])
 
 
 @dataclass(slots=True, eq=False)
@@ -326,27 +360,37 @@ class Decoding:
     grid: Tensor | None = None
     place: Tensor | None = None
     masks: dict[int | None, Tensor] = field(default_factory=dict)
+    near: Slots = field(init=False)
+    above: Slots | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.near = Slots(self.own)
+        self.above = None if self.prefix is None else Slots(self.prefix)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        """q [B,H,D], keys and values [pages,K,D] -> [B,H,D]."""
-        folded = q.reshape(
-            len(q), keys.shape[1], -1, q.shape[-1]
-        )  # the query heads of one key head become its queries: no copy of the keys
-        k, v = (_gathered(pool, self.own) for pool in (keys, values))
-        if self.prefix is None:
-            return sdpa(folded, k, v, scale=scale, mask=self.mask(window), softcap=softcap).flatten(1, 2)
-        common = self.prefix.shape[1]
-        above_k, above_v = (_gathered(pool, self.prefix) for pool in (keys, values))
-        above = self._by_row(torch.matmul(self._by_family(folded), above_k.transpose(-1, -2)))
-        scores = torch.cat([above, torch.matmul(folded, k.transpose(-1, -2))], -1).float() * scale
+        """q [B,H,D], pools [K,pages,D] -> [B,H,D]. The query heads of one key head become its queries R: no copy of the keys."""
+        rows, heads, size = len(q), len(keys), values.shape[-1]
+        folded = q.view(rows, heads, -1, q.shape[-1]).transpose(0, 1).flatten(0, 1)  # [K*B,R,D]
+        repeats = folded.shape[1]
+        k, v = self.near.read(keys), self.near.read(values)
+        scores = torch.bmm(folded, k.transpose(1, 2))  # [K*B,R,C]
+        if self.above is not None:
+            above_k, above_v = self.above.read(keys), self.above.read(values)
+            scores = torch.cat([self._by_row(torch.bmm(self._by_family(folded, heads), above_k.transpose(1, 2)), heads), scores], -1)
+        scores = scores.float().view(heads, rows, repeats, -1).mul_(scale)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        weights = scores.masked_fill_(~self.mask(window), float("-inf")).softmax(-1).to(v.dtype)
-        over = self._by_row(torch.matmul(self._by_family(weights[..., :common]), above_v))
-        return torch.matmul(weights[..., common:], v).add_(over).flatten(1, 2)
+        weights = scores.masked_fill_(~self.mask(window), float("-inf")).softmax(-1).to(v.dtype).view(heads * rows, repeats, -1)
+        if self.above is None:
+            out = torch.bmm(weights, v)
+        else:
+            common = above_k.shape[1]
+            over = self._by_row(torch.bmm(self._by_family(weights[..., :common], heads), above_v), heads)
+            out = torch.bmm(weights[..., common:], v).add_(over)
+        return out.view(heads, rows, repeats, size).transpose(0, 1).reshape(rows, -1, size)
 
     def mask(self, window: int | None) -> Tensor:
-        """[B,1,1,P+C]: True where the new token may look."""
+        """[B,1,P+C]: True where the new token may look."""
         if window not in self.masks:
             own = torch.arange(self.own.shape[1], device=self.own.device)
             distance = self.lengths[:, None] - 1 - own  # < 0 is padding
@@ -356,51 +400,51 @@ class Decoding:
                 over = torch.arange(self.prefix.shape[1], device=self.own.device)
                 distance = torch.cat([self.lengths[:, None] - 1 + shared - over, distance], 1)
                 seen = torch.cat([over < shared, seen], 1)
-            self.masks[window] = (seen if window is None else seen & (distance < window))[:, None, None, :]
+            self.masks[window] = (seen if window is None else seen & (distance < window))[:, None, :]
         return self.masks[window]
 
-    def _by_family(self, x: Tensor) -> Tensor:
-        """[B,K,R,N] -> [F,K,S*R,N]."""
+    def _by_family(self, x: Tensor, heads: int) -> Tensor:
+        """[K*B,R,N] -> [K*F,S*R,N]."""
         assert self.grid is not None
         families, members = self.grid.shape
-        _, heads, repeats, n = x.shape
-        rows = x.index_select(0, self.grid.flatten()).view(families, members, heads, repeats, n)
-        return rows.transpose(1, 2).reshape(families, heads, members * repeats, n)
+        rows = x.view(heads, -1, *x.shape[1:]).index_select(1, self.grid.flatten())
+        return rows.view(heads * families, members * x.shape[1], x.shape[2])
 
-    def _by_row(self, x: Tensor) -> Tensor:
-        """[F,K,S*R,N] -> [B,K,R,N]."""
+    def _by_row(self, x: Tensor, heads: int) -> Tensor:
+        """[K*F,S*R,N] -> [K*B,R,N]."""
         assert self.grid is not None and self.place is not None
         families, members = self.grid.shape
-        rows = x.view(families, x.shape[1], members, -1, x.shape[-1]).transpose(1, 2).flatten(0, 1)
-        return rows.index_select(0, self.place)
-
-
-def _gathered(pool: Tensor, slots: Tensor) -> Tensor:
-    """[pages,K,D] at slots [B,C] -> [B,K,C,D]."""
-    return pool.index_select(0, slots.flatten()).view(*slots.shape, *pool.shape[1:]).transpose(1, 2)
+        rows = x.view(heads, families * members, -1, x.shape[2])
+        return rows.index_select(1, self.place).flatten(0, 1)
 
 
 class PagedLayout:
     """One engine step: prefill chunks first, then one token for each decoding request. write [T]: slot of every new token."""
 
-    def __init__(self, keys: Pools, values: Pools, write: Tensor, chunks: list[Chunk], decoding: Decoding | None = None) -> None:
+    def __init__(self, keys: Pool, values: Pool, write: Tensor, chunks: list[Chunk], decoding: Decoding | None = None) -> None:
         self.keys, self.values, self.write, self.chunks, self.decoding = keys, values, write, chunks, decoding
+        self._into = Slots(write)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        keys, values = self.keys.at(layer, k), self.values.at(layer, v)
-        keys.index_copy_(0, self.write, k)
-        values.index_copy_(0, self.write, v)
+        keys, values = self.store(layer, k, v)
         parts = [self._prefill(chunk, q, keys, values, scale, window, softcap) for chunk in self.chunks]
         if self.decoding is not None:
             last = q[len(q) - len(self.decoding.own) :]
             parts.append(self.decoding.attend(last, keys, values, scale=scale, window=window, softcap=softcap))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The new tokens' keys and values into the layer's pools -> both pools."""
+        keys, values = self.keys.at(layer, k), self.values.at(layer, v)
+        self._into.write(keys, k)
+        self._into.write(values, v)
+        return keys, values
+
     def _prefill(
         self, chunk: Chunk, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         new, context = chunk.length, len(chunk.context)
-        k, v = (_gathered(pool, chunk.context[None]) for pool in (keys, values))
+        k, v = (chunk.slots.read(pool).unsqueeze(0) for pool in (keys, values))
         mine = q[chunk.start : chunk.start + new].transpose(0, 1).unsqueeze(0)
         causal = new == context and (window is None or window >= context)
         mask = None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from rondel.models.linear import Stack, product
 
 
 @dataclass(slots=True)
@@ -17,6 +19,7 @@ class Head:
     bias: nn.Parameter | None = None
     scale: float = 1.0
     softcap: float | None = None
+    stack: Stack = field(default_factory=Stack, repr=False)
 
     @classmethod
     def of(cls, model: Any) -> Head:
@@ -30,7 +33,25 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[C, D] -> [C, V] in fp32."""
-        out = nn.functional.linear(hidden, self.weight, self.bias).float()
+        if self.stack.carries(hidden, [self.weight]):
+            out = self.stack(hidden, [self.weight], [] if self.bias is None else [self.bias])[0].float()
+        else:
+            out = product(hidden, self.weight, self.bias).float()
         if self.scale != 1.0:
             out = out * self.scale
         return out if self.softcap is None else self.softcap * torch.tanh(out / self.softcap)
+
+
+def chosen(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scaled logits z [C, V] (may be overwritten), target [C] -> (logprob [C], z - max [C, V], exp of that, its sum [C, 1]).
+
+    Engine and trainer both take this one, so that aligned numerics end in the same bits.
+    """
+    if len(z) == 1:  # torch sums a single row in another order
+        logprob, shifted, e, total = chosen(z.repeat(2, 1), target.expand(2))
+        return logprob[:1], shifted[:1], e[:1], total[:1]
+    top = z.amax(-1, keepdim=True)
+    picked = z.gather(-1, target[:, None])
+    e = z.sub_(top).exp()
+    total = e.sum(-1, keepdim=True)
+    return (picked - top - total.log())[:, 0], z, e, total

@@ -14,9 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 from transformers import logging as hf_logging
 
+from rondel.models import linear
+from rondel.models.aligned import aligned
 from rondel.models.attention import NAME, PackedLayout, Segment, attending
 from rondel.models.head import Head
 from rondel.models.tape import Tape, arm, taping
@@ -37,6 +46,7 @@ class Loaded:
     stop_ids: frozenset[int]
     max_context: int
     routers: int = 0  # MoE layers whose choice of experts can be recorded and replayed
+    aligned: bool = False  # numerics: bits that do not depend on the batch (models/aligned.py)
 
     @property
     def device(self) -> torch.device:
@@ -48,7 +58,7 @@ class Loaded:
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, layout: Any, tape: Tape | None = None) -> torch.Tensor:
         """Last hidden states of packed tokens: [T], [T] -> [T, D]. On `tape` routers record their choice, or repeat a recorded one."""
-        with attending(layout), taping(tape):
+        with attending(aligned(layout) if self.aligned else layout), taping(tape):
             out = self.model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         return out.last_hidden_state[0]
 
@@ -71,6 +81,7 @@ def load(path: str | dict[str, Any], *, dtype: str = "auto", device: str = "cpu"
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         name = str(path)
     model = model.to(device).eval()
+    linear.adopt(model)
     _prove(model, name)
     context = _max_context(model.config.get_text_config())
     return Loaded(model, tokenizer, Head.of(model), name, _stop_ids(model, tokenizer), context, arm(model))
@@ -88,7 +99,7 @@ def pick_dtype(dtype: str, device: str) -> torch.dtype:
 
 
 def refuse(config: Any) -> None:
-    """Architectures that this house cannot carry, each by the part that is missing."""
+    """Architectures that this house cannot carry, each by the part that is missing. docs/families.md has the list."""
     text, kind = config.get_text_config(), config.model_type
     layers = set(getattr(text, "layer_types", None) or ())
     recurrent = {t for t in layers if t.startswith(("linear", "mamba", "conv", "recurrent", "hybrid"))}
@@ -103,10 +114,36 @@ def refuse(config: Any) -> None:
             getattr(text, "alibi", False) or kind in {"bloom", "mpt"},
             "it uses ALiBi; the packed attention carries rotary or learned positions",
         ),
+        (kind in ODD, ODD.get(kind, "")),
+        (not _shares_attention(config), "its attention does not go through transformers' attention interface"),
+        (_encodes(config), "it is an encoder, whose tokens see those behind them; only decoders are carried"),
     ]
     for holds, why in reasons:
         if holds:
             raise ModelError(f"model type '{kind}' is not supported: {why}. Serve it with vLLM or SGLang instead of the built-in engine.")
+
+
+ROUTES = "its routers' choice of experts cannot be recorded and replayed yet"
+SINKS = "it uses attention sinks, which the packed attention does not carry"
+TWICE = "but the paged cache has one set of keys and values a layer"
+ODD = {
+    **dict.fromkeys(("afmoe", "beam", "hunyuan_v1_moe", "jetmoe", "longcat_flash", "phimoe"), ROUTES),
+    **dict.fromkeys(("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"), SINKS),
+    "diffllama": f"its layers attend twice, {TWICE}",
+    "hrm_text": f"its layers run several times in one pass, {TWICE}",
+    "doge": "its attention makes a mask of its own",
+}
+
+
+def _encodes(config: Any) -> bool:
+    """BERT and its kin have this field and may be told to decode; gpt_neox has it too and always decodes."""
+    return getattr(type(config), "is_decoder", None) is False and not config.is_decoder and config.model_type != "gpt_neox"
+
+
+def _shares_attention(config: Any) -> bool:
+    """What the model's class says of itself; the two named here do not say it and do. Code from outside transformers is left to the proof."""
+    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return getattr(known, "_supports_attention_backend", True) or config.model_type in {"biogpt", "stablelm"}
 
 
 def _prove(model: Any, name: str) -> None:

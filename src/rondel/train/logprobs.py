@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rondel.models.head import Head
+from rondel.models.head import Head, chosen
+from rondel.models.linear import matmul
 
 LOGITS = 1 << 25  # entries of a chunk of logits: 128 MB in fp32
 
@@ -31,14 +32,9 @@ class _Chunked(torch.autograd.Function):
             z = head.logits(hidden[rows])
             if temperature != 1.0:
                 z.div_(temperature)
-            top = z.amax(-1, keepdim=True)
-            picked = z.gather(-1, target[rows, None])
-            z.sub_(top)
-            e = z.exp()
-            total = e.sum(-1, keepdim=True)
-            log_total = total.log()
-            logprobs.append((picked - top - log_total)[:, 0])
-            entropies.append((log_total - z.mul_(e).sum(-1, keepdim=True) / total)[:, 0])
+            logprob, shifted, e, total = chosen(z, target[rows])
+            logprobs.append(logprob)
+            entropies.append((total.log() - shifted.mul_(e).sum(-1, keepdim=True) / total)[:, 0])
         ctx.entropy = torch.cat(entropies) if entropies else hidden.new_zeros(0, dtype=torch.float32)
         return torch.cat(logprobs) if logprobs else hidden.new_zeros(0, dtype=torch.float32), ctx.entropy.clone()
 
@@ -69,8 +65,8 @@ class _Chunked(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(weight.dtype)
-            torch.mm(grad, weight, out=grad_hidden[rows])
-            piece = grad.t() @ h
+            grad_hidden[rows] = matmul(grad, weight)
+            piece = matmul(grad.t(), h)
             grad_weight = piece if grad_weight is None else grad_weight.float().add_(piece)
         if grad_weight is None:
             grad_weight = torch.zeros_like(weight)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from rondel.models.linear import weights_changed
+
 
 class MasterWeights:
     """Masters, their gradients and AdamW for one module."""
@@ -60,6 +62,7 @@ class MasterWeights:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
+        weights_changed()  # the fused step does not count as a change of its tensors
         changed = total = 0
         with torch.no_grad():
             for parameter, master in zip(self.compute, self.masters):

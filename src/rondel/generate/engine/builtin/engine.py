@@ -22,7 +22,7 @@ from rondel.generate.engine.builtin.runner import Runner
 from rondel.generate.engine.builtin.scheduler import Scheduler
 from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.generate.engine.builtin.text import open_reader, split_stops
-from rondel.models import names
+from rondel.models import linear, names
 from rondel.models.load import Loaded
 from rondel.words.errors import EngineError, LawError, StalledError, SyncError, UserError
 from rondel.words.events import Generating, Speculated, Warned, emit
@@ -434,6 +434,7 @@ class BuiltinEngine:
             raise SyncError(f"{len(wrong)} tensors arrived with other bits than were sent, first {wrong[0]}")
         if commit.version == self.version:
             self.scheduler.drop_cache()  # other weights under the same name: nothing computed so far may be matched
+        linear.weights_changed()
         self.version = commit.version
         self.scheduler.new_version(self.version)
         if self.speculation is not None and self.speculation.draft is not None:

@@ -8,7 +8,11 @@ law 7       free + cached + private = all pages
 
 from __future__ import annotations
 
+import math
+import mmap
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -16,24 +20,50 @@ from torch import Tensor
 
 
 class Layers:
-    """A list of per-layer pools whose tensors are made when the layer first writes: only then its head sizes are known."""
+    """A list of per-layer pools whose tensors are made when the layer first writes: only then its head sizes are known.
+
+    On Linux a pool on the CPU is a mapping of its own: pages that nobody wrote cost nothing, and `clear` gives the memory back
+    while every tensor stays where it is, so that nothing which holds its address notices. Elsewhere it is made anew.
+    """
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
         self._pools: dict[int, Tensor] = {}
+        self._mapped: dict[int, mmap.mmap] = {}
+        self._empty: set[int] = set()  # layers whose memory was given back and that have not written since
 
     def at(self, layer: int, like: Tensor) -> Tensor:
-        """The pool [pages, K, D] of `layer`, of the shape and dtype of `like` [T, K, D]."""
+        """The pool [K, pages, D] of `layer`, all pages of a head together, for tokens like [T, K, D]."""
         if layer not in self._pools:
-            self._pools[layer] = torch.zeros(self.pages, *like.shape[1:], dtype=like.dtype, device=like.device)
+            shape = (like.shape[1], self.pages, like.shape[2])
+            if like.device.type == "cpu" and sys.platform == "linux":
+                self._mapped[layer] = _mapping(math.prod(shape) * like.element_size())
+                self._pools[layer] = torch.frombuffer(self._mapped[layer], dtype=like.dtype).view(shape)
+            else:
+                self._pools[layer] = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self._empty.discard(layer)
         return self._pools[layer]
 
     def clear(self) -> None:
-        self._pools.clear()
+        """Forget what is written and give the memory back."""
+        for layer in list(self._pools):
+            if layer in self._mapped:
+                self._mapped[layer].madvise(mmap.MADV_DONTNEED)
+                self._empty.add(layer)
+            else:
+                del self._pools[layer]
 
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self._pools.values())
+        return sum(t.numel() * t.element_size() for layer, t in self._pools.items() if layer not in self._empty)
+
+
+def _mapping(size: int) -> mmap.mmap:
+    """Zeros that take memory only where they are written, in large pages where the kernel has them."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 class Pages:
@@ -65,6 +95,6 @@ class Pages:
         self.routes[slots.cpu().numpy()] = routes.cpu().numpy()
 
     def release_memory(self) -> None:
-        """Forget every tensor; the pools come back empty at the next write."""
+        """Forget every key and value; the pools are empty at the next write."""
         self.keys.clear()
         self.values.clear()

@@ -17,6 +17,7 @@ from rondel.generate.engine.builtin.scheduler import Plan
 from rondel.generate.engine.builtin.shaping import shape
 from rondel.generate.engine.builtin.speculative import agreeing
 from rondel.models.attention import Chunk, Decoding, PagedLayout
+from rondel.models.head import chosen
 from rondel.models.load import Loaded
 from rondel.models.tape import Tape
 
@@ -55,17 +56,32 @@ class Runner:
         raw = logits[[row for row, _ in heard]].log_softmax(-1) if heard else None
         if shaped := [(row, part[row]) for row, s in enumerate(samplings) if s.shaped]:
             shape(logits, shaped)
+        plain = [row for row, s in enumerate(samplings) if not (s.shaped or s.truncated)] if self.loaded.aligned else []
+        exact = logits[plain]
         p = weights(logits, samplings)
         noise = [uniform(live.request.key, live.drawn + i) for live in lives for i in range(1 + len(live.guess))]
         tokens, logprobs = choose(p, samplings, noise)
+        if self.draft is not None:
+            tokens, logprobs = self.draft.judge(lives, p, tokens, logprobs)
+        for row, logprob in zip(
+            plain, self._as_trained(exact, [samplings[row].temperature or 1.0 for row in plain], [tokens[row] for row in plain])
+        ):
+            logprobs[row] = logprob
         if raw is not None:
             note_raw(raw, [tokens[row] for row, _ in heard], [channels for _, channels in heard])
         for row, live in enumerate(part):
             if live.channels is not None:
                 self._note_rest(live, live.channels, p[row])
-        if self.draft is not None:
-            tokens, logprobs = self.draft.judge(lives, p, tokens, logprobs)
         return _kept(lives, tokens, logprobs)
+
+    def _as_trained(self, logits: Tensor, temperatures: list[float], tokens: list[int]) -> list[float]:
+        """Logprobs by the trainer's own formula, for aligned numerics."""
+        out = torch.empty(len(tokens))
+        for temperature in set(temperatures):
+            rows = [row for row, t in enumerate(temperatures) if t == temperature]
+            z = logits[rows] if temperature == 1.0 else logits[rows].div_(temperature)
+            out[rows] = chosen(z, torch.tensor([tokens[row] for row in rows], device=z.device))[0].cpu()
+        return out.tolist()
 
     def _note_rest(self, live: Live, channels: Channels, p: Tensor) -> None:
         """p [V]: the weights that its token was drawn with."""
@@ -135,7 +151,7 @@ class Runner:
         if len(rows) > len(feeds):
             own = _Families.of([(id(feed), feed.first) for feed, _ in rows], total)
             best = min((best, own), key=lambda families: families.cost)
-        if best.cost > SHARE * int(total.max()) * len(rows):
+        if self.loaded.aligned or best.cost > SHARE * int(total.max()) * len(rows):
             return Decoding(*(x.to(self.device) for x in (self._slots(lines, torch.zeros_like(total), total), total)))
         grid, place = best.grid()
         prefix = self._slots(lines[grid[:, 0]], torch.zeros_like(best.shared), best.shared)

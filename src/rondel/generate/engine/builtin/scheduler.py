@@ -210,6 +210,9 @@ class Scheduler:
 
 
 def _shares(live: Live, other: Live) -> bool:
-    """Whether `other`, whose prompt is not in the tree yet, will soon offer most of the prompt of `live`."""
+    """Whether `other`, whose prompt is not in the tree yet, will soon offer most of the prompt of `live`.
+
+    Only who came before may be waited for: later ones could follow each other without end.
+    """
     n = (3 * min(live.prompt, other.prompt)) // 4
-    return n >= 4 and live.tokens[:n] == other.tokens[:n]
+    return other.arrived <= live.arrived and n >= 4 and live.tokens[:n] == other.tokens[:n]

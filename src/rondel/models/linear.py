@@ -1,0 +1,187 @@
+"""Linear layers on a CPU, through oneDNN: packed weights for serving, the same bits in training.
+
+oneDNN reaches twice MKL's speed in fp32 where MKL does not know the processor, its packed weights save the reordering of a weight
+at every call, and a row's result does not depend on how many rows there are (from two on), which is what aligned numerics need.
+
+    grad mode off    Stack: weights that read the same input (q, k, v; gate, up) lie packed below each other: one product
+    grad mode on     product: fp32 through oneDNN forward and backward; bf16 gets there by torch's own way
+
+A packed copy notices when its weights change: before every use it compares their storage and version counter with what it packed.
+Who writes them where torch does not count (its fused optimizers, another process in shared memory) calls `weights_changed`; the
+trainer does so at every step, the engine at every commit.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+SPARE = 4  # packing doubles the memory of the weights: only where so many times as much is available
+
+
+_changes = 0
+
+
+def weights_changed() -> None:
+    """Whatever is packed is packed again before its next use."""
+    global _changes
+    _changes += 1
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., I] @ weight [O, I]^T + bias [O] -> [..., O], differentiable."""
+    if x.ndim > 1 and x.shape[:-1].numel() == 1 and _carries(weight):  # as in _rows
+        return product(x.flatten(0, -2).expand(2, -1), weight, bias)[:1].view(*x.shape[:-1], -1)
+    if not _carries(weight) or x.dtype != weight.dtype or weight.dtype != torch.float32:
+        return F.linear(x, weight, bias)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _Product.apply(x, weight, bias)
+    return _rows(x, weight, bias)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a [M, N] @ b [N, P] -> [M, P], not differentiable: `product` in the notation of gradients."""
+    return product(a, b.t())
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None):
+        ctx.save_for_backward(x, weight)
+        return _rows(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        flat = grad.flatten(0, -2)
+        return (
+            _rows(grad, weight.t(), None) if wants_x else None,
+            _rows(flat.t(), x.flatten(0, -2).t(), None) if wants_weight else None,
+            flat.sum(0) if wants_bias else None,
+        )
+
+
+def _rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """oneDNN takes another kernel for a single row: it is computed twice, so that its bits do not depend on who is beside it."""
+    flat = x.flatten(0, -2)
+    rows = len(flat)
+    if rows == 1:
+        flat = flat.expand(2, -1)
+    out = torch.ops.mkldnn._linear_pointwise(flat, weight, bias, "none", [], "")
+    return out[:rows].view(*x.shape[:-1], -1)
+
+
+class Stack:
+    """Weights [O_i, I] that read the same input, as one packed product whenever nobody wants gradients."""
+
+    def __init__(self) -> None:
+        self._stamp: list[tuple[int, int, int]] = []  # storage and counters of what was packed
+        self._packed: tuple[Tensor, Tensor | None] | None = None
+
+    def carries(self, x: Tensor, weights: list[Tensor]) -> bool:
+        """Whether packing is possible and worth its memory. It changes no bits."""
+        if torch.is_grad_enabled() or not all(_carries(w) and w.dtype == x.dtype for w in weights):
+            return False
+        return self._packed is not None or _spare(weights)
+
+    def stale(self, weights: list[Tensor], biases: list[Tensor]) -> bool:
+        return self._stamp != _stamp(weights, biases)
+
+    def __call__(self, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+        """x [..., I] -> [..., O_i] for each of the weights."""
+        if self.stale(weights, biases) or self._packed is None:
+            weight = torch.cat([w.detach() for w in weights]) if len(weights) > 1 else weights[0].detach()
+            bias = torch.cat([b.detach() for b in biases]) if biases else None
+            self._packed, self._stamp = (torch.ops.mkldnn._reorder_linear_weight(weight, 64), bias), _stamp(weights, biases)
+        out = _rows(x, *self._packed)
+        return [part.contiguous() for part in out.split([len(w) for w in weights], -1)] if len(weights) > 1 else [out]
+
+    def __deepcopy__(self, memo: Any) -> Stack:
+        return Stack()  # what is packed belongs to the weights it was packed from
+
+
+def _stamp(weights: list[Tensor], biases: list[Tensor]) -> list[tuple[int, int, int]]:
+    return [(w.data_ptr(), w._version, _changes) for w in [*weights, *biases]]
+
+
+class _Members:
+    """The layers of one stack: whoever is called first computes all, the others find their part if they ask with the same input."""
+
+    def __init__(self, layers: list[nn.Linear]) -> None:
+        self.layers, self.stack = layers, Stack()
+        self._asked: Tensor | None = None
+        self._parts: dict[int, Tensor] = {}
+
+    def forward(self, i: int, x: Tensor) -> Tensor:
+        weights: list[Tensor] = [layer.weight for layer in self.layers]
+        if not self.stack.carries(x, weights):
+            return product(x, weights[i], self.layers[i].bias)
+        biases: list[Tensor] = [layer.bias for layer in self.layers if layer.bias is not None]
+        if x is not self._asked or i not in self._parts or self.stack.stale(weights, biases):
+            self._asked, self._parts = x, dict(enumerate(self.stack(x, weights, biases)))
+        part = self._parts.pop(i)
+        if not self._parts:
+            self._asked = None
+        return part
+
+
+def adopt(model: nn.Module) -> None:
+    """Every nn.Linear of a model on a CPU goes this way; its parameters stay where they are."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for names in TOGETHER:
+            layers = [getattr(module, name, None) for name in names]
+            linears = [layer for layer in layers if type(layer) is nn.Linear]
+            if len(linears) == len(names) and len({(layer.in_features, layer.bias is None) for layer in linears}) == 1:
+                _take(linears, seen)
+    for module in model.modules():
+        if type(module) is nn.Linear and id(module) not in seen:
+            _take([module], seen)
+        elif type(module) is Conv1D:
+            setattr(module, "forward", functools.partial(_transposed, module))  # noqa: B010
+
+
+def _transposed(layer: Conv1D, x: Tensor) -> Tensor:
+    """gpt2's linear layer: its weight lies [I, O]."""
+    return product(x, layer.weight.t(), layer.bias)
+
+
+def _take(layers: list[nn.Linear], seen: set[int]) -> None:
+    members = _Members(layers)
+    for i, layer in enumerate(layers):
+        setattr(layer, "forward", functools.partial(members.forward, i))  # noqa: B010  # an instance may have its own
+        seen.add(id(layer))
+
+
+def _carries(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and type(weight) in (Tensor, nn.Parameter) and _available(weight.dtype)
+
+
+@functools.cache
+def _available(dtype: torch.dtype) -> bool:
+    """Whether this build and this processor have oneDNN products of the dtype, asked by making one."""
+    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
+        return False
+    x, w = torch.linspace(-1, 1, 48).view(3, 16).to(dtype), torch.linspace(-1, 1, 80).view(5, 16).to(dtype)
+    try:
+        with torch.no_grad():
+            ours = _rows(x, torch.ops.mkldnn._reorder_linear_weight(w, 64), None)
+    except (AttributeError, RuntimeError):
+        return False
+    return torch.allclose(ours.float(), F.linear(x.float(), w.float()), atol=0.05 if dtype == torch.bfloat16 else 1e-5)
+
+
+def _spare(weights: list[Tensor]) -> bool:
+    need = sum(w.numel() * w.element_size() for w in weights)
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > SPARE * need
+    except (ValueError, OSError):  # not Linux
+        return True

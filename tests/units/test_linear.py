@@ -1,0 +1,168 @@
+"""models/linear.py: the same numbers as torch, bits that do not depend on the batch, and packed weights that are never stale."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from engine_kit import prompt, tiny
+from torch import nn
+from train_kit import model, trainer
+
+from rondel.models import linear
+from rondel.models.attention import PackedLayout, Segment
+from rondel.models.linear import Stack, adopt, matmul, product
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def numbers(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (7, 16), (2, 5, 16)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_product_and_its_gradients_equal_float64(shape, with_bias):
+    x, w, b = numbers(*shape), numbers(24, 16, seed=1), numbers(24, seed=2) if with_bias else None
+    leaves = [t.requires_grad_() for t in (x, w, b) if t is not None]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    ours = product(x, w, b)
+    theirs = nn.functional.linear(exact[0], exact[1], exact[2] if with_bias else None)
+    assert torch.allclose(ours.double(), theirs, atol=1e-5)
+    up = numbers(*ours.shape, seed=3)
+    grads, wanted = torch.autograd.grad(ours, leaves, up), torch.autograd.grad(theirs, exact, up.double())
+    assert all(torch.allclose(g.double(), e, atol=1e-4) for g, e in zip(grads, wanted, strict=True))
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    x, w = numbers(3, 16), numbers(8, 16, seed=1).requires_grad_()
+    product(x, w).sum().backward()
+    assert w.grad is not None and x.grad is None
+    assert torch.allclose(matmul(numbers(4, 6), numbers(6, 5, seed=1)), numbers(4, 6) @ numbers(6, 5, seed=1), atol=1e-5)
+
+
+class Block(nn.Module):
+    def __init__(self, bias=True):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, n, bias=bias) for n in (24, 8, 8))
+        self.o_proj = nn.Linear(24, 16, bias=bias)
+
+    def forward(self, x):
+        return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x), self.o_proj(self.q_proj(x))], -1)
+
+
+def block(dtype=torch.float32, bias=True):
+    torch.manual_seed(0)
+    plain = Block(bias).to(dtype)
+    ours = copy.deepcopy(plain)
+    adopt(ours)
+    return plain, ours
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_module_packed_or_not_gives_the_same_numbers(dtype, bias):
+    plain, ours = block(dtype, bias)
+    x = numbers(5, 16, dtype=dtype)
+    with torch.no_grad():
+        packed, exact = ours(x), copy.deepcopy(plain).double()(x.double())
+    with torch.enable_grad():
+        training = ours(x)
+    assert torch.equal(packed, training), "serving and training must agree in every bit"
+    assert torch.allclose(packed.double(), exact, atol=1e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inside", [48, 96, 130])
+def test_a_row_does_not_depend_on_its_neighbours(dtype, inside):
+    x, w = numbers(90, inside, dtype=dtype), numbers(64, inside, seed=1, dtype=dtype)
+    stack = Stack()
+    with torch.no_grad():
+        if not stack.carries(x, [w]):
+            pytest.skip("no oneDNN products of this dtype here")
+        whole = stack(x, [w], [])[0]
+        for first, n in ((0, 1), (5, 1), (3, 2), (40, 7), (1, 16), (13, 33), (10, 64)):
+            assert torch.equal(stack(x[first : first + n].clone(), [w], [])[0], whole[first : first + n]), (first, n)
+
+
+def changes(module):
+    yield "in place", lambda: module.q_proj.weight.mul_(2)
+    yield "an optimizer", lambda: step(module)
+    yield "a fused optimizer", lambda: (step(module, torch.optim.AdamW, fused=True), linear.weights_changed())
+    yield "load_state_dict", lambda: module.load_state_dict({k: v + 1 for k, v in module.state_dict().items()})
+    yield "another tensor behind the parameter", lambda: setattr(module.k_proj.weight, "data", module.k_proj.weight.data * 3)
+    yield "another parameter", lambda: setattr(module.v_proj, "weight", nn.Parameter(module.v_proj.weight.detach() - 1))
+    yield "a bias", lambda: module.v_proj.bias.add_(1)
+    yield "written past torch", lambda: (past_torch(module.o_proj.weight), linear.weights_changed())
+
+
+def step(module, kind=torch.optim.SGD, **how):
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    kind(module.parameters(), lr=0.1, **how).step()
+
+
+def past_torch(weight):
+    weight.detach().numpy()[:] += 1
+
+
+@pytest.mark.parametrize("what", range(8))
+def test_no_packed_weight_is_ever_stale(what):
+    plain, ours = block()
+    x = numbers(4, 16)
+    with torch.no_grad():
+        before = ours(x)
+        name, change = list(changes(ours))[what]
+        change()
+        plain.load_state_dict(ours.state_dict())
+        assert not torch.equal(ours(x), before), name
+        assert torch.allclose(ours(x), plain(x), atol=1e-5), name
+
+
+def test_a_copy_of_a_module_has_its_own_weights():
+    _, ours = block()
+    x = numbers(4, 16)
+    with torch.no_grad():
+        first = ours(x)
+        twin = copy.deepcopy(ours)
+        for p in twin.parameters():
+            p.mul_(0.5)
+        assert torch.equal(ours(x), first) and not torch.equal(twin(x), first)
+
+
+def test_a_whole_model_serves_the_bits_it_trains_with():
+    loaded = tiny("llama")
+    tokens = torch.tensor(prompt(3, 20))
+    where, layout = torch.arange(20), PackedLayout([Segment(0, 20)])
+    with torch.no_grad():
+        serving = loaded.hidden(tokens, where, layout)
+    training = loaded.hidden(tokens, where, layout)
+    assert training.requires_grad and torch.equal(serving, training)
+
+
+def test_without_the_memory_nothing_is_packed_and_nothing_changes(monkeypatch):
+    plain, ours = block()
+    x = numbers(4, 16)
+    with torch.no_grad():
+        packed = ours(x)
+        _, poor = block()
+        monkeypatch.setattr(linear, "SPARE", 1 << 60)
+        assert torch.equal(poor(x), packed)
+        monkeypatch.setattr(linear, "_available", lambda dtype: False)
+        _, elsewhere = block()
+        assert torch.equal(elsewhere(x), plain(x))
+
+
+def test_the_trainers_step_is_seen(monkeypatch):
+    """torch's fused AdamW leaves the version counters alone: without a word from the trainer old weights would go on serving."""
+    t = trainer(model("llama", "float32"))
+    x = numbers(3, t.loaded.head.weight.shape[1])
+    with torch.no_grad():
+        before = t.loaded.head.logits(x)
+    for p in t.weights.masters:
+        p.grad = torch.ones_like(p)
+    t.weights.step(lr=0.1, clip=1e9, norm=t.weights.gradient_norm())
+    with torch.no_grad():
+        after = t.loaded.head.logits(x)
+        assert not torch.equal(after, before) and torch.allclose(after, x @ t.loaded.head.weight.t(), atol=1e-4)
