@@ -12,6 +12,7 @@ from engine_kit import SIZE, all_of, ask, engine, idle, prompt
 from run_kit import run, steps
 from train_kit import batch, row
 
+from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.models.aligned import align
 from rondel.models.attention import PackedLayout, Segment
@@ -135,9 +136,23 @@ def test_a_run_with_aligned_numerics_has_a_gap_of_zero(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_guessing_ahead_changes_no_bit(dtype):
-    loaded = model("llama", dtype)
-    asks = [ask((prompt(5, 6) * 4)[:n], key=n, n=60, temperature=0.2) for n in (13, 18, 24)]
-    plain = told(asyncio.run(all_of(engine(loaded), asks)))
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_look_ups_change_no_bit(kind, dtype):
+    """Speculative decoding only changes the shape of a step: aligned, tokens and logprobs are those of plain decoding."""
+    loaded = model(kind, dtype)
+    asks = [ask((prompt(i, 9) * 4)[: 20 + 5 * i], key=i, n=50, temperature=0.05) for i in range(5)]
+    plain = asyncio.run(all_of(engine(loaded), asks))
     e = engine(loaded, speculation=Speculation(4, always=True))
-    assert told(asyncio.run(all_of(e, asks))) == plain and e.speculation.proposed
+    assert told(asyncio.run(all_of(e, asks))) == told(plain)
+    assert 0 < e.speculation.accepted < e.speculation.proposed
+
+
+def test_a_draft_states_the_trainers_bits():
+    loaded = model("llama", "bfloat16")
+    asks = [r for r in requests() if r.sampling.max_tokens > 1]
+    e = engine(loaded, speculation=Speculation(3, Draft(load({"random": "llama", "seed": 4, **SIZE}, dtype="bfloat16")), always=True))
+    done = asyncio.run(all_of(e, asks))
+    assert 0 < e.speculation.accepted < e.speculation.proposed
+    b = annotate(loaded, batch_of(asks, done), "again", budget=10_000, temperature=1.0)
+    for sample in b.samples:
+        assert np.array_equal(sample.notes["again"], sample.behavior)

@@ -26,7 +26,8 @@ from rondel.generate.engine.builtin.request import Live
 from rondel.generate.engine.builtin.sampler import choose, uniform, weights
 from rondel.generate.engine.builtin.speculative import accepts, leftover
 from rondel.models.load import Loaded
-from rondel.words.errors import ConfigError
+from rondel.words.errors import ConfigError, EngineError
+from rondel.words.events import Warned, emit
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.runner import Runner
@@ -40,6 +41,7 @@ class Draft:
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
         self.seconds = 0.0  # spent on the guesses of the last step
+        self.broken = ""  # why it guesses nothing until it gets new weights
         self._odds: dict[Live, list[Tensor]] = {}  # [V] each: the weights that every guess of this step was drawn with
 
     def open(self, loaded: Loaded, pages: int) -> None:
@@ -51,6 +53,7 @@ class Draft:
     def forget(self) -> None:
         """Its weights are others now."""
         self.known[:] = False
+        self.broken = ""
 
     def release_memory(self) -> None:
         self.forget()
@@ -60,7 +63,7 @@ class Draft:
     # -- on the device's thread ------------------------------------------------------------------
 
     def propose(self, runner: Runner, plan: Plan) -> None:
-        """A guess for every page that was reserved ahead."""
+        """A guess for every page that was reserved ahead; none, if its numbers overflow: the model needs no guesses."""
         began = time.perf_counter()
         for live, n in plan.chunks:
             self.known[live.pages[live.computed - n :]] = False
@@ -68,8 +71,14 @@ class Draft:
             self.known[[live.pages[-1], *live.ahead]] = False
         self._odds = {live: [] for live in plan.decoding if live.ahead}
         vocab = runner.loaded.head.weight.shape[0]
-        for i in range(max((len(live.ahead) for live in self._odds), default=0)):
-            self._one_more([live for live in self._odds if len(live.ahead) > i], i, vocab, runner)
+        try:
+            for i in range(max((len(live.ahead) for live in self._odds), default=0)):
+                self._one_more([live for live in self._odds if len(live.ahead) > i], i, vocab, runner)
+        except EngineError as error:
+            self.broken = str(error)
+            for live in self._odds:
+                live.guess = []
+            emit(Warned(f"the draft '{self.loaded.name}' guesses nothing until it gets new weights: {error}"))
         self.seconds = time.perf_counter() - began
 
     def _one_more(self, lives: list[Live], i: int, vocab: int, runner: Runner) -> None:

@@ -61,16 +61,17 @@ class Runner:
         p = weights(logits, samplings)
         noise = [uniform(live.request.key, live.drawn + i) for live in lives for i in range(1 + len(live.guess))]
         tokens, logprobs = choose(p, samplings, noise)
+        if self.draft is not None:
+            tokens, logprobs = self.draft.judge(lives, p, tokens, logprobs)
+        for row, logprob in zip(
+            plain, self._as_trained(exact, [samplings[row].temperature or 1.0 for row in plain], [tokens[row] for row in plain])
+        ):
+            logprobs[row] = logprob
         if raw is not None:
             note_raw(raw, [tokens[row] for row, _ in heard], [channels for _, channels in heard])
         for row, live in enumerate(part):
             if live.channels is not None:
                 self._note_rest(live, live.channels, p[row])
-        if self.draft is not None:
-            tokens, logprobs = self.draft.judge(lives, p, tokens, logprobs)
-        as_trained = self._as_trained(exact, [samplings[row].temperature or 1.0 for row in plain], [tokens[row] for row in plain])
-        for row, logprob in zip(plain, as_trained):
-            logprobs[row] = logprob
         return _kept(lives, tokens, logprobs)
 
     def _as_trained(self, logits: Tensor, temperatures: list[float], tokens: list[int]) -> list[float]:

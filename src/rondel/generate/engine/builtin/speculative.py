@@ -169,6 +169,8 @@ class Speculation:
 
     def propose(self, plan: Plan, scheduler: Scheduler) -> None:
         """Reserve pages for guesses where there is room for nothing more urgent; look-ups are made here, a draft's guesses on its device."""
+        if self.draft is not None and self.draft.broken:
+            return
         guesses: list[tuple[Live, int, list[int]]] = []
         for live in plan.decoding:
             most = min(self.pays.k, live.request.sampling.max_tokens - live.written - 1)  # the last token of a round is never a guess
