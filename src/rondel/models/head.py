@@ -33,8 +33,8 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[C, D] -> [C, V] in fp32."""
-        if self.stack.carries(hidden, [self.weight]):
-            out = self.stack(hidden, [self.weight], [] if self.bias is None else [self.bias])[0].float()
+        if self.stack.carries(hidden, [self.weight], [] if self.bias is None else [self.bias]):
+            out = self.stack(hidden)[0].float()
         else:
             out = product(hidden, self.weight, self.bias).float()
         if self.scale != 1.0:

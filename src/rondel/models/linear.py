@@ -71,45 +71,53 @@ class _Product(torch.autograd.Function):
 
 def _rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """oneDNN takes another kernel for a single row: it is computed twice, so that its bits do not depend on who is beside it."""
-    flat = x.flatten(0, -2)
-    rows = len(flat)
-    if rows == 1:
-        flat = flat.expand(2, -1)
-    out = torch.ops.mkldnn._linear_pointwise(flat, weight, bias, "none", [], "")
-    return out[:rows].view(*x.shape[:-1], -1)
+    if x.numel() == x.shape[-1]:
+        twice = torch.ops.mkldnn._linear_pointwise(x.reshape(1, -1).expand(2, -1), weight, bias, "none", [], "")
+        return twice[:1].view(*x.shape[:-1], -1)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+Stamp = list[tuple[int, int, int]]
 
 
 class Stack:
     """Weights [O_i, I] that read the same input, as one packed product whenever nobody wants gradients."""
 
     def __init__(self) -> None:
-        self._stamp: list[tuple[int, int, int]] = []  # storage and counters of what was packed
-        self._packed: tuple[Tensor, Tensor | None] | None = None
+        self.stamp: Stamp = []  # storage and counters of the weights and biases that are packed
+        self._packed: tuple[Tensor, Tensor | None, list[int]] | None = None
 
-    def carries(self, x: Tensor, weights: list[Tensor]) -> bool:
-        """Whether packing is possible and worth its memory. It changes no bits."""
-        if torch.is_grad_enabled() or not all(_carries(w) and w.dtype == x.dtype for w in weights):
+    def carries(self, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> bool:
+        """Whether packing is possible and worth its memory (it changes no bits); what is packed is then up to date."""
+        if torch.is_grad_enabled() or x.dtype != weights[0].dtype:
             return False
-        return self._packed is not None or _spare(weights)
+        stamp = [stamp_of(w) for w in weights] + [stamp_of(b) for b in biases] if all(_carries(w) for w in weights) else []
+        if stamp != self.stamp:
+            if stamp and (self._packed is not None or _spare(weights)):
+                self._pack(weights, biases)
+                self.stamp = stamp
+            else:
+                self.stamp, self._packed = [], None
+        return self._packed is not None
 
-    def stale(self, weights: list[Tensor], biases: list[Tensor]) -> bool:
-        return self._stamp != _stamp(weights, biases)
+    def _pack(self, weights: list[Tensor], biases: list[Tensor]) -> None:
+        weight = torch.cat([w.detach() for w in weights]) if len(weights) > 1 else weights[0].detach()
+        bias = torch.cat([b.detach() for b in biases]) if biases else None
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64), bias, [w.shape[0] for w in weights]
 
-    def __call__(self, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-        """x [..., I] -> [..., O_i] for each of the weights."""
-        if self.stale(weights, biases) or self._packed is None:
-            weight = torch.cat([w.detach() for w in weights]) if len(weights) > 1 else weights[0].detach()
-            bias = torch.cat([b.detach() for b in biases]) if biases else None
-            self._packed, self._stamp = (torch.ops.mkldnn._reorder_linear_weight(weight, 64), bias), _stamp(weights, biases)
-        out = _rows(x, *self._packed)
-        return [part.contiguous() for part in out.split([len(w) for w in weights], -1)] if len(weights) > 1 else [out]
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        """After `carries`: x [..., I] -> [..., O_i] for each of the weights."""
+        assert self._packed is not None
+        weight, bias, sizes = self._packed
+        out = _rows(x, weight, bias)
+        return [part.contiguous() for part in out.split(sizes, -1)] if len(sizes) > 1 else [out]
 
     def __deepcopy__(self, memo: Any) -> Stack:
         return Stack()  # what is packed belongs to the weights it was packed from
 
 
-def _stamp(weights: list[Tensor], biases: list[Tensor]) -> list[tuple[int, int, int]]:
-    return [(w.data_ptr(), w._version, _changes) for w in [*weights, *biases]]
+def stamp_of(tensor: Tensor) -> tuple[int, int, int]:
+    return tensor.data_ptr(), tensor._version, _changes
 
 
 class _Members:
@@ -121,16 +129,20 @@ class _Members:
         self._parts: dict[int, Tensor] = {}
 
     def forward(self, i: int, x: Tensor) -> Tensor:
-        weights: list[Tensor] = [layer.weight for layer in self.layers]
-        if not self.stack.carries(x, weights):
-            return product(x, weights[i], self.layers[i].bias)
-        biases: list[Tensor] = [layer.bias for layer in self.layers if layer.bias is not None]
-        if x is not self._asked or i not in self._parts or self.stack.stale(weights, biases):
-            self._asked, self._parts = x, dict(enumerate(self.stack(x, weights, biases)))
-        part = self._parts.pop(i)
-        if not self._parts:
-            self._asked = None
-        return part
+        layer = self.layers[i]
+        if x is self._asked and i in self._parts and not torch.is_grad_enabled() and self.stack.stamp[i] == stamp_of(layer.weight):
+            part = self._parts.pop(i)
+            if not self._parts:
+                self._asked = None
+            return part
+        weights: list[Tensor] = [la.weight for la in self.layers]
+        biases: list[Tensor] = [la.bias for la in self.layers] if layer.bias is not None else []
+        if not self.stack.carries(x, weights, biases):
+            return product(x, layer.weight, layer.bias)
+        parts = self.stack(x)
+        if len(parts) > 1:
+            self._asked, self._parts = x, {j: part for j, part in enumerate(parts) if j != i}
+        return parts[i]
 
 
 def adopt(model: nn.Module) -> None:
@@ -162,7 +174,7 @@ def _take(layers: list[nn.Linear], seen: set[int]) -> None:
 
 
 def _carries(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and type(weight) in (Tensor, nn.Parameter) and _available(weight.dtype)
+    return weight.is_cpu and type(weight) in (nn.Parameter, Tensor) and _available(weight.dtype)
 
 
 @functools.cache
