@@ -190,3 +190,10 @@ def test_a_file_that_is_no_gguf_is_one_readable_error(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match=r"converting broken\.gguf"):
         load(str(tmp_path / "broken.gguf"))
     assert cached() == []
+
+
+def test_a_layer_that_attends_its_own_way_is_found_whatever_its_weights_are(monkeypatch):
+    """codegen and gptj never call the attention interface: with flat random weights the proof by numbers let them pass."""
+    monkeypatch.setattr(loading, "refuse", lambda config: None)
+    with pytest.raises(ModelError, match="each must ask once"):
+        load({"random": "gptj", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 16})

@@ -158,7 +158,7 @@ def _prove(model: Any, name: str) -> None:
             model.set_attn_implementation(NAME)
             tokens = torch.tensor([t for row in probe for t in row], device=device)
             positions = torch.tensor([i for row in probe for i in range(len(row))], device=device)
-            layout = PackedLayout([Segment(0, 9), Segment(9, 6)], device)
+            layout = _Counting([Segment(0, 9), Segment(9, 6)], device)
             with attending(layout):
                 hidden = model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False).last_hidden_state[0]
             packed = Head.of(model).logits(hidden).log_softmax(-1)
@@ -169,6 +169,11 @@ def _prove(model: Any, name: str) -> None:
                 f"'{name}' ({model.config.model_type}) does not go through transformers' attention interface as packed tokens: "
                 f"{type(error).__name__}: {error}"
             ) from error
+    if sorted(layout.layers) != list(range(model.config.get_text_config().num_hidden_layers)):
+        raise ModelError(
+            f"'{name}' ({model.config.model_type}): its {model.config.get_text_config().num_hidden_layers} layers asked for attention as "
+            f"{sorted(layout.layers)}; each must ask once, for the cache keeps one set of keys and values a layer"
+        )
     gap = float((packed - torch.cat(own)).abs().mean())
     if not gap <= tolerance:
         raise ModelError(
@@ -176,6 +181,18 @@ def _prove(model: Any, name: str) -> None:
             f"(limit {tolerance}); "
             "some part of its attention or head is not carried by the built-in path"
         )
+
+
+class _Counting(PackedLayout):
+    """Notes which layers ask: a gap between logprobs of flat random weights would not show one that goes its own way."""
+
+    def __init__(self, segments: list[Segment], device: torch.device) -> None:
+        super().__init__(segments, device)
+        self.layers: list[int] = []
+
+    def attend(self, layer: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.layers.append(layer)
+        return super().attend(layer, *args, **kwargs)
 
 
 def _max_context(text: Any) -> int:
