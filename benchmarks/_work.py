@@ -50,3 +50,14 @@ def report(row: dict[str, Any], *, only_json: bool) -> None:
         for name, value in row.items():
             print(f"{name:<28} {value}")
     print(json.dumps(row), flush=True)
+
+
+def opened(model: str, dtype: str, threads: int) -> tuple[Any, Any]:
+    """(device, model on it), as a run has them: everything computes on the device's thread. 0 threads is all cores."""
+    from rondel.models.load import load
+    from rondel.runtime.devices import Device, keep_memory, pick_device
+
+    keep_memory()
+    where = pick_device("auto")
+    device = Device(where, threads or None)
+    return device, device.call(lambda: load(model, dtype=dtype, device=where))

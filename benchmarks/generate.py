@@ -30,19 +30,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)
 
-    from _work import gemm_peak, median, multiplications, report
+    from _work import gemm_peak, median, multiplications, opened, report
     from vllm_generate import work
 
     from rondel.generate.engine.builtin.engine import BuiltinEngine
     from rondel.models.aligned import align
-    from rondel.models.load import load
-    from rondel.runtime.devices import Device, keep_memory, pick_device
     from rondel.words.types import Request, Sampling, sample_key
 
-    keep_memory()
-    where = pick_device("auto")
-    device = Device(where, a.threads or None)
-    loaded = device.call(lambda: load(a.model, dtype=a.dtype, device=where))
+    device, loaded = opened(a.model, a.dtype, a.threads)
     if a.numerics == "aligned":
         device.call(align, loaded)
     vocab = loaded.model.get_input_embeddings().weight.shape[0]
@@ -61,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
         return sum(len(o.tokens) for o in outs), time.perf_counter() - began
 
     peak = (
-        device.call(gemm_peak, dtype, device.threads) if where == "cpu" else 0.0
+        device.call(gemm_peak, dtype, device.threads) if loaded.device.type == "cpu" else 0.0
     )  # not here: a second thread pool halves the speed of both
     body, head = multiplications(loaded.model)
     for kind in ("equal", "ragged", "prefix") if a.work == "all" else (a.work,):

@@ -57,21 +57,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)
 
-    from _work import median, report
+    from _work import median, opened, report
 
     from rondel.generate.engine.builtin.draft import Draft
     from rondel.generate.engine.builtin.engine import BuiltinEngine
     from rondel.generate.engine.builtin.speculative import Speculation
     from rondel.generate.envs.template import Template
     from rondel.models.load import load
-    from rondel.runtime.devices import Device, keep_memory, pick_device
     from rondel.words.types import Request, Sampling, sample_key
 
-    keep_memory()
-    where = pick_device("auto")
-    device = Device(where, a.threads or None)
-    loaded = device.call(lambda: load(a.model, dtype=a.dtype, device=where))
-    other = device.call(lambda: load(a.draft, dtype=a.dtype, device=where)) if a.draft else None
+    device, loaded = opened(a.model, a.dtype, a.threads)
+    other = device.call(lambda: load(a.draft, dtype=a.dtype, device=str(loaded.device))) if a.draft else None
     template = Template(loaded.tokenizer)
 
     async def once(engine: BuiltinEngine, kind: str, heat: float, running: int, seed: int) -> tuple[int, float]:

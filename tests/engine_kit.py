@@ -83,3 +83,22 @@ def idle(e: BuiltinEngine) -> None:
     assert e.pages.free + e.scheduler.tree.cached == e.pages.count
     cached = [p for n in e.scheduler.tree.nodes() for p in n.pages]
     assert sorted(cached + e.pages._free) == list(range(1, e.pages.count + 1)), "a page is lost or twice somewhere"
+
+
+def watched(e: BuiltinEngine) -> BuiltinEngine:
+    """Law 7 after every step, before anything is delivered, on the pages themselves; no guess is in the tree."""
+    computed = e.scheduler.computed
+
+    def after(plan):
+        computed(plan)
+        e.scheduler.check()
+        s = e.scheduler
+        private = [p for live in s.running for p in [*live.pages[live.shared :], *live.ahead]]
+        cached = [p for node in s.tree.nodes() for p in node.pages]
+        assert sorted(private + cached + e.pages._free) == list(range(1, e.pages.count + 1))
+        assert s.tree.held == sum(len(n.pages) for n in s.tree.nodes() if n.locks)
+        assert all(len(live.guess) in (0, len(live.ahead)) for live in s.running)
+        assert all(live.written + len(live.guess) < live.request.sampling.max_tokens for live in s.running)
+
+    e.scheduler.computed = after
+    return e

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from engine_kit import all_of, ask, engine, idle, prompt, tiny
+from engine_kit import all_of, ask, engine, idle, prompt, tiny, watched
 
 from rondel.words.errors import LawError, UserError
 from rondel.words.types import Begin, Commit, Route
@@ -16,23 +16,6 @@ MODEL = tiny()
 
 def tokens_of(completions):
     return [c.tokens for c in completions]
-
-
-def watched(e):
-    """The sum law after every step, on the pages themselves, before anything is delivered."""
-    computed = e.scheduler.computed
-
-    def after(plan):
-        computed(plan)
-        e.scheduler.check()
-        s = e.scheduler
-        private = [p for live in s.running for p in live.pages[live.shared :]]
-        cached = [p for node in s.tree.nodes() for p in node.pages]
-        assert sorted(private + cached + e.pages._free) == list(range(1, e.pages.count + 1))
-        assert s.tree.held == sum(len(n.pages) for n in s.tree.nodes() if n.locks)
-
-    e.scheduler.computed = after
-    return e
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_kit import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny, twin
+from engine_kit import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny, twin, watched
 from test_behaviour import chi_square
 from test_behaviour import reference as truncated
 from test_routing import MOES, own_routes
@@ -29,24 +29,6 @@ MODEL = tiny()
 def echoing(seed: int, n: int) -> list[int]:
     """A prompt that repeats itself, so that look-ups find something."""
     return (prompt(seed, max(3, n // 3)) * 4)[:n]
-
-
-def watched(e):
-    """Law 7 on the pages themselves after every step, guesses included, and that no guess is in the tree."""
-    computed = e.scheduler.computed
-
-    def after(plan):
-        computed(plan)
-        e.scheduler.check()
-        s = e.scheduler
-        private = [p for live in s.running for p in [*live.pages[live.shared :], *live.ahead]]
-        cached = [p for node in s.tree.nodes() for p in node.pages]
-        assert sorted(private + cached + e.pages._free) == list(range(1, e.pages.count + 1))
-        assert all(len(live.guess) in (0, len(live.ahead)) for live in s.running)
-        assert all(live.written + len(live.guess) < live.request.sampling.max_tokens for live in s.running)
-
-    e.scheduler.computed = after
-    return e
 
 
 def quiet(e):

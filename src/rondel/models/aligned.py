@@ -136,6 +136,11 @@ def aligned(layout: PackedLayout | PagedLayout) -> AlignedPacked | AlignedPaged:
 
 def align(loaded: Loaded) -> None:
     """From now on this model computes with aligned numerics, for the engine and the trainer alike; refused where they do not hold."""
+    if loaded.routers:
+        raise ConfigError(
+            f"engine.numerics = 'aligned': '{loaded.name}' is a mixture of experts, and what an expert computes depends on how many tokens it "
+            "gets; use numerics = 'fast' with routing replay"
+        )
     loaded.aligned = True
     prove(loaded)
 
@@ -151,8 +156,8 @@ def prove(loaded: Loaded) -> None:
             if not torch.equal(got, alone[i]):
                 raise ConfigError(
                     f"engine.numerics = 'aligned': '{loaded.name}' in {loaded.dtype} on this {loaded.device.type} gives other bits in another "
-                    f"batch (largest difference of a probe {float((got - alone[i]).abs().max()):.2g}). Its experts, its kernels or odd "
-                    "sizes depend on the batch; use numerics = 'fast'"
+                    f"batch (largest difference of a probe {float((got - alone[i]).abs().max()):.2g}). Its kernels or odd sizes "
+                    "depend on the batch; use numerics = 'fast'"
                 )
 
 

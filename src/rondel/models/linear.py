@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,10 +38,10 @@ def weights_changed() -> None:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., I] @ weight [O, I]^T + bias [O] -> [..., O], differentiable."""
-    if x.ndim > 1 and x.shape[:-1].numel() == 1 and _carries(weight):  # as in _rows
-        return product(x.flatten(0, -2).expand(2, -1), weight, bias)[:1].view(*x.shape[:-1], -1)
-    if not _carries(weight) or x.dtype != weight.dtype or weight.dtype != torch.float32:
+    if not _carries(weight) or x.dtype != weight.dtype:
         return F.linear(x, weight, bias)
+    if weight.dtype != torch.float32:
+        return _in_company(x, lambda rows: F.linear(rows, weight, bias))
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _Product.apply(x, weight, bias)
     return _rows(x, weight, bias)
@@ -70,11 +71,14 @@ class _Product(torch.autograd.Function):
 
 
 def _rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _in_company(x, lambda rows: torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], ""))
+
+
+def _in_company(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
     """oneDNN takes another kernel for a single row: it is computed twice, so that its bits do not depend on who is beside it."""
-    if x.numel() == x.shape[-1]:
-        twice = torch.ops.mkldnn._linear_pointwise(x.reshape(1, -1).expand(2, -1), weight, bias, "none", [], "")
-        return twice[:1].view(*x.shape[:-1], -1)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    if x.numel() != x.shape[-1]:
+        return product(x)
+    return product(x.reshape(1, -1).expand(2, -1))[:1].view(*x.shape[:-1], -1)
 
 
 Stamp = list[tuple[int, int, int]]
@@ -130,7 +134,12 @@ class _Members:
 
     def forward(self, i: int, x: Tensor) -> Tensor:
         layer = self.layers[i]
-        if x is self._asked and i in self._parts and not torch.is_grad_enabled() and self.stack.stamp[i] == stamp_of(layer.weight):
+        if (
+            x is self._asked
+            and i in self._parts
+            and not torch.is_grad_enabled()
+            and self.stack.stamp[i : i + 1] == [stamp_of(layer.weight)]
+        ):
             part = self._parts.pop(i)
             if not self._parts:
                 self._asked = None
