@@ -1,0 +1,67 @@
+"""Credit along time: a token's advantage from the rewards and values that follow it in its sample.
+
+T trainable tokens, those of one sample side by side and in order · `sample_T` int64, the same number along a sample
+What the policy only read is not among the T, so an observation cannot change an advantage: behind a token comes the next one it wrote.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CHUNK = 128  # tokens that one matrix product carries at once
+
+
+def following(values_T: Tensor, sample_T: Tensor) -> Tensor:
+    """v_{t+1} of the same sample, 0 behind its last token.  [T], [T] -> [T]."""
+    last = values_T.new_zeros(1)
+    same_T = torch.cat([sample_T[1:] == sample_T[:-1], sample_T.new_zeros(1, dtype=torch.bool)])[: len(values_T)]
+    return torch.where(same_T, torch.cat([values_T[1:], last])[: len(values_T)], last)
+
+
+def discounted(x_T: Tensor, sample_T: Tensor, w: float) -> Tensor:
+    """y_t = x_t + w·y_{t+1} within a sample.  [T], [T] -> [T].  Blelloch 1990 (scans).  Time O(TC), space O(T + C²).
+
+    Every sample is cut into chunks of C tokens: within a chunk y is one product with the triangle w^(j-t), j >= t. The heads of the
+    chunks then obey the same rule with w^C, so they are discounted by this function, and each adds w^(C-t) times the next head.
+    """
+    if not len(x_T):
+        return x_T
+    _, length_N = sample_T.unique_consecutive(return_counts=True)
+    size = min(CHUNK, max(2, -(-len(x_T) // len(length_N))))  # short samples fill short chunks
+    chunks_N = (length_N + size - 1) // size
+    slot_N = (chunks_N.cumsum(0) - chunks_N) * size - (length_N.cumsum(0) - length_N)  # from a token's index to its place in the chunks
+    slot_T = torch.arange(len(x_T), device=x_T.device) + slot_N.repeat_interleave(length_N)
+    own_K = torch.arange(len(length_N), device=x_T.device).repeat_interleave(chunks_N)
+    x_KC = x_T.new_zeros(len(own_K) * size).index_copy(0, slot_T, x_T).view(-1, size)
+    step_C = torch.arange(size, device=x_T.device)
+    power_C = torch.tensor(w, dtype=torch.float64, device=x_T.device) ** torch.arange(size + 1, device=x_T.device)
+    power_C = power_C.to(x_T.dtype)
+    triangle_CC = power_C[(step_C[:, None] - step_C).clamp(min=0)].tril()
+    y_KC = x_KC @ triangle_CC
+    if len(own_K) > len(length_N):
+        next_K = following(discounted(y_KC[:, 0], own_K, w**size), own_K)
+        y_KC = torch.addcmul(y_KC, next_K[:, None], power_C[size - step_C])
+    return y_KC.view(-1)[slot_T]
+
+
+def gae(rewards_T: Tensor, values_T: Tensor, sample_T: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """A_t = d_t + gamma·lam·A_{t+1} with d_t = r_t + gamma·V_{t+1} - V_t; returns = A + V.  [T], [T], [T] -> [T], [T].  arXiv:1506.02438.
+
+    A sample ends where its tokens end: the value behind the last one is 0, whether it was stopped or cut off.
+    """
+    deltas_T = rewards_T + gamma * following(values_T, sample_T) - values_T
+    advantages_T = discounted(deltas_T, sample_T, gamma * lam)
+    return advantages_T, advantages_T + values_T
+
+
+def whitened(x_T: Tensor) -> Tensor:
+    """(x - mean) / sqrt(variance + 1e-8), variance unbiased.  [T] -> [T].  arXiv:2006.05990.  Zero for a constant or a single token.
+
+    The minimum is taken off first, so that equal numbers give exactly 0.
+    """
+    if not len(x_T):
+        return x_T
+    height_T = x_T - x_T.min()
+    deviation_T = height_T - height_T.mean()
+    return deviation_T * (deviation_T.square().sum() / max(1, len(x_T) - 1) + 1e-8).rsqrt()
