@@ -25,6 +25,7 @@ from rondel.models.load import Loaded, load
 from rondel.planner import resolve as planner
 from rondel.runtime.devices import Device, Shared, pick_device
 from rondel.score.pool import RewardPool
+from rondel.score.result import placed
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import Update
 from rondel.train.draft import DraftTrainer
@@ -330,6 +331,8 @@ class Rollouts:
                 trajectory.score = Failed("environment fault", trajectory.outcome.reason)
             elif trajectory.score is None:
                 trajectory.score = await self.parts.pool.score(trajectory, group.task)
+            else:  # an environment may have scored what happened in it
+                trajectory.score = placed(trajectory.score, trajectory)
             if isinstance(trajectory.outcome, PolicyFault) and trajectory.score is None:
                 trajectory.score = Score(0.0, {"policy_fault": 0.0})
 
