@@ -7,17 +7,17 @@ from itertools import pairwise
 
 import pytest
 import torch
+from algos_kit import F64, scored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rondel.algos import advantage, aggregate, correction, kl, table
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.objective import objective
+from rondel.algos.scored import Scored
 from rondel.algos.shaping import Overlong
 from rondel.words.errors import ConfigError
 
-torch.set_num_threads(1)
-F64 = torch.float64
 AGGREGATES = [aggregate.TokenMean(), aggregate.SeqMeanTokenMean(), aggregate.SeqMeanTokenSum(), aggregate.FixedNorm(9)]
 ADVANTAGES = [advantage.GroupNorm(), advantage.GroupCenter(), advantage.LeaveOneOut(), advantage.Raw(), advantage.Constant()]
 ROWS = [
@@ -45,9 +45,9 @@ class Batch:
     def gradient(self, parts: list[list[int]], order: torch.Tensor | None = None) -> torch.Tensor:
         """Accumulated over micro-batches of whole samples; `order` permutes the samples before the advantages are computed."""
         order = torch.arange(len(self.lengths_N)) if order is None else order
-        shaped_N = self.row.shaping(self.rewards_N, self.lengths_N)
-        advantages_N, weight_N = torch.zeros_like(shaped_N), torch.zeros_like(shaped_N)
-        advantages_N[order] = self.row.advantage(shaped_N[order], self.group_N[order])
+        step = Scored(self.rewards_N[order], self.group_N[order], self.lengths_N[order])
+        advantages_T, weight_N = torch.zeros(len(self.sample_T), dtype=F64), torch.zeros_like(self.rewards_N)
+        advantages_T[torch.cat([(self.sample_T == i).nonzero()[:, 0] for i in order])] = self.row.advantages_T(step)
         weight_N[order] = self.row.aggregate(self.lengths_N[order])
         logits_TV = self.logits_TV.clone().requires_grad_()
         for part in parts:
@@ -58,7 +58,7 @@ class Batch:
             _, sample_T = torch.unique(self.sample_T[at], return_inverse=True)
             loss, _ = objective(
                 self.row, logprobs_T=logp_T, entropy_T=-(logps.exp() * logps).sum(-1), proximal_T=old, behavior_T=mu, ref_T=ref,
-                advantages_T=advantages_N[self.sample_T[at]], weight_T=weight_N[self.sample_T[at]], sample_T=sample_T,
+                advantages_T=advantages_T[at], weight_T=weight_N[self.sample_T[at]], sample_T=sample_T,
             )  # fmt: skip
             loss.backward()
         return logits_TV.grad
@@ -132,7 +132,7 @@ def test_advantages_move_with_their_samples(rule, samples, data):
     rewards_N, group_N = torch.tensor([r for r, _ in samples], dtype=F64), torch.tensor([g for _, g in samples], dtype=torch.int64)
     order = torch.tensor(data.draw(st.permutations(range(len(samples)))), dtype=torch.int64)
     renamed = group_N * 1_000_003 + 17  # ids are names, not indices
-    assert torch.allclose(rule(rewards_N[order], renamed[order]), rule(rewards_N, group_N)[order], rtol=1e-9, atol=1e-9)
+    assert torch.allclose(rule(scored(rewards_N[order], renamed[order])), rule(scored(rewards_N, group_N))[order], rtol=1e-9, atol=1e-9)
 
 
 @named
@@ -140,7 +140,7 @@ def test_advantages_move_with_their_samples(rule, samples, data):
 @given(samples=groups, dtype=st.sampled_from([torch.float32, F64]))
 def test_advantages_are_total(rule, samples, dtype):
     rewards_N, group_N = torch.tensor([r for r, _ in samples], dtype=dtype), torch.tensor([g for _, g in samples], dtype=torch.int64)
-    found = rule(rewards_N, group_N)
+    found = rule(scored(rewards_N, group_N))
     assert found.shape == rewards_N.shape and found.dtype == dtype and torch.isfinite(found).all()
 
 
@@ -148,7 +148,7 @@ def test_advantages_are_total(rule, samples, dtype):
 @quick
 @given(reward=st.floats(-1e3, 1e3, width=32), size=st.integers(1, 9), dtype=st.sampled_from([torch.float32, F64]))
 def test_a_constant_group_is_exactly_zero(rule, reward, size, dtype):
-    assert not rule(torch.full((size,), reward, dtype=dtype), torch.full((size,), 5)).any()
+    assert not rule(scored(torch.full((size,), reward, dtype=dtype), torch.full((size,), 5))).any()
 
 
 @pytest.mark.parametrize("rule", ADVANTAGES[:3], ids=lambda rule: type(rule).__name__)
@@ -156,7 +156,7 @@ def test_a_constant_group_is_exactly_zero(rule, reward, size, dtype):
 @given(samples=groups)
 def test_a_baseline_leaves_nothing_over_in_its_group(rule, samples):
     rewards_N, group_N = torch.tensor([r for r, _ in samples], dtype=F64), torch.tensor([g for _, g in samples], dtype=torch.int64)
-    found = rule(rewards_N, group_N)
+    found = rule(scored(rewards_N, group_N))
     assert all(abs(float(found[group_N == g].sum())) < 1e-8 for g in group_N.unique())
 
 
@@ -167,4 +167,4 @@ def test_an_empty_micro_batch_is_a_loss_of_zero():
         loss, terms = objective(row, logprobs_T=nothing, sample_T=torch.zeros(0, dtype=torch.int64), **rest)
         loss.backward()
         assert float(loss.detach()) == 0 and all(term.shape == (0,) for term in terms.values())
-    assert Overlong(5)(nothing.detach(), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+    assert Overlong(5)(scored(nothing.detach())).shape == (0,)

@@ -7,25 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from algos_kit import F64, near, scored, slope, tensor, tokens
 from torch import Tensor
 
 from rondel.algos import advantage, aggregate, correction, kl, ratio, surrogate, table
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.objective import explain, objective
 from rondel.algos.shaping import NoShaping, Overlong
-
-torch.set_num_threads(1)
-F64 = torch.float64
-
-
-def tensor(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=F64)
-
-
-def near(found: Tensor, wanted: Tensor | list[float], within: float = 1e-10) -> bool:
-    wanted = torch.as_tensor(wanted, dtype=found.dtype)
-    return found.shape == wanted.shape and bool(((found - wanted).abs() <= within).all())
-
 
 # -- advantages: closed forms -------------------------------------------------------------------------------------------
 
@@ -43,21 +31,21 @@ CLOSED_FORMS = [
 
 @pytest.mark.parametrize("rule,wanted", CLOSED_FORMS, ids=[type(rule).__name__ for rule, _ in CLOSED_FORMS])
 def test_advantages_are_their_closed_forms(rule, wanted):
-    assert near(rule(REWARDS, GROUPS), wanted, 1e-14)
+    assert near(rule(scored(REWARDS, GROUPS)), wanted, 1e-14)
 
 
 def test_a_constant_group_is_exactly_zero_even_where_its_mean_rounds():
     """Seven float32 rewards of 0.1 do not average to 0.1; eps alone would turn the rounding into an advantage of 1 %."""
     rewards, group = torch.full((7,), 0.1), torch.zeros(7, dtype=torch.int64)
     assert (rewards - rewards.sum() / 7).abs().max() > 0
-    assert advantage.GroupNorm()(rewards, group).tolist() == [0.0] * 7
+    assert advantage.GroupNorm()(scored(rewards, group)).tolist() == [0.0] * 7
 
 
 def test_eps_matters_exactly_where_a_group_nearly_agrees():
     rewards, group = tensor(0.5, 0.5 + 2e-6), torch.tensor([0, 0])
     std = math.sqrt(2) * 1e-6
     for eps in (1e-9, 1e-6, 1e-4):  # the spread of the peers' defaults
-        assert near(advantage.GroupNorm(eps)(rewards, group), [-1e-6 / (std + eps), 1e-6 / (std + eps)], 1e-9)
+        assert near(advantage.GroupNorm(eps)(scored(rewards, group)), [-1e-6 / (std + eps), 1e-6 / (std + eps)], 1e-9)
 
 
 # -- the clip: 12 golden cases --------------------------------------------------------------------------------------------
@@ -81,13 +69,13 @@ GOLDEN = [  # r, A, loss, dloss/dlogp, clipped; low 0.2, high 0.28, dual 3
 @pytest.mark.parametrize("r,a,loss,slope,clipped", GOLDEN)
 def test_the_golden_clip_cases(r, a, loss, slope, clipped):
     logp = tensor(math.log(r) - 1.7).requires_grad_()
-    found = surrogate.Clip(low=0.2, high=0.28, dual=3.0)(logp, logp + 1.7, tensor(a))
+    found = surrogate.Clip(low=0.2, high=0.28, dual=3.0)(tokens(logp, logp + 1.7, tensor(a)))
     found.loss_T.sum().backward()
     assert near(found.loss_T, [loss]) and near(logp.grad, [slope]) and found.clipped_T.tolist() == [clipped]
 
 
 def test_without_the_dual_bound_a_bad_token_is_open_upwards():
-    found = surrogate.Clip()(tensor(0), tensor(math.log(4.0)), tensor(-2))
+    found = surrogate.Clip()(tokens(tensor(0), tensor(math.log(4.0)), tensor(-2)))
     assert near(found.loss_T, [8.0]) and not found.clipped_T.any()
 
 
@@ -95,23 +83,23 @@ def test_clipped_means_exactly_that_no_gradient_passes():
     torch.manual_seed(0)
     for bounds in (surrogate.Clip(), surrogate.Clip(0.1, 0.5, 2.0), surrogate.Clip(1.0, 0.0)):
         logp = (8 * torch.randn(4000, dtype=F64)).requires_grad_()
-        found = bounds(logp, logp, torch.randn(4000, dtype=F64))
+        found = bounds(tokens(logp, logp, torch.randn(4000, dtype=F64)))
         found.loss_T.sum().backward()
         assert (found.clipped_T == (logp.grad == 0)).all()
 
 
 def test_a_log_ratio_of_a_thousand_is_finite_and_passes_no_gradient():
     logp = tensor(1000, -1000).requires_grad_()
-    found = surrogate.Clip()(logp, logp, tensor(-1, 1))
+    found = surrogate.Clip()(tokens(logp, logp, tensor(-1, 1)))
     found.loss_T.sum().backward()
     assert near(found.loss_T, [math.exp(20), -math.exp(-20)], 1e-3) and logp.grad.tolist() == [0, 0]
 
 
 def test_on_the_first_update_clip_is_the_policy_gradient():
     logp, a, sample = torch.randn(50, dtype=F64).requires_grad_(), torch.randn(50, dtype=F64), torch.zeros(50, dtype=torch.int64)
-    found = surrogate.Clip(0.0, 0.0)(logp, ratio.TokenRatio()(logp - logp.detach(), sample), a)
+    found = surrogate.Clip(0.0, 0.0)(tokens(logp, ratio.TokenRatio()(logp - logp.detach(), sample), a))
     (slope,) = torch.autograd.grad(found.loss_T.sum(), logp)
-    (wanted,) = torch.autograd.grad(surrogate.PolicyGradient()(logp, logp, a).loss_T.sum(), logp)
+    (wanted,) = torch.autograd.grad(surrogate.PolicyGradient()(tokens(logp, logp, a)).loss_T.sum(), logp)
     assert near(slope, wanted) and not found.clipped_T.any()
 
 
@@ -123,10 +111,6 @@ LOGITS, REFERENCE = tensor(0.3, -1.0, 1.2, 0.0, -0.4), tensor(-0.2, 0.1, 0.8, -0
 def toy() -> tuple[Tensor, Tensor]:
     logits = LOGITS.clone().requires_grad_()
     return logits, logits.log_softmax(0)
-
-
-def slope(value: Tensor, logits: Tensor) -> Tensor:
-    return torch.autograd.grad(value, logits, retain_graph=True)[0]
 
 
 def test_monte_carlo_means_against_the_exact_kl():
@@ -164,7 +148,7 @@ def test_k3_stays_finite_when_the_policy_has_left_the_reference():
 
 def test_token_tis_truncates_above_and_carries_no_gradient():
     log_weight = tensor(0, math.log(1.5), math.log(2.5), math.log(0.1), 900).requires_grad_()
-    weight = correction.TokenTIS(2.0)(log_weight, torch.zeros(5, dtype=torch.int64))
+    weight = correction.TokenTIS(2.0)(log_weight, torch.zeros(5, dtype=torch.int64), log_weight)
     assert near(weight, [1, 1.5, 2, 0.1, 2]) and not weight.requires_grad
 
 
@@ -175,7 +159,7 @@ def test_truncation_adds_bias_and_takes_variance():
     log_weight, truth = (pi / mu).log(), (pi * f).sum()
     means, spreads = [], []
     for cap in (100.0, 2.0, 1.0):
-        value = correction.TokenTIS(cap)(log_weight, sample) * f
+        value = correction.TokenTIS(cap)(log_weight, sample, log_weight) * f
         means.append((mu * value).sum())
         spreads.append((mu * value.square()).sum() - means[-1] ** 2)
     assert near(means[0], truth) and means[0] > means[1] > means[2]
@@ -184,13 +168,13 @@ def test_truncation_adds_bias_and_takes_variance():
 
 @pytest.mark.parametrize("length,penalty", [(80, 0.0), (90, 0.5), (100, 1.0), (10, 0.0), (140, 1.0)])
 def test_overlong_is_piecewise_linear(length, penalty):
-    found = Overlong(max_tokens=100, buffer=20, factor=1.0)(tensor(0.25), torch.tensor([length]))
+    found = Overlong(max_tokens=100, buffer=20, factor=1.0)(scored(tensor(0.25), lengths=torch.tensor([length])))
     assert near(found, [0.25 - penalty])
 
 
 def test_overlong_takes_the_papers_share_as_its_buffer():
     lengths = torch.tensor([16384, 18432, 20480])
-    assert near(Overlong(max_tokens=20480)(torch.zeros(3, dtype=F64), lengths), [0, -0.5, -1])
+    assert near(Overlong(max_tokens=20480)(scored(torch.zeros(3, dtype=F64), lengths=lengths)), [0, -0.5, -1])
 
 
 def test_the_entropy_term_has_the_gradient_of_the_full_logits():
@@ -287,9 +271,9 @@ def test_a_row_is_its_formula_one_token_at_a_time(row):
     old, mu, ref = (logp.detach() + 0.3 * torch.randn(t, generator=make, dtype=F64) for _ in range(3))
 
     sample, lengths_N = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)), torch.tensor(lengths)
-    advantages_N = row.advantage(row.shaping(torch.tensor(rewards, dtype=F64), lengths_N), torch.tensor(group))
+    advantages_T = row.advantages_T(scored(torch.tensor(rewards, dtype=F64), torch.tensor(group), lengths_N))
     loss, terms = objective(
-        row, logprobs_T=logp, entropy_T=entropy, proximal_T=old, behavior_T=mu, ref_T=ref, advantages_T=advantages_N[sample],
+        row, logprobs_T=logp, entropy_T=entropy, proximal_T=old, behavior_T=mu, ref_T=ref, advantages_T=advantages_T,
         weight_T=row.aggregate(lengths_N)[sample], sample_T=sample,
     )  # fmt: skip
     wanted = naive(row, logp, entropy, old, mu, ref, rewards, group, lengths)
@@ -326,7 +310,7 @@ def test_decoupled_is_plain_when_the_behavior_was_the_anchor_and_is_right_when_i
 @pytest.mark.parametrize("part", [surrogate.Clip(), surrogate.PolicyGradient(), surrogate.LogLikelihood()], ids=str)
 def test_the_explained_slope_of_a_surrogate_is_its_gradient(part):
     logp = tensor(-1.3).requires_grad_()
-    part(logp, logp - logp.detach(), tensor(0.7)).loss_T.sum().backward()
+    part(tokens(logp, logp - logp.detach(), tensor(0.7))).loss_T.sum().backward()
     assert near(logp.grad, [float(eval(part.slope, {"A": 0.7}))])
 
 

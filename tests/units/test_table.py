@@ -59,8 +59,8 @@ OVERRIDES = [
 class Halved:
     by: float = 2.0
 
-    def __call__(self, rewards_N, group_N):
-        return rewards_N / self.by
+    def __call__(self, scored):
+        return scored.rewards_N / self.by
 
 
 MINE = replace(GRPO, name="mine")
@@ -140,7 +140,7 @@ def test_a_buffer_longer_than_the_recipes_answers_is_found_when_they_meet():
 
 def test_an_unset_limit_is_said_aloud():
     with pytest.raises(ConfigError, match=r"algo.shaping.max_tokens is not set"):
-        shaping.Overlong()(None, None)
+        shaping.Overlong()(None)
 
 
 def test_the_public_import_needs_torch_and_words_only():

@@ -1,7 +1,7 @@
-"""From the rewards of a batch to one advantage a sample.
+"""From the rewards of a step to one advantage a sample, or one a token where the rule says `per_token`.
 
-N samples · P groups · `group_N` int64 group ids in any order and with any values. All are permutation-invariant and total:
-no samples, one sample or equal rewards give numbers, never NaN.
+N samples · T trainable tokens · P groups. All are permutation-invariant and total: no samples, one sample or equal rewards give
+numbers, never NaN.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rondel.algos.scored import Scored
 from rondel.words.errors import ConfigError
 
 
@@ -37,7 +38,7 @@ def deviations(rewards_N: Tensor, group_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupNorm:
-    """A_i = (r_i - mean) / (std + eps) over its group, std unbiased.  [N], [N] -> [N].  arXiv:2402.03300 (GRPO).
+    """A_i = (r_i - mean) / (std + eps) over its group, std unbiased.  -> [N].  arXiv:2402.03300 (GRPO).
 
     Zero for a constant group and for a group of 1, which has nothing to be compared with.
 
@@ -50,10 +51,10 @@ class GroupNorm:
         if not self.eps > 0:
             raise ConfigError(f"eps = {self.eps}; it must be positive, or a constant group would divide 0 by 0")
 
-    def __call__(self, rewards_N: Tensor, group_N: Tensor) -> Tensor:
-        deviation_N = deviations(rewards_N, group_N)
-        freedom_N = (sizes(rewards_N, group_N) - 1).clamp(min=1)
-        std_N = (over_group(deviation_N.square(), group_N, "sum") / freedom_N).sqrt()
+    def __call__(self, scored: Scored) -> Tensor:
+        deviation_N = deviations(scored.rewards_N, scored.group_N)
+        freedom_N = (sizes(scored.rewards_N, scored.group_N) - 1).clamp(min=1)
+        std_N = (over_group(deviation_N.square(), scored.group_N, "sum") / freedom_N).sqrt()
         return deviation_N / (std_N + self.eps)
 
     def __str__(self) -> str:
@@ -62,10 +63,10 @@ class GroupNorm:
 
 @dataclass(frozen=True)
 class GroupCenter:
-    """A_i = r_i - mean of its group.  [N], [N] -> [N].  arXiv:2503.20783 (Dr. GRPO).  Zero for a constant group or a group of 1."""
+    """A_i = r_i - mean of its group.  -> [N].  arXiv:2503.20783 (Dr. GRPO).  Zero for a constant group or a group of 1."""
 
-    def __call__(self, rewards_N: Tensor, group_N: Tensor) -> Tensor:
-        return deviations(rewards_N, group_N)
+    def __call__(self, scored: Scored) -> Tensor:
+        return deviations(scored.rewards_N, scored.group_N)
 
     def __str__(self) -> str:
         return "R - mean of its group"
@@ -73,14 +74,14 @@ class GroupCenter:
 
 @dataclass(frozen=True)
 class LeaveOneOut:
-    """A_i = r_i - mean of the others = n/(n-1)·(r_i - mean).  [N], [N] -> [N].  arXiv:2402.14740 (RLOO).
+    """A_i = r_i - mean of the others = n/(n-1)·(r_i - mean).  -> [N].  arXiv:2402.14740 (RLOO).
 
     Unbiased, since the baseline does not see r_i. Zero for a group of 1: there are no others.
     """
 
-    def __call__(self, rewards_N: Tensor, group_N: Tensor) -> Tensor:
-        size_N = sizes(rewards_N, group_N)
-        return deviations(rewards_N, group_N) * size_N / (size_N - 1).clamp(min=1)
+    def __call__(self, scored: Scored) -> Tensor:
+        size_N = sizes(scored.rewards_N, scored.group_N)
+        return deviations(scored.rewards_N, scored.group_N) * size_N / (size_N - 1).clamp(min=1)
 
     def __str__(self) -> str:
         return "R - mean of the others in its group"
@@ -88,10 +89,10 @@ class LeaveOneOut:
 
 @dataclass(frozen=True)
 class Raw:
-    """A_i = r_i.  [N], [N] -> [N].  Williams 1992 (REINFORCE).  No baseline: unbiased, and noisy when rewards are far from 0."""
+    """A_i = r_i.  -> [N].  Williams 1992 (REINFORCE).  No baseline: unbiased, and noisy when rewards are far from 0."""
 
-    def __call__(self, rewards_N: Tensor, group_N: Tensor) -> Tensor:
-        return rewards_N
+    def __call__(self, scored: Scored) -> Tensor:
+        return scored.rewards_N
 
     def __str__(self) -> str:
         return "R"
@@ -99,15 +100,15 @@ class Raw:
 
 @dataclass(frozen=True)
 class Constant:
-    """A_i = value.  [N], [N] -> [N].  Supervised learning.  The reward is not read.
+    """A_i = value.  -> [N].  Supervised learning.  The reward is not read.
 
     value    the advantage of every sample
     """
 
     value: float = 1.0
 
-    def __call__(self, rewards_N: Tensor, group_N: Tensor) -> Tensor:
-        return torch.full_like(rewards_N, self.value)
+    def __call__(self, scored: Scored) -> Tensor:
+        return torch.full_like(scored.rewards_N, self.value)
 
     def __str__(self) -> str:
         return f"{self.value:g}"

@@ -17,11 +17,11 @@ from rondel.words.errors import ConfigError
 
 @dataclass(frozen=True)
 class NoCorrection:
-    """c_t = 1.  [T], [T] -> [T].  Right when the tokens were drawn from the proximal policy."""
+    """c_t = 1.  [T], [T], [T] -> [T].  Right when the tokens were drawn from the proximal policy."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
 
-    def __call__(self, log_weight_T: Tensor, sample_T: Tensor) -> Tensor:
+    def __call__(self, log_weight_T: Tensor, sample_T: Tensor, advantages_T: Tensor) -> Tensor:
         return torch.ones_like(log_weight_T)
 
     def __str__(self) -> str:
@@ -30,7 +30,7 @@ class NoCorrection:
 
 @dataclass(frozen=True)
 class TokenTIS:
-    """c_t = min(pi_proximal / pi_behavior, cap).  [T], [T] -> [T].  arXiv:2110.00641 (decoupled); Yao et al. 2025 (truncated).
+    """c_t = min(pi_proximal / pi_behavior, cap).  [T], [T], [T] -> [T].  arXiv:2110.00641 (decoupled); Yao et al. 2025 (truncated).
 
     The cap adds bias and buys variance. A token's weight ignores the tokens before it.
 
@@ -44,7 +44,7 @@ class TokenTIS:
         if not self.cap >= 1:
             raise ConfigError(f"cap = {self.cap}; it must be at least 1, or on-policy tokens would be scaled down")
 
-    def __call__(self, log_weight_T: Tensor, sample_T: Tensor) -> Tensor:
+    def __call__(self, log_weight_T: Tensor, sample_T: Tensor, advantages_T: Tensor) -> Tensor:
         return bounded_exp(log_weight_T.detach()).clamp(max=self.cap)
 
     def __str__(self) -> str:

@@ -9,8 +9,10 @@ from inspect import cleandoc
 import torch
 from torch import Tensor
 
+from rondel.algos.ahead import NOTHING, Ahead
 from rondel.algos.ratio import bounded_exp
 from rondel.algos.table import Algorithm
+from rondel.algos.tokens import Tokens
 
 SYMBOLS = {"shaping": "R", "advantage": "A", "ratio": "r", "surrogate": "l", "correction": "c", "kl": "k", "entropy": "H", "aggregate": "w"}
 
@@ -26,10 +28,14 @@ def objective(
     advantages_T: Tensor | None,
     weight_T: Tensor,
     sample_T: Tensor,
+    score_T: Tensor | None = None,
+    guided_T: Tensor | None = None,
+    decided: Ahead = NOTHING,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """L = sum_t w_t·(c_t·l_t + kl.coef·k_t - entropy.coef·H_t).  [T] each -> scalar, {name: [T]}.
 
-    T are the trainable tokens only; the gradient flows through logprobs_T and entropy_T. The terms are detached and per token,
+    T are the trainable tokens only, of whole samples; the gradient flows through logprobs_T and entropy_T. `score_T` is the reward of
+    the token's sample, `guided_T` marks demonstrations, `decided` is what `ahead` found for these tokens. The terms are detached and per token,
     for metrics: ratio, clipped, correction; kl where a reference was given, gap (log proximal - log behavior) where a behavior was.
     In the first update proximal_T may be logprobs_T itself: no gradient passes through it.
     """
@@ -38,14 +44,25 @@ def objective(
     assert not missing, f"the row {row.name} needs {', '.join(missing)}, which the batch does not carry"
 
     proximal_T = proximal_T.detach()
-    gap_T = torch.zeros_like(proximal_T) if behavior_T is None else proximal_T - behavior_T
-    log_ratio_T = row.ratio(logprobs_T - proximal_T, sample_T)
-    correction_T = row.correction(gap_T, sample_T)
-    surrogate = row.surrogate(logprobs_T, log_ratio_T, advantages_T)
+    flat_T = torch.zeros_like(proximal_T)
+    tokens = Tokens(
+        logprobs=logprobs_T,
+        log_ratio=row.ratio(logprobs_T - proximal_T, sample_T),
+        advantages=flat_T if advantages_T is None else advantages_T,
+        sample=sample_T,
+        log_weight=flat_T if behavior_T is None else proximal_T - behavior_T,
+        score=flat_T if score_T is None else score_T,
+        guided=flat_T.bool() if guided_T is None else guided_T,
+        selected=flat_T.bool() if decided.selected is None else decided.selected.bool(),
+    )
+    correction_T = decided.correction
+    if correction_T is None:
+        correction_T = row.correction(tokens.log_weight, sample_T, tokens.advantages)
+    surrogate = row.surrogate(tokens)
     token_T = correction_T * surrogate.loss_T
-    terms = {"ratio": bounded_exp(log_ratio_T), "clipped": surrogate.clipped_T, "correction": correction_T}
+    terms = {"ratio": bounded_exp(tokens.log_ratio), "clipped": surrogate.clipped_T, "correction": correction_T}
     if behavior_T is not None:
-        terms["gap"] = gap_T
+        terms["gap"] = tokens.log_weight
     if ref_T is not None:
         terms["kl"] = row.kl(logprobs_T, ref_T)
     if row.kl.coef:

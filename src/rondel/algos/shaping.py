@@ -1,4 +1,4 @@
-"""What is done to a reward before it becomes an advantage. `lengths_N` counts the tokens the policy wrote."""
+"""What is done to a reward before it becomes an advantage. -> rewards_N"""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from rondel.algos.scored import Scored
 from rondel.words.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class NoShaping:
-    """R_i = r_i.  [N], [N] -> [N]."""
+    """R_i = r_i.  -> [N]."""
 
-    def __call__(self, rewards_N: Tensor, lengths_N: Tensor) -> Tensor:
-        return rewards_N
+    def __call__(self, scored: Scored) -> Tensor:
+        return scored.rewards_N
 
     def __str__(self) -> str:
         return "reward"
@@ -22,7 +23,7 @@ class NoShaping:
 
 @dataclass(frozen=True)
 class Overlong:
-    """R_i = r_i - factor·clip((length_i - (max_tokens - buffer)) / buffer, 0, 1).  [N], [N] -> [N].  arXiv:2503.14476 (DAPO).
+    """R_i = r_i - factor·clip((length_i - (max_tokens - buffer)) / buffer, 0, 1).  -> [N].  arXiv:2503.14476 (DAPO).
 
     Nothing up to max_tokens - buffer, then a straight line down to -factor at max_tokens: 20480 tokens with a buffer of 4096
     start to pay at 16384.
@@ -54,11 +55,11 @@ class Overlong:
         """Knobs that change nothing as things stand, and why."""
         return {} if self.factor else dict.fromkeys(("max_tokens", "buffer"), "shaping.factor is 0")
 
-    def __call__(self, rewards_N: Tensor, lengths_N: Tensor) -> Tensor:
+    def __call__(self, scored: Scored) -> Tensor:
         if self.max_tokens is None:
             raise ConfigError("algo.shaping.max_tokens is not set: set it, or call row.bounded(max_tokens) first")
         start, buffer = self._ramp(self.max_tokens)
-        return rewards_N - self.factor * ((lengths_N - start).to(rewards_N.dtype) / buffer).clamp(0, 1)
+        return scored.rewards_N - self.factor * ((scored.lengths_N - start).to(scored.rewards_N.dtype) / buffer).clamp(0, 1)
 
     def __str__(self) -> str:
         start, buffer = ("max_tokens + buffer", "buffer") if self.max_tokens is None else self._ramp(self.max_tokens)

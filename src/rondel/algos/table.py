@@ -15,8 +15,10 @@ from rondel.algos.entropy import EntropyBonus
 from rondel.algos.kl import Kl
 from rondel.algos.override import override
 from rondel.algos.ratio import TokenRatio
+from rondel.algos.scored import Scored
 from rondel.algos.shaping import NoShaping, Overlong
 from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient, Surrogate
+from rondel.algos.tokens import Tokens
 from rondel.words.errors import ConfigError
 from rondel.words.registry import find, nearest
 
@@ -52,11 +54,11 @@ class Algorithm:
 
     name: str
     paper: str
-    shaping: Callable[[Tensor, Tensor], Tensor]  # (rewards_N, lengths_N) -> rewards_N
-    advantage: Callable[[Tensor, Tensor], Tensor]  # (rewards_N, group_N) -> advantages_N
+    shaping: Callable[[Scored], Tensor]  # -> rewards_N
+    advantage: Callable[[Scored], Tensor]  # -> advantages_N, or advantages_T if the rule is `per_token`
     ratio: Callable[[Tensor, Tensor], Tensor]  # (log_ratio_T, sample_T) -> log_ratio_T
-    surrogate: Callable[[Tensor, Tensor, Tensor], Surrogate]  # (logprobs_T, log_ratio_T, advantages_T) -> loss_T, clipped_T
-    correction: Callable[[Tensor, Tensor], Tensor]  # (log_weight_T, sample_T) -> weight_T
+    surrogate: Callable[[Tokens], Surrogate]  # -> loss_T, clipped_T
+    correction: Callable[[Tensor, Tensor, Tensor], Tensor]  # (log_weight_T, sample_T, advantages_T) -> weight_T
     kl: Kl  # (logprobs_T, ref_T) -> kl_T
     entropy: EntropyBonus  # entropy_T -> bonus_T
     aggregate: Callable[[Tensor], Tensor]  # lengths_N -> weight_N
@@ -82,6 +84,11 @@ class Algorithm:
         for family, part in self.parts.items():
             idle |= {f"{family}.{knob}": why for knob, why in getattr(part, "idle", {}).items()}
         return idle
+
+    def advantages_T(self, scored: Scored) -> Tensor:
+        """Rewards, shaped and compared: the advantage of every trainable token, in the order of the samples."""
+        found = self.advantage(replace(scored, rewards_N=self.shaping(scored)))
+        return found if getattr(self.advantage, "per_token", False) else scored.each(found)
 
     def bounded(self, max_tokens: int) -> Algorithm:
         """Every length that the recipe left open becomes its max_tokens."""

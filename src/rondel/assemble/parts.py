@@ -354,11 +354,9 @@ def prepare_with(row: Algorithm) -> Callable[[list[Group]], Awaitable[Batch]]:
 
     async def prepare(groups: list[Group]) -> Batch:
         batch = batch_of(groups)
-        rewards = torch.tensor([s.reward for s in batch.samples], dtype=torch.float64)
-        shaped = row.shaping(rewards, batch.lengths_N)
-        advantages = row.advantage(shaped, torch.tensor([s.group for s in batch.samples]))
-        for sample, advantage in zip(batch.samples, advantages.tolist()):
-            sample.advantage = advantage
+        advantages = row.advantages_T(batch.scored).float().split(batch.lengths_N.tolist())
+        for sample, piece in zip(batch.samples, advantages):
+            sample.advantages = piece.numpy()
         return batch
 
     return prepare

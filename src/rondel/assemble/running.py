@@ -180,13 +180,13 @@ class Run:
 
 
 def per_token(batch: Batch, note: str | None) -> dict[tuple[int, int], list[float]]:
-    """A note (or the advantage) of every trained token, laid out over the whole stream."""
+    """A note (or the advantages) of every trained token, laid out over the whole stream."""
     out = {}
     for sample in batch.samples:
         values = [0.0] * len(sample.tokens)
-        told = sample.notes.get(note) if note else None
+        told = sample.notes.get(note) if note else sample.advantages
         for i, at in enumerate(sample.trainable.tolist()):
-            values[at] = sample.advantage if note is None else float(told[i]) if told is not None else float("nan")
+            values[at] = float(told[i]) if told is not None else float("nan")
         out[(sample.group, sample.index)] = values
     return out
 

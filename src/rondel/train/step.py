@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rondel.algos.ahead import Ahead, ahead
 from rondel.algos.kl import k3
 from rondel.algos.objective import objective
+from rondel.algos.tokens import Tokens
 from rondel.models import names
 from rondel.models.head import Head
 from rondel.models.load import Loaded
@@ -136,14 +138,15 @@ class LocalTrainer:
         updates = batch.updates(settings.updates_per_step)
         stepped, note, self.moved, taken = True, "", False, 0
         try:
+            needs = algo.needs | ({"proximal_logprobs"} if len(updates) > 1 else set())
             for update in updates:  # all before the first move, and each in the packing in which it will be trained
-                self._annotate(update, algo.needs | ({"proximal_logprobs"} if len(updates) > 1 else set()))
+                self._annotate(update, needs)
             _check_samples(batch)
             seconds["annotate"] = clock() - began
             for update in updates:
                 self.weights.zero_grad()
                 t = clock()
-                self._accumulate(update, algo, sums, proximal_noted=len(updates) > 1)
+                self._accumulate(update, algo, sums, proximal_noted="proximal_logprobs" in needs)
                 norm = self.weights.gradient_norm()
                 if not math.isfinite(float(norm)):
                     raise NotFinite(f"gradient: its norm is {float(norm)} over {_some(update, range(len(update.samples)))}")
@@ -176,7 +179,9 @@ class LocalTrainer:
     def _accumulate(self, batch: Batch, algo: Any, sums: Sums, *, proximal_noted: bool) -> None:
         """Forward and backward over micro-batches; every weight is fixed before the first of them (law 3)."""
         weight_N = algo.aggregate(batch.lengths_N).float().to(self.loaded.device)
-        advantage_N = torch.tensor([s.advantage for s in batch.samples], dtype=torch.float32, device=self.loaded.device)
+        score_N = torch.tensor([s.reward for s in batch.samples], dtype=torch.float32, device=self.loaded.device)
+        guided_N = torch.tensor([s.guided for s in batch.samples], dtype=torch.bool, device=self.loaded.device)
+        decided = _decide(batch, algo) if proximal_noted else []
         for packed in micro_batches(batch, self.settings.micro_tokens, share=self.settings.share_prompts, device=self.loaded.device):
             tape = notes.replaying(self.loaded, packed) if self.settings.replay_routes else None
             logprobs, entropy = notes.forward(self.loaded, packed, temperature=self.settings.temperature, tape=tape)
@@ -190,9 +195,12 @@ class LocalTrainer:
                 proximal_T=proximal,
                 behavior_T=behavior,
                 ref_T=notes.gather(batch, packed, "ref") if "ref_logprobs" in algo.needs else None,
-                advantages_T=advantage_N[packed.sample],
+                advantages_T=notes.gather(batch, packed, "advantages"),
                 weight_T=weight_N[packed.sample],
                 sample_T=packed.sample,
+                score_T=score_N[packed.sample],
+                guided_T=guided_N[packed.sample],
+                decided=Ahead(**{name: notes.gather(batch, packed, name) for name in decided}),
             )
             _check("ratio", terms["ratio"], batch, packed)
             loss.backward()
@@ -269,11 +277,35 @@ def _frozen(loaded: Loaded) -> Loaded:
     return replace(loaded, model=model, head=Head.of(model))
 
 
+def _decide(batch: Batch, algo: Any) -> list[str]:
+    """Note what the row decides over the whole update. -> the names of the notes."""
+    proximal_T, sample_N = notes.flat(batch.samples, "proximal"), torch.arange(len(batch.samples))
+    reward_N, guided_N = torch.tensor([s.reward for s in batch.samples]), torch.tensor([s.guided for s in batch.samples])
+    each = batch.scored.each
+    whole = ahead(
+        algo,
+        Tokens(
+            logprobs=proximal_T,
+            log_ratio=torch.zeros_like(proximal_T),
+            advantages=notes.flat(batch.samples, "advantages"),
+            sample=each(sample_N),
+            log_weight=proximal_T - notes.flat(batch.samples, "behavior"),
+            score=each(reward_N),
+            guided=each(guided_N),
+            selected=torch.zeros_like(proximal_T, dtype=torch.bool),
+        ),
+    )
+    found = {name: values_T for name, values_T in vars(whole).items() if values_T is not None}
+    for name, values_T in found.items():
+        notes.spread(batch.samples, name, values_T)
+    return list(found)
+
+
 def _check_samples(batch: Batch) -> None:
     """All that is known before the first forward pass with a gradient."""
     for border, known in (
         ("reward", lambda s: s.reward),
-        ("advantage", lambda s: s.advantage),
+        ("advantage", lambda s: s.advantages),
         ("logprob", lambda s: np.concatenate([s.behavior, *s.notes.values()])),
     ):
         if bad := [i for i, s in enumerate(batch.samples) if not np.isfinite(known(s)).all()]:
