@@ -6,8 +6,14 @@ What the policy only read is not among the T, so an observation cannot change an
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
+
+from rondel.algos.scored import Scored
+from rondel.words.errors import ConfigError
 
 CHUNK = 128  # tokens that one matrix product carries at once
 
@@ -65,3 +71,72 @@ def whitened(x_T: Tensor) -> Tensor:
     height_T = x_T - x_T.min()
     deviation_T = height_T - height_T.mean()
     return deviation_T * (deviation_T.square().sum() / max(1, len(x_T) - 1) + 1e-8).rsqrt()
+
+
+@dataclass(frozen=True)
+class Gae:
+    """A_t = sum over k >= 0 of (gamma·lam)^k·(r_{t+k} + gamma·V_{t+k+1} - V_{t+k}).  -> [T].  arXiv:1506.02438.
+
+    r_t is what token t earned, V_t what the critic expected before it; nothing is expected behind the last token. The critic learns
+    A + V, before whitening.
+
+    gamma     what a reward one token later is worth
+    lam       0 trusts the critic alone, 1 the rewards alone
+    whiten    advantages of the whole step with mean 0 and variance 1
+    """
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    whiten: bool = True
+    per_token: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({"values"})
+
+    def __post_init__(self) -> None:
+        _check_shares(gamma=self.gamma, lam=self.lam)
+
+    def __call__(self, scored: Scored) -> Tensor:
+        advantages_T, _ = self._both(scored)
+        return whitened(advantages_T) if self.whiten else advantages_T
+
+    def returns(self, scored: Scored) -> Tensor:
+        """What the critic is to expect of each token.  -> [T]."""
+        return self._both(scored)[1]
+
+    def _both(self, scored: Scored) -> tuple[Tensor, Tensor]:
+        assert scored.earned_T is not None and scored.values_T is not None
+        return gae(scored.earned_T, scored.values_T.to(scored.earned_T.dtype), scored.sample_T, gamma=self.gamma, lam=self.lam)
+
+    def __str__(self) -> str:
+        text = f"sum of ({self.gamma * self.lam:g})^k·d over the k tokens that follow, d = reward + {self.gamma:g}·V of the next token - V"
+        return f"({text}), whitened over the step" if self.whiten else text
+
+
+@dataclass(frozen=True)
+class Returns:
+    """A_t = G_t = r_t + gamma·G_{t+1}.  -> [T].  arXiv:2501.03262 (REINFORCE++).  No critic: the step's mean is the baseline.
+
+    gamma     what a reward one token later is worth
+    whiten    advantages of the whole step with mean 0 and variance 1
+    """
+
+    gamma: float = 1.0
+    whiten: bool = True
+    per_token: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_shares(gamma=self.gamma)
+
+    def __call__(self, scored: Scored) -> Tensor:
+        assert scored.earned_T is not None
+        returns_T = discounted(scored.earned_T, scored.sample_T, self.gamma)
+        return whitened(returns_T) if self.whiten else returns_T
+
+    def __str__(self) -> str:
+        text = f"sum of {self.gamma:g}^k·reward over the k tokens that follow"
+        return f"({text}), whitened over the step" if self.whiten else text
+
+
+def _check_shares(**knobs: float) -> None:
+    for name, value in knobs.items():
+        if not 0 <= value <= 1:
+            raise ConfigError(f"{name} = {value}; it must lie in [0, 1], or what is far away would count for more than what is near")

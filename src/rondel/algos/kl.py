@@ -45,29 +45,65 @@ FORMULAS = {"k1": "x", "k2": "x²/2", "k3": "exp(-x) - 1 + x"}
 class Kl:
     """kl_t = k(log pi - log pi_ref), weighed by coef in the loss.  [T], [T] -> [T].  arXiv:2402.03300.  Tokens drawn on-policy.
 
-    kind    the estimator: k1, k2 or k3
-    coef    its weight in the loss; 0 leaves the reference out
+    In the reward it is a cost that the token pays, r_t - coef·k(log pi_behavior - log pi_ref), without a gradient of its own; a token is
+    charged in one of the two places, never in both. With a target the coefficient follows the KL of the samples (see `steered`).
+
+    kind       the estimator: k1, k2 or k3
+    coef       its weight; 0 leaves the reference out
+    where      "loss" or "reward"
+    target     nats of a whole sample that the coefficient steers to, starting from coef; None keeps it
+    horizon    over how many samples it may change by a fifth
     """
 
     kind: str = "k3"
     coef: float = 0.0
+    where: str = "loss"
+    target: float | None = None
+    horizon: int = 10_000
 
     def __post_init__(self) -> None:
         if self.kind not in ESTIMATORS:
             raise ConfigError(
                 f"kind = {self.kind!r}; it must be one of {', '.join(ESTIMATORS)}.{nearest(str(self.kind), list(ESTIMATORS))}"
             )
+        if self.where not in ("loss", "reward"):
+            raise ConfigError(f"where = {self.where!r}; it must be 'loss' or 'reward'.{nearest(str(self.where), ['loss', 'reward'])}")
+        if self.target is not None and not self.target > 0:
+            raise ConfigError(f"target = {self.target}; it must be positive: a policy that learns moves away from its reference")
+        if not self.horizon >= 1:
+            raise ConfigError(f"horizon = {self.horizon}; it must be at least 1 sample")
         if not self.coef >= 0:
             raise ConfigError(f"coef = {self.coef}; it must not be negative: that would drive the policy away from the reference")
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"ref_logprobs"}) if self.coef else frozenset()
+        return frozenset({"ref_logprobs", *(("behavior_logprobs",) if self.charged else ())}) if self.coef else frozenset()
+
+    @property
+    def charged(self) -> bool:
+        """The tokens pay it out of their rewards."""
+        return self.coef > 0 and self.where == "reward"
+
+    @property
+    def pulls(self) -> bool:
+        """The loss has it."""
+        return self.coef > 0 and self.where == "loss"
 
     @property
     def idle(self) -> dict[str, str]:
         """Knobs that change nothing as things stand, and why."""
-        return {} if self.coef else {"kind": "kl.coef is 0"}
+        if not self.coef:
+            return dict.fromkeys(("kind", "where", "target", "horizon"), "kl.coef is 0")
+        return {} if self.target is not None else {"horizon": "kl.target is not set"}
+
+    def steered(self, coef: float, measured: float, samples: int) -> float:
+        """coef·(1 + clip(measured/target - 1, ±0.2)·samples/horizon): what comes after a step of so many samples.  arXiv:1909.08593.
+
+        `measured` is the mean over samples of sum_t log pi_behavior - log pi_ref.
+        """
+        if self.target is None:
+            return coef
+        return coef * (1 + min(max(measured / self.target - 1, -0.2), 0.2) * samples / self.horizon)
 
     @property
     def slope(self) -> str:

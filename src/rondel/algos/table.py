@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -12,23 +12,27 @@ from rondel.algos.advantage import Constant, GroupCenter, GroupNorm, LeaveOneOut
 from rondel.algos.aggregate import FixedNorm, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from rondel.algos.correction import NoCorrection, TokenTIS
 from rondel.algos.entropy import EntropyBonus
+from rondel.algos.gae import Gae, Returns
 from rondel.algos.kl import Kl
 from rondel.algos.override import override
 from rondel.algos.ratio import TokenRatio
 from rondel.algos.scored import Scored
-from rondel.algos.shaping import NoShaping, Overlong
+from rondel.algos.shaping import ClipReward, NoShaping, Overlong
 from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient, Surrogate
 from rondel.algos.tokens import Tokens
+from rondel.algos.value import ClippedValue
 from rondel.words.errors import ConfigError
 from rondel.words.registry import find, nearest
 
 FAMILIES: dict[str, dict[str, type]] = {
-    "shaping": {"none": NoShaping, "overlong": Overlong},
+    "shaping": {"none": NoShaping, "clip": ClipReward, "overlong": Overlong},
     "advantage": {
         "group_norm": GroupNorm,
         "group_center": GroupCenter,
         "leave_one_out": LeaveOneOut,
         "raw": Raw,
+        "gae": Gae,
+        "returns": Returns,
         "constant": Constant,
     },
     "ratio": {"token": TokenRatio},
@@ -42,6 +46,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "seq_mean_token_sum": SeqMeanTokenSum,
         "fixed_norm": FixedNorm,
     },
+    "value": {"clipped": ClippedValue},
 }
 
 
@@ -62,6 +67,7 @@ class Algorithm:
     kl: Kl  # (logprobs_T, ref_T) -> kl_T
     entropy: EntropyBonus  # entropy_T -> bonus_T
     aggregate: Callable[[Tensor], Tensor]  # lengths_N -> weight_N
+    value: ClippedValue = field(default_factory=ClippedValue)  # (values_T, old_T, returns_T) -> loss_T, clipped_T
     filters: tuple[str, ...] = ()
 
     @property
@@ -81,13 +87,29 @@ class Algorithm:
         idle = {family: f"the surrogate {self.surrogate} does not read it" for family in ("advantage", "ratio") if family not in reads}
         if "advantage" in idle or isinstance(self.advantage, Constant):
             idle["shaping"] = "no reward is read"
+        if "shaping" in idle and self.kl.charged:
+            idle["kl"] = "no reward is read, and it is part of the reward"
+        if "values" not in getattr(self.advantage, "needs", ()):
+            idle["value"] = "the row has no critic"
         for family, part in self.parts.items():
             idle |= {f"{family}.{knob}": why for knob, why in getattr(part, "idle", {}).items()}
         return idle
 
+    def rewarded(self, scored: Scored) -> Scored:
+        """Rewards, shaped and charged with the KL: `rewards_N`, and the same by token in `earned_T`. What shaping changes is due at the end."""
+        shaped_N = self.shaping(scored)
+        earned_T = scored.at_end(shaped_N if scored.earned_T is None else shaped_N - scored.rewards_N)
+        if scored.earned_T is not None:
+            earned_T = earned_T + scored.earned_T
+        if self.kl.charged:
+            assert scored.behavior_T is not None and scored.ref_T is not None
+            cost_T = self.kl.coef * self.kl(scored.behavior_T, scored.ref_T).to(earned_T.dtype)
+            earned_T, shaped_N = earned_T - cost_T, shaped_N - scored.total(cost_T)
+        return replace(scored, rewards_N=shaped_N, earned_T=earned_T)
+
     def advantages_T(self, scored: Scored) -> Tensor:
-        """Rewards, shaped and compared: the advantage of every trainable token, in the order of the samples."""
-        found = self.advantage(replace(scored, rewards_N=self.shaping(scored)))
+        """The advantage of every trainable token, in the order of the samples."""
+        found = self.advantage(self.rewarded(scored))
         return found if getattr(self.advantage, "per_token", False) else scored.each(found)
 
     def bounded(self, max_tokens: int) -> Algorithm:
@@ -117,6 +139,16 @@ DAPO = replace(
     aggregate=TokenMean(),
     filters=("signal",),
 )
+PPO = replace(
+    GRPO,
+    name="ppo",
+    paper="arXiv:1707.06347",
+    shaping=ClipReward(5.0),
+    advantage=Gae(gamma=1.0, lam=0.95),
+    kl=Kl("k1", coef=0.0, where="reward"),
+    aggregate=TokenMean(),
+    value=ClippedValue(0.2),
+)
 REINFORCE = replace(
     GRPO,
     name="reinforce",
@@ -124,6 +156,14 @@ REINFORCE = replace(
     advantage=Raw(),
     surrogate=PolicyGradient(),
     aggregate=SeqMeanTokenSum(),
+)
+REINFORCE_PP = replace(
+    GRPO,
+    name="reinforce_pp",
+    paper="arXiv:2501.03262",
+    advantage=Returns(gamma=1.0),
+    kl=Kl("k1", coef=0.01, where="reward"),
+    aggregate=TokenMean(),
 )
 RLOO = replace(REINFORCE, name="rloo", paper="arXiv:2402.14740", advantage=LeaveOneOut())
 SFT = replace(
@@ -135,7 +175,7 @@ SFT = replace(
     aggregate=TokenMean(),
 )
 
-TABLE = {row.name: row for row in (GRPO, DR_GRPO, DAPO, RLOO, REINFORCE, SFT)}
+TABLE = {row.name: row for row in (GRPO, DR_GRPO, DAPO, PPO, RLOO, REINFORCE, REINFORCE_PP, SFT)}
 
 
 def resolve(section: dict[str, Any]) -> Algorithm:

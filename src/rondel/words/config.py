@@ -76,6 +76,7 @@ class Algo(Section):
     aggregate: dict[str, Any] = {}
     shaping: dict[str, Any] = {}
     entropy: dict[str, Any] = {}
+    value: dict[str, Any] = {}
 
 
 class Warmup(Section):
