@@ -96,14 +96,18 @@ class Kl:
             return dict.fromkeys(("kind", "where", "target", "horizon"), "kl.coef is 0")
         return {} if self.target is not None else {"horizon": "kl.target is not set"}
 
-    def steered(self, coef: float, measured: float, samples: int) -> float:
+    @property
+    def steers(self) -> bool:
+        return self.coef > 0 and self.target is not None
+
+    def steered(self, measured: float, samples: int) -> float:
         """coef·(1 + clip(measured/target - 1, ±0.2)·samples/horizon): what comes after a step of so many samples.  arXiv:1909.08593.
 
         `measured` is the mean over samples of sum_t log pi_behavior - log pi_ref.
         """
         if self.target is None:
-            return coef
-        return coef * (1 + min(max(measured / self.target - 1, -0.2), 0.2) * samples / self.horizon)
+            return self.coef
+        return self.coef * (1 + min(max(measured / self.target - 1, -0.2), 0.2) * samples / self.horizon)
 
     @property
     def slope(self) -> str:

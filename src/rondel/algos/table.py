@@ -112,6 +112,10 @@ class Algorithm:
         found = self.advantage(self.rewarded(scored))
         return found if getattr(self.advantage, "per_token", False) else scored.each(found)
 
+    def returns_T(self, scored: Scored) -> Tensor:
+        """What the critic of a row with one is to learn."""
+        return self.advantage.returns(self.rewarded(scored))  # type: ignore[attr-defined]
+
     def bounded(self, max_tokens: int) -> Algorithm:
         """Every length that the recipe left open becomes its max_tokens."""
         return replace(self, **{family: part.bounded(max_tokens) for family, part in self.parts.items() if hasattr(part, "bounded")})

@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from rondel.assemble.parts import Parts, Rollouts, build, prepare_with
+from rondel.assemble.parts import Parts, Rollouts, build, prepare
 from rondel.planner.resolve import free_memory
 from rondel.runtime.devices import keep_memory
 from rondel.score.preflight import Finding, check_reward
@@ -99,7 +99,7 @@ async def _lr_zero(parts: Parts, groups: list[Group]) -> Finding:
         return Finding("lr = 0", False, "no scored rollouts to train on")
     settings, parts.trainer.settings = parts.trainer.settings, parts.trainer.settings.at_rest()
     root = (await parts.trainer.publish(parts.sync.transport.route(parts.trainer, []))).root
-    stats = await parts.trainer.step(await prepare_with(parts.row)(scored), parts.row)
+    stats = await parts.trainer.step(await prepare(scored), parts.row)
     after = (await parts.trainer.publish(parts.sync.transport.route(parts.trainer, []))).root
     parts.trainer.settings = settings
     gap, deviation = stats.metrics.get("train/gap_mean", 0.0), stats.metrics.get("train/ratio_max_deviation", 0.0)
