@@ -94,7 +94,7 @@ def row(kind: str = "grpo", **knobs: Any) -> Algorithm:
 def batch(groups: list[Group], algo: Algorithm) -> Batch:
     """With its advantages, where they are made of rewards alone."""
     b = batch_of(groups)
-    if not algo.needs & {"values", "ref_logprobs"}:
+    if not algo.needs & {"values", "ref_logprobs", "teacher_logprobs"}:
         credit(b, algo)
     return b
 
@@ -104,10 +104,12 @@ async def inline(function, *args):
     return function(*args)
 
 
-def trainer(loaded: Loaded | None = None, algo: Algorithm | None = None, **settings: Any) -> LocalTrainer:
+def trainer(loaded: Loaded | None = None, algo: Algorithm | None = None, *, teacher: Loaded | None = None, **settings: Any) -> LocalTrainer:
     loaded, chosen = loaded or model(), Settings(**{"lr": 1e-3, "critic_lr": 1e-3, "start_probe": 0, **settings})
     needs = algo.needs if algo else frozenset()
-    return LocalTrainer(loaded, chosen, run=inline, needs=needs, critic=Critic(loaded, chosen) if "values" in needs else None)
+    return LocalTrainer(
+        loaded, chosen, run=inline, needs=needs, critic=Critic(loaded, chosen) if "values" in needs else None, teacher=teacher
+    )
 
 
 def step(t: LocalTrainer, b: Batch, algo: Algorithm):

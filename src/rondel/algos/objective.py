@@ -17,6 +17,7 @@ from rondel.algos.tokens import Tokens
 SYMBOLS = {
     "shaping": "R",
     "advantage": "A",
+    "distill": "d",
     "ratio": "r",
     "surrogate": "l",
     "correction": "c",
@@ -85,7 +86,7 @@ def objective(
 
 def explain(row: Algorithm) -> str:
     """The effective formula in plain text: loss, what its letters stand for, gradient at ratio 1, knobs."""
-    idle = {path for path in row.idle if "." not in path} | {name for name in ("kl", "entropy") if not getattr(row, name).coef}
+    idle = {path for path in row.idle if "." not in path} | {name for name in ("kl", "entropy", "distill") if not getattr(row, name).coef}
     shown = {family: part for family, part in row.parts.items() if family not in idle}
     penalty = f" + {row.kl.coef:g}·k" if row.kl.pulls else ""
     bonus = f" - {row.entropy.coef:g}·H" if row.entropy.coef else ""

@@ -20,9 +20,10 @@ class Scored:
     lengths_N: Tensor  # int64 trainable tokens
     parts: dict[str, Tensor] = field(default_factory=dict)  # [N] each: what the reward was made of; NaN where a sample has no such part
     earned_T: Tensor | None = None  # where the reward was earned; None: all of it at the end
-    values_T: Tensor | None = None  # what the critic expected before the token; these three are known if the row needs them
+    values_T: Tensor | None = None  # what the critic expected before the token; these are known if the row needs them
     behavior_T: Tensor | None = None
     ref_T: Tensor | None = None
+    teacher_T: Tensor | None = None
 
     @property
     def sample_T(self) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from rondel.algos.advantage import Constant, GroupCenter, GroupNorm, LeaveOneOut, Raw
 from rondel.algos.aggregate import FixedNorm, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from rondel.algos.correction import NoCorrection, TokenTIS
+from rondel.algos.distill import Distill
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.gae import Gae, Returns
 from rondel.algos.kl import Kl
@@ -35,6 +36,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "returns": Returns,
         "constant": Constant,
     },
+    "distill": {"distill": Distill},
     "ratio": {"token": TokenRatio},
     "surrogate": {"clip": Clip, "policy_gradient": PolicyGradient, "log_likelihood": LogLikelihood},
     "correction": {"none": NoCorrection, "token_tis": TokenTIS},
@@ -67,6 +69,7 @@ class Algorithm:
     kl: Kl  # (logprobs_T, ref_T) -> kl_T
     entropy: EntropyBonus  # entropy_T -> bonus_T
     aggregate: Callable[[Tensor], Tensor]  # lengths_N -> weight_N
+    distill: Distill = field(default_factory=Distill)  # (behavior_T, teacher_T) -> cost_T
     value: ClippedValue = field(default_factory=ClippedValue)  # (values_T, old_T, returns_T) -> loss_T, clipped_T
     filters: tuple[str, ...] = ()
 
@@ -89,6 +92,8 @@ class Algorithm:
             idle["shaping"] = "no reward is read"
         if "shaping" in idle and self.kl.charged:
             idle["kl"] = "no reward is read, and it is part of the reward"
+        if "advantage" in idle:
+            idle["distill"] = idle["advantage"]
         if "values" not in getattr(self.advantage, "needs", ()):
             idle["value"] = "the row has no critic"
         for family, part in self.parts.items():
@@ -110,7 +115,11 @@ class Algorithm:
     def advantages_T(self, scored: Scored) -> Tensor:
         """The advantage of every trainable token, in the order of the samples."""
         found = self.advantage(self.rewarded(scored))
-        return found if getattr(self.advantage, "per_token", False) else scored.each(found)
+        found_T = found if getattr(self.advantage, "per_token", False) else scored.each(found)
+        if not self.distill.coef:
+            return found_T
+        assert scored.behavior_T is not None and scored.teacher_T is not None
+        return found_T - self.distill(scored.behavior_T, scored.teacher_T).to(found_T.dtype)
 
     def returns_T(self, scored: Scored) -> Tensor:
         """What the critic of a row with one is to learn."""
@@ -178,8 +187,16 @@ SFT = replace(
     surrogate=LogLikelihood(),
     aggregate=TokenMean(),
 )
+OPD = replace(
+    GRPO,
+    name="opd",
+    paper="arXiv:2306.08543",
+    advantage=Constant(0.0),
+    distill=Distill(coef=1.0),
+    aggregate=TokenMean(),
+)
 
-TABLE = {row.name: row for row in (GRPO, DR_GRPO, DAPO, PPO, RLOO, REINFORCE, REINFORCE_PP, SFT)}
+TABLE = {row.name: row for row in (GRPO, DR_GRPO, DAPO, PPO, RLOO, REINFORCE, REINFORCE_PP, SFT, OPD)}
 
 
 def resolve(section: dict[str, Any]) -> Algorithm:

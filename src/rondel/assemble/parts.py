@@ -91,6 +91,12 @@ def build(job: Job) -> Parts:
             f"trainer.critic.{critic_knobs[0]} has no effect: algo.kind = '{row.name}' has no critic. Remove it, or use kind = 'ppo', "
             "or algo.advantage = { kind = 'gae' }"
         )
+    if ("teacher_logprobs" in row.needs) != (job.model.teacher is not None):
+        raise ConfigError(
+            f"algo.kind = '{row.name}' learns from a teacher: name one with model.teacher = 'folder or hub id'"
+            if job.model.teacher is None
+            else "model.teacher has no effect: nothing is distilled. Remove it, or set algo.distill = { coef = 1.0 } or algo.kind = 'opd'"
+        )
     if job.loop.warmup.steps and row.kl.coef:
         raise ConfigError(
             "algo.kl.coef with loop.warmup: the reference would be the model before its supervised phase. Run the warmup as a run of its own "
@@ -133,9 +139,12 @@ def build(job: Job) -> Parts:
             speculation=speculation,
         )
         settings = settings_of(job, sampling, resolved["trainer.micro_tokens"].value, replay_routes=replays(job, loaded))
+        teacher = device.call(teacher_of, job, loaded)
         critic = device.call(critic_of, job, loaded, settings) if "values" in row.needs else None
         pupil = device.call(lambda: DraftTrainer(draft.loaded, lr=lr)) if draft and (lr := job.engine.speculative.lr) else None
-        trainer = device.call(lambda: LocalTrainer(loaded, settings, run=device.run, needs=row.needs, draft=pupil, critic=critic))
+        trainer = device.call(
+            lambda: LocalTrainer(loaded, settings, run=device.run, needs=row.needs, draft=pupil, critic=critic, teacher=teacher)
+        )
         probe = Template(loaded.tokenizer).opening([{"role": "user", "content": "One, two, three."}])[:PROBE] if job.sync.probe else []
         sync = Update(
             FromTensor(),
@@ -148,6 +157,7 @@ def build(job: Job) -> Parts:
             "engine.numerics": numerics,
             "routing_replay": replay_fact(job, loaded),
             "engine.speculative": speculation_fact(job, draft),
+            "model.teacher": teacher.name if teacher else "none",
             "trainer.critic": critic_fact(job) if critic else "none",
             "sync.kind": "tensor (one process, one module: 0 bytes move)" if sync_kind == "auto" else sync_kind,
         }
@@ -257,6 +267,20 @@ def critic_of(job: Job, loaded: Loaded, settings: Settings) -> Critic:
             f"trainer.critic.path = {path!r} has another vocabulary than the policy '{loaded.name}'; it must read the same tokens"
         )
     return Critic(other, settings, follows=False)
+
+
+def teacher_of(job: Job, loaded: Loaded) -> Loaded | None:
+    """Any model that reads the same tokens; nothing trains it."""
+    if job.model.teacher is None:
+        return None
+    teacher = load(job.model.teacher, dtype=job.model.dtype, device=str(loaded.device))
+    if teacher.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
+        raise ConfigError(
+            f"model.teacher = {job.model.teacher!r} has another vocabulary than the policy '{loaded.name}': it cannot say how likely its "
+            "tokens are. Take a teacher of the same family"
+        )
+    teacher.model.requires_grad_(False)
+    return teacher
 
 
 def critic_fact(job: Job) -> str:

@@ -11,16 +11,18 @@ from rondel.train.pack import Batch
 
 
 def credit(batch: Batch, row: Algorithm) -> dict[str, float]:
-    """Write every sample's advantages, and what a critic is to learn as the note "returns". -> how much of it the critic knew."""
+    """Write every sample's advantages, and what a critic is to learn as the note "returns". -> metrics: how much of it the critic
+    knew, and how far the policy is from its teacher (mean of log pi_behavior - log pi_teacher, an estimate of the reverse KL a token)."""
     scored = batch.scored
     advantages_T = row.advantages_T(scored).float().split(batch.lengths_N.tolist())
     for sample, piece in zip(batch.samples, advantages_T):
         sample.advantages = piece.numpy()
+    told = {"train/kl_teacher": float((scored.behavior_T - scored.teacher_T).mean())} if scored.teacher_T is not None else {}
     if "values" not in row.needs:
-        return {}
+        return told
     spread(batch.samples, "returns", row.returns_T(scored))
     known = explained_variance(flat(batch.samples, "values"), flat(batch.samples, "returns"))
-    return {} if known is None else {"train/explained_variance": known}
+    return told if known is None else told | {"train/explained_variance": known}
 
 
 def kl_of_samples(batch: Batch) -> float:

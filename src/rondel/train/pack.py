@@ -94,6 +94,7 @@ class Batch:
             values_T=_joined([s.notes.get("values") for s in self.samples]),
             behavior_T=_joined([s.behavior for s in self.samples]),
             ref_T=_joined([s.notes.get("ref") for s in self.samples]),
+            teacher_T=_joined([s.notes.get("teacher") for s in self.samples]),
         )
 
     @property

@@ -78,6 +78,7 @@ class LocalTrainer:
         needs: frozenset[str] = frozenset(),
         draft: DraftTrainer | None = None,
         critic: Critic | None = None,
+        teacher: Loaded | None = None,
     ) -> None:
         self.loaded, self.settings, self._run, self.draft, self.critic = loaded, settings, run, draft, critic
         self.weights = MasterWeights(loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)
@@ -87,6 +88,7 @@ class LocalTrainer:
         self.moved = False  # did the last step write other bits into the weights that the engine reads?
         wants_start = "ref_logprobs" in needs or settings.start_probe > 0
         self.start = _frozen(loaded) if wants_start else None
+        self.teacher = teacher
 
     # -- the verbs of the protocol ---------------------------------------------------------------
 
@@ -128,8 +130,14 @@ class LocalTrainer:
 
     def _annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         how = dict(budget=self.settings.micro_tokens, temperature=self.settings.temperature, share=self.settings.share_prompts)
-        for need, source in (("proximal_logprobs", self.loaded), ("ref_logprobs", self.start), ("trained_logprobs", self.loaded)):
+        for need, source in (
+            ("proximal_logprobs", self.loaded),
+            ("ref_logprobs", self.start),
+            ("teacher_logprobs", self.teacher),
+            ("trained_logprobs", self.loaded),
+        ):
             if need in needs:
+                assert source is not None, f"the row needs {need}, and the trainer was built without that model"
                 replay = self.settings.replay_routes and source is self.loaded
                 notes.annotate(source, batch, need.removesuffix("_logprobs"), replay=replay, **how)
         if "values" in needs:

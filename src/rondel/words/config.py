@@ -40,6 +40,7 @@ class Section(BaseModel):
 
 class Model(Section):
     path: str | dict[str, Any] = Field(description='folder, hub id, GGUF file, "smollm2-135m", or { random = "llama", ... }')
+    teacher: str | dict[str, Any] | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="compute dtype; master weights are always float32")
 
 
@@ -76,6 +77,7 @@ class Algo(Section):
     aggregate: dict[str, Any] = {}
     shaping: dict[str, Any] = {}
     entropy: dict[str, Any] = {}
+    distill: dict[str, Any] = {}
     value: dict[str, Any] = {}
 
 
