@@ -24,6 +24,7 @@ MEANING = {
     "model.teacher": "whom algo.distill learns from: as model.path, with the same tokenizer",
     "algo.kind": 'a row: grpo, dr_grpo, dapo, rloo, reinforce, sft, or "module:name"; see papers.md',
     "algo.group_size": "G, answers to one task",
+    "algo.guides": "how many times the task's own answer joins each group as a demonstration, beside the G answers; for luffy",
     "algo.advantage": "rewards of a group -> advantages",
     "algo.ratio": "what the ratio is taken over",
     "algo.surrogate": "clip, policy_gradient or log_likelihood, and its knobs",

@@ -75,8 +75,8 @@ def _finished(group: Group, verdict: Verdict) -> GroupFinished:
         born=group.born,
         kept=verdict.keep,
         reason=verdict.reason,
-        rewards=group.rewards,
-        lengths=[t.written for t in group.trajectories],
-        failed=sum(isinstance(t.score, Failed) for t in group.trajectories),
-        truncated=sum(t.finish_reason == "length" for t in group.trajectories),
+        rewards=[t.reward for t in group.own if t.reward is not None],
+        lengths=[t.written for t in group.own],
+        failed=sum(isinstance(t.score, Failed) for t in group.own),
+        truncated=sum(t.finish_reason == "length" for t in group.own),
     )

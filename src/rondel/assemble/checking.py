@@ -50,7 +50,7 @@ async def _live(parts: Parts) -> list[Finding]:
     rewards = await check_reward(parts.pool, parts.tasks.train)
     found = [Finding(f"reward: {f.what}", f.ok, f.message, f.remedy) for f in rewards]
     await parts.sync(parts.trainer, parts.engine)
-    rollouts = Rollouts(parts, parts.job.algo.group_size)
+    rollouts = Rollouts(parts, parts.job.algo.group_size, parts.job.algo.guides)
     tasks = parts.tasks.train[:GROUPS]
 
     async def one(number: int) -> Group:

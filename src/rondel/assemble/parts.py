@@ -37,7 +37,7 @@ from rondel.words.config import Critic as CriticSection
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError, DataError, EngineError, EnvError, RondelError, boundary
 from rondel.words.registry import find
-from rondel.words.types import EnvFault, Failed, Group, PolicyFault, Sampling, Score, Slot, Task, Trajectory, Verdict, sample_key
+from rondel.words.types import DATA, EnvFault, Failed, Group, PolicyFault, Sampling, Score, Slot, Task, Trajectory, Verdict, sample_key
 
 ENVS = {"single_turn": SingleTurn}
 PROBE = 24  # tokens of the first prompt that are scored on both sides after every sync
@@ -180,7 +180,7 @@ def refuse_untrainable(sampling: Sampling) -> None:
 
 
 def row_of(job: Job) -> Algorithm:
-    section = {k: v for k, v in job.algo.model_dump().items() if v != {} and k != "group_size"}
+    section = {k: v for k, v in job.algo.model_dump().items() if v != {} and k not in ("group_size", "guides")}
     job.algo._read.update(type(job.algo).model_fields)
     return resolve(section).bounded(job.engine.sampling.max_tokens)
 
@@ -339,11 +339,17 @@ class Rollouts:
 
     parts: Parts
     group_size: int
+    guides: int = 0
 
     async def attempt(self, slot: Slot) -> Group:
         """G trajectories at once; an environment that breaks is tried once more, then it is a fault, which is data."""
         trajectories = await asyncio.gather(*(self._one(slot, index) for index in range(self.group_size)))
-        return Group(slot.number, slot.task, list(trajectories), slot.born)
+        guides = [await self._demonstrated(slot, DATA) for _ in range(self.guides)]
+        return Group(slot.number, slot.task, [*trajectories, *guides], slot.born)
+
+    async def _demonstrated(self, slot: Slot, policy: str) -> Trajectory:
+        section = self.parts.job.task
+        return await Demonstrate(suffix=section.suffix, system=section.system, policy=policy).run(slot.task, self.chat(lambda turn: 0))
 
     async def _one(self, slot: Slot, index: int) -> Trajectory:
         reason = ""
@@ -397,8 +403,7 @@ class Demonstrations(Rollouts):
     """The supervised phase: Generate copies the data set's answers, Score has nothing to ask."""
 
     async def _one(self, slot: Slot, index: int) -> Trajectory:
-        chat = self.chat(lambda turn: 0)
-        trajectory = await Demonstrate(suffix=self.parts.job.task.suffix, system=self.parts.job.task.system).run(slot.task, chat)
+        trajectory = await self._demonstrated(slot, "policy")
         trajectory.score = Score(1.0)
         return trajectory
 

@@ -136,7 +136,7 @@ class Run:
                     f"max_staleness = {job.loop.max_staleness} without a correction: stale tokens are trained as if they were fresh. Set algo.correction.kind = 'token_tis'"
                 )
             )
-        await self._loop(buffer, Rollouts(parts, job.algo.group_size), parts.judge, parts.row, steps)
+        await self._loop(buffer, Rollouts(parts, job.algo.group_size, job.algo.guides), parts.judge, parts.row, steps)
 
     def _buffer(self, groups: int, staleness: int, window: int, saved: dict[str, Any] | None) -> Buffer:
         version = self.parts.engine.version

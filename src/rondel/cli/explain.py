@@ -60,7 +60,7 @@ def formula(job: Any) -> str:
     from rondel.algos.objective import explain
     from rondel.algos.table import resolve
 
-    changed = {name: getattr(job.algo, name) for name in type(job.algo).model_fields if name not in ("kind", "group_size")}
+    changed = {name: getattr(job.algo, name) for name in type(job.algo).model_fields if name not in ("kind", "group_size", "guides")}
     row = resolve({"kind": job.algo.kind, **{name: value for name, value in changed.items() if value}})
     return explain(row.bounded(job.engine.sampling.max_tokens))
 

@@ -62,6 +62,7 @@ class Sample:
             float(trajectory.reward or 0.0),
             dict(trajectory.score.parts) if isinstance(trajectory.score, Score) else {},
             earned,
+            guided=trajectory.guided,
             experts=None if trajectory.experts is None else np.asarray(trajectory.experts),
         )
 

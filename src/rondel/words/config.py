@@ -69,6 +69,7 @@ class Algo(Section):
 
     kind: str = "grpo"
     group_size: int = Field(8, ge=1)
+    guides: int = Field(0, ge=0)
     advantage: dict[str, Any] = {}
     ratio: dict[str, Any] = {}
     surrogate: dict[str, Any] = {}

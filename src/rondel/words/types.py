@@ -109,6 +109,9 @@ KEEP = Verdict(True)
 # -- trajectories --------------------------------------------------------------------------------
 
 
+DATA = "data"  # the `policy` of a demonstration: the data set's own answer
+
+
 @dataclass(slots=True)
 class Trajectory:
     """One attempt at one task: a stream of T tokens and, for each, who wrote it.
@@ -159,6 +162,11 @@ class Trajectory:
         return self.score.value if isinstance(self.score, Score) else None
 
     @property
+    def guided(self) -> bool:
+        """A demonstration: nobody drew it."""
+        return self.policy == DATA
+
+    @property
     def written(self) -> int:
         """How many tokens the policy wrote."""
         return sum(self.mask)
@@ -177,6 +185,11 @@ class Group:
     def rewards(self) -> list[float]:
         """Rewards of the scored trajectories only; a failure is never a number."""
         return [t.reward for t in self.trajectories if t.reward is not None]
+
+    @property
+    def own(self) -> list[Trajectory]:
+        """Without demonstrations: what the policy itself did."""
+        return [t for t in self.trajectories if not t.guided]
 
 
 def encode(group: Group) -> dict[str, Any]:

@@ -9,14 +9,18 @@ from rondel.words.types import Task, Trajectory
 
 
 class Demonstrate:
-    """Gives the prompt, then writes task.data["answer"] as the policy's own tokens: logprobs 0, versions 0."""
+    """Gives the prompt, then writes task.data["answer"] as the policy's own tokens: logprobs 0, versions 0.
 
-    def __init__(self, *, suffix: str = "", system: str | None = None) -> None:
-        self.suffix, self.system = suffix, system
+    `policy` names the writer: "policy" in a supervised phase, `DATA` for a demonstration among the policy's own samples.
+    """
+
+    def __init__(self, *, suffix: str = "", system: str | None = None, policy: str = "policy") -> None:
+        self.suffix, self.system, self.policy = suffix, system, policy
 
     async def run(self, task: Task, chat: TokenChat) -> Trajectory:
         if "answer" not in task.data:
             raise DataError(f"task {task.id} has no 'answer' to demonstrate; it has: {', '.join(task.data)}")
         chat.give(opening(task, suffix=self.suffix, system=self.system))
         chat.write(str(task.data["answer"]))
+        chat.trajectory.policy = self.policy
         return chat.trajectory
