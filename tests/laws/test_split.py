@@ -20,7 +20,7 @@ ROWS = {
     "dr_grpo": row("dr_grpo"),
     "dapo": row("dapo"),
     "rloo": row("rloo"),
-    "reinforce": row("reinforce", correction={"kind": "token_tis"}),
+    "reinforce": row("reinforce", correction={"kind": "importance"}),
     "sft": row("sft"),
 }
 

@@ -18,6 +18,7 @@ class Scored:
     group_N: Tensor  # int64 group ids in any order and with any values
     lengths_N: Tensor  # int64 trainable tokens
     parts: dict[str, Tensor] = field(default_factory=dict)  # [N] each: what the reward was made of; NaN where a sample has no such part
+    greedy_N: Tensor | None = None  # the reward of the greedy answer to the sample's prompt
 
     def each(self, values_N: Tensor) -> Tensor:
         """Every token gets the value of its sample.  [N] -> [T]."""
