@@ -177,7 +177,10 @@ def test_explain_says_where_the_kl_is():
         (lambda: ClippedValue(0.0), "clip = 0.0; it must be positive"),
         (lambda: ClipReward(0.0), "limit = 0.0; it must be positive"),
         (lambda: table.resolve({"kind": "grpo", "value": {"clip": 0.3}}), "has no effect: the row has no critic"),
-        (lambda: table.resolve({"kind": "sft", "kl": {"coef": 0.1, "where": "reward"}}), "has no effect: no reward is read"),
+        (
+            lambda: table.resolve({"kind": "sft", "kl": {"coef": 0.1, "where": "reward"}}),
+            "has no effect: it is part of the reward, and no reward is read",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(make, message):
