@@ -50,7 +50,7 @@ class BrokenGradient:
 
 def broken(border: str):
     """(trainer, batch, row, what the note must say) with one fault at one border, after one good step."""
-    algo = row("grpo", correction={"kind": "token_tis"})
+    algo = row("grpo", correction={"kind": "importance"})
     t = trainer(model("tied"), algo, max_bad_steps=3)
     assert step(t, batch(awkward_groups(1), algo), algo).stepped
     b, named = batch(awkward_groups(), algo), ["group 8, sample 2"]

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rondel.algos.gae import discounted, following, gae, whitened
+from rondel.algos.advantage import whitened
+from rondel.algos.gae import discounted, following, gae
 
 
 def naive(rewards, values, mask, gamma: float, lam: float) -> tuple[list[float], list[float]]:

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from rondel.algos.advantage import whitened
 from rondel.algos.scored import Scored
 from rondel.words.errors import ConfigError
 
@@ -61,18 +62,6 @@ def gae(rewards_T: Tensor, values_T: Tensor, sample_T: Tensor, *, gamma: float, 
     return advantages_T, advantages_T + values_T
 
 
-def whitened(x_T: Tensor) -> Tensor:
-    """(x - mean) / sqrt(variance + 1e-8), variance unbiased.  [T] -> [T].  arXiv:2006.05990.  Zero for a constant or a single token.
-
-    The minimum is taken off first, so that equal numbers give exactly 0.
-    """
-    if not len(x_T):
-        return x_T
-    height_T = x_T - x_T.min()
-    deviation_T = height_T - height_T.mean()
-    return deviation_T * (deviation_T.square().sum() / max(1, len(x_T) - 1) + 1e-8).rsqrt()
-
-
 @dataclass(frozen=True)
 class Gae:
     """A_t = sum over k >= 0 of (gamma·lam)^k·(r_{t+k} + gamma·V_{t+k+1} - V_{t+k}).  -> [T].  arXiv:1506.02438.
@@ -103,8 +92,8 @@ class Gae:
         return self._both(scored)[1]
 
     def _both(self, scored: Scored) -> tuple[Tensor, Tensor]:
-        assert scored.earned_T is not None and scored.values_T is not None
-        return gae(scored.earned_T, scored.values_T.to(scored.earned_T.dtype), scored.sample_T, gamma=self.gamma, lam=self.lam)
+        assert scored.values_T is not None, "no critic has said what it expects"
+        return gae(scored.earned, scored.values_T.to(scored.rewards_N.dtype), scored.sample_T, gamma=self.gamma, lam=self.lam)
 
     def __str__(self) -> str:
         text = f"sum of ({self.gamma * self.lam:g})^k·d over the k tokens that follow, d = reward + {self.gamma:g}·V of the next token - V"
@@ -127,8 +116,7 @@ class Returns:
         _check_shares(gamma=self.gamma)
 
     def __call__(self, scored: Scored) -> Tensor:
-        assert scored.earned_T is not None
-        returns_T = discounted(scored.earned_T, scored.sample_T, self.gamma)
+        returns_T = discounted(scored.earned, scored.sample_T, self.gamma)
         return whitened(returns_T) if self.whiten else returns_T
 
     def __str__(self) -> str:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rondel.algos.ratio import LIMIT
+from rondel.algos.ratio import LIMIT, bounded_exp
 from rondel.words.errors import ConfigError
-from rondel.words.registry import nearest
+from rondel.words.registry import one_of
 
 
 def k1(x_T: Tensor) -> Tensor:
@@ -43,41 +43,49 @@ FORMULAS = {"k1": "x", "k2": "x²/2", "k3": "exp(-x) - 1 + x"}
 
 @dataclass(frozen=True)
 class Kl:
-    """kl_t = k(log pi - log pi_ref), weighed by coef in the loss.  [T], [T] -> [T].  arXiv:2402.03300.  Tokens drawn on-policy.
+    """kl_t = k(log pi - log pi_ref), weighed by coef in the loss.  [T], [T], [T] -> [T].  arXiv:2402.03300.  Tokens drawn on-policy.
 
-    In the reward it is a cost that the token pays, r_t - coef·k(log pi_behavior - log pi_ref), without a gradient of its own; a token is
+    In the reward it is a cost that the token pays, r_t - coef·k(log pi_behavior - log pi_ref), and has no gradient of its own; a token is
     charged in one of the two places, never in both. With a target the coefficient follows the KL of the samples (see `steered`).
+    `through` keeps the value of k1 or k3 and takes the gradient of k2, that of KL(policy || reference). `unbiased` multiplies by
+    pi / pi_behavior, through which the gradient passes too (arXiv:2512.02556): value and gradient are then right for k1 and k3,
+    whoever drew the tokens.
 
-    kind       the estimator: k1, k2 or k3
-    coef       its weight; 0 leaves the reference out
-    where      "loss" or "reward"
-    target     nats of a whole sample that the coefficient steers to, starting from coef; None keeps it
-    horizon    over how many samples it may change by a fifth
+    kind        the estimator: k1, k2 or k3
+    coef        its weight; 0 leaves the reference out
+    where       loss or reward
+    through     own, or k2: where the gradient comes from
+    unbiased    weigh by policy / behavior
+    target      nats of a whole sample that the coefficient is steered to, starting from coef; None keeps it
+    horizon     over how many samples it may change by a fifth
     """
 
     kind: str = "k3"
     coef: float = 0.0
     where: str = "loss"
+    through: str = "own"
+    unbiased: bool = False
     target: float | None = None
     horizon: int = 10_000
 
     def __post_init__(self) -> None:
-        if self.kind not in ESTIMATORS:
-            raise ConfigError(
-                f"kind = {self.kind!r}; it must be one of {', '.join(ESTIMATORS)}.{nearest(str(self.kind), list(ESTIMATORS))}"
-            )
-        if self.where not in ("loss", "reward"):
-            raise ConfigError(f"where = {self.where!r}; it must be 'loss' or 'reward'.{nearest(str(self.where), ['loss', 'reward'])}")
+        one_of("kind", self.kind, ESTIMATORS)
+        one_of("where", self.where, ("loss", "reward"))
+        one_of("through", self.through, ("own", "k2"))
         if self.target is not None and not self.target > 0:
             raise ConfigError(f"target = {self.target}; it must be positive: a policy that learns moves away from its reference")
         if not self.horizon >= 1:
             raise ConfigError(f"horizon = {self.horizon}; it must be at least 1 sample")
         if not self.coef >= 0:
             raise ConfigError(f"coef = {self.coef}; it must not be negative: that would drive the policy away from the reference")
+        if self.unbiased and self.through == "k2":
+            raise ConfigError("through = 'k2' with unbiased = true; each gives the gradient of the KL, both give it twice. Remove one")
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"ref_logprobs", *(("behavior_logprobs",) if self.charged else ())}) if self.coef else frozenset()
+        return (
+            frozenset({"ref_logprobs"} | ({"behavior_logprobs"} if self.unbiased or self.charged else set())) if self.coef else frozenset()
+        )
 
     @property
     def charged(self) -> bool:
@@ -93,8 +101,11 @@ class Kl:
     def idle(self) -> dict[str, str]:
         """Knobs that change nothing as things stand, and why."""
         if not self.coef:
-            return dict.fromkeys(("kind", "where", "target", "horizon"), "kl.coef is 0")
-        return {} if self.target is not None else {"horizon": "kl.target is not set"}
+            return dict.fromkeys(("kind", "where", "through", "unbiased", "target", "horizon"), "kl.coef is 0")
+        idle = {} if self.target is not None else {"horizon": "kl.target is not set"}
+        if self.charged:
+            return idle | dict.fromkeys(("through", "unbiased"), "a reward has no gradient, and the behavior drew the tokens")
+        return idle | ({"through": "k2 has that gradient already"} if self.kind == "k2" else {})
 
     @property
     def steers(self) -> bool:
@@ -109,12 +120,25 @@ class Kl:
             return self.coef
         return self.coef * (1 + min(max(measured / self.target - 1, -0.2), 0.2) * samples / self.horizon)
 
+    def cost(self, behavior_T: Tensor, ref_T: Tensor) -> Tensor:
+        """coef·k, what each token pays where the reward has it.  [T], [T] -> [T]."""
+        return self.coef * ESTIMATORS[self.kind](behavior_T - ref_T)
+
     @property
     def slope(self) -> str:
-        return SLOPES[self.kind]
+        own = "x" if self.through == "k2" else SLOPES[self.kind]
+        return f"{FORMULAS[self.kind]} + {own}" if self.unbiased else own
 
-    def __call__(self, logprobs_T: Tensor, ref_T: Tensor) -> Tensor:
-        return ESTIMATORS[self.kind](logprobs_T - ref_T)
+    def __call__(self, logprobs_T: Tensor, ref_T: Tensor, log_drift_T: Tensor) -> Tensor:
+        """`log_drift_T` = log pi - log pi_behavior, read where `unbiased`."""
+        kl_T = ESTIMATORS[self.kind](logprobs_T - ref_T)
+        if self.through == "k2" and self.kind != "k2":
+            slope_T = k2(logprobs_T - ref_T)
+            kl_T = kl_T.detach() + slope_T - slope_T.detach()
+        return bounded_exp(log_drift_T) * kl_T if self.unbiased else kl_T
 
     def __str__(self) -> str:
-        return f"{FORMULAS[self.kind]} with x = logp - logp_ref"
+        text = f"{FORMULAS[self.kind]} with x = logp - logp_ref"
+        if self.through == "k2" and self.kind != "k2":
+            text += ", the gradient that of x²/2"
+        return f"policy / behavior · ({text})" if self.unbiased else text

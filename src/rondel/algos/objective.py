@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from dataclasses import fields
 from inspect import cleandoc
 
-import torch
 from torch import Tensor
 
-from rondel.algos.ahead import NOTHING, Ahead
+from rondel.algos.ahead import NOTHING, Ahead, tokens_of
 from rondel.algos.ratio import bounded_exp
 from rondel.algos.table import Algorithm
-from rondel.algos.tokens import Tokens
 
 SYMBOLS = {
     "shaping": "R",
@@ -51,20 +49,22 @@ def objective(
     In the first update proximal_T may be logprobs_T itself: no gradient passes through it.
     """
     given = {"advantages": advantages_T, "behavior_logprobs": behavior_T, "ref_logprobs": ref_T}
-    missing = sorted(need for need, tensor in given.items() if need in row.needs and tensor is None)
+    missing = sorted(need for need, values_T in given.items() if need in row.needs and values_T is None)
     assert not missing, f"the row {row.name} needs {', '.join(missing)}, which the batch does not carry"
+    assert "proximal_logprobs" not in row.needs or decided is not NOTHING, f"the row {row.name} compares samples: ask `ahead` first"
 
     proximal_T = proximal_T.detach()
-    flat_T = torch.zeros_like(proximal_T)
-    tokens = Tokens(
-        logprobs=logprobs_T,
-        log_ratio=row.ratio(logprobs_T - proximal_T, sample_T),
-        advantages=flat_T if advantages_T is None else advantages_T,
-        sample=sample_T,
-        log_weight=flat_T if behavior_T is None else proximal_T - behavior_T,
-        score=flat_T if score_T is None else score_T,
-        guided=flat_T.bool() if guided_T is None else guided_T,
-        selected=flat_T.bool() if decided.selected is None else decided.selected.bool(),
+    tokens = tokens_of(
+        row,
+        logprobs_T=logprobs_T,
+        proximal_T=proximal_T,
+        sample_T=sample_T,
+        entropy_T=entropy_T,
+        behavior_T=behavior_T,
+        advantages_T=advantages_T,
+        score_T=score_T,
+        guided_T=guided_T,
+        selected_T=decided.selected,
     )
     correction_T = decided.correction
     if correction_T is None:
@@ -75,12 +75,13 @@ def objective(
     if behavior_T is not None:
         terms["gap"] = tokens.log_weight
     if ref_T is not None:
-        terms["kl"] = row.kl(logprobs_T, ref_T)
+        terms["kl"] = row.kl(logprobs_T, ref_T, logprobs_T - (proximal_T if behavior_T is None else behavior_T))
     if row.kl.pulls:
         token_T = token_T + row.kl.coef * terms["kl"]
     if row.entropy.coef:
         assert entropy_T is not None, f"the row {row.name} has entropy.coef = {row.entropy.coef}, but no entropy was computed"
-        token_T = token_T - row.entropy(entropy_T)
+        bonus_T = row.entropy(entropy_T)
+        token_T = token_T - (bonus_T if decided.undecided is None else decided.undecided * bonus_T)
     return (weight_T * token_T).sum(), {name: term_T.detach() for name, term_T in terms.items()}
 
 

@@ -19,11 +19,17 @@ class Scored:
     group_N: Tensor  # int64 group ids in any order and with any values
     lengths_N: Tensor  # int64 trainable tokens
     parts: dict[str, Tensor] = field(default_factory=dict)  # [N] each: what the reward was made of; NaN where a sample has no such part
+    greedy_N: Tensor | None = None  # the reward of the greedy answer to the sample's prompt
     earned_T: Tensor | None = None  # where the reward was earned; None: all of it at the end
     values_T: Tensor | None = None  # what the critic expected before the token; these are known if the row needs them
     behavior_T: Tensor | None = None
     ref_T: Tensor | None = None
     teacher_T: Tensor | None = None
+
+    @property
+    def earned(self) -> Tensor:
+        """[T] what each token earned."""
+        return self.at_end(self.rewards_N) if self.earned_T is None else self.earned_T
 
     @property
     def sample_T(self) -> Tensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
+from rondel.algos.grouping import over_group
 from rondel.algos.scored import Scored
 from rondel.words.errors import ConfigError
 
@@ -91,3 +93,37 @@ class Overlong:
         """Where the penalty starts, and over how many tokens it grows."""
         buffer = self.buffer if self.buffer is not None else max(1, max_tokens // 5)
         return max_tokens - buffer, buffer
+
+
+@dataclass(frozen=True)
+class KimiLength:
+    """R_i = r_i + factor·(λ_i where r_i > above, else min(0, λ_i)), λ = 0.5 - (length - min) / (max - min) over its group.  -> [N].
+
+    arXiv:2501.12599 (Kimi k1.5). Short right answers gain up to half a point, long ones lose it; wrong ones can only lose. 0 where all are as long.
+
+    factor    the weight of it all
+    above     the reward that a right answer exceeds
+    """
+
+    factor: float = 1.0
+    above: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.factor >= 0:
+            raise ConfigError(f"factor = {self.factor}; it must not be negative: that would reward length")
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Knobs that change nothing as things stand, and why."""
+        return {} if self.factor else {"above": "shaping.factor is 0"}
+
+    def __call__(self, scored: Scored) -> Tensor:
+        length_N = scored.lengths_N.to(scored.rewards_N.dtype)
+        least_N, most_N = (over_group(length_N, scored.group_N, how) for how in ("amin", "amax"))
+        lambda_N = torch.where(most_N > least_N, 0.5 - (length_N - least_N) / (most_N - least_N).clamp(min=1), 0.0)
+        return scored.rewards_N + self.factor * torch.where(scored.rewards_N > self.above, lambda_N, lambda_N.clamp(max=0))
+
+    def __str__(self) -> str:
+        return (
+            f"reward + {self.factor:g}·(λ if reward > {self.above:g}, else min(0, λ)), λ = 0.5 - (length - min) / (max - min) of its group"
+        )

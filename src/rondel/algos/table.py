@@ -8,17 +8,34 @@ from typing import Any
 
 from torch import Tensor
 
-from rondel.algos.advantage import Constant, GroupCenter, GroupNorm, LeaveOneOut, Raw
+from rondel.algos.advantage import (
+    Accept,
+    Constant,
+    Greedy,
+    GroupCenter,
+    GroupNorm,
+    LeaveOneOut,
+    LengthBaseline,
+    MeanNorm,
+    PartsNorm,
+    PassAtK,
+    Raw,
+    SignalCenter,
+    WhitenedCenter,
+)
 from rondel.algos.aggregate import FixedNorm, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
-from rondel.algos.correction import NoCorrection, TokenTIS
+from rondel.algos.bounded import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
+from rondel.algos.chosen import ClipCov, Forking, KlCov
+from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
 from rondel.algos.distill import Distill
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.gae import Gae, Returns
 from rondel.algos.kl import Kl
+from rondel.algos.offpolicy import CappedWeight, Guided, SecondMoment, Tapered
 from rondel.algos.override import override
-from rondel.algos.ratio import TokenRatio
+from rondel.algos.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
 from rondel.algos.scored import Scored
-from rondel.algos.shaping import ClipReward, NoShaping, Overlong
+from rondel.algos.shaping import ClipReward, KimiLength, NoShaping, Overlong
 from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient, Surrogate
 from rondel.algos.tokens import Tokens
 from rondel.algos.value import ClippedValue
@@ -26,20 +43,44 @@ from rondel.words.errors import ConfigError
 from rondel.words.registry import find, nearest
 
 FAMILIES: dict[str, dict[str, type]] = {
-    "shaping": {"none": NoShaping, "clip": ClipReward, "overlong": Overlong},
+    "shaping": {"none": NoShaping, "clip": ClipReward, "overlong": Overlong, "kimi_length": KimiLength},
     "advantage": {
         "group_norm": GroupNorm,
         "group_center": GroupCenter,
         "leave_one_out": LeaveOneOut,
+        "length_baseline": LengthBaseline,
+        "greedy": Greedy,
+        "pass_at_k": PassAtK,
+        "mean_norm": MeanNorm,
+        "signal_center": SignalCenter,
+        "parts_norm": PartsNorm,
+        "whitened_center": WhitenedCenter,
+        "accept": Accept,
         "raw": Raw,
         "gae": Gae,
         "returns": Returns,
         "constant": Constant,
     },
     "distill": {"distill": Distill},
-    "ratio": {"token": TokenRatio},
-    "surrogate": {"clip": Clip, "policy_gradient": PolicyGradient, "log_likelihood": LogLikelihood},
-    "correction": {"none": NoCorrection, "token_tis": TokenTIS},
+    "ratio": {"token": TokenRatio, "sequence": SequenceRatio, "sequence_token": SequenceTokenRatio},
+    "surrogate": {
+        "clip": Clip,
+        "policy_gradient": PolicyGradient,
+        "log_likelihood": LogLikelihood,
+        "clipped_weight": ClippedWeight,
+        "soft_gate": SoftGate,
+        "geometric_mean": GeometricMean,
+        "divergence_mask": DivergenceMask,
+        "mirror_descent": MirrorDescent,
+        "clip_cov": ClipCov,
+        "kl_cov": KlCov,
+        "forking": Forking,
+        "tapered": Tapered,
+        "capped_weight": CappedWeight,
+        "second_moment": SecondMoment,
+        "guided": Guided,
+    },
+    "correction": {"none": NoCorrection, "importance": Importance, "off_policy_mask": OffPolicyMask},
     "kl": {"kl": Kl},
     "entropy": {"bonus": EntropyBonus},
     "aggregate": {
@@ -66,12 +107,21 @@ class Algorithm:
     ratio: Callable[[Tensor, Tensor], Tensor]  # (log_ratio_T, sample_T) -> log_ratio_T
     surrogate: Callable[[Tokens], Surrogate]  # -> loss_T, clipped_T
     correction: Callable[[Tensor, Tensor, Tensor], Tensor]  # (log_weight_T, sample_T, advantages_T) -> weight_T
-    kl: Kl  # (logprobs_T, ref_T) -> kl_T
-    entropy: EntropyBonus  # entropy_T -> bonus_T
+    kl: Kl  # (logprobs_T, ref_T, log_drift_T) -> kl_T
+    entropy: EntropyBonus  # entropy_T -> bonus_T, on the tokens that `select` chose
     aggregate: Callable[[Tensor], Tensor]  # lengths_N -> weight_N
     distill: Distill = field(default_factory=Distill)  # (behavior_T, teacher_T) -> cost_T
     value: ClippedValue = field(default_factory=ClippedValue)  # (values_T, old_T, returns_T) -> loss_T, clipped_T
     filters: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """What weighs by the behavior does it once."""
+        whole = "behavior" in getattr(self.surrogate, "reads", ()) or getattr(self.ratio, "anchor", "proximal") == "behavior"
+        if whole and getattr(self.correction, "weighs", False):
+            raise ConfigError(
+                f"algo.correction beside {self.surrogate}: it already reaches from the behavior to the policy, and would be weighed twice. "
+                "Remove the correction, or let ratio.anchor be 'proximal' and the surrogate read the ratio"
+            )
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -90,8 +140,10 @@ class Algorithm:
         idle = {family: f"the surrogate {self.surrogate} does not read it" for family in ("advantage", "ratio") if family not in reads}
         if "advantage" in idle or isinstance(self.advantage, Constant):
             idle["shaping"] = "no reward is read"
+        elif getattr(self.advantage, "reads_parts", False):
+            idle["shaping"] = "the advantage reads the parts of the reward"
         if "shaping" in idle and self.kl.charged:
-            idle["kl"] = "no reward is read, and it is part of the reward"
+            idle["kl"] = f"it is part of the reward, and {idle['shaping']}"
         if "advantage" in idle:
             idle["distill"] = idle["advantage"]
         if "values" not in getattr(self.advantage, "needs", ()):
@@ -103,12 +155,10 @@ class Algorithm:
     def rewarded(self, scored: Scored) -> Scored:
         """Rewards, shaped and charged with the KL: `rewards_N`, and the same by token in `earned_T`. What shaping changes is due at the end."""
         shaped_N = self.shaping(scored)
-        earned_T = scored.at_end(shaped_N if scored.earned_T is None else shaped_N - scored.rewards_N)
-        if scored.earned_T is not None:
-            earned_T = earned_T + scored.earned_T
+        earned_T = scored.earned + scored.at_end(shaped_N - scored.rewards_N)
         if self.kl.charged:
             assert scored.behavior_T is not None and scored.ref_T is not None
-            cost_T = self.kl.coef * self.kl(scored.behavior_T, scored.ref_T).to(earned_T.dtype)
+            cost_T = self.kl.cost(scored.behavior_T, scored.ref_T).to(earned_T.dtype)
             earned_T, shaped_N = earned_T - cost_T, shaped_N - scored.total(cost_T)
         return replace(scored, rewards_N=shaped_N, earned_T=earned_T)
 
@@ -170,14 +220,6 @@ REINFORCE = replace(
     surrogate=PolicyGradient(),
     aggregate=SeqMeanTokenSum(),
 )
-REINFORCE_PP = replace(
-    GRPO,
-    name="reinforce_pp",
-    paper="arXiv:2501.03262",
-    advantage=Returns(gamma=1.0),
-    kl=Kl("k1", coef=0.01, where="reward"),
-    aggregate=TokenMean(),
-)
 RLOO = replace(REINFORCE, name="rloo", paper="arXiv:2402.14740", advantage=LeaveOneOut())
 SFT = replace(
     GRPO,
@@ -196,7 +238,61 @@ OPD = replace(
     aggregate=TokenMean(),
 )
 
-TABLE = {row.name: row for row in (GRPO, DR_GRPO, DAPO, PPO, RLOO, REINFORCE, REINFORCE_PP, SFT, OPD)}
+# another ratio or another bound on it
+GSPO = replace(GRPO, name="gspo", paper="arXiv:2507.18071", ratio=SequenceRatio(), surrogate=Clip(low=3e-4, high=4e-4))
+GSPO_TOKEN = replace(GSPO, name="gspo_token", ratio=SequenceTokenRatio())
+GMPO = replace(GRPO, name="gmpo", paper="arXiv:2507.20673", surrogate=GeometricMean())
+CISPO = replace(GRPO, name="cispo", paper="arXiv:2506.13585", surrogate=ClippedWeight(), aggregate=TokenMean())
+SAPO = replace(GRPO, name="sapo", paper="arXiv:2511.20347", surrogate=SoftGate())
+DPPO_TV = replace(GRPO, name="dppo_tv", paper="arXiv:2602.04879", surrogate=DivergenceMask("tv"), aggregate=TokenMean())
+DPPO_KL = replace(DPPO_TV, name="dppo_kl", surrogate=DivergenceMask("kl"))
+KIMI = replace(
+    GRPO,
+    name="kimi",
+    paper="arXiv:2501.12599",
+    shaping=KimiLength(),
+    advantage=GroupCenter(),
+    surrogate=MirrorDescent(),
+    aggregate=SeqMeanTokenSum(),
+)
+CLIP_COV = replace(GRPO, name="clip_cov", paper="arXiv:2505.22617", surrogate=ClipCov(), aggregate=TokenMean())
+KL_COV = replace(CLIP_COV, name="kl_cov", surrogate=KlCov())
+FORKING = replace(DAPO, name="forking", paper="arXiv:2506.01939", surrogate=Forking(low=0.2, high=0.28))
+
+# another baseline or scale
+OPO = replace(REINFORCE, name="opo", paper="arXiv:2505.23585", advantage=LengthBaseline())
+REMAX = replace(REINFORCE, name="remax", paper="arXiv:2310.10505", advantage=Greedy())
+PASS_AT_K = replace(GRPO, name="pass_at_k", paper="arXiv:2503.19595", advantage=PassAtK())
+MAXRL = replace(GRPO, name="maxrl", paper="arXiv:2602.02710", advantage=MeanNorm())
+GPG = replace(REINFORCE, name="gpg", paper="arXiv:2504.02546", advantage=SignalCenter(), aggregate=TokenMean())
+GDPO = replace(GRPO, name="gdpo", paper="arXiv:2601.05242", advantage=PartsNorm())
+REINFORCE_PP = replace(
+    GRPO,
+    name="reinforce_pp",
+    paper="arXiv:2501.03262",
+    advantage=Returns(),
+    kl=Kl("k1", coef=0.0, where="reward"),
+    aggregate=TokenMean(),
+)
+REINFORCE_PP_BASELINE = replace(REINFORCE_PP, name="reinforce_pp_baseline", advantage=WhitenedCenter(), kl=Kl("k2", coef=0.0))
+RAFT = replace(REINFORCE, name="raft", paper="arXiv:2304.06767", advantage=Accept(), aggregate=TokenMean())
+
+# tokens of another policy
+DECOUPLED = replace(GRPO, name="decoupled", paper="arXiv:2505.24298", correction=Importance(high=5.0), aggregate=TokenMean())
+TOPR = replace(REINFORCE, name="topr", paper="arXiv:2503.14286", surrogate=Tapered())
+AIPO = replace(REINFORCE, name="aipo", paper="arXiv:2505.24034", advantage=GroupCenter(), surrogate=CappedWeight(), aggregate=TokenMean())
+M2PO = replace(GRPO, name="m2po", paper="arXiv:2510.01161", surrogate=SecondMoment(), aggregate=TokenMean())
+LUFFY = replace(GRPO, name="luffy", paper="arXiv:2504.14945", advantage=GroupCenter(), surrogate=Guided(), aggregate=FixedNorm())
+
+TABLE = {
+    row.name: row
+    for row in (
+        *(GRPO, DR_GRPO, DAPO, PPO, RLOO, REINFORCE, SFT),
+        *(GSPO, GSPO_TOKEN, GMPO, CISPO, SAPO, DPPO_TV, DPPO_KL, KIMI, CLIP_COV, KL_COV, FORKING),
+        *(OPO, REMAX, PASS_AT_K, MAXRL, GPG, GDPO, REINFORCE_PP, REINFORCE_PP_BASELINE, RAFT),
+        *(DECOUPLED, TOPR, AIPO, M2PO, LUFFY, OPD),
+    )
+}
 
 
 def resolve(section: dict[str, Any]) -> Algorithm:

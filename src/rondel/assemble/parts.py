@@ -41,6 +41,10 @@ from rondel.words.types import DATA, EnvFault, Failed, Group, PolicyFault, Sampl
 
 ENVS = {"single_turn": SingleTurn}
 PROBE = 24  # tokens of the first prompt that are scored on both sides after every sync
+UNMET = {
+    "greedy": "no greedy answer is sampled beside a group yet. Use kind = 'rloo' or 'opo'",
+    "guidance": "no demonstration joins a group yet. Use loop.warmup for demonstrations, or the row from Python on a batch of your own",
+}
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # mean nats a token of the probe
 
 
@@ -81,10 +85,13 @@ def build(job: Job) -> Parts:
             "engine.sampling.temperature = 0 is greedy: every sample of a group is the same, and greedy samples are not trainable. Use 1.0"
         )
     refuse_untrainable(sampling)
-    if row.name != "sft" and job.algo.group_size == 1 and type(row.advantage).__name__ in {"GroupNorm", "GroupCenter", "LeaveOneOut"}:
+    if row.name != "sft" and job.algo.group_size == 1 and getattr(row.advantage, "compares", False):
         raise ConfigError(
             f"algo.group_size = 1 gives {row.name} no baseline: every advantage would be 0. Use 4 or more, or kind = 'reinforce'"
         )
+    for need, why in UNMET.items():
+        if need in row.needs:
+            raise ConfigError(f"algo.kind = {job.algo.kind!r} needs {need}, and {why}")
     critic_knobs = [name for name, field in CriticSection.model_fields.items() if getattr(job.trainer.critic, name) != field.default]
     if critic_knobs and "values" not in row.needs:
         raise ConfigError(

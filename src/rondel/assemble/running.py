@@ -130,10 +130,10 @@ class Run:
     async def _reinforce(self, steps: range, saved: dict[str, Any] | None) -> None:
         parts, job = self.parts, self.job
         buffer = self._buffer(job.loop.groups_per_step, job.loop.max_staleness, parts.window, saved)
-        if job.loop.max_staleness and type(parts.row.correction).__name__ == "NoCorrection" and parts.row.name != "sft":
+        if job.loop.max_staleness and "behavior_logprobs" not in parts.row.needs and parts.row.name != "sft":
             emit(
                 Warned(
-                    f"max_staleness = {job.loop.max_staleness} without a correction: stale tokens are trained as if they were fresh. Set algo.correction.kind = 'token_tis'"
+                    f"max_staleness = {job.loop.max_staleness} without a correction: stale tokens are trained as if they were fresh. Set algo.correction.kind = 'importance'"
                 )
             )
         await self._loop(buffer, Rollouts(parts, job.algo.group_size, job.algo.guides), parts.judge, parts.row, steps)

@@ -24,10 +24,12 @@ def forward(loaded: Loaded, packed: Packed, *, temperature: float, tape: Tape | 
 def annotate(
     loaded: Loaded, batch: Batch, name: str, *, budget: int, temperature: float, share: bool = True, replay: bool = False
 ) -> Batch:
-    """Write the logprobs of `loaded` into every sample's notes under `name`; `replay` for the policy, other weights route for themselves."""
+    """Write the logprobs of `loaded` into every sample's notes under `name`, and the entropy beside "proximal"; `replay` for the policy, other weights route for themselves."""
     for packed in micro_batches(batch, budget, share=share, device=loaded.device):
-        logprobs, _ = forward(loaded, packed, temperature=temperature, tape=replaying(loaded, packed) if replay else None)
+        logprobs, entropy = forward(loaded, packed, temperature=temperature, tape=replaying(loaded, packed) if replay else None)
         note(batch, packed, name, logprobs)
+        if name == "proximal":
+            note(batch, packed, "entropy", entropy)
     return batch
 
 

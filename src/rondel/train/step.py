@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rondel.algos.ahead import Ahead, ahead
+from rondel.algos.ahead import NOTHING, Ahead, ahead, counted, tokens_of
 from rondel.algos.kl import k3
 from rondel.algos.objective import objective
-from rondel.algos.tokens import Tokens
 from rondel.models import names
 from rondel.models.head import Head
 from rondel.models.load import Loaded
@@ -223,10 +222,10 @@ class LocalTrainer:
 
     def _accumulate(self, batch: Batch, algo: Any, sums: Sums, *, proximal_noted: bool) -> None:
         """Forward and backward over micro-batches; every weight is fixed before the first of them (law 3)."""
-        weight_N = algo.aggregate(batch.lengths_N).float().to(self.loaded.device)
+        decided = _decide(batch, algo) if proximal_noted else NOTHING
+        weight_N = algo.aggregate(counted(algo, batch.lengths_N, decided)).float().to(self.loaded.device)
         score_N = torch.tensor([s.reward for s in batch.samples], dtype=torch.float32, device=self.loaded.device)
         guided_N = torch.tensor([s.guided for s in batch.samples], dtype=torch.bool, device=self.loaded.device)
-        decided = _decide(batch, algo) if proximal_noted else []
         for packed in micro_batches(batch, self.settings.micro_tokens, share=self.settings.share_prompts, device=self.loaded.device):
             tape = notes.replaying(self.loaded, packed) if self.settings.replay_routes else None
             logprobs, entropy = notes.forward(self.loaded, packed, temperature=self.settings.temperature, tape=tape)
@@ -245,7 +244,7 @@ class LocalTrainer:
                 sample_T=packed.sample,
                 score_T=score_N[packed.sample],
                 guided_T=guided_N[packed.sample],
-                decided=Ahead(**{name: notes.gather(batch, packed, name) for name in decided}),
+                decided=Ahead(**{name: notes.gather(batch, packed, name) for name, known in vars(decided).items() if known is not None}),
             )
             _check("ratio", terms["ratio"], batch, packed)
             loss.backward()
@@ -329,28 +328,28 @@ def _frozen(loaded: Loaded) -> Loaded:
     return replace(loaded, model=model, head=Head.of(model))
 
 
-def _decide(batch: Batch, algo: Any) -> list[str]:
-    """Note what the row decides over the whole update. -> the names of the notes."""
-    proximal_T, sample_N = notes.flat(batch.samples, "proximal"), torch.arange(len(batch.samples))
-    reward_N, guided_N = torch.tensor([s.reward for s in batch.samples]), torch.tensor([s.guided for s in batch.samples])
+def _decide(batch: Batch, algo: Any) -> Ahead:
+    """What the row decides over the whole update, also noted with its samples."""
     each = batch.scored.each
-    whole = ahead(
+    proximal_T = notes.flat(batch.samples, "proximal")
+    found = ahead(
         algo,
-        Tokens(
-            logprobs=proximal_T,
-            log_ratio=torch.zeros_like(proximal_T),
-            advantages=notes.flat(batch.samples, "advantages"),
-            sample=each(sample_N),
-            log_weight=proximal_T - notes.flat(batch.samples, "behavior"),
-            score=each(reward_N),
-            guided=each(guided_N),
-            selected=torch.zeros_like(proximal_T, dtype=torch.bool),
+        tokens_of(
+            algo,
+            logprobs_T=proximal_T,
+            proximal_T=proximal_T,
+            sample_T=each(torch.arange(len(batch.samples))),
+            entropy_T=notes.flat(batch.samples, "entropy"),
+            behavior_T=notes.flat(batch.samples, "behavior") if algo.needs else None,
+            advantages_T=notes.flat(batch.samples, "advantages"),
+            score_T=each(torch.tensor([s.reward for s in batch.samples])),
+            guided_T=each(torch.tensor([s.guided for s in batch.samples])),
         ),
     )
-    found = {name: values_T for name, values_T in vars(whole).items() if values_T is not None}
-    for name, values_T in found.items():
-        notes.spread(batch.samples, name, values_T)
-    return list(found)
+    for name, values_T in vars(found).items():
+        if values_T is not None:
+            notes.spread(batch.samples, name, values_T)
+    return found
 
 
 def _check_samples(batch: Batch) -> None:
