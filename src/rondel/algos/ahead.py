@@ -43,6 +43,8 @@ def tokens_of(
     """The tokens as the parts of a row see them; what is not given is 0."""
     flat_T = torch.zeros_like(proximal_T)
     drawn_T = proximal_T if behavior_T is None else behavior_T
+    if guided_T is not None:  # nobody drew a demonstration
+        drawn_T = torch.where(guided_T.bool(), proximal_T, drawn_T)
     anchor_T = drawn_T if getattr(row.ratio, "anchor", "proximal") == "behavior" else proximal_T
     return Tokens(
         logprobs=logprobs_T,

@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from rondel.assemble.parts import Parts, Rollouts, build, prepare
+from rondel.assemble.parts import Parts, build, prepare, rollouts_of
 from rondel.planner.resolve import free_memory
 from rondel.runtime.devices import keep_memory
 from rondel.score.preflight import Finding, check_reward
@@ -50,7 +50,7 @@ async def _live(parts: Parts) -> list[Finding]:
     rewards = await check_reward(parts.pool, parts.tasks.train)
     found = [Finding(f"reward: {f.what}", f.ok, f.message, f.remedy) for f in rewards]
     await parts.sync(parts.trainer, parts.engine)
-    rollouts = Rollouts(parts, parts.job.algo.group_size, parts.job.algo.guides)
+    rollouts = rollouts_of(parts)
     tasks = parts.tasks.train[:GROUPS]
 
     async def one(number: int) -> Group:

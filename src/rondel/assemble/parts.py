@@ -37,14 +37,24 @@ from rondel.words.config import Critic as CriticSection
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError, DataError, EngineError, EnvError, RondelError, boundary
 from rondel.words.registry import find
-from rondel.words.types import DATA, EnvFault, Failed, Group, PolicyFault, Sampling, Score, Slot, Task, Trajectory, Verdict, sample_key
+from rondel.words.types import (
+    DATA,
+    GREEDY,
+    EnvFault,
+    Failed,
+    Group,
+    PolicyFault,
+    Sampling,
+    Score,
+    Slot,
+    Task,
+    Trajectory,
+    Verdict,
+    sample_key,
+)
 
 ENVS = {"single_turn": SingleTurn}
 PROBE = 24  # tokens of the first prompt that are scored on both sides after every sync
-UNMET = {
-    "greedy": "no greedy answer is sampled beside a group yet. Use kind = 'rloo' or 'opo'",
-    "guidance": "no demonstration joins a group yet. Use loop.warmup for demonstrations, or the row from Python on a batch of your own",
-}
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # mean nats a token of the probe
 
 
@@ -89,9 +99,13 @@ def build(job: Job) -> Parts:
         raise ConfigError(
             f"algo.group_size = 1 gives {row.name} no baseline: every advantage would be 0. Use 4 or more, or kind = 'reinforce'"
         )
-    for need, why in UNMET.items():
-        if need in row.needs:
-            raise ConfigError(f"algo.kind = {job.algo.kind!r} needs {need}, and {why}")
+    if ("guidance" in row.needs) != (job.algo.guides > 0):
+        raise ConfigError(
+            f"algo.guides = {job.algo.guides} has no effect on kind = '{row.name}', which would train demonstrations as its own samples. Use "
+            "kind = 'luffy', or a supervised phase: loop.warmup"
+            if job.algo.guides
+            else f"algo.kind = '{row.name}' learns from demonstrations beside its samples: set algo.guides = 1; tasks need an 'answer'"
+        )
     critic_knobs = [name for name, field in CriticSection.model_fields.items() if getattr(job.trainer.critic, name) != field.default]
     if critic_knobs and "values" not in row.needs:
         raise ConfigError(
@@ -211,7 +225,7 @@ class AsFunction:
 
 def judge_of(job: Job, row: Algorithm) -> Callable[[Group], Verdict]:
     names = list(dict.fromkeys([*row.filters, *job.task.filters]))
-    return chain([Complete(min(2, job.algo.group_size)), *(find("filter", n, FILTERS)() for n in names)])
+    return chain([Complete(min(2, job.algo.group_size), greedy="greedy" in row.needs), *(find("filter", n, FILTERS)() for n in names)])
 
 
 def replays(job: Job, loaded: Loaded) -> bool:
@@ -347,30 +361,36 @@ class Rollouts:
     parts: Parts
     group_size: int
     guides: int = 0
+    greedy: bool = False
 
     async def attempt(self, slot: Slot) -> Group:
         """G trajectories at once; an environment that breaks is tried once more, then it is a fault, which is data."""
-        trajectories = await asyncio.gather(*(self._one(slot, index) for index in range(self.group_size)))
-        guides = [await self._demonstrated(slot, DATA) for _ in range(self.guides)]
-        return Group(slot.number, slot.task, [*trajectories, *guides], slot.born)
+        asked = [self._one(slot, index) for index in range(self.group_size)]
+        if self.greedy:
+            asked.append(self._one(slot, self.group_size, GREEDY))
+        asked += [self._demonstrated(slot, DATA) for _ in range(self.guides)]
+        return Group(slot.number, slot.task, list(await asyncio.gather(*asked)), slot.born)
 
     async def _demonstrated(self, slot: Slot, policy: str) -> Trajectory:
         section = self.parts.job.task
         return await Demonstrate(suffix=section.suffix, system=section.system, policy=policy).run(slot.task, self.chat(lambda turn: 0))
 
-    async def _one(self, slot: Slot, index: int) -> Trajectory:
+    async def _one(self, slot: Slot, index: int, policy: str = "policy") -> Trajectory:
         reason = ""
+        sampling = replace(self.parts.sampling, temperature=0.0) if policy == GREEDY else None
         for _ in range(2):
-            chat = self.chat(lambda turn: sample_key(self.parts.job.loop.seed, slot.number, index, turn))
+            chat = self.chat(lambda turn: sample_key(self.parts.job.loop.seed, slot.number, index, turn), sampling)
             try:
-                return await self.parts.env.run(slot.task, chat)
+                trajectory = await self.parts.env.run(slot.task, chat)
+                trajectory.policy = policy
+                return trajectory
             except (EngineError, DataError):
                 raise
             except (EnvError, Exception) as error:
                 if isinstance(error, RondelError) and not isinstance(error, EnvError):
                     raise
                 reason = f"{type(error).__name__}: {error}"
-        return Trajectory(outcome=EnvFault(reason))
+        return Trajectory(outcome=EnvFault(reason), policy=policy)
 
     def chat(self, key: Callable[[int], int], sampling: Sampling | None = None, namespace: str = "") -> TokenChat:
         p = self.parts
@@ -406,11 +426,16 @@ class Rollouts:
         await asyncio.gather(*map(one, group.trajectories))
 
 
+def rollouts_of(parts: Parts) -> Rollouts:
+    """Of the loop itself: samples, and what the row wants beside them."""
+    return Rollouts(parts, parts.job.algo.group_size, parts.job.algo.guides, "greedy" in parts.row.needs)
+
+
 class Demonstrations(Rollouts):
     """The supervised phase: Generate copies the data set's answers, Score has nothing to ask."""
 
-    async def _one(self, slot: Slot, index: int) -> Trajectory:
-        trajectory = await self._demonstrated(slot, "policy")
+    async def _one(self, slot: Slot, index: int, policy: str = "policy") -> Trajectory:
+        trajectory = await self._demonstrated(slot, policy)
         trajectory.score = Score(1.0)
         return trajectory
 

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from rondel import loop
 from rondel.algos.table import SFT
-from rondel.assemble.parts import Demonstrations, Parts, Rollouts, build, prepare, warmup_settings
+from rondel.assemble.parts import Demonstrations, Parts, Rollouts, build, prepare, rollouts_of, warmup_settings
 from rondel.buffer import Buffer
 from rondel.evaluate import evaluate
 from rondel.filter import chain
@@ -136,7 +136,7 @@ class Run:
                     f"max_staleness = {job.loop.max_staleness} without a correction: stale tokens are trained as if they were fresh. Set algo.correction.kind = 'importance'"
                 )
             )
-        await self._loop(buffer, Rollouts(parts, job.algo.group_size, job.algo.guides), parts.judge, parts.row, steps)
+        await self._loop(buffer, rollouts_of(parts), parts.judge, parts.row, steps)
 
     def _buffer(self, groups: int, staleness: int, window: int, saved: dict[str, Any] | None) -> Buffer:
         version = self.parts.engine.version

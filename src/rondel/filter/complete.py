@@ -14,16 +14,18 @@ class Complete:
     """Book the group as failed when fewer than `at_least` of its trajectories were scored; the commonest reason names it.
 
     at_least    scored trajectories a baseline needs: 2, or 1 where the group size is 1
+    greedy      whether its greedy answer must be scored, too
     """
 
     at_least: int = 2
+    greedy: bool = False
 
     def __post_init__(self) -> None:
         if not self.at_least >= 1:
             raise ConfigError(f"at_least = {self.at_least}; a group without a scored trajectory cannot be trained")
 
     def __call__(self, group: Group) -> Verdict:
-        if len(group.rewards) >= self.at_least:
+        if len(group.rewards) >= self.at_least and not (self.greedy and group.baseline is None):
             return KEEP
         reasons = Counter(_reason(t) for t in group.trajectories if t.reward is None)
         return Verdict(False, reasons.most_common(1)[0][0] if reasons else "too few samples", failed=True)

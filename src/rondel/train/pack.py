@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rondel.algos.scored import Scored
 from rondel.models.attention import PackedLayout, Segment
-from rondel.words.types import Group, Score, Trajectory
+from rondel.words.types import GREEDY, Group, Score, Trajectory
 
 
 @dataclass(slots=True)
@@ -39,11 +39,12 @@ class Sample:
     earned: np.ndarray | None = None  # [m] where the reward was earned; None: all of it at the end
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [m], once they are known
     guided: bool = False  # a demonstration among the policy's own samples
+    baseline: float | None = None  # the reward of the greedy answer to its prompt, where the row wants it
     experts: np.ndarray | None = None  # [t-1,L,K] of a MoE: where the engine sent each token
     notes: dict[str, np.ndarray] = field(default_factory=dict)  # annotations by name: "proximal", "ref", "trained"
 
     @classmethod
-    def of(cls, trajectory: Trajectory, *, group: int, index: int) -> Sample:
+    def of(cls, trajectory: Trajectory, *, group: int, index: int, baseline: float | None = None) -> Sample:
         mask = np.asarray(trajectory.mask, dtype=bool)
         trainable = mask.nonzero()[0]
         if len(trainable) and trainable[0] == 0:
@@ -63,6 +64,7 @@ class Sample:
             dict(trajectory.score.parts) if isinstance(trajectory.score, Score) else {},
             earned,
             guided=trajectory.guided,
+            baseline=baseline,
             experts=None if trajectory.experts is None else np.asarray(trajectory.experts),
         )
 
@@ -86,11 +88,13 @@ class Batch:
     def scored(self) -> Scored:
         """What advantages are made of."""
         names = dict.fromkeys(name for s in self.samples for name in s.parts)
+        greedy = [s.baseline for s in self.samples if s.baseline is not None]
         return Scored(
             torch.tensor([s.reward for s in self.samples], dtype=torch.float64),
             torch.tensor([s.group for s in self.samples], dtype=torch.int64),
             self.lengths_N,
             {name: torch.tensor([s.parts.get(name, math.nan) for s in self.samples], dtype=torch.float64) for name in names},
+            greedy_N=torch.tensor(greedy, dtype=torch.float64) if len(greedy) == len(self.samples) else None,
             earned_T=_joined([s.earned for s in self.samples]),
             values_T=_joined([s.notes.get("values") for s in self.samples]),
             behavior_T=_joined([s.behavior for s in self.samples]),
@@ -116,10 +120,10 @@ def batch_of(groups: list[Group]) -> Batch:
     """The scored trajectories of all groups."""
     return Batch(
         [
-            Sample.of(trajectory, group=group.id, index=i)
+            Sample.of(trajectory, group=group.id, index=i, baseline=group.baseline)
             for group in groups
             for i, trajectory in enumerate(group.trajectories)
-            if trajectory.reward is not None and trajectory.written
+            if trajectory.reward is not None and trajectory.written and trajectory.policy != GREEDY
         ]
     )
 

@@ -109,7 +109,7 @@ KEEP = Verdict(True)
 # -- trajectories --------------------------------------------------------------------------------
 
 
-DATA = "data"  # the `policy` of a demonstration: the data set's own answer
+DATA, GREEDY = "data", "greedy"  # the `policy` of what stands beside a group's samples: the data set's answer, the most likely one
 
 
 @dataclass(slots=True)
@@ -183,13 +183,18 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """Rewards of the scored trajectories only; a failure is never a number."""
-        return [t.reward for t in self.trajectories if t.reward is not None]
+        """Rewards of the scored samples and demonstrations only; a failure is never a number."""
+        return [t.reward for t in self.trajectories if t.reward is not None and t.policy != GREEDY]
 
     @property
     def own(self) -> list[Trajectory]:
-        """Without demonstrations: what the policy itself did."""
-        return [t for t in self.trajectories if not t.guided]
+        """The samples alone, without what stands beside them."""
+        return [t for t in self.trajectories if t.policy not in (DATA, GREEDY)]
+
+    @property
+    def baseline(self) -> float | None:
+        """The reward of its greedy answer, where one was asked for and scored."""
+        return next((t.reward for t in self.trajectories if t.policy == GREEDY), None)
 
 
 def encode(group: Group) -> dict[str, Any]:
