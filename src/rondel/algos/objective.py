@@ -82,11 +82,12 @@ def explain(row: Algorithm) -> str:
     bonus = f" - {row.entropy.coef:g}·H" if row.entropy.coef else ""
     slope = f" + {row.kl.coef:g}·({row.kl.slope})" if row.kl.coef else ""
     push = f" - {row.entropy.coef:g}·∇H" if row.entropy.coef else ""
+    kept = getattr(row.correction, "denominator", "all") == "kept"
     lines = [
         f"{row.name}  ({row.paper})",
         f"loss      sum over the trainable tokens of w·(c·l{penalty}{bonus})",
         *(f"  {SYMBOLS[family]} = {part}" for family, part in shown.items()),
-        "  w counts the whole batch before the first forward pass: micro-batches and ranks cannot change it",
+        f"  w counts {'what the correction keeps of ' if kept else ''}the whole batch before the first forward pass: micro-batches and ranks cannot change it",
         f"gradient  at r = 1: sum of w·((c·({getattr(row.surrogate, 'slope', 'dl/dlogp')}){slope})·∇logp{push})",
         f"groups    {'trained if they pass: ' + ', '.join(row.filters) if row.filters else 'all are trained'}",
         f"needs     {', '.join(sorted(row.needs)) or 'nothing beside the tokens'}",

@@ -135,6 +135,8 @@ class Algorithm:
             idle["shaping"] = "no reward is read"
         elif getattr(self.advantage, "reads_parts", False):
             idle["shaping"] = "the advantage reads the parts of the reward"
+        if isinstance(self.correction, OffPolicyMask) and isinstance(self.advantage, Constant | Accept):
+            idle["correction"] = "no advantage is negative"
         for family, part in self.parts.items():
             idle |= {f"{family}.{knob}": why for knob, why in getattr(part, "idle", {}).items()}
         return idle
