@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 from inspect import cleandoc
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from rondel.algos.ahead import NOTHING, Ahead, tokens_of
 from rondel.algos.ratio import bounded_exp
-from rondel.algos.table import Algorithm
+
+if TYPE_CHECKING:
+    from rondel.algos.table import Algorithm
 
 SYMBOLS = {
     "shaping": "R",
