@@ -80,9 +80,20 @@ class Ragged:
     def scored(self, order: list[int] | None = None) -> Scored:
         at = torch.tensor(range(len(self.lengths_N)) if order is None else order, dtype=torch.int64)
         parts = {name: part_N[at] for name, part_N in self.parts.items()}
-        values_T = torch.cat([piece for i in at.tolist() for piece in [self.values_T.split(self.lengths_N.tolist())[i]]] or [self.values_T])
+        old_T, mu_T, ref_T = self.others_3T
+        by_token = {"values_T": self.values_T, "proximal_T": old_T, "behavior_T": mu_T, "ref_T": ref_T, "teacher_T": self.teacher_T}
+        by_token = {name: self._ordered(x_T, at.tolist()) for name, x_T in by_token.items()}
         greedy_N = self.group_N[at].to(F64) / 10
-        return Scored(self.rewards_N[at], self.group_N[at], self.lengths_N[at], parts, greedy_N=greedy_N, values_T=values_T)
+        return Scored(self.rewards_N[at], self.group_N[at], self.lengths_N[at], parts, greedy_N=greedy_N, **by_token)
+
+    def _ordered(self, x_T: Tensor, order: list[int]) -> Tensor:
+        pieces = x_T.split(self.lengths_N.tolist())
+        return torch.cat([pieces[i] for i in order] or [x_T])
+
+    @property
+    def teacher_T(self) -> Tensor:
+        """What a teacher might have said."""
+        return self.others_3T.flip(0)[0] - 0.3
 
     @property
     def values_T(self) -> Tensor:

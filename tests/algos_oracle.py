@@ -33,6 +33,8 @@ def naive(row: Algorithm, batch: Ragged) -> tuple[Tensor, Tensor]:
     logps = leaf.log_softmax(-1)
     logp, entropy = list(logps[:, 0]), list(-(logps.exp() * logps).sum(-1))
     old, mu, ref = batch.others_3T.tolist()
+    guided_T = [g for g, n in zip(batch.guided_N.tolist(), batch.lengths_N.tolist(), strict=True) for _ in range(n)]
+    mu = [o if g else m for o, m, g in zip(old, mu, guided_T, strict=True)]  # nobody drew a demonstration
     lengths, total = batch.lengths_N.tolist(), torch.zeros((), dtype=F64)
     owner = [i for i, n in enumerate(lengths) for _ in range(n)]
     mates = {t: [s for s in range(len(owner)) if owner[s] == owner[t]] for t in range(len(owner))}
@@ -65,6 +67,33 @@ def naive(row: Algorithm, batch: Ragged) -> tuple[Tensor, Tensor]:
 
 
 def token_advantages(row: Algorithm, batch: Ragged) -> list[float]:
+    earned = rewarded(row, batch)
+    mu, teacher = batch.others_3T[1].tolist(), batch.teacher_T.tolist()
+    return [a - row.distill.coef * (m - q) for a, m, q in zip(earned, mu, teacher, strict=True)]
+
+
+def preferred(rule, batch: Ragged, shaped: list[float]) -> list[float]:
+    """DPO, pair by pair: the slope of -log sigmoid(m) on each of the two sums."""
+    old, _, ref = batch.others_3T.tolist()
+    ends = batch.lengths_N.cumsum(0).tolist()
+    moved = [sum(old[t] - ref[t] for t in range(end - n, end)) for end, n in zip(ends, batch.lengths_N.tolist(), strict=True)]
+    written = [i for i, n in enumerate(batch.lengths_N.tolist()) if n > 0]
+    out, pairs = [0.0] * len(shaped), []
+    for g in set(batch.group_N.tolist()):
+        members = [i for i in written if batch.group_N[i] == g]
+        best = [i for i in members if shaped[i] == max(shaped[j] for j in members)]
+        worst = [i for i in members if shaped[i] == min(shaped[j] for j in members)]
+        if members and shaped[best[0]] > shaped[worst[0]]:
+            pairs.append([(w, b) for b in best for w in worst])
+    for group in pairs:
+        for w, b in group:
+            push = rule.beta / (1 + math.exp(rule.beta * (moved[b] - moved[w]))) * len(written) / len(pairs) / len(group)
+            out[b] += push
+            out[w] -= push
+    return out
+
+
+def rewarded(row: Algorithm, batch: Ragged) -> list[float]:
     rewards, group, lengths = batch.rewards_N.tolist(), batch.group_N.tolist(), batch.lengths_N.tolist()
     rule, name = row.advantage, type(row.advantage).__name__
     mates = [[j for j in range(len(group)) if group[j] == g] for g in group]
@@ -90,6 +119,8 @@ def token_advantages(row: Algorithm, batch: Ragged) -> list[float]:
                 peers = [values[j] for j in mates[i]]
                 sums[i] += rule.weights.get(part, 1.0) * (values[i] - mean(peers)) / (std(peers) + rule.eps)
         each = whiten(sums) if sums else []
+    elif name == "Preference":
+        each = preferred(rule, batch, shaped)
     else:
         each = [one(rule, name, i, shaped, mates[i], lengths, group, mates) for i in range(len(group))]
     return [each[i] for i, n in enumerate(lengths) for _ in range(n)]

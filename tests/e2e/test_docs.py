@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from rondel.cli import VERBS, main
-from rondel.words.config import Job, parse_overrides
+from rondel.words.config import OF_GROUPS, Job, parse_overrides
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -36,6 +36,8 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel train recipes/tiny.toml": "reduced",
     "rondel view runs/tiny --limit 4": "whole",
     "rondel train recipes/moe.toml": "reduced",
+    "rondel train recipes/ppo.toml": "reduced",
+    "rondel train recipes/opd.toml": "parsed: its teacher is a whole run of recipes/tiny.toml; tests/laws/test_distill.py runs one",
     "rondel card runs/tiny": "whole",
     "PYTHONPATH=examples rondel check recipes/tiny.toml --task.reward=my_reward:grade": "whole",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.reward=my_reward:grade --run.folder=runs/mine": "reduced",
@@ -68,7 +70,13 @@ SNIPPETS: dict[
     "def grade(trajectory, task, brevity=0.0):": {},
     'for event in read("runs/tiny"):': {},
 }
-RECIPES = {"tiny.toml": "reduced", "moe.toml": "reduced", "quickstart.toml": "parsed: it takes minutes and a model of 93 MB"}
+RECIPES = {
+    "tiny.toml": "reduced",
+    "moe.toml": "reduced",
+    "ppo.toml": "reduced",
+    "opd.toml": "parsed: it learns from what recipes/tiny.toml has trained; tests/laws/test_distill.py runs one",
+    "quickstart.toml": "parsed: it takes minutes and a model of 93 MB",
+}
 EXAMPLES = {"my_reward.py": "by a command of README.md", "my_env.py": "by a command of docs/generate.md"}
 SHOWN_ONLY = {"text", ""}  # drawings and output
 
@@ -140,11 +148,26 @@ def test_every_verb_is_in_the_readme():
     assert [verb for verb in VERBS if f"| `rondel {verb}" not in text] == []
 
 
-def test_the_page_of_keys_is_that_of_the_models():
-    spec = importlib.util.spec_from_file_location("make_recipe", ROOT / "docs" / "make_recipe.py")
-    make_recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(make_recipe)
-    assert make_recipe.PAGE.read_text(encoding="utf-8") == make_recipe.page(), "run: python docs/make_recipe.py"
+def maker(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["make_recipe", "make_papers"])
+def test_a_page_is_what_the_code_says(name):
+    made = maker(name)
+    assert made.PAGE.read_text(encoding="utf-8") == made.page(), f"run: python docs/{name}.py"
+
+
+def test_every_row_has_its_paper_and_a_test_that_exists():
+    from rondel.algos.table import TABLE
+
+    made, page = maker("make_papers"), (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert list(TABLE) == [name for name in TABLE if f"| `{name}` | [" in page] and made.ORACLES.keys() == TABLE.keys()
+    assert [test for test in made.ORACLES.values() if f"def {test}(" not in tests] == []
 
 
 # -- recipes ---------------------------------------------------------------------------------------
@@ -165,7 +188,7 @@ def test_a_piece_of_a_recipe_is_read(block):
     for section, keys in tomllib.loads(block.text).items():
         tree[section] = tree.get(section, {}) | keys
     job = Job.parse(tree, block.place)
-    resolve({k: v for k, v in job.algo.model_dump().items() if v != {} and k != "group_size"})
+    resolve({k: v for k, v in job.algo.model_dump().items() if v != {} and k not in OF_GROUPS})
     if "data" in tomllib.loads(block.text).get("task", {}):
         from rondel.generate.envs.sources import load_tasks
 

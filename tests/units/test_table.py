@@ -16,7 +16,7 @@ from rondel.words.errors import ConfigError
 
 
 def test_the_rows_are_what_their_papers_say():
-    assert list(TABLE)[:7] == ["grpo", "dr_grpo", "dapo", "ppo", "rloo", "reinforce", "sft"] and len(TABLE) == 33
+    assert list(TABLE)[:7] == ["grpo", "dr_grpo", "dapo", "ppo", "rloo", "reinforce", "sft"] and len(TABLE) == 34
     assert GRPO.advantage == advantage.GroupNorm(1e-6) and GRPO.aggregate == aggregate.SeqMeanTokenMean()
     assert DR_GRPO.advantage == advantage.GroupCenter() and DR_GRPO.aggregate == aggregate.FixedNorm()
     assert DR_GRPO.surrogate == GRPO.surrogate == surrogate.Clip(0.2, 0.2) and DR_GRPO.kl == GRPO.kl == kl.Kl("k3", 0.0)
@@ -36,9 +36,10 @@ def test_a_row_needs_what_its_parts_read():
     assert full.needs == {"advantages", "behavior_logprobs", "ref_logprobs"}
     assert replace(full, correction=correction.Importance(normalize="token")).needs == full.needs | {"proximal_logprobs"}
     compares = {name for name, row in TABLE.items() if "proximal_logprobs" in row.needs}
-    assert compares == {"clip_cov", "kl_cov", "forking", "m2po"}
+    assert compares == {"clip_cov", "kl_cov", "forking", "m2po", "online_dpo"}
     assert {name for name, row in TABLE.items() if row.needs & {"greedy", "guidance"}} == {"remax", "luffy"}
-    assert {name for name, row in TABLE.items() if "behavior_logprobs" in row.needs} == {"decoupled", "topr", "aipo", "m2po"}
+    assert {name for name, row in TABLE.items() if "behavior_logprobs" in row.needs} == {"decoupled", "topr", "aipo", "m2po", "opd"}
+    assert {name for name, row in TABLE.items() if "teacher_logprobs" in row.needs} == {"opd"}
 
 
 def test_lengths_left_open_become_the_recipes_max_tokens():
@@ -157,6 +158,8 @@ MISTAKES = [
     ({"kind": "grpo", "correction": {"kind": "importance", "reject_low": 0.1}}, "has no effect: correction.reject is none."),
     ({"kind": "grpo", "entropy": {"top": 0.2}}, "algo.entropy.top = 0.2 has no effect: entropy.coef is 0."),
     ({"kind": "gdpo", "shaping": {"kind": "overlong"}}, "has no effect: the advantage reads the parts of the reward."),
+    ({"kind": "sft", "correction": {"kind": "off_policy_mask"}}, "has no effect: no advantage is negative."),
+    ({"kind": "kimi", "surrogate": {"tau": 0, "level": "token"}}, "algo.surrogate.level = 'token' has no effect: surrogate.tau is 0."),
     ({"kind": "topr", "ratio": {"anchor": "behavior"}}, "has no effect: the surrogate"),
     ({"kind": "sft", "advantage": {"value": 2}}, "algo.advantage = {'value': 2} has no effect: the surrogate -logp does not read it."),
     ({"kind": "sft", "shaping": {"kind": "overlong"}}, "algo.shaping = {'kind': 'overlong'} has no effect: no reward is read."),

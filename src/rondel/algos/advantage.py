@@ -123,6 +123,44 @@ class Greedy:
 
 
 @dataclass(frozen=True)
+class Preference:
+    """A_w = c·σ(-m), A_l = -A_w for the best and the worst of a group, 0 for the others; m = beta·((s_w - s_w_ref) - (s_l - s_l_ref)).
+
+    -> [N]; s = sum of log pi over the sample, c = beta·N / pairs.  arXiv:2305.18290 (DPO), arXiv:2402.04792 (online).  With l = -A·logp and
+    w = 1/N it has the gradient of the mean over pairs of -log σ(m). σ is taken where the step began, so the first update is exact.
+    Where several are equally good, or bad, the group's pair is the mean over all of them; a constant group and a group of 1 prefer nothing.
+
+    beta    how sharply; the KL to the reference that a preference may cost is in 1/beta
+    """
+
+    beta: float = 0.1
+    compares: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({"proximal_logprobs", "ref_logprobs"})
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise ConfigError(f"beta = {self.beta}; it must be positive, or nothing would be preferred")
+
+    def __call__(self, scored: Scored) -> Tensor:
+        assert scored.proximal_T is not None and scored.ref_T is not None
+        written_N, out_N = scored.lengths_N > 0, torch.zeros_like(scored.rewards_N)
+        moved_N = scored.total((scored.proximal_T - scored.ref_T).to(scored.rewards_N.dtype))
+        pairs = 0
+        for group in scored.group_N[written_N].unique():
+            mine = ((scored.group_N == group) & written_N).nonzero()[:, 0]
+            rewards = scored.rewards_N[mine]
+            better, worse = mine[rewards == rewards.max()], mine[rewards == rewards.min()]
+            if rewards.max() > rewards.min():
+                push = torch.sigmoid(-self.beta * (moved_N[better, None] - moved_N[worse])) / (len(better) * len(worse))
+                out_N[better], out_N[worse] = push.sum(1), -push.sum(0)
+                pairs += 1
+        return out_N * (self.beta * int(written_N.sum()) / max(1, pairs))
+
+    def __str__(self) -> str:
+        return f"± {self.beta:g}·N/pairs·σ(-m) for the best and the worst of its group, m = {self.beta:g}·(difference of log pi/pi_ref)"
+
+
+@dataclass(frozen=True)
 class LengthBaseline:
     """A_i = r_i - sum(length·r) / sum(length) over its group.  -> [N].  arXiv:2505.23585 (OPO).
 

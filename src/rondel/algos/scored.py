@@ -25,6 +25,7 @@ class Scored:
     behavior_T: Tensor | None = None
     ref_T: Tensor | None = None
     teacher_T: Tensor | None = None
+    proximal_T: Tensor | None = None
 
     @property
     def earned(self) -> Tensor:

@@ -19,6 +19,7 @@ from rondel.algos.advantage import (
     MeanNorm,
     PartsNorm,
     PassAtK,
+    Preference,
     Raw,
     SignalCenter,
     WhitenedCenter,
@@ -60,6 +61,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "gae": Gae,
         "returns": Returns,
         "constant": Constant,
+        "preference": Preference,
     },
     "distill": {"distill": Distill},
     "ratio": {"token": TokenRatio, "sequence": SequenceRatio, "sequence_token": SequenceTokenRatio},
@@ -148,6 +150,8 @@ class Algorithm:
             idle["distill"] = idle["advantage"]
         if "values" not in getattr(self.advantage, "needs", ()):
             idle["value"] = "the row has no critic"
+        if isinstance(self.correction, OffPolicyMask) and isinstance(self.advantage, Constant | Accept):
+            idle["correction"] = "no advantage is negative"
         for family, part in self.parts.items():
             idle |= {f"{family}.{knob}": why for knob, why in getattr(part, "idle", {}).items()}
         return idle
@@ -229,6 +233,7 @@ SFT = replace(
     surrogate=LogLikelihood(),
     aggregate=TokenMean(),
 )
+ONLINE_DPO = replace(REINFORCE, name="online_dpo", paper="arXiv:2402.04792", advantage=Preference(beta=0.1))
 OPD = replace(
     GRPO,
     name="opd",
@@ -290,7 +295,7 @@ TABLE = {
         *(GRPO, DR_GRPO, DAPO, PPO, RLOO, REINFORCE, SFT),
         *(GSPO, GSPO_TOKEN, GMPO, CISPO, SAPO, DPPO_TV, DPPO_KL, KIMI, CLIP_COV, KL_COV, FORKING),
         *(OPO, REMAX, PASS_AT_K, MAXRL, GPG, GDPO, REINFORCE_PP, REINFORCE_PP_BASELINE, RAFT),
-        *(DECOUPLED, TOPR, AIPO, M2PO, LUFFY, OPD),
+        *(DECOUPLED, TOPR, AIPO, M2PO, LUFFY, OPD, ONLINE_DPO),
     )
 }
 

@@ -37,7 +37,7 @@ class ClippedValue:
         free_T = (values_T - returns_T).square()
         if self.clip is None:
             return ValueTerms(free_T / 2, torch.zeros_like(free_T, dtype=torch.bool))
-        held_T = (old_T + (values_T - old_T).clamp(-self.clip, self.clip) - returns_T).square()
+        held_T = (values_T.clamp(old_T - self.clip, old_T + self.clip) - returns_T).square()
         return ValueTerms(torch.maximum(free_T, held_T) / 2, held_T > free_T)
 
     def __str__(self) -> str:

@@ -33,8 +33,8 @@ from rondel.train.draft import DraftTrainer
 from rondel.train.logprobs import logprob_and_entropy
 from rondel.train.pack import Batch, batch_of
 from rondel.train.step import LocalTrainer, Settings
+from rondel.words.config import OF_GROUPS, Job
 from rondel.words.config import Critic as CriticSection
-from rondel.words.config import Job
 from rondel.words.errors import ConfigError, DataError, EngineError, EnvError, RondelError, boundary
 from rondel.words.registry import find
 from rondel.words.types import (
@@ -201,7 +201,7 @@ def refuse_untrainable(sampling: Sampling) -> None:
 
 
 def row_of(job: Job) -> Algorithm:
-    section = {k: v for k, v in job.algo.model_dump().items() if v != {} and k not in ("group_size", "guides")}
+    section = {k: v for k, v in job.algo.model_dump().items() if v != {} and k not in OF_GROUPS}
     job.algo._read.update(type(job.algo).model_fields)
     return resolve(section).bounded(job.engine.sampling.max_tokens)
 

@@ -59,8 +59,9 @@ def formula(job: Any) -> str:
     """The effective loss: the row of the table with the recipe's overrides."""
     from rondel.algos.objective import explain
     from rondel.algos.table import resolve
+    from rondel.words.config import OF_GROUPS
 
-    changed = {name: getattr(job.algo, name) for name in type(job.algo).model_fields if name not in ("kind", "group_size", "guides")}
+    changed = {name: getattr(job.algo, name) for name in type(job.algo).model_fields if name not in ("kind", *OF_GROUPS)}
     row = resolve({"kind": job.algo.kind, **{name: value for name, value in changed.items() if value}})
     return explain(row.bounded(job.engine.sampling.max_tokens))
 

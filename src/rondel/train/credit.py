@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from rondel.algos.table import Algorithm
 from rondel.algos.value import explained_variance
 from rondel.train.annotate import flat, spread
 from rondel.train.pack import Batch
+
+if TYPE_CHECKING:
+    from rondel.algos.table import Algorithm
 
 
 def credit(batch: Batch, row: Algorithm) -> dict[str, float]:

@@ -100,6 +100,7 @@ class Batch:
             behavior_T=_joined([s.behavior for s in self.samples]),
             ref_T=_joined([s.notes.get("ref") for s in self.samples]),
             teacher_T=_joined([s.notes.get("teacher") for s in self.samples]),
+            proximal_T=_joined([s.notes.get("proximal") for s in self.samples]),
         )
 
     @property

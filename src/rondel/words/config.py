@@ -64,6 +64,9 @@ class TaskSection(Section):
     eval: Evaluation = Evaluation()
 
 
+OF_GROUPS = ("group_size", "guides")  # what [algo] says of groups and not of the row
+
+
 class Algo(Section):
     """A row of the table; any component of the row can be overridden: surrogate.high = 0.28."""
 

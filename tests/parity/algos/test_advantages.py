@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from algos_kit import F64, near, scored, tensor
+from algos_kit import F64, near, scored, slope, tensor
 
 from rondel.algos import advantage, gae
 from rondel.algos.shaping import KimiLength, Overlong
+from rondel.algos.table import resolve
 
 REWARDS, GROUPS = tensor(1, 7, 0, 0, 5, 1, 2, 5), torch.tensor([9, 4, 9, 9, -2, 9, 4, -2])  # groups 9: 1 0 0 1, 4: 7 2, -2: 5 5
 LENGTHS = torch.tensor([4, 1, 2, 0, 3, 2, 1, 5])
@@ -125,3 +127,19 @@ def test_the_corners_of_the_kimi_length_reward(reward, length, point):
     assert near(found[:1], [reward + point])
     assert near(KimiLength(factor=0.1)(scored(tensor(reward, 1, 1), lengths=torch.tensor([length, 10, 30])))[:1], [reward + point / 10])
     assert KimiLength()(scored(tensor(1, 0), lengths=torch.tensor([7, 7]))).tolist() == [1, 0]
+
+
+def test_a_preference_has_the_gradient_of_dpo():
+    """-log sigmoid of the margin, its mean over pairs, by autograd; ties share a pair, a constant group and unwritten samples are in none."""
+    lengths, group = torch.tensor([3, 2, 1, 4, 0, 2, 2]), torch.tensor([1, 1, 1, 5, 5, 5, 8])
+    rewards, make = tensor(1, 0, 1, 0.5, 9, 0.2, 1), torch.Generator().manual_seed(3)
+    logp = torch.randn(14, generator=make, dtype=F64).requires_grad_()
+    ref = torch.randn(14, generator=make, dtype=F64)
+    given = scored(rewards, group, lengths)
+    sums = given.total(logp - ref)
+    pairs = [[(0, 1), (2, 1)], [(3, 5)]]
+    loss = sum(-torch.sigmoid(0.3 * (sums[w] - sums[b])).log() / len(some) for some in pairs for w, b in some) / len(pairs)
+    row = resolve({"kind": "online_dpo", "advantage": {"beta": 0.3}})
+    advantages_T = row.advantages_T(replace(given, proximal_T=logp.detach(), ref_T=ref))
+    ours = (given.each(row.aggregate(lengths)) * -advantages_T * logp).sum()
+    assert near(slope(ours, logp), slope(loss, logp), 1e-12)
