@@ -1,0 +1,336 @@
+"""verl's PPO trainer: its hydra YAML, or overrides `key.sub=value` on a command line or in a script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rondel.planner.importing.peer import Gap, Line, Part, Peer, Same, Setting
+
+ACTOR, ROLLOUT, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.optim"
+ROWS = {  # algorithm.adv_estimator -> (row, advantage laid over it)
+    "gae": ("ppo", None),
+    "grpo": ("grpo", "group_norm"),
+    "grpo_vectorized": ("grpo", "group_norm"),
+    "rloo": ("grpo", "leave_one_out"),
+    "rloo_vectorized": ("grpo", "leave_one_out"),
+    "reinforce_plus_plus": ("reinforce_pp", None),
+    "reinforce_plus_plus_baseline": ("reinforce_pp_baseline", None),
+    "remax": ("remax", None),
+    "opo": ("opo", None),
+    "grpo_passk": ("pass_at_k", None),
+    "gpg": ("gpg", None),
+    "gdpo": ("gdpo", None),
+}
+LOSSES = {  # policy_loss.loss_mode -> row
+    "gspo": "gspo",
+    "sapo": "sapo",
+    "gpg": "gpg",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+    "geo_mean": "gmpo",
+    "dppo_tv": "dppo_tv",
+    "dppo_kl": "dppo_kl",
+    "cispo": "cispo",
+}
+AGGREGATES = {
+    "token-mean": "token_mean",
+    "seq-mean-token-sum": "seq_mean_token_sum",
+    "seq-mean-token-mean": "seq_mean_token_mean",
+    "seq-mean-token-sum-norm": "fixed_norm",
+}
+KLS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+REASONS = {
+    "launcher *": "it belongs to what starts the processes, not to the run",
+    "--*": "it chooses among their config files",
+    "defaults": "it chooses among their config files",
+    "hydra*": "it steers their config reader",
+    "critic*": "it belongs to a critic; a row of the table brings its own",
+    "algorithm.gamma": "a reward is the whole answer's here, not discounted",
+    "algorithm.lam": "it belongs to a critic",
+    "algorithm.kl_ctrl*": "the reward holds no KL here; algo.kl puts it into the loss",
+    "algorithm.kl_penalty": "the reward holds no KL here; algo.kl puts it into the loss",
+    "algorithm.filter_groups*": "groups without signal are dropped and refilled; loop.max_refills bounds it",
+    "*param_offload": "memory only; one device",
+    "*optimizer_offload": "memory only; one device",
+    "*fsdp_config*": "one device: nothing is sharded",
+    "*megatron*": "one device: nothing is sharded",
+    "*_micro_batch_size*": "speed and memory only; trainer.micro_tokens bounds it here",
+    "*use_dynamic_bsz": "batches are always packed by tokens",
+    "*max_token_len_per_gpu": "speed and memory only; trainer.micro_tokens bounds it here",
+    "*sequence_parallel_size": "one device",
+    "*use_remove_padding": "there is no padding",
+    "*enable_gradient_checkpointing": "memory only; trainer.micro_tokens bounds it here",
+    "*torch_compile": "speed only",
+    "*lora*": "adapters do not exist here yet: all weights are trained",
+    "actor_rollout_ref.rollout.multi_turn*": "turns are an environment: task.env = 'module:name'",
+    "actor_rollout_ref.rollout.agent*": "turns are an environment: task.env = 'module:name'",
+    "actor_rollout_ref.rollout.val_kwargs*": "evaluations draw one answer a task, greedily unless task.eval says otherwise",
+    "actor_rollout_ref.rollout*": "it steers vLLM or SGLang; the engine here is built in",
+    "actor_rollout_ref.ref*": "the reference is a frozen copy of the starting weights",
+    "actor_rollout_ref.model*": "the model is loaded as its folder says",
+    "data.max_prompt_length": "a prompt may fill the model's context; a longer one is refused by name",
+    "data.filter_overlong_prompts*": "a prompt that does not fit is refused by name",
+    "data.truncation": "a prompt is never cut",
+    "reward*": "a reward is a function here: task.reward = 'module:name'",
+    "trainer.nnodes": "one device",
+    "trainer.n_gpus_per_node": "one device",
+    "trainer.resume*": "an unfinished run folder is continued by the same command",
+    "trainer.project_name": "run.folder names the run",
+    "trainer.experiment_name": "run.folder names the run",
+    "trainer.val_before_train": "held-out tasks are asked before and after",
+    "trainer.balance_batch": "one device",
+}
+
+
+def parts(setting: Setting) -> Iterator[Part]:
+    yield from _model(setting)
+    yield from _task(setting)
+    yield from _algorithm(setting)
+    yield from _loss(setting)
+    yield from _correction(setting)
+    yield from _loop(setting)
+    yield from _sampling(setting)
+    yield from _optimizer(setting)
+    yield from _running(setting)
+
+
+def _model(s: Setting) -> Iterator[Part]:
+    yield Line("model.path", _home(s["actor_rollout_ref.model.path"]), ("actor_rollout_ref.model.path",))
+    dtypes = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
+    key = f"{ACTOR}.fsdp_config.dtype"
+    if found := s.choice(key, dtypes):
+        yield Line("model.dtype", found, (key,), "master weights are float32 here")
+    if s[f"{ACTOR}.fsdp_config.model_dtype"] in ("fp32", "float32"):
+        yield Same((f"{ACTOR}.fsdp_config.model_dtype",), "master weights are float32")
+
+
+def _task(s: Setting) -> Iterator[Part]:
+    train, held = _first(s["data.train_files"]), _first(s["data.val_files"])
+    data = {"kind": "parquet", "path": _home(train), "eval_path": _home(held), "prompt": s["data.prompt_key"]}
+    data["answer"] = "reward_model.ground_truth"
+    keys = ("data.train_files", "data.val_files", "data.prompt_key")
+    several = [key for key in keys[:2] if isinstance(s[key], list) and len(s[key]) > 1]
+    yield Line(
+        "task.data", data, keys, "only the first file" * bool(several), "join the files into one: only the first is named" * bool(several)
+    )
+    path, name = s["reward.custom_reward_function.path"], s["reward.custom_reward_function.name"]
+    if path:
+        wrap = "theirs takes (data_source, solution_str, ground_truth, extra_info); ours takes (trajectory, task): wrap it"
+        both = ("reward.custom_reward_function.path", "reward.custom_reward_function.name")
+        yield Line("task.reward", f"{Path(str(path)).stem}:{name or 'compute_score'}", both, ask=wrap)
+    else:
+        yield Line(
+            "task.reward", "math", ("data.reward_fn_key",), ask="there each row's data_source chooses the scorer; here a recipe names one"
+        )
+    if s["algorithm.filter_groups.enable"]:
+        yield Line("task.filters", ["signal"], ("algorithm.filter_groups.enable",))
+    else:
+        yield Same(("algorithm.filter_groups.enable",), "no group is dropped")
+
+
+def _algorithm(s: Setting) -> Iterator[Part]:
+    estimator, mode = "algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"
+    row, advantage = s.choice(estimator, ROWS) or (str(s[estimator]), None)
+    loss = None if s[mode] == "vanilla" else s.choice(mode, LOSSES) or str(s[mode])
+    if loss and advantage:
+        yield Line("algo.kind", loss, (mode,))
+    else:
+        yield Line("algo.kind", row, (estimator,))
+        if loss:
+            yield Gap((mode,), f"with the advantage {s[estimator]} there is no row for this loss")
+        else:
+            yield Same((mode,), "the clipped ratio")
+    yield Line("algo.group_size", s.whole(f"{ROLLOUT}.n"), (f"{ROLLOUT}.n",))
+    normed = "algorithm.norm_adv_by_std_in_grpo"
+    if advantage == "group_norm":
+        yield Line("algo.advantage.kind", "group_norm" if s[normed] else "group_center", (estimator, normed))
+    elif advantage:
+        yield Line("algo.advantage.kind", advantage, (estimator,))
+    if advantage != "group_norm" and s.has(normed):
+        yield Gap((normed,), f"it has no effect there with adv_estimator = {s[estimator]}")
+
+
+def _loss(s: Setting) -> Iterator[Part]:
+    plain, low, high, dual = (f"{ACTOR}.clip_ratio{end}" for end in ("", "_low", "_high", "_c"))
+    yield Line("algo.surrogate.low", s.number(plain if s[low] is None else low), (low,) if s[low] is not None else (low, plain))
+    yield Line("algo.surrogate.high", s.number(plain if s[high] is None else high), (high,) if s[high] is not None else (high, plain))
+    if s[low] is not None and s[high] is not None and s.has(plain):
+        told = f"it has no effect there: clip_ratio_low = {s[low]} and clip_ratio_high = {s[high]} come first"
+        yield Same((plain,), "so are low and high") if s[plain] == s[low] == s[high] else Gap((plain,), told)
+    yield Line("algo.surrogate.dual", float(s.number(dual)), (dual,))
+    mode, scale = f"{ACTOR}.loss_agg_mode", f"{ACTOR}.loss_scale_factor"
+    if aggregate := s.choice(mode, AGGREGATES):
+        yield Line("algo.aggregate.kind", aggregate, (mode,))
+        if aggregate == "fixed_norm" and s[scale]:
+            yield Line("algo.aggregate.length", s.whole(scale), (scale,))
+    else:
+        yield Gap((mode,), f"known here: {', '.join(AGGREGATES.values())}")
+    yield Line("algo.entropy.coef", float(s.number(f"{ACTOR}.entropy_coeff")), (f"{ACTOR}.entropy_coeff",))
+    use, coef, kind = f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"
+    if s[use]:
+        yield Line("algo.kl.coef", float(s.number(coef)), (use, coef))
+        if found := s.choice(kind, KLS):
+            yield Line("algo.kl.kind", found, (kind,))
+        else:
+            yield Gap((kind,), "known here: k1, k2, k3")
+    else:
+        yield Same((use,), "no KL in the loss")
+        yield from (Gap((key,), "it has no effect there: use_kl_loss is false") for key in (coef, kind) if s.has(key))
+    if s["algorithm.use_kl_in_reward"]:
+        why = "the reward holds no KL here; algo.kl puts it into the loss"
+        yield Gap(("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"), why)
+    else:
+        yield Same(("algorithm.use_kl_in_reward",), "no KL in the reward")
+        why = "it has no effect there: use_kl_in_reward is false"
+        yield from (Gap((key,), why) for key in ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty") if s.has(key))
+    yield from _overlong(s)
+
+
+def _overlong(s: Setting) -> Iterator[Part]:
+    """DAPO's soft limit lies in the reward manager there, and in the row's shaping here."""
+    for root in (
+        "reward.reward_kwargs.overlong_buffer_cfg",
+        "reward_model.overlong_buffer",
+        "reward.custom_reward_function.overlong_buffer",
+    ):
+        if not s.has(f"{root}.enable"):
+            continue
+        if s[f"{root}.enable"]:
+            yield Line("algo.shaping.kind", "overlong", (f"{root}.enable",))
+            if s.has(f"{root}.len"):
+                yield Line("algo.shaping.buffer", s.whole(f"{root}.len"), (f"{root}.len",))
+            if s.has(f"{root}.penalty_factor"):
+                yield Line("algo.shaping.factor", float(s.number(f"{root}.penalty_factor")), (f"{root}.penalty_factor",))
+        else:
+            yield Same((f"{root}.enable", f"{root}.len", f"{root}.penalty_factor"), "off")
+
+
+def _correction(s: Setting) -> Iterator[Part]:
+    root = "algorithm.rollout_correction"
+    level, cap, reject = s[f"{root}.rollout_is"], s[f"{root}.rollout_is_threshold"], s[f"{root}.rollout_rs"]
+    if level == "token" and isinstance(cap, int | float) and not s[f"{root}.rollout_is_batch_normalize"]:
+        yield Line("algo.correction.kind", "token_tis", (f"{root}.rollout_is",))
+        yield Line("algo.correction.cap", float(cap), (f"{root}.rollout_is_threshold",))
+    elif level:
+        keys = tuple(f"{root}.{end}" for end in ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"))
+        yield Gap(keys, f"a correction of level {level} with threshold {cap} does not exist here yet; token_tis does")
+    elif s.has(f"{root}.rollout_is_threshold"):
+        yield Gap((f"{root}.rollout_is_threshold",), "it has no effect there: rollout_is is not set")
+    if reject:
+        yield Gap((f"{root}.rollout_rs", f"{root}.rollout_rs_threshold"), "samples are not rejected by their weight here yet")
+
+
+def _loop(s: Setting) -> Iterator[Part]:
+    prompts, mini = s.whole("data.train_batch_size"), s.whole(f"{ACTOR}.ppo_mini_batch_size")
+    yield Line("loop.groups_per_step", prompts, ("data.train_batch_size",))
+    note = "" if prompts % mini == 0 else f"{prompts} / {mini}, rounded"
+    yield Line("loop.updates_per_step", max(1, round(prompts / mini)), (f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"), note)
+    if s["trainer.total_training_steps"]:
+        yield Line("loop.steps", s.whole("trainer.total_training_steps"), ("trainer.total_training_steps",))
+        if s.has("trainer.total_epochs"):
+            yield Gap(("trainer.total_epochs",), "total_training_steps counts instead")
+    else:
+        keys = ("trainer.total_epochs", "trainer.total_training_steps")
+        yield Line("loop.steps", 100, keys, ask=f"they pass {s['trainer.total_epochs']} times over the data: rows / {prompts} steps each")
+    epochs = f"{ACTOR}.ppo_epochs"
+    yield Same((epochs,), "every batch is trained once") if s[epochs] == 1 else Gap((epochs,), "every batch is trained once here")
+    if s["data.seed"] is not None:
+        yield Line("loop.seed", s.whole("data.seed"), ("data.seed",))
+    if s["trainer.v1.trainer_mode"] == "sync":
+        yield Same(("trainer.v1.trainer_mode",), "loop.max_staleness is 0")
+    else:
+        yield Gap(("trainer.v1.trainer_mode",), "set loop.max_staleness: it bounds the lag by a number")
+
+
+def _sampling(s: Setting) -> Iterator[Part]:
+    yield Line("engine.sampling.temperature", float(s.number(f"{ROLLOUT}.temperature")), (f"{ROLLOUT}.temperature",))
+    length = f"{ROLLOUT}.response_length" if s.has(f"{ROLLOUT}.response_length") else "data.max_response_length"
+    yield Line("engine.sampling.max_tokens", s.whole(length), (length,))
+    if length != "data.max_response_length" and s.has("data.max_response_length"):
+        yield Gap(("data.max_response_length",), f"it has no effect there: {length} comes first")
+    for end, off in (("top_p", (1, None)), ("top_k", (0, -1, None))):
+        key = f"{ROLLOUT}.{end}"
+        if s[key] in off:
+            yield Same((key,), "it changes nothing at this value")
+        else:
+            yield Gap((key,), "the trainer could not recompute the logprobs, so training samples from the whole distribution (law 4)")
+    yield Line("engine.sampling.ignore_eos", bool(s[f"{ROLLOUT}.ignore_eos"]), (f"{ROLLOUT}.ignore_eos",))
+    if s.has(f"{ROLLOUT}.max_num_seqs"):
+        yield Line("engine.max_running", s.whole(f"{ROLLOUT}.max_num_seqs"), (f"{ROLLOUT}.max_num_seqs",), "speed only")
+    val = f"{ROLLOUT}.val_kwargs"
+    drawn = bool(s[f"{val}.do_sample"])
+    yield Line("task.eval.temperature", float(s.number(f"{val}.temperature")) * drawn, (f"{val}.temperature", f"{val}.do_sample"))
+    if drawn and s[f"{val}.top_p"] != 1:
+        yield Line("task.eval.sampling", {"top_p": float(s.number(f"{val}.top_p"))}, (f"{val}.top_p",))
+    elif s[f"{val}.top_p"] == 1:
+        yield Same((f"{val}.top_p",), "it changes nothing at this value")
+    if s[f"{val}.n"] == 1:
+        yield Same((f"{val}.n",), "one answer a task")
+
+
+def _optimizer(s: Setting) -> Iterator[Part]:
+    yield Line("trainer.lr", float(s.number(f"{OPTIM}.lr")), (f"{OPTIM}.lr",))
+    kind = f"{OPTIM}.lr_scheduler_type"
+    if s[kind] in ("constant", "cosine"):
+        yield Line("trainer.schedule", s[kind], (kind,))
+    else:
+        yield Gap((kind,), "constant, linear and cosine exist here")
+    least = f"{OPTIM}.min_lr_ratio"
+    if s[least]:
+        yield Gap((least,), "a cosine ends at 0 here") if s[kind] == "cosine" else Same((least,), "the rate is constant")
+    steps, share = f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio"
+    if s.number(steps) is not None and s.number(steps) >= 0:
+        yield Line("trainer.warmup_steps", s.whole(steps), (steps,))
+        yield from (Gap((share,), "lr_warmup_steps counts instead"),) if s.has(share) else ()
+    elif s[share]:
+        total = s["trainer.total_training_steps"]
+        warmup = int(total * s.number(share)) if total else 0
+        yield Line("trainer.warmup_steps", warmup, (share,), ask="" if total else f"{s[share]} of all steps: write the number")
+    else:
+        yield Same((steps, share), "no warm-up")
+    yield Line("trainer.clip", float(s.number(f"{OPTIM}.clip_grad")), (f"{OPTIM}.clip_grad",))
+    old = f"{ACTOR}.grad_clip"
+    if s.has(old):
+        same = s[old] == s[f"{OPTIM}.clip_grad"]
+        yield Same((old,), "so is optim.clip_grad") if same else Gap((old,), f"it has no effect there: {OPTIM}.clip_grad clips")
+    decay = f"{OPTIM}.weight_decay"
+    yield Line("trainer.weight_decay", float(s.number(decay)), (decay,), "on matrices only here, on every weight there")
+    yield Line("trainer.betas", list(s[f"{OPTIM}.betas"]), (f"{OPTIM}.betas",))
+    if s[f"{OPTIM}.optimizer"] == "AdamW":
+        yield Same((f"{OPTIM}.optimizer", f"{OPTIM}.optimizer_impl"), "AdamW")
+    replay = f"{ROLLOUT}.enable_rollout_routing_replay"
+    yield Line("trainer.routing_replay", bool(s[replay]), (replay,), "of a mixture of experts")
+
+
+def _running(s: Setting) -> Iterator[Part]:
+    name = "trainer.default_local_dir"
+    yield Line(
+        "run.folder",
+        _home(s[name]) if s.has(name) else f"runs/{s['trainer.experiment_name']}",
+        (name,) if s.has(name) else ("trainer.experiment_name",),
+    )
+    every = s.whole("trainer.save_freq")
+    yield Line("run.checkpoint.every", max(0, every), ("trainer.save_freq",), "one at the end" * (every <= 0))
+    if s["trainer.max_actor_ckpt_to_keep"]:
+        yield Line("run.checkpoint.keep", s.whole("trainer.max_actor_ckpt_to_keep"), ("trainer.max_actor_ckpt_to_keep",))
+    else:
+        yield Gap(("trainer.max_actor_ckpt_to_keep",), "they keep every checkpoint; run.checkpoint.keep is 2 here")
+    yield Line("task.eval.every", max(0, s.whole("trainer.test_freq")), ("trainer.test_freq",))
+    if s.has("trainer.logger"):
+        names = s["trainer.logger"] if isinstance(s["trainer.logger"], list) else [s["trainer.logger"]]
+        others = ", ".join(str(n) for n in names if n not in ("tensorboard", "console"))
+        kept = [n for n in names if n == "tensorboard"]
+        yield Line("run.sinks", kept, ("trainer.logger",), f"no sink here: {others}" * bool(others))
+
+
+def _home(path: Any) -> str:
+    return str(Path(str(path)).expanduser())
+
+
+def _first(value: Any) -> Any:
+    return (value or [""])[0] if isinstance(value, list) else value
+
+
+VERL = Peer.of("verl", parts, REASONS)
