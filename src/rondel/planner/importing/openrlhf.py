@@ -14,6 +14,7 @@ ROWS = {  # algo.advantage.estimator -> (row, advantage laid over it, its eps)
     "reinforce": ("reinforce_pp", None, None),
     "reinforce_baseline": ("reinforce_pp_baseline", None, None),
 }
+CHARGED = ("gae", "reinforce")  # their rows here charge the KL to the reward unless told otherwise
 AGGREGATES = {"token-mean": "token_mean", "seq-mean-token-mean": "seq_mean_token_mean"}
 SCHEDULES = {name: name for name in ("constant", "linear", "cosine")} | {"constant_with_warmup": "constant"}
 REASONS = {
@@ -35,7 +36,7 @@ REASONS = {
     "actor.gradient_checkpointing*": "memory only; trainer.micro_tokens bounds it here",
     "actor.muon.*": "AdamW is the optimizer here",
     "actor.min_lr_ratio": "a schedule ends at 0 here",
-    "algo.advantage.gamma": "a reward is the whole answer's here, not discounted",
+    "algo.advantage.gamma": "this advantage discounts nothing",
     "algo.advantage.lambd": "it belongs to a critic",
     "train.async_queue_size": "set loop.max_staleness: it bounds the lag by a number",
     "data.apply_chat_template": "a prompt becomes a chat when the model has a template",
@@ -110,6 +111,11 @@ def _algorithm(s: Setting) -> Iterator[Part]:
         yield Line("algo.advantage.kind", advantage, (key,))
     if eps:
         yield Line("algo.advantage.eps", eps)
+    if s[key] in CHARGED:
+        yield Line("algo.advantage.gamma", float(s.number("algo.advantage.gamma")), ("algo.advantage.gamma",))
+    if s[key] == "gae":
+        yield Line("algo.advantage.lam", float(s.number("algo.advantage.lambd")), ("algo.advantage.lambd",))
+        yield Line("algo.value.clip", float(s.number("critic.value_clip")), ("critic.value_clip",))
 
 
 def _loss(s: Setting) -> Iterator[Part]:
@@ -134,23 +140,35 @@ def _loss(s: Setting) -> Iterator[Part]:
         yield Line("algo.shaping.kind", "overlong", (buffer,))
         yield Line("algo.shaping.buffer", s.whole(buffer), (buffer,))
         yield Line("algo.shaping.factor", float(s.number(factor)), (factor,))
-    elif s.has(factor):
+        yield Gap(("reward.clip_range",), "one shaping at a time: the overlong penalty")
+        return
+    if s.has(factor):
         yield Gap((factor,), "it has no effect there: overlong_buffer_len is not set")
-    yield Gap(("reward.clip_range",), "a reward is not clipped here")
+    least, most = s["reward.clip_range"]
+    if -least == most:
+        yield Line("algo.shaping", {"kind": "clip", "limit": float(most)}, ("reward.clip_range",))
+    else:
+        yield Gap(("reward.clip_range",), "a reward is clipped at ±limit here")
 
 
 def _kl(s: Setting) -> Iterator[Part]:
+    """In the loss or in the reward, where it is by default."""
     coef, use, kind, unbiased = "algo.kl.init_coef", "algo.kl.use_loss", "algo.kl.estimator", "algo.kl.unbiased_gradient"
-    if s[use] and s[coef]:
-        yield Line("algo.kl.coef", float(s.number(coef)), (use, coef))
-        yield Line("algo.kl.kind", str(s[kind]), (kind,))
-        if s[unbiased]:
-            yield Gap((unbiased,), "the gradient is that of the estimator")
-    elif s.number(coef):
-        yield Gap((coef, kind, use), "a KL in the reward; here it can only be in the loss: algo.kl.coef")
-    else:
+    target, horizon = "algo.kl.target", "algo.kl.horizon"
+    if not s.number(coef):
         yield Line("algo.kl.coef", 0.0, (coef,))
         yield Same((use, kind, unbiased), "there is no KL term")
+        return
+    table = {"kind": str(s[kind]), "coef": float(s[coef])}
+    steered = {"target": float(s.number(target)), "horizon": s.whole(horizon)} if s[target] else {}
+    keys = (coef, kind, use, *((target, horizon) if steered else ()))
+    if s[use]:
+        where = {"where": "loss"} if s["algo.advantage.estimator"] in CHARGED else {}
+        yield Line("algo.kl", table | where | steered, keys)
+    else:
+        yield Line("algo.kl", table | {"where": "reward"} | steered, keys)
+    if s[unbiased]:
+        yield Gap((unbiased,), "the gradient is that of the estimator")
 
 
 def _correction(s: Setting) -> Iterator[Part]:
@@ -166,8 +184,7 @@ def _correction(s: Setting) -> Iterator[Part]:
         return
     low, high = s[bounds] if isinstance(s[bounds], list) and len(s[bounds]) == 2 else (0.0, s[bounds])
     if (s[level], s[mode], s[gating], low) == ("token", "clip", "ratio", 0):
-        yield Line("algo.correction.kind", "token_tis", (level, mode, gating))
-        yield Line("algo.correction.cap", float(high), (bounds,))
+        yield Line("algo.correction", {"kind": "token_tis", "cap": float(high)}, (level, mode, gating, bounds))
     else:
         told = f"a correction {s[level]} {s[mode]} of {s[gating]} in [{low}, {high}] does not exist here yet; token_tis does"
         yield Gap((level, mode, gating, bounds), told)

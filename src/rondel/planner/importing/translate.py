@@ -109,7 +109,7 @@ MISSING = _Missing()
 
 
 def _accepted(lines: list[Line], rows: Rows, setting: Setting) -> tuple[list[tuple[Line, Any]], list[Gap]]:
-    """(lines with our default for each, gaps): a knob is taken if the row that results has it and reads it."""
+    """(lines with our default for each, gaps): a knob is taken if the row that results has it and reads it; a table whole or not at all."""
     kind = next((line.value for line in lines if line.key == "algo.kind"), Job.model_fields["algo"].get_default().kind)
     section: dict[str, Any] = {"kind": kind}
     taken: list[tuple[Line, Any]] = []
@@ -124,12 +124,11 @@ def _accepted(lines: list[Line], rows: Rows, setting: Setting) -> tuple[list[tup
                 gaps.append(Gap(line.sources, f"it belongs to the row '{kind}', which does not exist here yet"))
             continue
         ours = rows.knobs(section).get(f"{family}.{knob}", MISSING)
-        wished = section | {family: section.get(family, {}) | {knob: line.value}}
-        why = rows.refuses(wished)
-        if not why:
+        wished = section | {family: section.get(family, {}) | ({knob: line.value} if knob else line.value)}
+        if not (why := rows.refuses(wished)):
             section = wished
             taken.append((line, ours))
-        elif setting.has(*line.sources) or (ours is not MISSING and ours != line.value):
+        elif setting.has(*line.sources) or not knob or (ours is not MISSING and ours != line.value):
             gaps.append(Gap(line.sources, why))
     return taken, gaps
 

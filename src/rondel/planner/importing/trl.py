@@ -115,12 +115,12 @@ def _algorithm(s: Setting) -> Iterator[Part]:
     yield Line("algo.surrogate.low", s.number("epsilon"), ("epsilon",))
     yield Line("algo.surrogate.high", s.number(high), ("epsilon_high", "epsilon") if high == "epsilon" else ("epsilon_high",))
     yield Line("algo.surrogate.dual", s.number("delta"), ("delta",)) if s["delta"] is not None else Same(("delta",), "not set")
-    yield Line("algo.kl.coef", float(s.number("beta")), ("beta",))
-    if s["beta"]:
-        yield Line("algo.kl.kind", "k3")
+    if s.number("beta"):
+        yield Line("algo.kl", {"kind": "k3", "coef": float(s["beta"])}, ("beta",))
         if s["use_bias_correction_kl"]:
             yield Gap(("use_bias_correction_kl",), "k3 is not multiplied by the ratio; the gradient of the KL term differs")
     else:
+        yield Line("algo.kl.coef", 0.0, ("beta",))
         yield Same(("use_bias_correction_kl",), "there is no KL term")
     if aggregate:
         yield Line("algo.aggregate.kind", aggregate, ("loss_type",))
@@ -159,8 +159,7 @@ def _correction(s: Setting) -> Iterator[Part]:
     keys = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode")
     caps = ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min")
     if (level, action) == ("token", "truncate") and low is None and high is not None:
-        yield Line("algo.correction.kind", "token_tis", keys)
-        yield Line("algo.correction.cap", float(high), caps)
+        yield Line("algo.correction", {"kind": "token_tis", "cap": float(high)}, (*keys, *caps[:1]))
     else:
         yield Gap((*keys, *caps), f"a correction of kind {level} {action} [{low}, {high}] does not exist here yet; token_tis does")
 

@@ -23,6 +23,7 @@ ROWS = {  # algorithm.adv_estimator -> (row, advantage laid over it)
     "gpg": ("gpg", None),
     "gdpo": ("gdpo", None),
 }
+CHARGED = ("gae", "reinforce_plus_plus")  # their rows here charge the KL to the reward unless told otherwise
 LOSSES = {  # policy_loss.loss_mode -> row
     "gspo": "gspo",
     "sapo": "sapo",
@@ -47,10 +48,9 @@ REASONS = {
     "defaults": "it chooses among their config files",
     "hydra*": "it steers their config reader",
     "critic*": "it belongs to a critic; a row of the table brings its own",
-    "algorithm.gamma": "a reward is the whole answer's here, not discounted",
+    "algorithm.gamma": "this advantage discounts nothing",
     "algorithm.lam": "it belongs to a critic",
-    "algorithm.kl_ctrl*": "the reward holds no KL here; algo.kl puts it into the loss",
-    "algorithm.kl_penalty": "the reward holds no KL here; algo.kl puts it into the loss",
+    "algorithm.kl_ctrl*": "it steers a KL that this config does not have",
     "algorithm.filter_groups*": "groups without signal are dropped and refilled; loop.max_refills bounds it",
     "*param_offload": "memory only; one device",
     "*optimizer_offload": "memory only; one device",
@@ -148,6 +148,11 @@ def _algorithm(s: Setting) -> Iterator[Part]:
         yield Line("algo.advantage.kind", "group_norm" if s[normed] else "group_center", (estimator, normed))
     elif advantage:
         yield Line("algo.advantage.kind", advantage, (estimator,))
+    if s[estimator] in CHARGED:
+        yield Line("algo.advantage.gamma", float(s.number("algorithm.gamma")), ("algorithm.gamma",))
+    if s[estimator] == "gae":
+        yield Line("algo.advantage.lam", float(s.number("algorithm.lam")), ("algorithm.lam",))
+        yield Line("algo.value.clip", float(s.number("critic.cliprange_value")), ("critic.cliprange_value",))
     if advantage != "group_norm" and s.has(normed):
         yield Gap((normed,), f"it has no effect there with adv_estimator = {s[estimator]}")
 
@@ -168,24 +173,36 @@ def _loss(s: Setting) -> Iterator[Part]:
     else:
         yield Gap((mode,), f"known here: {', '.join(AGGREGATES.values())}")
     yield Line("algo.entropy.coef", float(s.number(f"{ACTOR}.entropy_coeff")), (f"{ACTOR}.entropy_coeff",))
+    yield from _kl(s)
+    yield from _overlong(s)
+
+
+def _kl(s: Setting) -> Iterator[Part]:
+    """In the loss or in the reward; a row here has it in one place."""
     use, coef, kind = f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"
-    if s[use]:
-        yield Line("algo.kl.coef", float(s.number(coef)), (use, coef))
-        if found := s.choice(kind, KLS):
-            yield Line("algo.kl.kind", found, (kind,))
-        else:
-            yield Gap((kind,), "known here: k1, k2, k3")
+    charged = "algorithm.use_kl_in_reward"
+    price, cost, control = "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "algorithm.kl_ctrl.type"
+    where = {"where": "loss"} if s["algorithm.adv_estimator"] in CHARGED else {}
+    if s[use] and (found := s.choice(kind, KLS)):
+        yield Line("algo.kl", {"kind": found, "coef": float(s.number(coef))} | where, (use, coef, kind))
+    elif s[use]:
+        yield Gap((kind, use, coef), "known here: k1, k2, k3")
     else:
         yield Same((use,), "no KL in the loss")
         yield from (Gap((key,), "it has no effect there: use_kl_loss is false") for key in (coef, kind) if s.has(key))
-    if s["algorithm.use_kl_in_reward"]:
-        why = "the reward holds no KL here; algo.kl puts it into the loss"
-        yield Gap(("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"), why)
+    if not s[charged]:
+        if not s[use]:
+            yield Line("algo.kl.coef", 0.0, (charged,))
+        yield Same((charged,), "no KL in the reward")
+        yield from (Gap((key,), "it has no effect there: use_kl_in_reward is false") for key in (price, cost) if s.has(key))
+    elif s[use] or not (found := s.choice(cost, KLS)):
+        yield Gap((charged, price, cost), "a KL in the loss and in the reward, or of another kind than k1, k2, k3")
     else:
-        yield Same(("algorithm.use_kl_in_reward",), "no KL in the reward")
-        why = "it has no effect there: use_kl_in_reward is false"
-        yield from (Gap((key,), why) for key in ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty") if s.has(key))
-    yield from _overlong(s)
+        steered = {"target": float(s.number("algorithm.kl_ctrl.target_kl")), "horizon": s.whole("algorithm.kl_ctrl.horizon")}
+        adaptive = s[control] == "adaptive"
+        table = {"kind": found, "coef": float(s.number(price)), "where": "reward"} | (steered if adaptive else {})
+        keys = ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon") if adaptive else ()
+        yield Line("algo.kl", table, (charged, price, cost, control, *keys))
 
 
 def _overlong(s: Setting) -> Iterator[Part]:
@@ -203,19 +220,20 @@ def _overlong(s: Setting) -> Iterator[Part]:
                 yield Line("algo.shaping.buffer", s.whole(f"{root}.len"), (f"{root}.len",))
             if s.has(f"{root}.penalty_factor"):
                 yield Line("algo.shaping.factor", float(s.number(f"{root}.penalty_factor")), (f"{root}.penalty_factor",))
-        else:
-            yield Same((f"{root}.enable", f"{root}.len", f"{root}.penalty_factor"), "off")
+            return
+        yield Same((f"{root}.enable", f"{root}.len", f"{root}.penalty_factor"), "off")
+    yield Line("algo.shaping.kind", "none")
 
 
 def _correction(s: Setting) -> Iterator[Part]:
     root = "algorithm.rollout_correction"
     level, cap, reject = s[f"{root}.rollout_is"], s[f"{root}.rollout_is_threshold"], s[f"{root}.rollout_rs"]
     if level == "token" and isinstance(cap, int | float) and not s[f"{root}.rollout_is_batch_normalize"]:
-        yield Line("algo.correction.kind", "token_tis", (f"{root}.rollout_is",))
-        yield Line("algo.correction.cap", float(cap), (f"{root}.rollout_is_threshold",))
+        keys = (f"{root}.rollout_is", f"{root}.rollout_is_threshold")
+        yield Line("algo.correction", {"kind": "token_tis", "cap": float(cap)}, keys)
     elif level:
-        keys = tuple(f"{root}.{end}" for end in ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"))
-        yield Gap(keys, f"a correction of level {level} with threshold {cap} does not exist here yet; token_tis does")
+        all_of = tuple(f"{root}.{end}" for end in ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"))
+        yield Gap(all_of, f"a correction of level {level} with threshold {cap} does not exist here yet; token_tis does")
     elif s.has(f"{root}.rollout_is_threshold"):
         yield Gap((f"{root}.rollout_is_threshold",), "it has no effect there: rollout_is is not set")
     if reject:
