@@ -21,6 +21,7 @@ from rondel.models.head import Head
 from rondel.models.load import Loaded
 from rondel.train import annotate as notes
 from rondel.train import checkpoint
+from rondel.train.mismatch import DENSE, MIXTURE, Alarm, measure
 from rondel.train.optim import MasterWeights, learning_rate
 from rondel.train.pack import Batch, Packed, micro_batches
 from rondel.words.errors import TrainError
@@ -76,6 +77,7 @@ class LocalTrainer:
         self.weights = MasterWeights(loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)
         self.step_number = self.bad_steps = 0
         self.version = 0
+        self.alarm = Alarm(MIXTURE if loaded.routers else DENSE)
         self.moved = False  # did the last step write other bits into the weights that the engine reads?
         wants_start = "ref_logprobs" in needs or settings.start_probe > 0
         self.start = _frozen(loaded) if wants_start else None
@@ -164,6 +166,10 @@ class LocalTrainer:
         metrics = sums.metrics(len(updates))
         metrics["train/lr"] = rate
         metrics["train/tokens"] = float(batch.total_tokens)
+        if stepped and algo.needs:
+            metrics |= measure(batch.samples, self.version)
+            if told := self.alarm.heard(metrics):
+                emit(Warned(f"step {self.step_number + 1}: {told}"))
         if self.start is not None and stepped and settings.start_probe:
             t = clock()
             metrics["train/kl_to_start"] = self._kl_to_start(batch)

@@ -31,6 +31,17 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "train/gap_mean": ("nats", "mean |log p(trainer) - log p(engine)| over the written tokens"),
     "train/gap_max": ("nats", "largest of the same; above 1e-3 in float32 something is wrong"),
     "train/gap_p99": ("nats", "99 % of the written tokens are at most so far apart"),
+    "train/mismatch_k3": ("nats", "KL(engine || trainer) a token, estimated by w - 1 - log w with w = p(trainer) / p(engine)"),
+    "train/mismatch_probability_mean": ("share", "mean |p(trainer) - p(engine)|"),
+    "train/mismatch_probability_max": ("share", "largest of the same"),
+    "train/mismatch_perplexity_ratio": ("ratio", "the trainer's perplexity of an answer by the engine's, mean over the answers"),
+    "train/mismatch_chi2_token": ("number", "mean w² - 1"),
+    "train/mismatch_chi2_sample": ("number", "the same with the weight of whole answers"),
+    "train/mismatch_ess_token": ("share", "effective sample size (Σ w)² / (n·Σ w²)"),
+    "train/mismatch_ess_sample": ("share", "the same with the weight of whole answers"),
+    "train/mismatch_weight_mean": ("ratio", "mean of w; 1 where the tokens were drawn from what the engine says"),
+    "train/mismatch_weight_std": ("ratio", "standard deviation of w"),
+    "train/mismatch_weight_max": ("ratio", "largest w"),
     "train/clip_fraction": ("share", "tokens whose ratio the surrogate clipped"),
     "train/ratio_max_deviation": ("ratio", "largest |policy / proximal - 1|; 0 at the first update of a batch"),
     "train/correction": ("ratio", "mean weight of the proximal/behavior correction"),
@@ -51,6 +62,8 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
 FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
     "time/": ("s", "a phase on the learner's path; time/step is their sum"),
     "ledger/": ("groups", "what became of the groups issued so far (law 1)"),
+    "train/mismatch_k3_tenth_": ("nats", "the K3 of the first, second, ... tenth of the answers"),
+    "train/mismatch_k3_lag_": ("nats", "the K3 of tokens that were so many versions old; at lag 0 above 1e-3 (mixtures: 1e-1) it warns"),
     "loop/lag_is_": ("share", "groups of this step that were so many versions old: the histogram of lag"),
 }
 
