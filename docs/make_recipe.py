@@ -26,7 +26,7 @@ MEANING = {
     "algo.advantage": "rewards of a group -> advantages",
     "algo.ratio": "what the ratio is taken over",
     "algo.surrogate": "clip, policy_gradient or log_likelihood, and its knobs",
-    "algo.correction": "weight for tokens that other weights or another numeric path sampled: none, token_tis",
+    "algo.correction": "weight for tokens that other weights or another numeric path sampled: none, importance, off_policy_mask",
     "algo.kl": "distance to the starting weights in the loss: kind k1, k2, k3; coef",
     "algo.aggregate": "the weight of a token: token_mean, seq_mean_token_mean, seq_mean_token_sum, fixed_norm",
     "algo.shaping": "rewards -> rewards before the advantage: none, overlong",

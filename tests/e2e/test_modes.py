@@ -9,7 +9,7 @@ from run_kit import balances, events, final, run
 
 from rondel.runtime.journal import store
 
-TIS = {"algo__correction": {"kind": "token_tis"}}
+TIS = {"algo__correction": {"kind": "importance"}}
 LONG = {
     "engine__sampling": {"max_tokens": 16},
     "engine__max_running": 10,

@@ -2,79 +2,92 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
+from algos_kit import F64, Ragged, lively, scored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rondel.algos import advantage, aggregate, correction, kl, table
 from rondel.algos.entropy import EntropyBonus
-from rondel.algos.objective import objective
-from rondel.algos.shaping import Overlong
 from rondel.words.errors import ConfigError
 
-torch.set_num_threads(1)
-F64 = torch.float64
 AGGREGATES = [aggregate.TokenMean(), aggregate.SeqMeanTokenMean(), aggregate.SeqMeanTokenSum(), aggregate.FixedNorm(9)]
-ADVANTAGES = [advantage.GroupNorm(), advantage.GroupCenter(), advantage.LeaveOneOut(), advantage.Raw(), advantage.Constant()]
-ROWS = [
-    replace(row.bounded(6), aggregate=how, correction=correction.TokenTIS(), kl=kl.Kl("k3", 0.1), entropy=EntropyBonus(0.01))
-    for row in (table.DAPO, table.RLOO, table.SFT)
-    for how in AGGREGATES
+COMPARING = [
+    *(advantage.GroupNorm(), advantage.GroupCenter(), advantage.LeaveOneOut(), advantage.LengthBaseline(), advantage.PassAtK(divide=True)),
+    *(advantage.MeanNorm(), advantage.SignalCenter()),
 ]
+ADVANTAGES = [*COMPARING, advantage.Accept(), advantage.Raw(), advantage.Constant()]
+TOGETHER = correction.Importance(high=1.2, reject="geometric", reject_low=0.7, reject_high=1.5, normalize="token", denominator="kept")
+
+
+def rows():
+    """Every row as it stands; with everything beside it that compares samples; and every aggregate."""
+    for row in table.TABLE.values():
+        row = lively(row)
+        beside = correction.OffPolicyMask(0.02, "kept") if "behavior" in row.surrogate.reads else TOGETHER
+        yield pytest.param(row, id=row.name)
+        full = replace(row, correction=beside, kl=kl.Kl("k3", 0.1, unbiased=True), entropy=EntropyBonus(0.01, target=9.0, top=0.4))
+        yield pytest.param(full, id=f"{row.name}+")
+    for how in AGGREGATES:
+        yield pytest.param(replace(table.GRPO, aggregate=how, correction=TOGETHER), id=type(how).__name__)
+
+
 named = pytest.mark.parametrize("rule", ADVANTAGES, ids=lambda rule: type(rule).__name__)
 lengths = st.lists(st.integers(0, 6), min_size=1, max_size=10)
 quick = settings(max_examples=40, deadline=None)
 
 
-class Batch:
-    """Ragged samples of random tokens, and the gradient of a row's loss with respect to their logits."""
-
-    def __init__(self, lengths: list[int], seed: int, row: table.Algorithm) -> None:
-        make = torch.Generator().manual_seed(seed)
-        t, n = sum(lengths), len(lengths)
-        self.row, self.lengths_N = row, torch.tensor(lengths)
-        self.sample_T = torch.arange(n).repeat_interleave(self.lengths_N)
-        self.logits_TV, self.noise_3T = torch.randn(t, 5, generator=make, dtype=F64), 0.3 * torch.randn(3, t, generator=make, dtype=F64)
-        self.rewards_N = torch.randint(0, 4, (n,), generator=make).to(F64)
-        self.group_N = torch.randint(0, 3, (n,), generator=make)
-
-    def gradient(self, parts: list[list[int]], order: torch.Tensor | None = None) -> torch.Tensor:
-        """Accumulated over micro-batches of whole samples; `order` permutes the samples before the advantages are computed."""
-        order = torch.arange(len(self.lengths_N)) if order is None else order
-        shaped_N = self.row.shaping(self.rewards_N, self.lengths_N)
-        advantages_N, weight_N = torch.zeros_like(shaped_N), torch.zeros_like(shaped_N)
-        advantages_N[order] = self.row.advantage(shaped_N[order], self.group_N[order])
-        weight_N[order] = self.row.aggregate(self.lengths_N[order])
-        logits_TV = self.logits_TV.clone().requires_grad_()
-        for part in parts:
-            at = torch.cat([(self.sample_T == i).nonzero()[:, 0] for i in part])
-            logps = logits_TV[at].log_softmax(-1)
-            logp_T = logps[:, 0]
-            old, mu, ref = (logp_T.detach() + noise for noise in self.noise_3T[:, at])
-            _, sample_T = torch.unique(self.sample_T[at], return_inverse=True)
-            loss, _ = objective(
-                self.row, logprobs_T=logp_T, entropy_T=-(logps.exp() * logps).sum(-1), proximal_T=old, behavior_T=mu, ref_T=ref,
-                advantages_T=advantages_N[self.sample_T[at]], weight_T=weight_N[self.sample_T[at]], sample_T=sample_T,
-            )  # fmt: skip
-            loss.backward()
-        return logits_TV.grad
+def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / max(1.0, float(wanted.norm())))
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}-{type(row.aggregate).__name__}")
-@settings(max_examples=12, deadline=None)
+@pytest.mark.parametrize("row", list(rows()))
+@settings(max_examples=10, deadline=None)
 @given(lengths=lengths, seed=st.integers(0, 99), data=st.data())
 def test_any_split_and_any_order_give_the_same_gradient(row, lengths, seed, data):
-    batch, n = Batch(lengths, seed, row), len(lengths)
-    whole = batch.gradient([list(range(n))])
+    """All-masked samples, groups of 1, constant groups and no tokens at all are among the cases: finite, always."""
+    batch, n = Ragged.make(lengths, seed), len(lengths)
+    whole = batch.loss(row)[1]
     order = data.draw(st.permutations(range(n)))
-    cuts = sorted(data.draw(st.sets(st.integers(1, n))) | {0, n})
-    parts = [order[a:b] for a, b in pairwise(cuts)]
-    split = batch.gradient(parts, torch.tensor(order))
-    assert torch.isfinite(whole).all() and (split - whole).norm() <= 1e-12 * max(1.0, float(whole.norm()))
+    cuts = sorted(data.draw(st.sets(st.integers(1, n - 1)))) if n > 1 else []
+    split = batch.loss(row, order=order, cuts=cuts)[1]
+    assert torch.isfinite(whole).all() and apart(split, whole) <= 1e-12
+
+
+@pytest.mark.parametrize("row", [p for p in rows() if "proximal_logprobs" not in p.values[0].needs])
+def test_decided_over_the_update_or_in_the_micro_batch_is_the_same_where_no_row_asks_for_it(row):
+    batch = Ragged.make([3, 0, 5, 1, 4, 2], 5)
+    assert apart(batch.loss(row, cuts=[2, 3], noted=True)[1], batch.loss(row, cuts=[2, 3], noted=False)[1]) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "forking", "m2po", "normalised"])
+def test_a_choice_within_each_micro_batch_would_break_the_law(name):
+    """The counter-example: what compares samples, decided locally, is another gradient."""
+    row = replace(table.GRPO, correction=correction.Importance(normalize="token")) if name == "normalised" else lively(table.TABLE[name])
+    worst = 0.0
+    for seed in range(3):
+        batch = Ragged.make([3, 6, 5, 2], seed)
+        a_T = row.advantages_T(batch.scored())
+        fixed = replace(row, aggregate=aggregate.FixedNorm(9), advantage=Given(a_T))
+        halves = [(replace(fixed, advantage=Given(a_T[:9])), [0, 1]), (replace(fixed, advantage=Given(a_T[9:])), [2, 3])]
+        local = sum(batch.loss(half, order=part)[1] / 2 for half, part in halves)
+        worst = max(worst, apart(local, batch.loss(fixed)[1]))
+    assert worst > 1e-3
+
+
+@dataclass(frozen=True)
+class Given:
+    """Advantages that are known, so that only the choice differs."""
+
+    values_T: torch.Tensor
+    per_token: ClassVar[bool] = True
+
+    def __call__(self, scored):
+        return self.values_T
 
 
 def test_a_mean_over_each_micro_batch_would_break_the_law():
@@ -132,7 +145,7 @@ def test_advantages_move_with_their_samples(rule, samples, data):
     rewards_N, group_N = torch.tensor([r for r, _ in samples], dtype=F64), torch.tensor([g for _, g in samples], dtype=torch.int64)
     order = torch.tensor(data.draw(st.permutations(range(len(samples)))), dtype=torch.int64)
     renamed = group_N * 1_000_003 + 17  # ids are names, not indices
-    assert torch.allclose(rule(rewards_N[order], renamed[order]), rule(rewards_N, group_N)[order], rtol=1e-9, atol=1e-9)
+    assert torch.allclose(rule(scored(rewards_N[order], renamed[order])), rule(scored(rewards_N, group_N))[order], rtol=1e-9, atol=1e-9)
 
 
 @named
@@ -140,31 +153,49 @@ def test_advantages_move_with_their_samples(rule, samples, data):
 @given(samples=groups, dtype=st.sampled_from([torch.float32, F64]))
 def test_advantages_are_total(rule, samples, dtype):
     rewards_N, group_N = torch.tensor([r for r, _ in samples], dtype=dtype), torch.tensor([g for _, g in samples], dtype=torch.int64)
-    found = rule(rewards_N, group_N)
+    found = rule(scored(rewards_N, group_N))
     assert found.shape == rewards_N.shape and found.dtype == dtype and torch.isfinite(found).all()
 
 
-@pytest.mark.parametrize("rule", ADVANTAGES[:3], ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", COMPARING, ids=lambda rule: type(rule).__name__)
 @quick
 @given(reward=st.floats(-1e3, 1e3, width=32), size=st.integers(1, 9), dtype=st.sampled_from([torch.float32, F64]))
 def test_a_constant_group_is_exactly_zero(rule, reward, size, dtype):
-    assert not rule(torch.full((size,), reward, dtype=dtype), torch.full((size,), 5)).any()
+    assert not rule(scored(torch.full((size,), reward, dtype=dtype), torch.full((size,), 5))).any()
 
 
-@pytest.mark.parametrize("rule", ADVANTAGES[:3], ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize(
+    "rule", [rule for rule in COMPARING if not isinstance(rule, advantage.PassAtK | advantage.MeanNorm)], ids=lambda r: type(r).__name__
+)
 @quick
 @given(samples=groups)
 def test_a_baseline_leaves_nothing_over_in_its_group(rule, samples):
     rewards_N, group_N = torch.tensor([r for r, _ in samples], dtype=F64), torch.tensor([g for _, g in samples], dtype=torch.int64)
-    found = rule(rewards_N, group_N)
+    found = rule(scored(rewards_N, group_N))
     assert all(abs(float(found[group_N == g].sum())) < 1e-8 for g in group_N.unique())
 
 
 def test_an_empty_micro_batch_is_a_loss_of_zero():
-    nothing = torch.zeros(0, dtype=F64, requires_grad=True)
-    rest = dict.fromkeys(("entropy_T", "proximal_T", "behavior_T", "ref_T", "advantages_T", "weight_T"), nothing.detach())
-    for row in ROWS:
-        loss, terms = objective(row, logprobs_T=nothing, sample_T=torch.zeros(0, dtype=torch.int64), **rest)
-        loss.backward()
-        assert float(loss.detach()) == 0 and all(term.shape == (0,) for term in terms.values())
-    assert Overlong(5)(nothing.detach(), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+    for p in rows():
+        loss, gradient, (terms,) = Ragged.make([], 0).loss(p.values[0])
+        assert float(loss) == 0 and gradient.numel() == 0 and all(term.shape == (0,) for term in terms.values())
+
+
+@pytest.mark.parametrize(
+    "rule", [advantage.Whitened(0.9), advantage.WhitenedCenter(), advantage.PartsNorm()], ids=lambda r: type(r).__name__
+)
+@quick
+@given(lengths=st.lists(st.integers(0, 6), max_size=9), seed=st.integers(0, 99))
+def test_what_is_whitened_has_mean_0_and_a_variance_of_1_at_most(rule, lengths, seed):
+    found = rule(Ragged.make(lengths, seed).scored())
+    assert torch.isfinite(found).all()
+    assert len(found) < 2 or (abs(float(found.mean())) < 1e-9 and float(found.var()) < 1 + 1e-9)
+
+
+def test_rejected_tokens_leave_the_denominator_only_if_told_to():
+    """One sample of two is rejected whole: the mean over samples halves the other one, unless only the kept are counted."""
+    batch = Ragged.make([2, 3], 0)
+    batch.others_3T[1] = batch.others_3T[0] - torch.tensor([0, 0, 3, 3, 3], dtype=F64)  # the second sample's weight is e³
+    stay = replace(table.REINFORCE, correction=correction.Importance(action="mask"))
+    leave = replace(stay, correction=correction.Importance(action="mask", denominator="kept"))
+    assert apart(batch.loss(leave)[1], 2 * batch.loss(stay)[1]) <= 1e-12 and batch.loss(stay)[1].norm() > 0.1

@@ -34,13 +34,13 @@ class BrokenRatio:
 class BrokenGradient:
     """A finite loss whose gradient is not: sqrt at 0."""
 
-    def __call__(self, logprobs_T, log_ratio_T, advantages_T):
-        return Surrogate(log_ratio_T.abs().sqrt() - logprobs_T, torch.zeros_like(logprobs_T, dtype=torch.bool))
+    def __call__(self, tokens):
+        return Surrogate(tokens.log_ratio.abs().sqrt() - tokens.logprobs, torch.zeros_like(tokens.guided))
 
 
 def broken(border: str):
     """(trainer, batch, row, what the note must say) with one fault at one border, after one good step."""
-    algo = row("grpo", correction={"kind": "token_tis"})
+    algo = row("grpo", correction={"kind": "importance"})
     t = trainer(model("tied"), algo, max_bad_steps=3)
     assert step(t, batch(awkward_groups(1), algo), algo).stepped
     b, named = batch(awkward_groups(), algo), ["group 8, sample 2"]
@@ -48,7 +48,7 @@ def broken(border: str):
     if border == "reward":
         b.samples[at].reward = float("nan")
     elif border == "advantage":
-        b.samples[at].advantage = float("inf")
+        b.samples[at].advantages[-1] = np.inf
     elif border == "logprob of the behavior":
         b.samples[at].behavior[0] = -np.inf
     elif border == "logprob":
@@ -162,7 +162,7 @@ def test_a_batch_without_signal_moves_nothing():
     assert step(t, batch(awkward_groups(), algo), algo).stepped and t.moved
     b = batch(awkward_groups(1), algo)
     for s in b.samples:
-        s.advantage = 0.0
+        s.advantages[:] = 0
     before = bits(t)
     stats = step(t, b, algo)
     assert stats.stepped and not t.moved and bits(t) == before

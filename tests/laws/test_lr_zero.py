@@ -12,7 +12,7 @@ TEN = {"loop__warmup__steps": 0, "loop__steps": 10, "trainer__lr": 0.0, "trainer
 MODES = {
     "grpo": {"algo__kind": "grpo", "engine__sampling": {"temperature": 0.7, "max_tokens": 6}},
     "two updates": {"loop__updates_per_step": 2},
-    "stale": {"loop__max_staleness": 1, "algo__correction": {"kind": "token_tis"}},
+    "stale": {"loop__max_staleness": 1, "algo__correction": {"kind": "importance"}},
 }
 
 

@@ -99,7 +99,7 @@ def test_with_refills_the_samples_are_the_same(tmp_path):
 
 STALE = {
     "loop__max_staleness": 1,
-    "algo__correction": {"kind": "token_tis"},
+    "algo__correction": {"kind": "importance"},
     "loop__warmup__steps": 0,
     "loop__steps": 12,
     "engine__sampling": {"max_tokens": 12},

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rondel.algos import advantage, aggregate, correction, kl, shaping, surrogate
+from rondel.algos import advantage, aggregate, bounded, chosen, correction, kl, shaping, surrogate
 from rondel.algos.table import DAPO, DR_GRPO, FAMILIES, GRPO, REINFORCE, RLOO, SFT, TABLE, resolve
 from rondel.words.errors import ConfigError
 
@@ -16,19 +16,29 @@ from rondel.words.errors import ConfigError
 
 
 def test_the_rows_are_what_their_papers_say():
-    assert list(TABLE) == ["grpo", "dr_grpo", "dapo", "rloo", "reinforce", "sft"]
+    assert list(TABLE)[:6] == ["grpo", "dr_grpo", "dapo", "rloo", "reinforce", "sft"] and len(TABLE) == 31
     assert GRPO.advantage == advantage.GroupNorm(1e-6) and GRPO.aggregate == aggregate.SeqMeanTokenMean()
     assert DR_GRPO.advantage == advantage.GroupCenter() and DR_GRPO.aggregate == aggregate.FixedNorm()
     assert DR_GRPO.surrogate == GRPO.surrogate == surrogate.Clip(0.2, 0.2) and DR_GRPO.kl == GRPO.kl == kl.Kl("k3", 0.0)
     assert DAPO.surrogate == surrogate.Clip(0.2, 0.28) and DAPO.filters == ("signal",) and DAPO.shaping == shaping.Overlong()
     assert RLOO.advantage == advantage.LeaveOneOut() and RLOO.surrogate == REINFORCE.surrogate == surrogate.PolicyGradient()
     assert SFT.surrogate == surrogate.LogLikelihood() and SFT.aggregate == aggregate.TokenMean()
+    assert TABLE["gspo"].surrogate == surrogate.Clip(3e-4, 4e-4) and TABLE["gspo"].aggregate == aggregate.SeqMeanTokenMean()
+    assert TABLE["gmpo"].surrogate == bounded.GeometricMean(0.4, 0.4) and TABLE["sapo"].surrogate == bounded.SoftGate(1.0, 1.05)
+    assert TABLE["clip_cov"].surrogate == chosen.ClipCov(share=2e-4, least=1.0, most=5.0) and TABLE["m2po"].surrogate.threshold == 0.04
+    assert TABLE["forking"].surrogate == chosen.Forking(0.2, 0.28, top=0.2) and TABLE["luffy"].surrogate.gamma == 0.1
+    assert TABLE["topr"].surrogate.level == "trajectory" and TABLE["kimi"].shaping == shaping.KimiLength()
 
 
 def test_a_row_needs_what_its_parts_read():
     assert GRPO.needs == {"advantages"} and SFT.needs == frozenset()
-    full = replace(GRPO, correction=correction.TokenTIS(), kl=kl.Kl("k2", 0.1))
+    full = replace(GRPO, correction=correction.Importance(), kl=kl.Kl("k2", 0.1))
     assert full.needs == {"advantages", "behavior_logprobs", "ref_logprobs"}
+    assert replace(full, correction=correction.Importance(normalize="token")).needs == full.needs | {"proximal_logprobs"}
+    compares = {name for name, row in TABLE.items() if "proximal_logprobs" in row.needs}
+    assert compares == {"clip_cov", "kl_cov", "forking", "m2po"}
+    assert {name for name, row in TABLE.items() if row.needs & {"greedy", "guidance"}} == {"remax", "luffy"}
+    assert {name for name, row in TABLE.items() if "behavior_logprobs" in row.needs} == {"decoupled", "topr", "aipo", "m2po"}
 
 
 def test_lengths_left_open_become_the_recipes_max_tokens():
@@ -47,7 +57,13 @@ OVERRIDES = [
     ({"kind": "grpo", "surrogate": {"kind": "policy_gradient"}}, replace(GRPO, surrogate=surrogate.PolicyGradient())),
     ({"kind": "dapo", "surrogate": {"kind": "clip", "dual": 3}}, replace(DAPO, surrogate=surrogate.Clip(0.2, 0.28, 3))),
     ({"kind": "rloo", "surrogate": {"kind": "clip", "low": 0.1}}, replace(RLOO, surrogate=surrogate.Clip(0.1, 0.2))),
-    ({"kind": "grpo", "correction": {"kind": "token_tis", "cap": 5.0}}, replace(GRPO, correction=correction.TokenTIS(5.0))),
+    ({"kind": "grpo", "correction": {"kind": "importance", "high": 5.0}}, replace(GRPO, correction=correction.Importance(high=5.0))),
+    (
+        {"kind": "grpo", "correction": {"kind": "importance", "action": "mask", "low": 0.5, "high": 5.0}},
+        replace(GRPO, correction=correction.Importance(action="mask", high=5.0)),
+    ),
+    ({"kind": "gdpo", "advantage": {"weights": {"form": 0.5}}}, replace(TABLE["gdpo"], advantage=advantage.PartsNorm({"form": 0.5}))),
+    ({"kind": "grpo", "kl": {"coef": 0.1, "unbiased": True}}, replace(GRPO, kl=kl.Kl("k3", 0.1, unbiased=True))),
     ({"kind": "dapo", "filters": ["truncated"]}, replace(DAPO, filters=("truncated",))),
     ({"kind": "dapo", "shaping": {"kind": "none"}}, replace(DAPO, shaping=shaping.NoShaping())),
     ({"kind": f"{__name__}:MINE"}, replace(GRPO, name="mine")),
@@ -59,8 +75,8 @@ OVERRIDES = [
 class Halved:
     by: float = 2.0
 
-    def __call__(self, rewards_N, group_N):
-        return rewards_N / self.by
+    def __call__(self, scored):
+        return scored.rewards_N / self.by
 
 
 MINE = replace(GRPO, name="mine")
@@ -109,7 +125,18 @@ MISTAKES = [
     ({"kind": "grpo", "surrogate": {"high": -0.1}}, "algo.surrogate: high = -0.1; it must not be negative"),
     ({"kind": "grpo", "surrogate": {"dual": 1.0}}, "algo.surrogate: dual = 1.0; it must be above 1"),
     ({"kind": "grpo", "advantage": {"eps": 0.0}}, "algo.advantage: eps = 0.0; it must be positive"),
-    ({"kind": "grpo", "correction": {"kind": "token_tis", "cap": 0.5}}, "algo.correction: cap = 0.5; it must be at least 1"),
+    ({"kind": "grpo", "correction": {"kind": "importance", "high": 0.5}}, "algo.correction: high = 0.5; it must be at least 1"),
+    (
+        {"kind": "grpo", "correction": {"kind": "importance", "level": "tokn"}},
+        "level = 'tokn'; it must be one of token, sequence, geometric. Did",
+    ),
+    ({"kind": "grpo", "correction": {"kind": "importance", "veto": 1.0}}, "algo.correction: veto = 1.0; it must lie in [0, 1)"),
+    ({"kind": "gdpo", "advantage": {"weights": {"form": "1"}}}, "algo.advantage.weights = {'form': '1'} is not a table of numbers by name"),
+    ({"kind": "grpo", "ratio": {"anchor": "ref"}}, "algo.ratio: anchor = 'ref'; it must be one of proximal, behavior."),
+    ({"kind": "topr", "correction": {"kind": "importance"}}, "would be weighed twice. Remove the correction"),
+    ({"kind": "m2po", "surrogate": {"threshold": 0}}, "algo.surrogate: threshold = 0; it must be positive"),
+    ({"kind": "kl_cov", "surrogate": {"share": 2}}, "algo.surrogate: share = 2; it must lie in (0, 1]"),
+    ({"kind": "kimi", "shaping": {"factor": -1}}, "algo.shaping: factor = -1; it must not be negative"),
     ({"kind": "dr_grpo", "aggregate": {"length": 0}}, "algo.aggregate: length = 0; it must be at least 1 token"),
     ({"kind": "dapo", "shaping": {"max_tokens": 8, "buffer": 9}}, "algo.shaping: buffer = 9; it must not exceed max_tokens = 8"),
     ({"kind": "dapo", "shaping": {"max_tokens": 0}}, "algo.shaping: max_tokens = 0; it must be at least 1"),
@@ -119,6 +146,18 @@ MISTAKES = [
     # overrides without effect
     ({"kind": "grpo", "kl": {"kind": "k2"}}, "algo.kl.kind = 'k2' has no effect: kl.coef is 0. Change that or remove it."),
     ({"kind": "dapo", "shaping": {"factor": 0, "buffer": 3}}, "algo.shaping.buffer = 3 has no effect: shaping.factor is 0."),
+    (
+        {"kind": "grpo", "correction": {"kind": "importance", "low": 0.1}},
+        "algo.correction.low = 0.1 has no effect: truncate has no lower bound.",
+    ),
+    (
+        {"kind": "grpo", "correction": {"kind": "importance", "denominator": "kept"}},
+        "has no effect: nothing is masked, rejected or vetoed.",
+    ),
+    ({"kind": "grpo", "correction": {"kind": "importance", "reject_low": 0.1}}, "has no effect: correction.reject is none."),
+    ({"kind": "grpo", "entropy": {"top": 0.2}}, "algo.entropy.top = 0.2 has no effect: entropy.coef is 0."),
+    ({"kind": "gdpo", "shaping": {"kind": "overlong"}}, "has no effect: the advantage reads the parts of the reward."),
+    ({"kind": "topr", "ratio": {"anchor": "behavior"}}, "has no effect: the surrogate"),
     ({"kind": "sft", "advantage": {"value": 2}}, "algo.advantage = {'value': 2} has no effect: the surrogate -logp does not read it."),
     ({"kind": "sft", "shaping": {"kind": "overlong"}}, "algo.shaping = {'kind': 'overlong'} has no effect: no reward is read."),
     ({"kind": "dapo", "advantage": {"kind": "constant"}, "shaping": {"factor": 2}}, "has no effect: no reward is read."),
@@ -140,7 +179,7 @@ def test_a_buffer_longer_than_the_recipes_answers_is_found_when_they_meet():
 
 def test_an_unset_limit_is_said_aloud():
     with pytest.raises(ConfigError, match=r"algo.shaping.max_tokens is not set"):
-        shaping.Overlong()(None, None)
+        shaping.Overlong()(None)
 
 
 def test_the_public_import_needs_torch_and_words_only():

@@ -1,43 +1,36 @@
-"""From the rewards of a batch to one advantage a sample.
+"""From the rewards of a step to one advantage a sample, or one a token where the rule says `per_token`. One that `compares` needs a group.
 
-N samples · P groups · `group_N` int64 group ids in any order and with any values. All are permutation-invariant and total:
-no samples, one sample or equal rewards give numbers, never NaN.
+N samples · T trainable tokens · P groups. All are permutation-invariant and total: no samples, one sample or equal rewards give
+numbers, never NaN.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from rondel.algos.grouping import deviations, over_group, sizes, spreads
+from rondel.algos.scored import Scored
 from rondel.words.errors import ConfigError
 
 
-def over_group(values_N: Tensor, group_N: Tensor, how: str) -> Tensor:
-    """Each sample gets the sum, mean or amin of its group.  [N], [N] -> [N]."""
-    groups_P, index_N = group_N.unique(return_inverse=True)
-    return values_N.new_zeros(len(groups_P)).scatter_reduce(0, index_N, values_N, how, include_self=False)[index_N]
+def standardised(rewards_N: Tensor, group_N: Tensor, eps: float) -> Tensor:
+    """(r_i - mean) / (std + eps) over its group.  [N], [N] -> [N]."""
+    return deviations(rewards_N, group_N) / (spreads(rewards_N, group_N) + eps)
 
 
-def sizes(values_N: Tensor, group_N: Tensor) -> Tensor:
-    """How many samples its group has.  [N], [N] -> [N]."""
-    return over_group(torch.ones_like(values_N), group_N, "sum")
-
-
-def deviations(rewards_N: Tensor, group_N: Tensor) -> Tensor:
-    """d_i = r_i - mean of its group.  [N], [N] -> [N].
-
-    The group's minimum is taken off first, so that a constant group gives exactly 0. Otherwise seven rewards of 0.1 deviate
-    by a rounding error, and dividing it by a standard deviation of the same size makes an advantage of it.
-    """
-    height_N = rewards_N - over_group(rewards_N, group_N, "amin")
-    return height_N - over_group(height_N, group_N, "mean")
+def whitened(values_M: Tensor) -> Tensor:
+    """(v - mean) / sqrt(var + 1e-8) over all of them, var unbiased.  [M] -> [M].  All 0 where they agree, or where there is only one."""
+    whole_M = torch.zeros_like(values_M, dtype=torch.int64)
+    return deviations(values_M, whole_M) / (spreads(values_M, whole_M).square() + 1e-8).sqrt()
 
 
 @dataclass(frozen=True)
 class GroupNorm:
-    """A_i = (r_i - mean) / (std + eps) over its group, std unbiased.  [N], [N] -> [N].  arXiv:2402.03300 (GRPO).
+    """A_i = (r_i - mean) / (std + eps) over its group, std unbiased.  -> [N].  arXiv:2402.03300 (GRPO).
 
     Zero for a constant group and for a group of 1, which has nothing to be compared with.
 
@@ -45,16 +38,14 @@ class GroupNorm:
     """
 
     eps: float = 1e-6
+    compares: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.eps > 0:
             raise ConfigError(f"eps = {self.eps}; it must be positive, or a constant group would divide 0 by 0")
 
-    def __call__(self, rewards_N: Tensor, group_N: Tensor) -> Tensor:
-        deviation_N = deviations(rewards_N, group_N)
-        freedom_N = (sizes(rewards_N, group_N) - 1).clamp(min=1)
-        std_N = (over_group(deviation_N.square(), group_N, "sum") / freedom_N).sqrt()
-        return deviation_N / (std_N + self.eps)
+    def __call__(self, scored: Scored) -> Tensor:
+        return standardised(scored.rewards_N, scored.group_N, self.eps)
 
     def __str__(self) -> str:
         return f"(R - mean of its group) / (std of its group + {self.eps:g})"
@@ -62,10 +53,12 @@ class GroupNorm:
 
 @dataclass(frozen=True)
 class GroupCenter:
-    """A_i = r_i - mean of its group.  [N], [N] -> [N].  arXiv:2503.20783 (Dr. GRPO).  Zero for a constant group or a group of 1."""
+    """A_i = r_i - mean of its group.  -> [N].  arXiv:2503.20783 (Dr. GRPO).  Zero for a constant group or a group of 1."""
 
-    def __call__(self, rewards_N: Tensor, group_N: Tensor) -> Tensor:
-        return deviations(rewards_N, group_N)
+    compares: ClassVar[bool] = True
+
+    def __call__(self, scored: Scored) -> Tensor:
+        return deviations(scored.rewards_N, scored.group_N)
 
     def __str__(self) -> str:
         return "R - mean of its group"
@@ -73,14 +66,16 @@ class GroupCenter:
 
 @dataclass(frozen=True)
 class LeaveOneOut:
-    """A_i = r_i - mean of the others = n/(n-1)·(r_i - mean).  [N], [N] -> [N].  arXiv:2402.14740 (RLOO).
+    """A_i = r_i - mean of the others = n/(n-1)·(r_i - mean).  -> [N].  arXiv:2402.14740 (RLOO).
 
     Unbiased, since the baseline does not see r_i. Zero for a group of 1: there are no others.
     """
 
-    def __call__(self, rewards_N: Tensor, group_N: Tensor) -> Tensor:
-        size_N = sizes(rewards_N, group_N)
-        return deviations(rewards_N, group_N) * size_N / (size_N - 1).clamp(min=1)
+    compares: ClassVar[bool] = True
+
+    def __call__(self, scored: Scored) -> Tensor:
+        size_N = sizes(scored.rewards_N, scored.group_N)
+        return deviations(scored.rewards_N, scored.group_N) * size_N / (size_N - 1).clamp(min=1)
 
     def __str__(self) -> str:
         return "R - mean of the others in its group"
@@ -88,10 +83,10 @@ class LeaveOneOut:
 
 @dataclass(frozen=True)
 class Raw:
-    """A_i = r_i.  [N], [N] -> [N].  Williams 1992 (REINFORCE).  No baseline: unbiased, and noisy when rewards are far from 0."""
+    """A_i = r_i.  -> [N].  Williams 1992 (REINFORCE).  No baseline: unbiased, and noisy when rewards are far from 0."""
 
-    def __call__(self, rewards_N: Tensor, group_N: Tensor) -> Tensor:
-        return rewards_N
+    def __call__(self, scored: Scored) -> Tensor:
+        return scored.rewards_N
 
     def __str__(self) -> str:
         return "R"
@@ -99,15 +94,213 @@ class Raw:
 
 @dataclass(frozen=True)
 class Constant:
-    """A_i = value.  [N], [N] -> [N].  Supervised learning.  The reward is not read.
+    """A_i = value.  -> [N].  Supervised learning.  The reward is not read.
 
     value    the advantage of every sample
     """
 
     value: float = 1.0
 
-    def __call__(self, rewards_N: Tensor, group_N: Tensor) -> Tensor:
-        return torch.full_like(rewards_N, self.value)
+    def __call__(self, scored: Scored) -> Tensor:
+        return torch.full_like(scored.rewards_N, self.value)
 
     def __str__(self) -> str:
         return f"{self.value:g}"
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """A_i = r_i - reward of the greedy answer to the same prompt.  -> [N].  arXiv:2310.10505 (ReMax).  Unbiased; one more answer a group."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"greedy"})
+
+    def __call__(self, scored: Scored) -> Tensor:
+        assert scored.greedy_N is not None, "the greedy baseline was not sampled"
+        return scored.rewards_N - scored.greedy_N
+
+    def __str__(self) -> str:
+        return "R - reward of the greedy answer"
+
+
+@dataclass(frozen=True)
+class LengthBaseline:
+    """A_i = r_i - sum(length·r) / sum(length) over its group.  -> [N].  arXiv:2505.23585 (OPO).
+
+    The baseline of least variance where a sample's squared gradient grows with its length. Zero for a constant group or a group of 1.
+    """
+
+    compares: ClassVar[bool] = True
+
+    def __call__(self, scored: Scored) -> Tensor:
+        height_N = scored.rewards_N - over_group(scored.rewards_N, scored.group_N, "amin")
+        length_N = scored.lengths_N.to(height_N.dtype)
+        total_N = over_group(length_N, scored.group_N, "sum").clamp(min=1)
+        return height_N - over_group(length_N * height_N, scored.group_N, "sum") / total_N
+
+    def __str__(self) -> str:
+        return "R - mean of its group weighed by length"
+
+
+@dataclass(frozen=True)
+class PassAtK:
+    """A_i = r_1 - r_2 for the best of its group, 0 for all others.  -> [N].  arXiv:2503.19595.
+
+    The gain of a group's maximum through its best answer. Zero where two answers share the first place, and for a group of 1.
+
+    divide    by the std of the group (+ eps)
+    eps       added to that standard deviation
+    """
+
+    divide: bool = False
+    eps: float = 1e-6
+    compares: ClassVar[bool] = True
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Knobs that change nothing as things stand, and why."""
+        return {} if self.divide else {"eps": "advantage.divide is false"}
+
+    def __call__(self, scored: Scored) -> Tensor:
+        best_N = scored.rewards_N == over_group(scored.rewards_N, scored.group_N, "amax")
+        alone_N = best_N & (over_group(best_N.to(scored.rewards_N.dtype), scored.group_N, "sum") == 1)
+        second_N = over_group(scored.rewards_N.masked_fill(best_N, -torch.inf), scored.group_N, "amax")
+        lead_N = torch.where(alone_N & second_N.isfinite(), scored.rewards_N - second_N, 0.0)
+        return lead_N / (spreads(scored.rewards_N, scored.group_N) + self.eps) if self.divide else lead_N
+
+    def __str__(self) -> str:
+        return f"R - second best, for the best of its group only{' / (std of its group + eps)' if self.divide else ''}"
+
+
+@dataclass(frozen=True)
+class MeanNorm:
+    """A_i = (r_i - mean) / (mean + eps) over its group.  -> [N].  arXiv:2602.02710 (MaxRL).  Rewards of 0 and 1.
+
+    The gradient of log pass rate rather than of the pass rate: a prompt solved once in n answers counts n times. Zero without a success.
+
+    eps    added to the mean
+    """
+
+    eps: float = 1e-6
+    compares: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.eps > 0:
+            raise ConfigError(f"eps = {self.eps}; it must be positive, or a group without success would divide 0 by 0")
+
+    def __call__(self, scored: Scored) -> Tensor:
+        mean_N = over_group(scored.rewards_N, scored.group_N, "mean")
+        return torch.where(mean_N > 0, deviations(scored.rewards_N, scored.group_N) / (mean_N.abs() + self.eps), 0.0)
+
+    def __str__(self) -> str:
+        return f"(R - mean of its group) / (mean of its group + {self.eps:g})"
+
+
+@dataclass(frozen=True)
+class SignalCenter:
+    """A_i = N / N' · (r_i - mean of its group), N' the samples of groups that do not agree.  -> [N].  arXiv:2504.02546 (GPG).
+
+    A step with many unanimous groups is as large as one without. Zero for a constant group.
+    """
+
+    compares: ClassVar[bool] = True
+
+    def __call__(self, scored: Scored) -> Tensor:
+        deviation_N = deviations(scored.rewards_N, scored.group_N)
+        telling = (spreads(scored.rewards_N, scored.group_N) > 0).sum().clamp(min=1)
+        return deviation_N * len(deviation_N) / telling
+
+    def __str__(self) -> str:
+        return "(R - mean of its group) · samples / samples of groups that do not agree"
+
+
+@dataclass(frozen=True)
+class Accept:
+    """A_i = 1 where r_i > above, else 0.  -> [N].  arXiv:2304.06767, arXiv:2504.11343 (RAFT).  Good answers are imitated, others left alone.
+
+    above    the reward that an answer must exceed
+    """
+
+    above: float = 0.0
+
+    def __call__(self, scored: Scored) -> Tensor:
+        return (scored.rewards_N > self.above).to(scored.rewards_N.dtype)
+
+    def __str__(self) -> str:
+        return f"1 if R > {self.above:g}, else 0"
+
+
+@dataclass(frozen=True)
+class Whitened:
+    """A_t = whitened over all tokens of the step: gamma^(tokens after t)·r.  -> [T].  arXiv:2501.03262 (REINFORCE++).
+
+    Tokens of others do not discount. Zero where all rewards agree.
+
+    gamma    the discount a trainable token
+    """
+
+    gamma: float = 1.0
+    per_token: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gamma <= 1:
+            raise ConfigError(f"gamma = {self.gamma}; it must lie in (0, 1]")
+
+    def __call__(self, scored: Scored) -> Tensor:
+        end_T = scored.each(scored.lengths_N.cumsum(0))
+        after_T = end_T - 1 - torch.arange(len(end_T), device=end_T.device)
+        return whitened(self.gamma**after_T * scored.each(scored.rewards_N))
+
+    def __str__(self) -> str:
+        return f"{'R' if self.gamma == 1 else f'{self.gamma:g}^(tokens to come)·R'}, less its mean and by its std over all tokens"
+
+
+@dataclass(frozen=True)
+class WhitenedCenter:
+    """A_t = whitened over all tokens of the step: r_i - mean of its group.  -> [T].  arXiv:2501.03262 (REINFORCE++-baseline).
+
+    One scale for the whole step, so an easy prompt is not blown up. Zero for a constant group where the others balance.
+    """
+
+    per_token: ClassVar[bool] = True
+    compares: ClassVar[bool] = True
+
+    def __call__(self, scored: Scored) -> Tensor:
+        return whitened(scored.each(deviations(scored.rewards_N, scored.group_N)))
+
+    def __str__(self) -> str:
+        return "R - mean of its group, less its mean and by its std over all tokens"
+
+
+@dataclass(frozen=True)
+class PartsNorm:
+    """A = whitened over the samples: sum over parts k of w_k·(r_k - mean) / (std + eps) in the group.  -> [N].  arXiv:2601.05242 (GDPO).
+
+    Each named part of the reward has its own scale, so a rare large one does not drown the rest.
+
+    weights    of the parts by name; one that is not named weighs 1
+    eps        added to the standard deviation of a part
+    """
+
+    weights: dict[str, float] = field(default_factory=dict)
+    eps: float = 1e-6
+    reads_parts: ClassVar[bool] = True
+    compares: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.eps > 0:
+            raise ConfigError(f"eps = {self.eps}; it must be positive, or a constant part would divide 0 by 0")
+
+    def __call__(self, scored: Scored) -> Tensor:
+        unknown = sorted(set(self.weights) - set(scored.parts))
+        if len(scored.rewards_N) and (unknown or not scored.parts):
+            raise ConfigError(
+                f"algo.advantage reads the parts of the reward, which are: {', '.join(scored.parts) or 'none'}"
+                + (f"; weights also names {', '.join(unknown)}" if unknown else ". Let the reward return { name: value }")
+            )
+        total_N = torch.zeros_like(scored.rewards_N)
+        for name, part_N in scored.parts.items():
+            total_N = total_N + self.weights.get(name, 1.0) * standardised(part_N, scored.group_N, self.eps)
+        return whitened(total_N)
+
+    def __str__(self) -> str:
+        return f"sum over parts of w·(part - mean) / (std + {self.eps:g}) in its group, less its mean and by its std over all samples"

@@ -1,27 +1,40 @@
-"""The weight of a token that another policy drew: proximal / behavior. It scales the surrogate and never a denominator.
+"""The weight of a token that another policy drew: proximal / behavior. It scales the surrogate and carries no gradient.
 
-T trainable tokens · log_weight_T = log pi_proximal - log pi_behavior. The weights carry no gradient.
+T trainable tokens · log_weight_T = log pi_proximal - log pi_behavior · sample_T which belong together. What is masked or rejected
+weighs 0. `denominator` says whether such tokens still count in the denominators: "all" (they stay, so a step with many rejections is
+a smaller step) or "kept" (they leave, and a sample without any token left is not counted). KL and entropy terms are not corrected.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from rondel.algos.grouping import over_group, sizes
 from rondel.algos.ratio import bounded_exp
 from rondel.words.errors import ConfigError
+from rondel.words.registry import one_of
+
+LEVELS = ("token", "sequence", "geometric")
+DENOMINATORS = ("all", "kept")
+
+
+def leveled(log_weight_T: Tensor, sample_T: Tensor, level: str) -> Tensor:
+    """log w of the token itself, the sum over its sample, or the mean over its sample.  [T], [T] -> [T]."""
+    return log_weight_T if level == "token" else over_group(log_weight_T, sample_T, "sum" if level == "sequence" else "mean")
 
 
 @dataclass(frozen=True)
 class NoCorrection:
-    """c_t = 1.  [T], [T] -> [T].  Right when the tokens were drawn from the proximal policy."""
+    """c_t = 1.  [T], [T], [T] -> [T].  Right when the tokens were drawn from the proximal policy."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
 
-    def __call__(self, log_weight_T: Tensor, sample_T: Tensor) -> Tensor:
+    def __call__(self, log_weight_T: Tensor, sample_T: Tensor, advantages_T: Tensor) -> Tensor:
         return torch.ones_like(log_weight_T)
 
     def __str__(self) -> str:
@@ -29,23 +42,130 @@ class NoCorrection:
 
 
 @dataclass(frozen=True)
-class TokenTIS:
-    """c_t = min(pi_proximal / pi_behavior, cap).  [T], [T] -> [T].  arXiv:2110.00641 (decoupled); Yao et al. 2025 (truncated).
+class Importance:
+    """c_t = action(pi_proximal / pi_behavior), taken at a level; 0 where rejected or vetoed.  [T], [T], [T] -> [T].
 
-    The cap adds bias and buys variance. A token's weight ignores the tokens before it.
+    arXiv:2110.00641 (decoupled); Yao et al. 2025 (truncated); arXiv:2510.18855 (IcePop: token, mask); Liu and Li 2025 (sequence, geometric).
+    Truncating adds bias and buys variance. A token's own weight ignores the tokens before it; that of its sequence does not, and explodes.
 
-    cap    the largest weight a token may get
+    level          token; sequence: the product over the sample; geometric: its geometric mean
+    action         truncate at high; clip into [low, high]; mask: 0 outside of [low, high]
+    low            the smallest weight that is kept
+    high           the largest weight that is kept
+    reject         none, or a level at which a token or a sample outside of [reject_low, reject_high] weighs 0
+    reject_low     smallest ratio that is not rejected
+    reject_high    largest ratio that is not rejected
+    veto           a sample with any token's ratio below this weighs 0; 0 is no veto, 1e-4 the usual one
+    normalize      none; token: the mean weight of all tokens of the update is 1; sequence: the mean over samples is 1
+    denominator    all, or kept: do masked and rejected tokens count in the denominators?
     """
 
-    cap: float = 2.0
-    needs: ClassVar[frozenset[str]] = frozenset({"behavior_logprobs"})
+    level: str = "token"
+    action: str = "truncate"
+    low: float = 0.5
+    high: float = 2.0
+    reject: str = "none"
+    reject_low: float = 0.5
+    reject_high: float = 2.0
+    veto: float = 0.0
+    normalize: str = "none"
+    denominator: str = "all"
+    weighs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not self.cap >= 1:
-            raise ConfigError(f"cap = {self.cap}; it must be at least 1, or on-policy tokens would be scaled down")
+        one_of("level", self.level, LEVELS)
+        one_of("action", self.action, ("truncate", "clip", "mask"))
+        one_of("reject", self.reject, ("none", *LEVELS))
+        one_of("normalize", self.normalize, ("none", "token", "sequence"))
+        one_of("denominator", self.denominator, DENOMINATORS)
+        if not self.high >= 1:
+            raise ConfigError(f"high = {self.high}; it must be at least 1, or on-policy tokens would be scaled down")
+        if not 0 <= self.low <= 1:
+            raise ConfigError(f"low = {self.low}; it must lie in [0, 1], or on-policy tokens would be scaled up")
+        if not 0 <= self.reject_low <= 1 <= self.reject_high:
+            raise ConfigError(f"reject_low = {self.reject_low}, reject_high = {self.reject_high}; 1 must lie between them")
+        if not 0 <= self.veto < 1:
+            raise ConfigError(f"veto = {self.veto}; it must lie in [0, 1): 1 is the ratio of an on-policy token")
 
-    def __call__(self, log_weight_T: Tensor, sample_T: Tensor) -> Tensor:
-        return bounded_exp(log_weight_T.detach()).clamp(max=self.cap)
+    @property
+    def needs(self) -> frozenset[str]:
+        whole = self.normalize != "none" or self.denominator == "kept"
+        return frozenset({"behavior_logprobs", "proximal_logprobs"} if whole else {"behavior_logprobs"})
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Knobs that change nothing as things stand, and why."""
+        idle = {"low": "truncate has no lower bound"} if self.action == "truncate" else {}
+        if self.reject == "none":
+            idle |= dict.fromkeys(("reject_low", "reject_high"), "correction.reject is none")
+        if self.action != "mask" and self.reject == "none" and not self.veto:
+            idle["denominator"] = "nothing is masked, rejected or vetoed"
+        return idle
+
+    def __call__(self, log_weight_T: Tensor, sample_T: Tensor, advantages_T: Tensor) -> Tensor:
+        log_weight_T = log_weight_T.detach()
+        weight_T = bounded_exp(leveled(log_weight_T, sample_T, self.level))
+        if self.action == "mask":
+            weight_T = torch.where((weight_T >= self.low) & (weight_T <= self.high), weight_T, 0.0)
+        else:
+            weight_T = weight_T.clamp(self.low if self.action == "clip" else None, self.high)
+        if self.reject != "none":
+            found_T = bounded_exp(leveled(log_weight_T, sample_T, self.reject))
+            weight_T = torch.where((found_T >= self.reject_low) & (found_T <= self.reject_high), weight_T, 0.0)
+        if self.veto:
+            weight_T = torch.where(over_group(log_weight_T, sample_T, "amin") < math.log(self.veto), 0.0, weight_T)
+        return weight_T if self.normalize == "none" else weight_T / _mean(weight_T, sample_T, self.normalize)
 
     def __str__(self) -> str:
-        return f"min(exp(logp_proximal - logp_behavior), {self.cap:g}), no gradient"
+        low = "0" if self.action == "truncate" else f"{self.low:g}"
+        ratio = {
+            "token": "proximal / behavior",
+            "sequence": "product of {} over the sample",
+            "geometric": "geometric mean of {} over the sample",
+        }
+        text = f"{ratio[self.level].format('proximal / behavior')}, " + (
+            f"0 outside of [{low}, {self.high:g}]" if self.action == "mask" else f"held to [{low}, {self.high:g}]"
+        )
+        if self.reject != "none":
+            text += f", 0 where the {self.reject} ratio is outside of [{self.reject_low:g}, {self.reject_high:g}]"
+        if self.veto:
+            text += f", 0 for a sample with a token ratio below {self.veto:g}"
+        return text + ("" if self.normalize == "none" else f", scaled to a mean of 1 a {self.normalize}") + "; no gradient"
+
+
+def _mean(weight_T: Tensor, sample_T: Tensor, over: str) -> Tensor:
+    """The mean weight of all tokens, or of all samples with each sample's tokens averaged; 1 where all weigh 0."""
+    share_T = torch.ones_like(weight_T) if over == "token" else 1 / sizes(weight_T, sample_T)
+    mean = (share_T * weight_T).sum() / share_T.sum().clamp(min=1)
+    return torch.where(mean > 0, mean, 1.0)
+
+
+@dataclass(frozen=True)
+class OffPolicyMask:
+    """c_t = 0 where A_t < 0 and mean over the sample of (log pi_behavior - log pi_proximal) > delta, else 1.  [T], [T], [T] -> [T].
+
+    arXiv:2512.02556 (DeepSeek-V3.2), with the policy at its proximal anchor: a bad answer that the policy has already left teaches nothing
+    more. The behavior is the engine's record; a recomputed one would make the mean 0 in a step of one update.
+
+    delta          nats a token that the policy may have moved away
+    denominator    all, or kept: do masked tokens count in the denominators?
+    """
+
+    delta: float = 0.5
+    denominator: str = "all"
+
+    def __post_init__(self) -> None:
+        one_of("denominator", self.denominator, DENOMINATORS)
+        if not self.delta >= 0:
+            raise ConfigError(f"delta = {self.delta}; it must not be negative: on-policy samples have a mean of 0")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"behavior_logprobs", "advantages"} | ({"proximal_logprobs"} if self.denominator == "kept" else set()))
+
+    def __call__(self, log_weight_T: Tensor, sample_T: Tensor, advantages_T: Tensor) -> Tensor:
+        left_T = over_group(-log_weight_T.detach(), sample_T, "mean") > self.delta
+        return torch.where(left_T & (advantages_T < 0), 0.0, torch.ones_like(log_weight_T))
+
+    def __str__(self) -> str:
+        return f"0 where A < 0 and mean(logp_behavior - logp_proximal) of the sample > {self.delta:g}, else 1"

@@ -2,24 +2,67 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from rondel.words.errors import ConfigError
+
+
+def highest(values_T: Tensor, share: float) -> Tensor:
+    """The share of tokens with the largest values, at least one; those equal to the smallest of them too.  [T] -> [T] bool."""
+    if not len(values_T):
+        return torch.zeros_like(values_T, dtype=torch.bool)
+    return values_T >= values_T.topk(max(1, math.ceil(share * len(values_T)))).values[-1]
 
 
 @dataclass(frozen=True)
 class EntropyBonus:
     """b_t = coef·H_t, subtracted from the loss; H_t = -sum_v p_v log p_v.  [T] -> [T].  arXiv:1602.01783 (A3C).
 
-    H comes from the pass that makes the logprobs, with its gradient.
+    H comes from the pass that makes the logprobs, with its gradient. With `target` it acts only in updates that begin below it
+    (arXiv:2505.22312), with `top` only on the tokens of highest entropy, where the policy has a choice (arXiv:2506.01939).
 
-    coef    weight of the entropy; 0 leaves it out, a negative one sharpens the policy
+    coef      weight of the entropy; 0 leaves it out, a negative one sharpens the policy
+    target    act only while the mean entropy of the update's tokens is below this many nats; None is always
+    top       act only on this share of the update's tokens, those of highest entropy; 1 is all
     """
 
     coef: float = 0.0
+    target: float | None = None
+    top: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.top <= 1:
+            raise ConfigError(f"top = {self.top}; it must lie in (0, 1]: a share of the tokens")
+        if self.target is not None and not self.target > 0:
+            raise ConfigError(f"target = {self.target}; it must be positive: entropy is never below 0")
+
+    @property
+    def chooses(self) -> bool:
+        return bool(self.coef) and (self.target is not None or self.top < 1)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"proximal_logprobs"} if self.chooses else ())
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Knobs that change nothing as things stand, and why."""
+        return {} if self.coef else dict.fromkeys(("target", "top"), "entropy.coef is 0")
+
+    def select(self, entropy_T: Tensor) -> Tensor:
+        """The tokens of a whole update on which it acts.  [T] -> [T] bool."""
+        chosen_T = highest(entropy_T, self.top)
+        return chosen_T if self.target is None or not len(entropy_T) else chosen_T & (entropy_T.mean() < self.target)
 
     def __call__(self, entropy_T: Tensor) -> Tensor:
         return self.coef * entropy_T
 
     def __str__(self) -> str:
-        return "entropy of the policy at the token"
+        text = "entropy of the policy at the token"
+        if self.top < 1:
+            text += f", of the {self.top:g} of all tokens where it is highest"
+        return text + ("" if self.target is None else f", while the mean of the update is below {self.target:g}")

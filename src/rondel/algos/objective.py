@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import fields
 from inspect import cleandoc
 
-import torch
 from torch import Tensor
 
+from rondel.algos.ahead import NOTHING, Ahead, tokens_of
 from rondel.algos.ratio import bounded_exp
 from rondel.algos.table import Algorithm
 
@@ -26,33 +26,51 @@ def objective(
     advantages_T: Tensor | None,
     weight_T: Tensor,
     sample_T: Tensor,
+    score_T: Tensor | None = None,
+    guided_T: Tensor | None = None,
+    decided: Ahead = NOTHING,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """L = sum_t w_t·(c_t·l_t + kl.coef·k_t - entropy.coef·H_t).  [T] each -> scalar, {name: [T]}.
 
-    T are the trainable tokens only; the gradient flows through logprobs_T and entropy_T. The terms are detached and per token,
+    T are the trainable tokens only, of whole samples; the gradient flows through logprobs_T and entropy_T. `score_T` is the reward of
+    the token's sample, `guided_T` marks demonstrations, `decided` is what `ahead` found for these tokens. The terms are detached and per token,
     for metrics: ratio, clipped, correction; kl where a reference was given, gap (log proximal - log behavior) where a behavior was.
     In the first update proximal_T may be logprobs_T itself: no gradient passes through it.
     """
     given = {"advantages": advantages_T, "behavior_logprobs": behavior_T, "ref_logprobs": ref_T}
-    missing = sorted(need for need in row.needs if given[need] is None)
+    missing = sorted(need for need, values_T in given.items() if need in row.needs and values_T is None)
     assert not missing, f"the row {row.name} needs {', '.join(missing)}, which the batch does not carry"
+    assert "proximal_logprobs" not in row.needs or decided is not NOTHING, f"the row {row.name} compares samples: ask `ahead` first"
 
     proximal_T = proximal_T.detach()
-    gap_T = torch.zeros_like(proximal_T) if behavior_T is None else proximal_T - behavior_T
-    log_ratio_T = row.ratio(logprobs_T - proximal_T, sample_T)
-    correction_T = row.correction(gap_T, sample_T)
-    surrogate = row.surrogate(logprobs_T, log_ratio_T, advantages_T)
+    tokens = tokens_of(
+        row,
+        logprobs_T=logprobs_T,
+        proximal_T=proximal_T,
+        sample_T=sample_T,
+        entropy_T=entropy_T,
+        behavior_T=behavior_T,
+        advantages_T=advantages_T,
+        score_T=score_T,
+        guided_T=guided_T,
+        selected_T=decided.selected,
+    )
+    correction_T = decided.correction
+    if correction_T is None:
+        correction_T = row.correction(tokens.log_weight, sample_T, tokens.advantages)
+    surrogate = row.surrogate(tokens)
     token_T = correction_T * surrogate.loss_T
-    terms = {"ratio": bounded_exp(log_ratio_T), "clipped": surrogate.clipped_T, "correction": correction_T}
+    terms = {"ratio": bounded_exp(tokens.log_ratio), "clipped": surrogate.clipped_T, "correction": correction_T}
     if behavior_T is not None:
-        terms["gap"] = gap_T
+        terms["gap"] = tokens.log_weight
     if ref_T is not None:
-        terms["kl"] = row.kl(logprobs_T, ref_T)
+        terms["kl"] = row.kl(logprobs_T, ref_T, logprobs_T - (proximal_T if behavior_T is None else behavior_T))
     if row.kl.coef:
         token_T = token_T + row.kl.coef * terms["kl"]
     if row.entropy.coef:
         assert entropy_T is not None, f"the row {row.name} has entropy.coef = {row.entropy.coef}, but no entropy was computed"
-        token_T = token_T - row.entropy(entropy_T)
+        bonus_T = row.entropy(entropy_T)
+        token_T = token_T - (bonus_T if decided.undecided is None else decided.undecided * bonus_T)
     return (weight_T * token_T).sum(), {name: term_T.detach() for name, term_T in terms.items()}
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from rondel.words.errors import ConfigError
 from rondel.words.registry import find, nearest
 
-NUMBERS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}
+NUMBERS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false", dict[str, float]: "a table of numbers by name"}
 
 
 def override(part: Any, section: Any, known: dict[str, type], path: str) -> Any:
@@ -44,16 +44,22 @@ def _check(cls: type, knob: str, value: Any, known: dict[str, type], path: str) 
         hint = f" It is a knob of kind = '{owners[0]}'." if owners else nearest(knob, _names(cls))
         raise ConfigError(f"{path}.{knob}: {cls.__name__} has no such knob.{hint} Its knobs: {_listed(cls)}.")
     annotation = get_type_hints(cls)[knob]
-    options = [option for option in get_args(annotation) or (annotation,) if option is not NoneType]
+    options = [option for option in _options(annotation) if option is not NoneType]
     if not any(_fits(value, option) for option in options):
         wanted = " or ".join(NUMBERS.get(option, str(option)) for option in options)
         quoted = f" (write {value} without quotes)" if isinstance(value, str) and str not in options else ""
         raise ConfigError(f"{path}.{knob} = {value!r} is not {wanted}{quoted}")
 
 
+def _options(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
 def _fits(value: Any, option: type) -> bool:
     if option is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and value == value  # NaN is no number
+    if get_origin(option) is dict:
+        return isinstance(value, dict) and all(isinstance(name, str) and _fits(number, float) for name, number in value.items())
     return type(value) is option
 
 

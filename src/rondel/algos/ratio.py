@@ -1,4 +1,8 @@
-"""How far the policy has moved from the proximal anchor since the batch was drawn."""
+"""How far the policy has moved from its anchor since the batch was drawn.
+
+The anchor is the proximal policy, which began the step: what lies between it and the behavior is the correction's. Anchored at the
+behavior itself (bypass) the ratio spans both, and no correction is left to make.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rondel.algos.grouping import over_group
+from rondel.words.registry import one_of
+
 LIMIT = 20.0  # of a log-ratio: exp(20) = 5e8 is already absurd, and a hundred more would overflow
+ANCHORS = ("proximal", "behavior")
 
 
 def bounded_exp(log_T: Tensor) -> Tensor:
@@ -16,10 +24,54 @@ def bounded_exp(log_T: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenRatio:
-    """log r_t = log pi(t) - log pi_proximal(t).  [T], [T] -> [T].  arXiv:1707.06347.  Each token stands for itself."""
+    """log r_t = log pi(t) - log pi_anchor(t).  [T], [T] -> [T].  arXiv:1707.06347.  Each token stands for itself.
+
+    anchor    proximal or behavior
+    """
+
+    anchor: str = "proximal"
+
+    def __post_init__(self) -> None:
+        one_of("anchor", self.anchor, ANCHORS)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"behavior_logprobs"} if self.anchor == "behavior" else ())
 
     def __call__(self, log_ratio_T: Tensor, sample_T: Tensor) -> Tensor:
         return log_ratio_T
 
     def __str__(self) -> str:
-        return "exp(logp - logp_proximal) of the token"
+        return f"exp(logp - logp_{self.anchor}) of the token"
+
+
+@dataclass(frozen=True)
+class SequenceRatio(TokenRatio):
+    """log r_t = mean over its sample of (log pi - log pi_anchor).  [T], [T] -> [T].  arXiv:2507.18071 (GSPO).
+
+    A sample is clipped as a whole, and each of its tokens moves it by its share.
+
+    anchor    proximal or behavior
+    """
+
+    def __call__(self, log_ratio_T: Tensor, sample_T: Tensor) -> Tensor:
+        return over_group(log_ratio_T, sample_T, "mean")
+
+    def __str__(self) -> str:
+        return f"exp(mean of logp - logp_{self.anchor} over the sample)"
+
+
+@dataclass(frozen=True)
+class SequenceTokenRatio(TokenRatio):
+    """log r_t = mean over its sample, as a number, with the gradient of token t alone.  [T], [T] -> [T].  arXiv:2507.18071 (GSPO-token).
+
+    The value of the sequence ratio; with one advantage a sample its gradient too. Made for advantages that differ within a sample.
+
+    anchor    proximal or behavior
+    """
+
+    def __call__(self, log_ratio_T: Tensor, sample_T: Tensor) -> Tensor:
+        return over_group(log_ratio_T.detach(), sample_T, "mean") + log_ratio_T - log_ratio_T.detach()
+
+    def __str__(self) -> str:
+        return f"exp(mean of logp - logp_{self.anchor} over the sample), the gradient that of the token"

@@ -1,20 +1,23 @@
-"""What is done to a reward before it becomes an advantage. `lengths_N` counts the tokens the policy wrote."""
+"""What is done to a reward before it becomes an advantage. -> rewards_N"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
+from rondel.algos.grouping import over_group
+from rondel.algos.scored import Scored
 from rondel.words.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class NoShaping:
-    """R_i = r_i.  [N], [N] -> [N]."""
+    """R_i = r_i.  -> [N]."""
 
-    def __call__(self, rewards_N: Tensor, lengths_N: Tensor) -> Tensor:
-        return rewards_N
+    def __call__(self, scored: Scored) -> Tensor:
+        return scored.rewards_N
 
     def __str__(self) -> str:
         return "reward"
@@ -22,7 +25,7 @@ class NoShaping:
 
 @dataclass(frozen=True)
 class Overlong:
-    """R_i = r_i - factor·clip((length_i - (max_tokens - buffer)) / buffer, 0, 1).  [N], [N] -> [N].  arXiv:2503.14476 (DAPO).
+    """R_i = r_i - factor·clip((length_i - (max_tokens - buffer)) / buffer, 0, 1).  -> [N].  arXiv:2503.14476 (DAPO).
 
     Nothing up to max_tokens - buffer, then a straight line down to -factor at max_tokens: 20480 tokens with a buffer of 4096
     start to pay at 16384.
@@ -54,11 +57,11 @@ class Overlong:
         """Knobs that change nothing as things stand, and why."""
         return {} if self.factor else dict.fromkeys(("max_tokens", "buffer"), "shaping.factor is 0")
 
-    def __call__(self, rewards_N: Tensor, lengths_N: Tensor) -> Tensor:
+    def __call__(self, scored: Scored) -> Tensor:
         if self.max_tokens is None:
             raise ConfigError("algo.shaping.max_tokens is not set: set it, or call row.bounded(max_tokens) first")
         start, buffer = self._ramp(self.max_tokens)
-        return rewards_N - self.factor * ((lengths_N - start).to(rewards_N.dtype) / buffer).clamp(0, 1)
+        return scored.rewards_N - self.factor * ((scored.lengths_N - start).to(scored.rewards_N.dtype) / buffer).clamp(0, 1)
 
     def __str__(self) -> str:
         start, buffer = ("max_tokens + buffer", "buffer") if self.max_tokens is None else self._ramp(self.max_tokens)
@@ -68,3 +71,37 @@ class Overlong:
         """Where the penalty starts, and over how many tokens it grows."""
         buffer = self.buffer if self.buffer is not None else max(1, max_tokens // 5)
         return max_tokens - buffer, buffer
+
+
+@dataclass(frozen=True)
+class KimiLength:
+    """R_i = r_i + factor·(λ_i where r_i > above, else min(0, λ_i)), λ = 0.5 - (length - min) / (max - min) over its group.  -> [N].
+
+    arXiv:2501.12599 (Kimi k1.5). Short right answers gain up to half a point, long ones lose it; wrong ones can only lose. 0 where all are as long.
+
+    factor    the weight of it all
+    above     the reward that a right answer exceeds
+    """
+
+    factor: float = 1.0
+    above: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.factor >= 0:
+            raise ConfigError(f"factor = {self.factor}; it must not be negative: that would reward length")
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Knobs that change nothing as things stand, and why."""
+        return {} if self.factor else {"above": "shaping.factor is 0"}
+
+    def __call__(self, scored: Scored) -> Tensor:
+        length_N = scored.lengths_N.to(scored.rewards_N.dtype)
+        least_N, most_N = (over_group(length_N, scored.group_N, how) for how in ("amin", "amax"))
+        lambda_N = torch.where(most_N > least_N, 0.5 - (length_N - least_N) / (most_N - least_N).clamp(min=1), 0.0)
+        return scored.rewards_N + self.factor * torch.where(scored.rewards_N > self.above, lambda_N, lambda_N.clamp(max=0))
+
+    def __str__(self) -> str:
+        return (
+            f"reward + {self.factor:g}·(λ if reward > {self.above:g}, else min(0, λ)), λ = 0.5 - (length - min) / (max - min) of its group"
+        )

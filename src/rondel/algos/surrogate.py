@@ -1,7 +1,8 @@
 """The function of one token whose gradient is the policy's. `reads` names the parts of the row it takes numbers from; `slope` is
-the factor of ∇logp at ratio 1, as text for `explain`.
+the factor of ∇logp at ratio 1, as text for `explain`. Each maps Tokens, [T] -> loss and clipped, [T].
 
-T trainable tokens · logprobs_T carries the gradient · log_ratio_T is log pi - log pi_proximal · advantages_T is each token's A
+A surrogate that must compare the tokens of the whole update has `select(tokens) -> [T] bool`. It is asked once, before the first
+move, with the proximal logprobs; the answer comes back as `tokens.selected`, whatever micro-batch the token is in (law 3).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rondel.algos.ratio import LIMIT, bounded_exp
+from rondel.algos.tokens import Tokens
 from rondel.words.errors import ConfigError
 
 
@@ -49,13 +51,13 @@ class Clip:
         if self.dual is not None and not self.dual > 1:
             raise ConfigError(f"dual = {self.dual}; it must be above 1, or on-policy tokens would lose their gradient")
 
-    def __call__(self, logprobs_T: Tensor, log_ratio_T: Tensor, advantages_T: Tensor) -> Surrogate:
-        ratio_T = bounded_exp(log_ratio_T)
-        free_T = -ratio_T * advantages_T
-        loss_T = torch.maximum(free_T, -ratio_T.clamp(1 - self.low, 1 + self.high) * advantages_T)
+    def __call__(self, tokens: Tokens) -> Surrogate:
+        a_T, ratio_T = tokens.advantages, bounded_exp(tokens.log_ratio)
+        free_T = -ratio_T * a_T
+        loss_T = torch.maximum(free_T, -ratio_T.clamp(1 - self.low, 1 + self.high) * a_T)
         if self.dual is not None:
-            loss_T = torch.where(advantages_T < 0, torch.minimum(loss_T, -self.dual * advantages_T), loss_T)
-        return Surrogate(loss_T, (loss_T != free_T) | (log_ratio_T.abs() > LIMIT))
+            loss_T = torch.where(a_T < 0, torch.minimum(loss_T, -self.dual * a_T), loss_T)
+        return Surrogate(loss_T, (loss_T != free_T) | (tokens.log_ratio.abs() > LIMIT))
 
     def __str__(self) -> str:
         text = f"max(-r·A, -clip(r, {1 - self.low:g}, {1 + self.high:g})·A)"
@@ -64,13 +66,13 @@ class Clip:
 
 @dataclass(frozen=True)
 class PolicyGradient:
-    """l = -A·logp.  [T], [T], [T] -> [T], [T].  Williams 1992.  Right for the first update on a batch; nothing holds the later ones."""
+    """l = -A·logp.  Williams 1992.  Right for the first update on a batch; nothing holds the later ones."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"advantage"})
     slope: ClassVar[str] = "-A"
 
-    def __call__(self, logprobs_T: Tensor, log_ratio_T: Tensor, advantages_T: Tensor) -> Surrogate:
-        return Surrogate(-advantages_T * logprobs_T, torch.zeros_like(logprobs_T, dtype=torch.bool))
+    def __call__(self, tokens: Tokens) -> Surrogate:
+        return Surrogate(-tokens.advantages * tokens.logprobs, torch.zeros_like(tokens.guided))
 
     def __str__(self) -> str:
         return "-A·logp"
@@ -78,13 +80,13 @@ class PolicyGradient:
 
 @dataclass(frozen=True)
 class LogLikelihood:
-    """l = -logp.  [T], [T], [T] -> [T], [T].  Maximum likelihood (sft).  Every token is right; advantages are not read and may be None."""
+    """l = -logp.  Maximum likelihood (sft).  Every token is right; advantages are not read."""
 
     reads: ClassVar[frozenset[str]] = frozenset()
     slope: ClassVar[str] = "-1"
 
-    def __call__(self, logprobs_T: Tensor, log_ratio_T: Tensor, advantages_T: Tensor | None) -> Surrogate:
-        return Surrogate(-logprobs_T, torch.zeros_like(logprobs_T, dtype=torch.bool))
+    def __call__(self, tokens: Tokens) -> Surrogate:
+        return Surrogate(-tokens.logprobs, torch.zeros_like(tokens.guided))
 
     def __str__(self) -> str:
         return "-logp"

@@ -8,30 +8,75 @@ from typing import Any
 
 from torch import Tensor
 
-from rondel.algos.advantage import Constant, GroupCenter, GroupNorm, LeaveOneOut, Raw
+from rondel.algos.advantage import (
+    Accept,
+    Constant,
+    Greedy,
+    GroupCenter,
+    GroupNorm,
+    LeaveOneOut,
+    LengthBaseline,
+    MeanNorm,
+    PartsNorm,
+    PassAtK,
+    Raw,
+    SignalCenter,
+    Whitened,
+    WhitenedCenter,
+)
 from rondel.algos.aggregate import FixedNorm, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
-from rondel.algos.correction import NoCorrection, TokenTIS
+from rondel.algos.bounded import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
+from rondel.algos.chosen import ClipCov, Forking, KlCov
+from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.kl import Kl
+from rondel.algos.offpolicy import CappedWeight, Guided, SecondMoment, Tapered
 from rondel.algos.override import override
-from rondel.algos.ratio import TokenRatio
-from rondel.algos.shaping import NoShaping, Overlong
+from rondel.algos.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
+from rondel.algos.scored import Scored
+from rondel.algos.shaping import KimiLength, NoShaping, Overlong
 from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient, Surrogate
+from rondel.algos.tokens import Tokens
 from rondel.words.errors import ConfigError
 from rondel.words.registry import find, nearest
 
 FAMILIES: dict[str, dict[str, type]] = {
-    "shaping": {"none": NoShaping, "overlong": Overlong},
+    "shaping": {"none": NoShaping, "overlong": Overlong, "kimi_length": KimiLength},
     "advantage": {
         "group_norm": GroupNorm,
         "group_center": GroupCenter,
         "leave_one_out": LeaveOneOut,
+        "length_baseline": LengthBaseline,
+        "greedy": Greedy,
+        "pass_at_k": PassAtK,
+        "mean_norm": MeanNorm,
+        "signal_center": SignalCenter,
+        "parts_norm": PartsNorm,
+        "whitened": Whitened,
+        "whitened_center": WhitenedCenter,
+        "accept": Accept,
         "raw": Raw,
         "constant": Constant,
     },
-    "ratio": {"token": TokenRatio},
-    "surrogate": {"clip": Clip, "policy_gradient": PolicyGradient, "log_likelihood": LogLikelihood},
-    "correction": {"none": NoCorrection, "token_tis": TokenTIS},
+    "ratio": {"token": TokenRatio, "sequence": SequenceRatio, "sequence_token": SequenceTokenRatio},
+    "surrogate": {
+        "clip": Clip,
+        "policy_gradient": PolicyGradient,
+        "log_likelihood": LogLikelihood,
+        "clipped_weight": ClippedWeight,
+        "soft_gate": SoftGate,
+        "geometric_mean": GeometricMean,
+        "divergence_mask": DivergenceMask,
+        "mirror_descent": MirrorDescent,
+        "clip_cov": ClipCov,
+        "kl_cov": KlCov,
+        "forking": Forking,
+        "tapered": Tapered,
+        "capped_weight": CappedWeight,
+        "second_moment": SecondMoment,
+        "guided": Guided,
+    },
+    "correction": {"none": NoCorrection, "importance": Importance, "off_policy_mask": OffPolicyMask},
     "kl": {"kl": Kl},
     "entropy": {"bonus": EntropyBonus},
     "aggregate": {
@@ -52,15 +97,24 @@ class Algorithm:
 
     name: str
     paper: str
-    shaping: Callable[[Tensor, Tensor], Tensor]  # (rewards_N, lengths_N) -> rewards_N
-    advantage: Callable[[Tensor, Tensor], Tensor]  # (rewards_N, group_N) -> advantages_N
+    shaping: Callable[[Scored], Tensor]  # -> rewards_N
+    advantage: Callable[[Scored], Tensor]  # -> advantages_N, or advantages_T if the rule is `per_token`
     ratio: Callable[[Tensor, Tensor], Tensor]  # (log_ratio_T, sample_T) -> log_ratio_T
-    surrogate: Callable[[Tensor, Tensor, Tensor], Surrogate]  # (logprobs_T, log_ratio_T, advantages_T) -> loss_T, clipped_T
-    correction: Callable[[Tensor, Tensor], Tensor]  # (log_weight_T, sample_T) -> weight_T
-    kl: Kl  # (logprobs_T, ref_T) -> kl_T
-    entropy: EntropyBonus  # entropy_T -> bonus_T
+    surrogate: Callable[[Tokens], Surrogate]  # -> loss_T, clipped_T
+    correction: Callable[[Tensor, Tensor, Tensor], Tensor]  # (log_weight_T, sample_T, advantages_T) -> weight_T
+    kl: Kl  # (logprobs_T, ref_T, log_drift_T) -> kl_T
+    entropy: EntropyBonus  # entropy_T -> bonus_T, on the tokens that `select` chose
     aggregate: Callable[[Tensor], Tensor]  # lengths_N -> weight_N
     filters: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """What weighs by the behavior does it once."""
+        whole = "behavior" in getattr(self.surrogate, "reads", ()) or getattr(self.ratio, "anchor", "proximal") == "behavior"
+        if whole and getattr(self.correction, "weighs", False):
+            raise ConfigError(
+                f"algo.correction beside {self.surrogate}: it already reaches from the behavior to the policy, and would be weighed twice. "
+                "Remove the correction, or let ratio.anchor be 'proximal' and the surrogate read the ratio"
+            )
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -79,9 +133,16 @@ class Algorithm:
         idle = {family: f"the surrogate {self.surrogate} does not read it" for family in ("advantage", "ratio") if family not in reads}
         if "advantage" in idle or isinstance(self.advantage, Constant):
             idle["shaping"] = "no reward is read"
+        elif getattr(self.advantage, "reads_parts", False):
+            idle["shaping"] = "the advantage reads the parts of the reward"
         for family, part in self.parts.items():
             idle |= {f"{family}.{knob}": why for knob, why in getattr(part, "idle", {}).items()}
         return idle
+
+    def advantages_T(self, scored: Scored) -> Tensor:
+        """Rewards, shaped and compared: the advantage of every trainable token, in the order of the samples."""
+        found = self.advantage(replace(scored, rewards_N=self.shaping(scored)))
+        return found if getattr(self.advantage, "per_token", False) else scored.each(found)
 
     def bounded(self, max_tokens: int) -> Algorithm:
         """Every length that the recipe left open becomes its max_tokens."""
@@ -128,7 +189,54 @@ SFT = replace(
     aggregate=TokenMean(),
 )
 
-TABLE = {row.name: row for row in (GRPO, DR_GRPO, DAPO, RLOO, REINFORCE, SFT)}
+# another ratio or another bound on it
+GSPO = replace(GRPO, name="gspo", paper="arXiv:2507.18071", ratio=SequenceRatio(), surrogate=Clip(low=3e-4, high=4e-4))
+GSPO_TOKEN = replace(GSPO, name="gspo_token", ratio=SequenceTokenRatio())
+GMPO = replace(GRPO, name="gmpo", paper="arXiv:2507.20673", surrogate=GeometricMean())
+CISPO = replace(GRPO, name="cispo", paper="arXiv:2506.13585", surrogate=ClippedWeight(), aggregate=TokenMean())
+SAPO = replace(GRPO, name="sapo", paper="arXiv:2511.20347", surrogate=SoftGate())
+DPPO_TV = replace(GRPO, name="dppo_tv", paper="arXiv:2602.04879", surrogate=DivergenceMask("tv"), aggregate=TokenMean())
+DPPO_KL = replace(DPPO_TV, name="dppo_kl", surrogate=DivergenceMask("kl"))
+KIMI = replace(
+    GRPO,
+    name="kimi",
+    paper="arXiv:2501.12599",
+    shaping=KimiLength(),
+    advantage=GroupCenter(),
+    surrogate=MirrorDescent(),
+    aggregate=SeqMeanTokenSum(),
+)
+CLIP_COV = replace(GRPO, name="clip_cov", paper="arXiv:2505.22617", surrogate=ClipCov(), aggregate=TokenMean())
+KL_COV = replace(CLIP_COV, name="kl_cov", surrogate=KlCov())
+FORKING = replace(DAPO, name="forking", paper="arXiv:2506.01939", surrogate=Forking(low=0.2, high=0.28))
+
+# another baseline or scale
+OPO = replace(REINFORCE, name="opo", paper="arXiv:2505.23585", advantage=LengthBaseline())
+REMAX = replace(REINFORCE, name="remax", paper="arXiv:2310.10505", advantage=Greedy())
+PASS_AT_K = replace(GRPO, name="pass_at_k", paper="arXiv:2503.19595", advantage=PassAtK())
+MAXRL = replace(GRPO, name="maxrl", paper="arXiv:2602.02710", advantage=MeanNorm())
+GPG = replace(REINFORCE, name="gpg", paper="arXiv:2504.02546", advantage=SignalCenter(), aggregate=TokenMean())
+GDPO = replace(GRPO, name="gdpo", paper="arXiv:2601.05242", advantage=PartsNorm())
+REINFORCE_PP = replace(GRPO, name="reinforce_pp", paper="arXiv:2501.03262", advantage=Whitened(), aggregate=TokenMean())
+REINFORCE_PP_BASELINE = replace(REINFORCE_PP, name="reinforce_pp_baseline", advantage=WhitenedCenter(), kl=Kl("k2", coef=0.0))
+RAFT = replace(REINFORCE, name="raft", paper="arXiv:2304.06767", advantage=Accept(), aggregate=TokenMean())
+
+# tokens of another policy
+DECOUPLED = replace(GRPO, name="decoupled", paper="arXiv:2505.24298", correction=Importance(high=5.0), aggregate=TokenMean())
+TOPR = replace(REINFORCE, name="topr", paper="arXiv:2503.14286", surrogate=Tapered())
+AIPO = replace(REINFORCE, name="aipo", paper="arXiv:2505.24034", advantage=GroupCenter(), surrogate=CappedWeight(), aggregate=TokenMean())
+M2PO = replace(GRPO, name="m2po", paper="arXiv:2510.01161", surrogate=SecondMoment(), aggregate=TokenMean())
+LUFFY = replace(GRPO, name="luffy", paper="arXiv:2504.14945", advantage=GroupCenter(), surrogate=Guided(), aggregate=FixedNorm())
+
+TABLE = {
+    row.name: row
+    for row in (
+        *(GRPO, DR_GRPO, DAPO, RLOO, REINFORCE, SFT),
+        *(GSPO, GSPO_TOKEN, GMPO, CISPO, SAPO, DPPO_TV, DPPO_KL, KIMI, CLIP_COV, KL_COV, FORKING),
+        *(OPO, REMAX, PASS_AT_K, MAXRL, GPG, GDPO, REINFORCE_PP, REINFORCE_PP_BASELINE, RAFT),
+        *(DECOUPLED, TOPR, AIPO, M2PO, LUFFY),
+    )
+}
 
 
 def resolve(section: dict[str, Any]) -> Algorithm:

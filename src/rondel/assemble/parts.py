@@ -38,6 +38,10 @@ from rondel.words.types import EnvFault, Failed, Group, PolicyFault, Sampling, S
 
 ENVS = {"single_turn": SingleTurn}
 PROBE = 24  # tokens of the first prompt that are scored on both sides after every sync
+UNMET = {
+    "greedy": "no greedy answer is sampled beside a group yet. Use kind = 'rloo' or 'opo'",
+    "guidance": "no demonstration joins a group yet. Use loop.warmup for demonstrations, or the row from Python on a batch of your own",
+}
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # mean nats a token of the probe
 
 
@@ -78,10 +82,13 @@ def build(job: Job) -> Parts:
             "engine.sampling.temperature = 0 is greedy: every sample of a group is the same, and greedy samples are not trainable. Use 1.0"
         )
     refuse_untrainable(sampling)
-    if row.name != "sft" and job.algo.group_size == 1 and type(row.advantage).__name__ in {"GroupNorm", "GroupCenter", "LeaveOneOut"}:
+    if row.name != "sft" and job.algo.group_size == 1 and getattr(row.advantage, "compares", False):
         raise ConfigError(
             f"algo.group_size = 1 gives {row.name} no baseline: every advantage would be 0. Use 4 or more, or kind = 'reinforce'"
         )
+    for need, why in UNMET.items():
+        if need in row.needs:
+            raise ConfigError(f"algo.kind = {job.algo.kind!r} needs {need}, and {why}")
     if job.loop.warmup.steps and row.kl.coef:
         raise ConfigError(
             "algo.kl.coef with loop.warmup: the reference would be the model before its supervised phase. Run the warmup as a run of its own "
@@ -351,11 +358,9 @@ def prepare_with(row: Algorithm) -> Callable[[list[Group]], Awaitable[Batch]]:
 
     async def prepare(groups: list[Group]) -> Batch:
         batch = batch_of(groups)
-        rewards = torch.tensor([s.reward for s in batch.samples], dtype=torch.float64)
-        shaped = row.shaping(rewards, batch.lengths_N)
-        advantages = row.advantage(shaped, torch.tensor([s.group for s in batch.samples]))
-        for sample, advantage in zip(batch.samples, advantages.tolist()):
-            sample.advantage = advantage
+        advantages = row.advantages_T(batch.scored).float().split(batch.lengths_N.tolist())
+        for sample, piece in zip(batch.samples, advantages):
+            sample.advantages = piece.numpy()
         return batch
 
     return prepare

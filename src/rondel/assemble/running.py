@@ -130,10 +130,10 @@ class Run:
     async def _reinforce(self, steps: range, saved: dict[str, Any] | None) -> None:
         parts, job = self.parts, self.job
         buffer = self._buffer(job.loop.groups_per_step, job.loop.max_staleness, parts.window, saved)
-        if job.loop.max_staleness and type(parts.row.correction).__name__ == "NoCorrection" and parts.row.name != "sft":
+        if job.loop.max_staleness and "behavior_logprobs" not in parts.row.needs and parts.row.name != "sft":
             emit(
                 Warned(
-                    f"max_staleness = {job.loop.max_staleness} without a correction: stale tokens are trained as if they were fresh. Set algo.correction.kind = 'token_tis'"
+                    f"max_staleness = {job.loop.max_staleness} without a correction: stale tokens are trained as if they were fresh. Set algo.correction.kind = 'importance'"
                 )
             )
         await self._loop(buffer, Rollouts(parts, job.algo.group_size), parts.judge, parts.row, steps)
@@ -180,13 +180,13 @@ class Run:
 
 
 def per_token(batch: Batch, note: str | None) -> dict[tuple[int, int], list[float]]:
-    """A note (or the advantage) of every trained token, laid out over the whole stream."""
+    """A note (or the advantages) of every trained token, laid out over the whole stream."""
     out = {}
     for sample in batch.samples:
         values = [0.0] * len(sample.tokens)
-        told = sample.notes.get(note) if note else None
+        told = sample.notes.get(note) if note else sample.advantages
         for i, at in enumerate(sample.trainable.tolist()):
-            values[at] = sample.advantage if note is None else float(told[i]) if told is not None else float("nan")
+            values[at] = float(told[i]) if told is not None else float("nan")
         out[(sample.group, sample.index)] = values
     return out
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from rondel.models.load import Loaded
 from rondel.models.tape import Tape
 from rondel.train.logprobs import logprob_and_entropy
-from rondel.train.pack import Batch, Packed, micro_batches
+from rondel.train.pack import Batch, Packed, Sample, micro_batches
 from rondel.words.errors import TrainError
 
 
@@ -22,10 +24,12 @@ def forward(loaded: Loaded, packed: Packed, *, temperature: float, tape: Tape | 
 def annotate(
     loaded: Loaded, batch: Batch, name: str, *, budget: int, temperature: float, share: bool = True, replay: bool = False
 ) -> Batch:
-    """Write the logprobs of `loaded` into every sample's notes under `name`; `replay` for the policy, other weights route for themselves."""
+    """Write the logprobs of `loaded` into every sample's notes under `name`, and the entropy beside "proximal"; `replay` for the policy, other weights route for themselves."""
     for packed in micro_batches(batch, budget, share=share, device=loaded.device):
-        logprobs, _ = forward(loaded, packed, temperature=temperature, tape=replaying(loaded, packed) if replay else None)
+        logprobs, entropy = forward(loaded, packed, temperature=temperature, tape=replaying(loaded, packed) if replay else None)
         note(batch, packed, name, logprobs)
+        if name == "proximal":
+            note(batch, packed, "entropy", entropy)
     return batch
 
 
@@ -42,13 +46,22 @@ def replaying(loaded: Loaded, packed: Packed) -> Tape:
 
 def note(batch: Batch, packed: Packed, name: str, values_M: Tensor) -> None:
     """Give each sample its share of a per-token tensor."""
-    counts = [len(batch.samples[i].trainable) for i in packed.samples]
-    for i, piece in zip(packed.samples, values_M.detach().float().cpu().split(counts)):
-        batch.samples[i].notes[name] = piece.numpy()
+    spread([batch.samples[i] for i in packed.samples], name, values_M)
 
 
 def gather(batch: Batch, packed: Packed, name: str) -> Tensor:
     """The inverse of `note`: [M] in the order of the packed row."""
-    samples = (batch.samples[i] for i in packed.samples)
-    pieces = [torch.from_numpy(s.behavior if name == "behavior" else s.notes[name]) for s in samples]
-    return torch.cat(pieces).to(packed.tokens.device)
+    return flat([batch.samples[i] for i in packed.samples], name).to(packed.tokens.device)
+
+
+def spread(samples: Sequence[Sample], name: str, values_T: Tensor) -> None:
+    """Cut a tensor over all trainable tokens of `samples` into their notes."""
+    for sample, piece in zip(samples, values_T.detach().float().cpu().split([len(s.trainable) for s in samples])):
+        sample.notes[name] = piece.numpy()
+
+
+def flat(samples: Sequence[Sample], name: str) -> Tensor:
+    """The inverse of `spread`; "behavior" and "advantages" are the samples' own.  [T] float32."""
+    own = ("behavior", "advantages")
+    pieces = [torch.from_numpy(getattr(s, name) if name in own else s.notes[name]) for s in samples]
+    return torch.cat(pieces) if pieces else torch.zeros(0)

@@ -8,6 +8,7 @@ T packed tokens · M trainable tokens, in sample order · N samples
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -15,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rondel.algos.scored import Scored
 from rondel.models.attention import PackedLayout, Segment
-from rondel.words.types import Group, Trajectory
+from rondel.words.types import Group, Score, Trajectory
 
 
 @dataclass(slots=True)
@@ -33,7 +35,9 @@ class Sample:
     behavior: np.ndarray  # [m] float32
     versions: np.ndarray  # [m] int64
     reward: float
-    advantage: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)  # what the reward was made of
+    advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [m], once they are known
+    guided: bool = False  # a demonstration among the policy's own samples
     experts: np.ndarray | None = None  # [t-1,L,K] of a MoE: where the engine sent each token
     notes: dict[str, np.ndarray] = field(default_factory=dict)  # annotations by name: "proximal", "ref", "trained"
 
@@ -51,6 +55,7 @@ class Sample:
             np.asarray(trajectory.logprobs, dtype=np.float32)[trainable],
             np.asarray(trajectory.versions, dtype=np.int64)[trainable],
             float(trajectory.reward or 0.0),
+            dict(trajectory.score.parts) if isinstance(trajectory.score, Score) else {},
             experts=None if trajectory.experts is None else np.asarray(trajectory.experts),
         )
 
@@ -68,7 +73,18 @@ class Batch:
 
     @property
     def lengths_N(self) -> Tensor:
-        return torch.tensor([len(s.trainable) for s in self.samples])
+        return torch.tensor([len(s.trainable) for s in self.samples], dtype=torch.int64)
+
+    @property
+    def scored(self) -> Scored:
+        """What advantages are made of."""
+        names = dict.fromkeys(name for s in self.samples for name in s.parts)
+        return Scored(
+            torch.tensor([s.reward for s in self.samples], dtype=torch.float64),
+            torch.tensor([s.group for s in self.samples], dtype=torch.int64),
+            self.lengths_N,
+            {name: torch.tensor([s.parts.get(name, math.nan) for s in self.samples], dtype=torch.float64) for name in names},
+        )
 
     @property
     def total_tokens(self) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rondel.algos.ahead import NOTHING, Ahead, ahead, counted, tokens_of
 from rondel.algos.kl import k3
 from rondel.algos.objective import objective
 from rondel.models import names
@@ -138,14 +139,15 @@ class LocalTrainer:
         updates = batch.updates(settings.updates_per_step)
         stepped, note, self.moved, taken = True, "", False, 0
         try:
+            needs = algo.needs | ({"proximal_logprobs"} if len(updates) > 1 else set())
             for update in updates:  # all before the first move, and each in the packing in which it will be trained
-                self._annotate(update, algo.needs | ({"proximal_logprobs"} if len(updates) > 1 else set()))
+                self._annotate(update, needs)
             _check_samples(batch)
             seconds["annotate"] = clock() - began
             for update in updates:
                 self.weights.zero_grad()
                 t = clock()
-                self._accumulate(update, algo, sums, proximal_noted=len(updates) > 1)
+                self._accumulate(update, algo, sums, proximal_noted="proximal_logprobs" in needs)
                 norm = self.weights.gradient_norm()
                 if not math.isfinite(float(norm)):
                     raise NotFinite(f"gradient: its norm is {float(norm)} over {_some(update, range(len(update.samples)))}")
@@ -181,8 +183,10 @@ class LocalTrainer:
 
     def _accumulate(self, batch: Batch, algo: Any, sums: Sums, *, proximal_noted: bool) -> None:
         """Forward and backward over micro-batches; every weight is fixed before the first of them (law 3)."""
-        weight_N = algo.aggregate(batch.lengths_N).float().to(self.loaded.device)
-        advantage_N = torch.tensor([s.advantage for s in batch.samples], dtype=torch.float32, device=self.loaded.device)
+        decided = _decide(batch, algo) if proximal_noted else NOTHING
+        weight_N = algo.aggregate(counted(algo, batch.lengths_N, decided)).float().to(self.loaded.device)
+        score_N = torch.tensor([s.reward for s in batch.samples], dtype=torch.float32, device=self.loaded.device)
+        guided_N = torch.tensor([s.guided for s in batch.samples], dtype=torch.bool, device=self.loaded.device)
         for packed in micro_batches(batch, self.settings.micro_tokens, share=self.settings.share_prompts, device=self.loaded.device):
             tape = notes.replaying(self.loaded, packed) if self.settings.replay_routes else None
             logprobs, entropy = notes.forward(self.loaded, packed, temperature=self.settings.temperature, tape=tape)
@@ -196,9 +200,12 @@ class LocalTrainer:
                 proximal_T=proximal,
                 behavior_T=behavior,
                 ref_T=notes.gather(batch, packed, "ref") if "ref_logprobs" in algo.needs else None,
-                advantages_T=advantage_N[packed.sample],
+                advantages_T=notes.gather(batch, packed, "advantages"),
                 weight_T=weight_N[packed.sample],
                 sample_T=packed.sample,
+                score_T=score_N[packed.sample],
+                guided_T=guided_N[packed.sample],
+                decided=Ahead(**{name: notes.gather(batch, packed, name) for name, known in vars(decided).items() if known is not None}),
             )
             _check("ratio", terms["ratio"], batch, packed)
             loss.backward()
@@ -275,11 +282,35 @@ def _frozen(loaded: Loaded) -> Loaded:
     return replace(loaded, model=model, head=Head.of(model))
 
 
+def _decide(batch: Batch, algo: Any) -> Ahead:
+    """What the row decides over the whole update, also noted with its samples."""
+    each = batch.scored.each
+    proximal_T = notes.flat(batch.samples, "proximal")
+    found = ahead(
+        algo,
+        tokens_of(
+            algo,
+            logprobs_T=proximal_T,
+            proximal_T=proximal_T,
+            sample_T=each(torch.arange(len(batch.samples))),
+            entropy_T=notes.flat(batch.samples, "entropy"),
+            behavior_T=notes.flat(batch.samples, "behavior") if algo.needs else None,
+            advantages_T=notes.flat(batch.samples, "advantages"),
+            score_T=each(torch.tensor([s.reward for s in batch.samples])),
+            guided_T=each(torch.tensor([s.guided for s in batch.samples])),
+        ),
+    )
+    for name, values_T in vars(found).items():
+        if values_T is not None:
+            notes.spread(batch.samples, name, values_T)
+    return found
+
+
 def _check_samples(batch: Batch) -> None:
     """All that is known before the first forward pass with a gradient."""
     for border, known in (
         ("reward", lambda s: s.reward),
-        ("advantage", lambda s: s.advantage),
+        ("advantage", lambda s: s.advantages),
         ("logprob", lambda s: np.concatenate([s.behavior, *s.notes.values()])),
     ):
         if bad := [i for i, s in enumerate(batch.samples) if not np.isfinite(known(s)).all()]:

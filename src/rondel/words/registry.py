@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ def nearest(word: str, known: list[str]) -> str:
     """ " Did you mean 'x'?", or nothing when no known word is near."""
     match = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f" Did you mean '{match[0]}'?" if match else ""
+
+
+def one_of(knob: str, value: Any, known: Iterable[str]) -> None:
+    """Refuse a value that is not among the known ones."""
+    if value not in (names := list(known)):
+        raise ConfigError(f"{knob} = {value!r}; it must be one of {', '.join(names)}.{nearest(str(value), names)}")
 
 
 def find(what: str, kind: str, known: dict[str, Any]) -> Any:

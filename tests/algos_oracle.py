@@ -1,0 +1,280 @@
+"""Every formula of the table once more: Python floats, one token at a time, loops. Only logp and entropy are tensors, for their gradient."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from algos_kit import F64, Ragged
+from torch import Tensor
+
+from rondel.algos.table import Algorithm
+
+
+def bounded(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+def mean(values: list) -> float:
+    return sum(values) / len(values)
+
+
+def std(values: list[float]) -> float:
+    return math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else 0.0
+
+
+def whiten(values: list[float]) -> list[float]:
+    return [(v - mean(values)) / math.sqrt(std(values) ** 2 + 1e-8) for v in values]
+
+
+def naive(row: Algorithm, batch: Ragged) -> tuple[Tensor, Tensor]:
+    """(loss, gradient on the logits) of the whole batch."""
+    leaf = batch.logits_TV.clone().requires_grad_()
+    logps = leaf.log_softmax(-1)
+    logp, entropy = list(logps[:, 0]), list(-(logps.exp() * logps).sum(-1))
+    old, mu, ref = batch.others_3T.tolist()
+    lengths, total = batch.lengths_N.tolist(), torch.zeros((), dtype=F64)
+    owner = [i for i, n in enumerate(lengths) for _ in range(n)]
+    mates = {t: [s for s in range(len(owner)) if owner[s] == owner[t]] for t in range(len(owner))}
+    advantages = token_advantages(row, batch)
+    anchor = mu if row.ratio.anchor == "behavior" else old
+    weights = corrections(row, [o - m for o, m in zip(old, mu, strict=True)], mates, advantages)
+    kept = [weights[t] != 0 or getattr(row.correction, "denominator", "all") == "all" for t in range(len(owner))]
+    counts = [sum(kept[t] for t in range(len(owner)) if owner[t] == i) for i in range(len(lengths))]
+    nats = [h.item() for h in entropy]
+    chosen, acts = selected(row, advantages, old, mu, nats), bonus_acts(row, nats)
+    x = [logp[t] - anchor[t] for t in range(len(owner))]
+    for t in range(len(owner)):
+        a, score, guided = advantages[t], float(batch.rewards_N[owner[t]]), bool(batch.guided_N[owner[t]])
+        drift = [logp[s].item() - mu[s] for s in mates[t]]
+        spread = [row_ratio(row, x, mates[s], s) for s in mates[t]]
+        own = row_ratio(row, x, mates[t], t)
+        loss = SURROGATES[type(row.surrogate).__name__](
+            row.surrogate, lp=logp[t], x=own, a=a, score=score, guided=guided, chosen=chosen[t],
+            drift=logp[t].item() - mu[t], drifts=drift, xs=spread,
+        )  # fmt: skip
+        total = total + per_token(row, counts, owner[t]) * (
+            weights[t] * loss + row.kl.coef * penalty(row.kl, logp[t], ref[t], mu[t]) - (row.entropy.coef * entropy[t] if acts[t] else 0.0)
+        )
+    if not owner:
+        return total, torch.zeros_like(leaf)
+    return total.detach(), torch.autograd.grad(total, leaf, allow_unused=True)[0]
+
+
+# -- rewards to advantages ------------------------------------------------------------------------------------------------
+
+
+def token_advantages(row: Algorithm, batch: Ragged) -> list[float]:
+    rewards, group, lengths = batch.rewards_N.tolist(), batch.group_N.tolist(), batch.lengths_N.tolist()
+    rule, name = row.advantage, type(row.advantage).__name__
+    mates = [[j for j in range(len(group)) if group[j] == g] for g in group]
+    shaped = [shape(row.shaping, rewards[i], lengths[i], [lengths[j] for j in mates[i]]) for i in range(len(group))]
+    if name == "Whitened":
+        flat = [rule.gamma ** (n - 1 - k) * shaped[i] for i, n in enumerate(lengths) for k in range(n)]
+        return whiten(flat) if flat else []
+    if name == "WhitenedCenter":
+        flat = [shaped[i] - mean([shaped[j] for j in mates[i]]) for i, n in enumerate(lengths) for _ in range(n)]
+        return whiten(flat) if flat else []
+    if name == "PartsNorm":
+        sums = [0.0] * len(group)
+        for part, values_N in batch.parts.items():
+            values = values_N.tolist()
+            for i in range(len(group)):
+                peers = [values[j] for j in mates[i]]
+                sums[i] += rule.weights.get(part, 1.0) * (values[i] - mean(peers)) / (std(peers) + rule.eps)
+        each = whiten(sums) if sums else []
+    else:
+        each = [one(rule, name, i, shaped, mates[i], lengths, group, mates) for i in range(len(group))]
+    return [each[i] for i, n in enumerate(lengths) for _ in range(n)]
+
+
+def one(rule, name, i, shaped, mates, lengths, group, all_mates) -> float:
+    peers, r, n = [shaped[j] for j in mates], shaped[i], len(mates)
+    others = [shaped[j] for j in mates if j != i]
+    if name == "GroupNorm":
+        return (r - mean(peers)) / (std(peers) + rule.eps)
+    if name == "GroupCenter":
+        return r - mean(peers)
+    if name == "LeaveOneOut":
+        return r - mean(others) if n > 1 else 0.0
+    if name == "LengthBaseline":
+        words = [lengths[j] for j in mates]
+        low = min(peers)  # without a single token the baseline is the lowest reward
+        return r - (sum(w * p for w, p in zip(words, peers, strict=True)) / sum(words) if sum(words) else low)
+    if name == "Greedy":
+        return r - group[i] / 10
+    if name == "PassAtK":
+        lead = r - max(others) if others and r > max(others) else 0.0
+        return lead / (std(peers) + rule.eps) if rule.divide else lead
+    if name == "MeanNorm":
+        return (r - mean(peers)) / (mean(peers) + rule.eps) if mean(peers) > 0 else 0.0
+    if name == "SignalCenter":
+        telling = sum(len({shaped[j] for j in m}) > 1 for m in all_mates)
+        return len(group) / max(1, telling) * (r - mean(peers))
+    if name == "Accept":
+        return 1.0 if r > rule.above else 0.0
+    return r if name == "Raw" else rule.value
+
+
+def shape(rule, reward: float, length: int, siblings: list[int]) -> float:
+    if type(rule).__name__ == "Overlong":
+        return reward - rule.factor * bounded((length - (rule.max_tokens - rule.buffer)) / rule.buffer, 0, 1)
+    if type(rule).__name__ == "KimiLength":
+        short, long = min(siblings), max(siblings)
+        point = 0.5 - (length - short) / (long - short) if long > short else 0.0
+        return reward + rule.factor * (point if reward > rule.above else min(0.0, point))
+    return reward
+
+
+# -- corrections and choices ----------------------------------------------------------------------------------------------
+
+
+def corrections(row: Algorithm, gap: list[float], mates: dict[int, list[int]], advantages: list[float]) -> list[float]:
+    rule, name = row.correction, type(row.correction).__name__
+    if name == "NoCorrection":
+        return [1.0] * len(gap)
+    if name == "OffPolicyMask":
+        return [0.0 if advantages[t] < 0 and mean([-gap[s] for s in mates[t]]) > rule.delta else 1.0 for t in mates]
+
+    def ratio(t: int, level: str) -> float:
+        inside = [gap[s] for s in mates[t]]
+        return math.exp(bounded({"token": gap[t], "sequence": sum(inside), "geometric": mean(inside)}[level], -20, 20))
+
+    out = []
+    for t in mates:
+        w = ratio(t, rule.level)
+        w = {
+            "truncate": min(w, rule.high),
+            "clip": bounded(w, rule.low, rule.high),
+            "mask": w if rule.low <= w <= rule.high else 0.0,
+        }[rule.action]
+        if rule.reject != "none" and not rule.reject_low <= ratio(t, rule.reject) <= rule.reject_high:
+            w = 0.0
+        if any(gap[s] < math.log(rule.veto) for s in mates[t] if rule.veto):
+            w = 0.0
+        out.append(w)
+    if rule.normalize != "none" and any(out):
+        share = [1.0 if rule.normalize == "token" else 1 / len(mates[t]) for t in mates]
+        scale = sum(s * w for s, w in zip(share, out, strict=True)) / sum(share)
+        out = [w / scale for w in out]
+    return out
+
+
+def largest(values: list[float], share: float) -> list[bool]:
+    bar = sorted(values, reverse=True)[max(1, math.ceil(share * len(values))) - 1] if values else 0.0
+    return [v >= bar for v in values]
+
+
+def selected(row: Algorithm, advantages: list[float], old: list[float], mu: list[float], entropy: list[float]) -> list[bool]:
+    rule, name, t = row.surrogate, type(row.surrogate).__name__, len(old)
+    if not t:
+        return []
+    cov = [(a - mean(advantages)) * (o - mean(old)) for a, o in zip(advantages, old, strict=True)]
+    if name == "ClipCov":
+        inside = sorted((s for s in range(t) if rule.least < cov[s] < rule.most), key=cov.__getitem__)
+        count = min(max(1, int(rule.share * t)), len(inside))
+        taken = {inside[int((k + 0.5) * len(inside) / count)] for k in range(count)}
+        return [s in taken for s in range(t)]
+    if name == "KlCov":
+        return largest(cov, rule.share)
+    if name == "Forking":
+        return largest(entropy, rule.top)
+    if name == "SecondMoment":
+        order = sorted(range(t), key=lambda s: (old[s] - mu[s]) ** 2)
+        while order and mean([(old[s] - mu[s]) ** 2 for s in order]) > rule.threshold:
+            order.pop()
+        return [s in order for s in range(t)]
+    return [False] * t
+
+
+def bonus_acts(row: Algorithm, entropy: list[float]) -> list[bool]:
+    rule = row.entropy
+    if not entropy or (rule.target is not None and not mean(entropy) < rule.target):
+        return [False] * len(entropy)
+    return largest(entropy, rule.top) if rule.top < 1 else [True] * len(entropy)
+
+
+# -- one token --------------------------------------------------------------------------------------------------------------
+
+
+def row_ratio(row: Algorithm, x: list[Tensor], mates: list[int], t: int) -> Tensor:
+    name = type(row.ratio).__name__
+    if name == "TokenRatio":
+        return x[t]
+    whole = sum(x[s] for s in mates) / len(mates)
+    return whole if name == "SequenceRatio" else whole.detach() + x[t] - x[t].detach()
+
+
+def clip(rule, *, x, a, **_):
+    r, low, high = x.exp(), 1 - rule.low, 1 + rule.high
+    held = r if low <= r.item() <= high else torch.tensor(low if r.item() < low else high, dtype=F64)
+    loss = max(-r * a, -held * a, key=Tensor.item)
+    if rule.dual is not None and a < 0 and loss.item() > -rule.dual * a:
+        loss = torch.tensor(-rule.dual * a, dtype=F64)
+    return loss
+
+
+def gate(rule, *, x, a, **_):
+    tau = rule.positive if a > 0 else rule.negative
+    return -4 / tau / (1 + (-tau * (x.exp() - 1)).exp()) * a
+
+
+def geometric(rule, *, xs, a, **_):
+    held = [torch.tensor(rule.high, dtype=F64) if a > 0 and v.item() > rule.high else v for v in xs]
+    held = [torch.tensor(-rule.low, dtype=F64) if a < 0 and v.item() < -rule.low else v for v in held]
+    return -a * (sum(held) / len(held)).exp()
+
+
+def divergence(rule, *, lp, x, a, **_):
+    p, q = math.exp(lp.item()), math.exp(lp.item() - x.item())
+    apart = abs(p - q) if rule.divergence == "tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    left = (a > 0 and x > 0 and apart > rule.high) or (a < 0 and x < 0 and apart > rule.low)
+    return 0.0 if left else -x.exp() * a
+
+
+def tapered(rule, *, lp, a, score, drift, drifts, **_):
+    u = math.exp(sum(drifts) if rule.level == "trajectory" else drift)
+    return -(1.0 if score > rule.above else min(u, 1.0)) * a * lp
+
+
+SURROGATES = {
+    "Clip": clip,
+    "PolicyGradient": lambda rule, *, lp, a, **_: -a * lp,
+    "LogLikelihood": lambda rule, *, lp, **_: -lp,
+    "ClippedWeight": lambda rule, *, lp, x, a, **_: -bounded(math.exp(x.item()), 1 - rule.low, 1 + rule.high) * a * lp,
+    "SoftGate": gate,
+    "GeometricMean": geometric,
+    "DivergenceMask": divergence,
+    "MirrorDescent": lambda rule, *, lp, x, xs, a, **_: -a * lp + rule.tau / 2 * x * (sum(xs) if rule.level == "sequence" else x),
+    "ClipCov": lambda rule, *, chosen, **rest: 0.0 if chosen else clip(rule, **rest),
+    "KlCov": lambda rule, *, x, a, chosen, **_: -x.exp() * a + (rule.coef * x.abs() if chosen else 0.0),
+    "Forking": lambda rule, *, chosen, **rest: clip(rule, **rest) if chosen else 0.0,
+    "Tapered": tapered,
+    "CappedWeight": lambda rule, *, lp, a, drift, **_: -min(math.exp(drift), rule.cap) * a * lp,
+    "SecondMoment": lambda rule, *, lp, a, drift, chosen, **_: -(drift + lp - lp.detach()).exp() * a if chosen else 0.0,
+    "Guided": lambda rule, *, lp, a, guided, **rest: -lp.exp() / (lp.exp() + rule.gamma) * a if guided else clip(rule, a=a, **rest),
+}
+
+
+def penalty(rule, lp: Tensor, ref: float, mu: float) -> Tensor:
+    x = lp - ref
+    value = {"k1": x, "k2": x * x / 2, "k3": (-x).exp() - 1 + x}[rule.kind]
+    if rule.through == "k2":
+        value = value.detach() + x * x / 2 - (x * x / 2).detach()
+    return (lp - mu).exp() * value if rule.unbiased else value
+
+
+def per_token(row: Algorithm, counts: list[int], i: int) -> float:
+    counted = sum(n > 0 for n in counts)
+    name = type(row.aggregate).__name__
+    if not counts[i]:
+        return 0.0
+    return (
+        1
+        / {
+            "TokenMean": sum(counts),
+            "SeqMeanTokenMean": counted * counts[i],
+            "SeqMeanTokenSum": counted,
+            "FixedNorm": counted * getattr(row.aggregate, "length", 1),
+        }[name]
+    )

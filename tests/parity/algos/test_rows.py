@@ -1,0 +1,132 @@
+"""Whole rows against the same formulas written one token at a time in float64: loss and gradient."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from algos_kit import F64, Ragged, lively, near, slope, tensor
+from algos_oracle import naive
+
+from rondel.algos import correction, kl, table
+from rondel.algos.ahead import Ahead
+from rondel.algos.bounded import MirrorDescent
+from rondel.algos.entropy import EntropyBonus
+from rondel.algos.objective import objective
+from rondel.algos.offpolicy import Tapered
+from rondel.algos.ratio import SequenceRatio, TokenRatio
+from rondel.algos.surrogate import Clip
+
+LENGTHS = [3, 0, 7, 1, 10, 5, 2, 8, 4]
+KLS = [kl.Kl(kind, 0.05) for kind in kl.ESTIMATORS] + [kl.Kl("k3", 0.05, unbiased=True), kl.Kl("k1", 0.05, through="k2")]
+CORRECTIONS = [
+    correction.Importance(high=1.1),
+    correction.Importance(action="clip", low=0.8, high=1.3),
+    correction.Importance(action="mask", low=0.8, high=1.3),
+    correction.Importance("sequence", "truncate", high=1.5, normalize="sequence"),
+    correction.Importance("geometric", "mask", low=0.9, high=1.2, denominator="kept"),
+    correction.Importance(high=1.5, reject="geometric", reject_low=0.7, reject_high=1.4, veto=0.3, normalize="token"),
+    correction.OffPolicyMask(0.05, denominator="kept"),
+]
+BONUSES = [EntropyBonus(0.02), EntropyBonus(0.02, top=0.3), EntropyBonus(0.02, target=9.0), EntropyBonus(0.02, target=0.1)]
+
+
+def variants():
+    """Every row as it stands, and with everything on; then the corners that no row has."""
+    for row in table.TABLE.values():
+        row = lively(row)
+        yield pytest.param(row, id=row.name)
+        takes_weights = "behavior" not in row.surrogate.reads
+        for i, penalty in enumerate(KLS):
+            rule = CORRECTIONS[i] if takes_weights else correction.OffPolicyMask(0.05)
+            full = replace(row, kl=penalty, entropy=BONUSES[i % len(BONUSES)], correction=rule)
+            if isinstance(row.surrogate, Clip):
+                full = replace(full, surrogate=replace(row.surrogate, dual=1.25))
+            yield pytest.param(full, id=f"{row.name}+{i}")
+    for i, rule in enumerate(CORRECTIONS):
+        for aggregate in (table.GRPO.aggregate, table.DAPO.aggregate, table.RLOO.aggregate):
+            yield pytest.param(replace(table.GRPO, correction=rule, aggregate=aggregate), id=f"correction {i}, {type(aggregate).__name__}")
+    yield pytest.param(replace(table.GRPO, ratio=TokenRatio("behavior")), id="bypass")
+    yield pytest.param(replace(table.GRPO, ratio=SequenceRatio("behavior"), surrogate=Clip(0.05, 0.05)), id="sequence bypass")
+    yield pytest.param(replace(lively(table.DPPO_TV), ratio=TokenRatio("behavior")), id="dppo at the behavior")
+    yield pytest.param(replace(table.TOPR, surrogate=Tapered("token", above=0.5)), id="topr, token")
+    yield pytest.param(replace(table.KIMI, surrogate=MirrorDescent(0.5, "token")), id="kimi, token")
+
+
+@pytest.mark.parametrize("row", list(variants()))
+def test_a_row_is_its_formula_one_token_at_a_time(row):
+    for seed in (7, 8):
+        batch = Ragged.make(LENGTHS, seed)
+        loss, gradient, _ = batch.loss(row)
+        wanted, wanted_gradient = naive(row, batch)
+        assert wanted_gradient.abs().max() > 1e-4, "the case must tell something"
+        assert abs(float(loss - wanted)) <= 1e-10 and near(gradient, wanted_gradient)
+
+
+def test_the_terms_are_what_they_are_called_and_carry_no_gradient():
+    batch, row = Ragged.make(LENGTHS, 7), replace(table.GRPO, kl=kl.Kl("k2", 0.1))
+    (terms,) = batch.loss(row)[2]
+    logp, (old, mu, ref) = batch.logits_TV.log_softmax(-1)[:, 0], batch.others_3T
+    assert near(terms["ratio"], (logp - old).exp()) and near(terms["gap"], old - mu) and near(terms["kl"], (logp - ref).square() / 2)
+    assert not any(term.requires_grad for term in terms.values())
+
+
+def test_decoupled_is_plain_when_the_behavior_was_the_anchor_and_is_right_when_it_was_stale():
+    """M3. A two-armed bandit whose tokens were drawn from a stale mu: only the corrected gradient has the right mean."""
+    arms, mu, payoff = tensor(0.4, -0.2), tensor(0.15, 0.85).log(), tensor(1, 0)
+
+    def step(row, behavior):
+        logits = arms.clone().requires_grad_()
+        logp = logits.log_softmax(0)
+        loss, _ = objective(
+            row, logprobs_T=logp, entropy_T=None, proximal_T=logp, behavior_T=behavior, ref_T=None, advantages_T=payoff,
+            weight_T=behavior.exp(), sample_T=torch.arange(2), decided=Ahead(selected=torch.ones(2)),
+        )  # fmt: skip
+        return slope(loss, logits)
+
+    logits = arms.clone().requires_grad_()
+    truth = slope(-(logits.softmax(0) * payoff).sum(), logits)
+    decoupled = replace(table.GRPO, correction=correction.Importance(high=100.0))
+    assert near(step(decoupled, mu), truth) and not near(step(table.GRPO, mu), truth, 0.05)
+    assert near(step(decoupled, arms.log_softmax(0)), step(table.GRPO, arms.log_softmax(0)))
+    # whoever spans behavior and policy in one ratio is right too: bypass, AIPO, M2PO
+    for row in (replace(table.GRPO, ratio=TokenRatio("behavior"), surrogate=Clip(1.0, 100.0)), table.M2PO):
+        assert near(step(row, mu), truth)
+    assert near(step(replace(table.AIPO, surrogate=replace(table.AIPO.surrogate, cap=100.0)), mu), truth)
+
+
+def test_the_matrix_of_anchors_and_corrections_is_four_losses():
+    """M1: standard, with correction (decoupled), bypass; and the fourth, a correction beside a bypass, is refused: it would count twice."""
+    batch = Ragged.make(LENGTHS, 3)
+    standard, bypass = table.GRPO, replace(table.GRPO, ratio=TokenRatio("behavior"))
+    losses = [float(batch.loss(row)[0]) for row in (standard, replace(standard, correction=correction.Importance(high=9.0)), bypass)]
+    assert len({round(loss, 6) for loss in losses}) == 3
+    with pytest.raises(table.ConfigError, match="weighed twice"):
+        replace(bypass, correction=correction.Importance())
+    with pytest.raises(table.ConfigError, match="weighed twice"):
+        replace(table.TOPR, correction=correction.Importance())
+
+
+def test_demonstrations_teach_where_the_policy_never_succeeds():
+    """A11. Three arms; the right one is hardly ever drawn, so on-policy rewards are all 0. With the demonstration in its group LUFFY finds it."""
+
+    def train(guided: bool) -> float:
+        logits = tensor(0.0, 0.0, -5.0).requires_grad_()
+        optimizer = torch.optim.SGD([logits], lr=2.0)
+        for _ in range(400):
+            logp = logits.log_softmax(0)
+            picked = logp[[0, 1, 2]] if guided else logp[[0, 1, 0]]
+            rewards = tensor(0, 0, 1) if guided else tensor(0, 0, 0)
+            loss, _ = objective(
+                table.LUFFY.bounded(1), logprobs_T=picked, entropy_T=None, proximal_T=picked, behavior_T=picked.detach(), ref_T=None,
+                advantages_T=rewards - rewards.mean(), weight_T=torch.full((3,), 1 / 3, dtype=F64), sample_T=torch.arange(3),
+                guided_T=torch.tensor([False, False, guided]),
+            )  # fmt: skip
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return math.exp(float(logits.detach().log_softmax(0)[2]))
+
+    assert train(guided=True) > 0.9 and train(guided=False) < 0.01
