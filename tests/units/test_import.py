@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -204,6 +206,87 @@ def test_flat_flags_of_openrlhf_mean_what_they_are_called_today():
     new = read("openrlhf", "--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 4 --actor.adam.lr 2e-6")
     a, b = (translate(OPENRLHF, given, ROWS) for given in (old, new))
     assert nested(a.lines) == nested(b.lines) and set(a.translated) == set(old) and "# n_samples_per_prompt" in recipe(a, "x")
+
+
+VLLM = {"use_vllm": True, "vllm_importance_sampling_clip_max": 1.5}
+ROLLOUT = "algorithm.rollout_correction"
+GATE = {"algo.advantage.is_correction_level": "token", "algo.advantage.is_correction_threshold": [0.8, 1.3]}
+
+
+def gate(low, high, value):
+    return value if low <= value <= high else 0.0
+
+
+@pytest.mark.parametrize(
+    "name, config, weight",
+    [  # weight(w of the token, those of its answer) as the peer computes it
+        ("trl", VLLM, lambda w, all: gate(0, 1.5, math.prod(all))),
+        ("trl", VLLM | {"vllm_importance_sampling_mode": "token_truncate"}, lambda w, all: min(w, 1.5)),
+        (
+            "trl",
+            VLLM | {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.7},
+            lambda w, all: gate(0.7, 1.5, w),
+        ),
+        (
+            "trl",
+            VLLM | {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_min": 0.7},
+            lambda w, all: min(max(math.prod(all), 0.7), 1.5),
+        ),
+        ("verl", {f"{ROLLOUT}.rollout_is": "token"}, lambda w, all: min(w, 2.0)),
+        ("verl", {f"{ROLLOUT}.rollout_is": "token", f"{ROLLOUT}.rollout_is_threshold": "0.8_1.3"}, lambda w, all: gate(0.8, 1.3, w)),
+        (
+            "verl",
+            {
+                f"{ROLLOUT}.rollout_is": "sequence",
+                f"{ROLLOUT}.rollout_rs": "seq_mean_k1",
+                f"{ROLLOUT}.rollout_rs_threshold": "0.9_1.2",
+            },
+            lambda w, all: min(math.prod(all), 2.0) * (0.9 <= math.prod(all) ** (-1 / len(all)) <= 1.2),
+        ),
+        ("openrlhf", GATE, lambda w, all: gate(0.8, 1.3, w)),
+        ("openrlhf", GATE | {"algo.advantage.is_correction_mode": "clip"}, lambda w, all: min(max(w, 0.8), 1.3)),
+        (
+            "openrlhf",
+            GATE | {"algo.advantage.is_correction_level": "seq"},
+            lambda w, all: w * (0.8 <= math.prod(all) ** (1 / len(all)) <= 1.3),
+        ),
+        (
+            "openrlhf",
+            {"enable_vllm_is_correction": True, "use_icepop": True, "vllm_is_truncated_threshold": [0.8, 1.3]},
+            lambda w, all: gate(0.8, 1.3, w),
+        ),
+    ],
+)
+def test_a_correction_gives_the_weights_of_the_peer(name, config, weight):
+    """Written out token by token from what each does; verl's rejection bounds hold the engine's probability by the trainer's."""
+    config = ALIVE[name] | ({"algorithm.adv_estimator": "grpo"} if name == "verl" else {}) | config
+    report = translate(PEERS[name], config, ROWS)
+    one_fate_each(report, config)
+    row = resolve({key: value for key, value in nested(report.lines)["algo"].items() if key != "group_size"})
+    generator = torch.Generator().manual_seed(5)
+    x, sample = 0.3 * torch.randn(60, generator=generator, dtype=torch.float64), torch.arange(60) // 4
+    got = row.correction(x, sample, torch.ones(60))
+    want = [weight(math.exp(v), x[sample == n].exp().tolist()) for v, n in zip(x.tolist(), sample.tolist())]
+    assert got.tolist() == pytest.approx(want, rel=1e-12) and len(set(want)) > 3
+
+
+@pytest.mark.parametrize(
+    "name, config, row, surrogate",
+    [
+        ("trl", {"loss_type": "sapo", "sapo_temperature_neg": 1.2}, "sapo", {"negative": 1.2}),
+        ("trl", {"loss_type": "cispo", "epsilon_high": 5.0}, "cispo", {"high": 4.0}),
+        ("trl", {"top_entropy_quantile": 0.3}, "grpo", {"kind": "forking", "top": 0.3}),
+        ("verl", {"actor_rollout_ref.actor.policy_loss.loss_mode": "gspo"}, "gspo_token", {"low": 0.2, "high": 0.2}),
+        ("verl", {"actor_rollout_ref.actor.policy_loss.loss_mode": "cispo"}, "cispo", {"low": 0.2, "high": 0.2}),
+        ("verl", {"actor_rollout_ref.actor.policy_loss.loss_mode": "kl_cov"}, "kl_cov", {"share": 0.0002, "coef": 0.1}),
+        ("openrlhf", {"actor.policy_loss_type": "gspo"}, "gspo", {"low": 0.2, "high": 0.2}),
+    ],
+)
+def test_a_loss_of_theirs_is_a_row_with_their_knobs(name, config, row, surrogate):
+    config = ALIVE[name] | ({"algorithm.adv_estimator": "grpo"} if name == "verl" else {}) | config
+    algo = nested(translate(PEERS[name], config, ROWS).lines)["algo"]
+    assert algo["kind"] == row and surrogate.items() <= algo["surrogate"].items()
+    resolve({key: value for key, value in algo.items() if key != "group_size"})
 
 
 def test_a_row_that_does_not_exist_is_named_and_nothing_else_is_trained():

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rondel.assemble.parts import Parts, prepare_with
 from rondel.score.preflight import Finding
-from rondel.train.step import LocalTrainer
 from rondel.words.types import Group
+
+if TYPE_CHECKING:
+    from rondel.assemble.parts import Parts
+    from rondel.train.step import LocalTrainer
 
 STEPS = 3
 SMALL = 500_000_000  # weights; a larger model is stepped only when asked, since it needs the optimizer's memory
@@ -19,7 +22,7 @@ GAP = {4: 1e-4, 2: 0.05}  # bytes of the compute dtype -> mean |trainer - engine
 WATCHED = ("train/ratio_max_deviation", "train/clip_fraction", "train/grad_norm", "train/gap_mean", "train/mismatch_k3")
 
 
-async def self_test(parts: Parts, groups: list[Group], *, asked: bool) -> list[Finding]:
+async def self_test(parts: Parts, groups: list[Group], prepare: Callable[[list[Group]], Awaitable[Any]], *, asked: bool) -> list[Finding]:
     """One finding each: the ratio is 1, nothing is clipped, every weight keeps its bits, trainer and engine agree."""
     weights, scored = sum(p.numel() for p in parts.loaded.model.parameters()), [g for g in groups if g.rewards]
     if weights > SMALL and not asked:
@@ -30,7 +33,7 @@ async def self_test(parts: Parts, groups: list[Group], *, asked: bool) -> list[F
     settings, trainer.settings = trainer.settings, trainer.settings.at_rest()
     before, seen = _bits(trainer), []
     for _ in range(STEPS):
-        stats = await trainer.step(await prepare_with(parts.row)(scored), parts.row)
+        stats = await trainer.step(await prepare(scored), parts.row)
         if not stats.stepped:
             return [Finding("lr = 0", False, f"a finite-check refused the step: {stats.note}", "look at the rewards and the model's dtype")]
         seen.append(stats.metrics)

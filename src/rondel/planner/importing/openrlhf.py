@@ -163,31 +163,38 @@ def _kl(s: Setting) -> Iterator[Part]:
     steered = {"target": float(s.number(target)), "horizon": s.whole(horizon)} if s[target] else {}
     keys = (coef, kind, use, *((target, horizon) if steered else ()))
     if s[use]:
-        where = {"where": "loss"} if s["algo.advantage.estimator"] in CHARGED else {}
-        yield Line("algo.kl", table | where | steered, keys)
+        yield Line("algo.kl", table | {"where": "loss"} | steered, keys)
     else:
         yield Line("algo.kl", table | {"where": "reward"} | steered, keys)
     if s[unbiased]:
-        yield Gap((unbiased,), "the gradient is that of the estimator")
+        yield Gap((unbiased,), "algo.kl has through = 'k2' and unbiased = true; together they do not exist here")
 
 
 def _correction(s: Setting) -> Iterator[Part]:
+    """A gate on the trainer's probability by the engine's; releases before 0.10 had a name for each."""
     level, mode, gating, bounds = (f"algo.advantage.is_correction_{end}" for end in ("level", "mode", "gating", "threshold"))
-    old = "enable_vllm_is_correction"
-    if s[level] == "off" and not s.has(old):
+    old, kind, ice = "enable_vllm_is_correction", "vllm_is_correction_type", "use_icepop"
+    wish, keys = (s[level], s[mode], s[gating]), (level, mode, gating, bounds)
+    if s.has(old):
+        names = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
+        named = "icepop" if s.has(ice) else s.values.get(kind, "tis")
+        wish, keys = (*names.get(str(named), ("", "")), "ratio"), (old, kind, ice, bounds)
+    if wish[0] == "off":
         yield from (Gap((key,), "it has no effect there: is_correction_level is off") for key in (mode, gating, bounds) if s.has(key))
         yield Same((level,), "no correction")
         return
-    if s.has(old):
-        keys: tuple[str, ...] = (old, "use_icepop", "vllm_is_correction_type", bounds)
-        yield Gap(keys, "a correction of releases before 0.10; algo.correction = { kind = 'token_tis' } exists here")
-        return
     low, high = s[bounds] if isinstance(s[bounds], list) and len(s[bounds]) == 2 else (0.0, s[bounds])
-    if (s[level], s[mode], s[gating], low) == ("token", "clip", "ratio", 0):
-        yield Line("algo.correction", {"kind": "token_tis", "cap": float(high)}, (level, mode, gating, bounds))
+    held = {"low": float(low), "high": float(high)}
+    tables = {
+        ("token", "clip", "ratio"): {"kind": "importance", "action": "clip"} | held,
+        ("token", "mask", "ratio"): {"kind": "importance", "action": "mask"} | held,
+        ("seq", "mask", "ratio"): {"kind": "importance", "high": float("inf"), "reject": "geometric"}
+        | {f"reject_{end}": bound for end, bound in held.items()},
+    }
+    if wish in tables:
+        yield Line("algo.correction", tables[wish], keys)
     else:
-        told = f"a correction {s[level]} {s[mode]} of {s[gating]} in [{low}, {high}] does not exist here yet; token_tis does"
-        yield Gap((level, mode, gating, bounds), told)
+        yield Gap(keys, f"a correction {' '.join(map(str, wish))} does not exist here; importance weights do")
 
 
 def _loop(s: Setting) -> Iterator[Part]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rondel.planner.importing.peer import Gap, Line, Peer, Same, Setting
@@ -123,7 +123,10 @@ def _accepted(lines: list[Line], rows: Rows, setting: Setting) -> tuple[list[tup
             if setting.has(*line.sources):
                 gaps.append(Gap(line.sources, f"it belongs to the row '{kind}', which does not exist here yet"))
             continue
-        ours = rows.knobs(section).get(f"{family}.{knob}", MISSING)
+        knobs = rows.knobs(section)
+        ours = knobs.get(f"{family}.{knob}", MISSING)
+        if not knob:
+            line = replace(line, value=_said(family, line.value, knobs))
         wished = section | {family: section.get(family, {}) | ({knob: line.value} if knob else line.value)}
         if not (why := rows.refuses(wished)):
             section = wished
@@ -131,6 +134,12 @@ def _accepted(lines: list[Line], rows: Rows, setting: Setting) -> tuple[list[tup
         elif setting.has(*line.sources) or not knob or (ours is not MISSING and ours != line.value):
             gaps.append(Gap(line.sources, why))
     return taken, gaps
+
+
+def _said(family: str, table: dict[str, Any], knobs: dict[str, Any]) -> dict[str, Any]:
+    """The table without what the row does anyway, or can do only so."""
+    only = {("kl", "where"): "loss"}
+    return {name: value for name, value in table.items() if not knobs.get(f"{family}.{name}", value) == value == only.get((family, name))}
 
 
 def _waiting(line: Line, rows: Rows) -> Line:

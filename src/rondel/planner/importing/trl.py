@@ -22,6 +22,10 @@ LOSSES = {  # loss_type -> (row, how token terms are added up)
 SCHEDULES = {name: name for name in ("constant", "linear", "cosine")} | {"constant_with_warmup": "constant"}
 REASONS = {
     "launcher *": "it belongs to what starts the processes, not to the run",
+    "sapo_*": "the loss is not sapo",
+    "vespo_*": "the loss is not vespo",
+    "entropy_*": "the coefficient of the entropy is constant here",
+    "epsilon*": "this loss does not read it",
     "vllm_*": "it steers vLLM; the engine here is built in",
     "use_vllm": "it steers vLLM; the engine here is built in",
     "lora_*": "adapters do not exist here yet: all weights are trained",
@@ -111,14 +115,10 @@ def _algorithm(s: Setting) -> Iterator[Part]:
         yield Line("algo.ratio.kind", s["importance_sampling_level"], ("importance_sampling_level",))
     else:
         yield Same(("importance_sampling_level",), "the ratio is each token's")
-    high = "epsilon" if s["epsilon_high"] is None else "epsilon_high"
-    yield Line("algo.surrogate.low", s.number("epsilon"), ("epsilon",))
-    yield Line("algo.surrogate.high", s.number(high), ("epsilon_high", "epsilon") if high == "epsilon" else ("epsilon_high",))
-    yield Line("algo.surrogate.dual", s.number("delta"), ("delta",)) if s["delta"] is not None else Same(("delta",), "not set")
+    yield from _surrogate(s, row)
     if s.number("beta"):
-        yield Line("algo.kl", {"kind": "k3", "coef": float(s["beta"])}, ("beta",))
-        if s["use_bias_correction_kl"]:
-            yield Gap(("use_bias_correction_kl",), "k3 is not multiplied by the ratio; the gradient of the KL term differs")
+        unbiased = {"unbiased": True} if s["use_bias_correction_kl"] else {}
+        yield Line("algo.kl", {"kind": "k3", "coef": float(s["beta"]), "where": "loss"} | unbiased, ("beta", "use_bias_correction_kl"))
     else:
         yield Line("algo.kl.coef", 0.0, ("beta",))
         yield Same(("use_bias_correction_kl",), "there is no KL term")
@@ -135,8 +135,30 @@ def _algorithm(s: Setting) -> Iterator[Part]:
         yield Gap(("num_iterations",), "every batch is trained once here")
     if s["mask_truncated_completions"]:
         yield Gap(("mask_truncated_completions",), 'task.filters = ["truncated"] drops a group only if all its answers were cut')
-    if s["use_vllm"] and s["vllm_importance_sampling_correction"]:
-        yield from _correction(s)
+    yield from _correction(s)
+
+
+def _surrogate(s: Setting, row: str) -> Iterator[Part]:
+    """The knobs that each loss reads."""
+    top, high = "top_entropy_quantile", "epsilon" if s["epsilon_high"] is None else "epsilon_high"
+    forks = row == "grpo" and s[top] < 1
+    if forks:
+        yield Line("algo.surrogate.kind", "forking", (top,), "of the whole update here, of a micro-batch there")
+        yield Line("algo.surrogate.top", float(s.number(top)), (top,))
+    if row == "cispo":
+        yield Line("algo.surrogate.high", round(s.number(high) - 1, 9), (high,), "the largest weight is 1 + high here, and high there")
+    elif row == "sapo":
+        yield Line("algo.surrogate.positive", float(s.number("sapo_temperature_pos")), ("sapo_temperature_pos",))
+        yield Line("algo.surrogate.negative", float(s.number("sapo_temperature_neg")), ("sapo_temperature_neg",))
+    else:
+        yield Line("algo.surrogate.low", s.number("epsilon"), ("epsilon",))
+        yield Line("algo.surrogate.high", s.number(high), ("epsilon_high", "epsilon") if high == "epsilon" else (high,))
+    if s["delta"] is not None and row == "grpo":
+        yield Line("algo.surrogate.dual", float(s.number("delta")), ("delta",))
+    elif s["delta"] is None:
+        yield Same(("delta",), "not set")
+    if s[top] == 1:
+        yield Same((top,), "every token is trained")
 
 
 def _advantage(s: Setting) -> Iterator[Part]:
@@ -153,15 +175,21 @@ def _advantage(s: Setting) -> Iterator[Part]:
 
 
 def _correction(s: Setting) -> Iterator[Part]:
-    """On by default wherever vLLM samples."""
+    """On by default wherever vLLM samples; one correction at a time here."""
+    threshold, use = "off_policy_mask_threshold", s["use_vllm"] and s["vllm_importance_sampling_correction"]
+    if s[threshold] is not None and use:
+        yield Gap((threshold,), "one correction at a time: the importance weights of vLLM")
+    elif s[threshold] is not None:
+        yield Line("algo.correction", {"kind": "off_policy_mask", "delta": float(s.number(threshold))}, (threshold,))
+    if not use:
+        return
     level, _, action = str(s["vllm_importance_sampling_mode"]).partition("_")
     low, high = s["vllm_importance_sampling_clip_min"], s["vllm_importance_sampling_clip_max"]
-    keys = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode")
-    caps = ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min")
-    if (level, action) == ("token", "truncate") and low is None and high is not None:
-        yield Line("algo.correction", {"kind": "token_tis", "cap": float(high)}, (*keys, *caps[:1]))
-    else:
-        yield Gap((*keys, *caps), f"a correction of kind {level} {action} [{low}, {high}] does not exist here yet; token_tis does")
+    keys = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")
+    table: dict[str, Any] = {"kind": "importance", "level": level, "action": action, "high": float("inf" if high is None else high)}
+    if low is not None or action == "mask":
+        table |= {"action": "clip" if action == "truncate" else action, "low": float(low or 0)}
+    yield Line("algo.correction", table, (*keys, *(("vllm_importance_sampling_clip_min",) if low is not None else ())))
 
 
 def _batch(s: Setting) -> Iterator[Part]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rondel.planner.importing.peer import Gap, Line, Part, Peer, Same, Setting
+from rondel.words.errors import ConfigError
 
 ACTOR, ROLLOUT, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.optim"
 ROWS = {  # algorithm.adv_estimator -> (row, advantage laid over it)
@@ -25,7 +26,7 @@ ROWS = {  # algorithm.adv_estimator -> (row, advantage laid over it)
 }
 CHARGED = ("gae", "reinforce_plus_plus")  # their rows here charge the KL to the reward unless told otherwise
 LOSSES = {  # policy_loss.loss_mode -> row
-    "gspo": "gspo",
+    "gspo": "gspo_token",
     "sapo": "sapo",
     "gpg": "gpg",
     "clip_cov": "clip_cov",
@@ -42,6 +43,14 @@ AGGREGATES = {
     "seq-mean-token-sum-norm": "fixed_norm",
 }
 KLS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+REJECTS = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
+KNOBS = {  # loss_mode -> {knob: key below the actor's}; those without low and high read clip_ratio_low and clip_ratio_high
+    "vanilla": {"dual": "clip_ratio_c"},
+    "sapo": {"positive": "tau_pos", "negative": "tau_neg"},
+    "clip_cov": {"share": "policy_loss.clip_cov_ratio", "least": "policy_loss.clip_cov_lb", "most": "policy_loss.clip_cov_ub"},
+    "kl_cov": {"share": "policy_loss.kl_cov_ratio", "coef": "policy_loss.ppo_kl_coef"},
+}
+UNCLIPPED = ("sapo", "gpg", "kl_cov")
 REASONS = {
     "launcher *": "it belongs to what starts the processes, not to the run",
     "--*": "it chooses among their config files",
@@ -52,6 +61,9 @@ REASONS = {
     "algorithm.lam": "it belongs to a critic",
     "algorithm.kl_ctrl*": "it steers a KL that this config does not have",
     "algorithm.filter_groups*": "groups without signal are dropped and refilled; loop.max_refills bounds it",
+    "*clip_ratio*": "this loss does not read it",
+    "*policy_loss*": "this loss does not read it",
+    "*tau_*": "this loss does not read it",
     "*param_offload": "memory only; one device",
     "*optimizer_offload": "memory only; one device",
     "*fsdp_config*": "one device: nothing is sharded",
@@ -150,21 +162,17 @@ def _algorithm(s: Setting) -> Iterator[Part]:
         yield Line("algo.advantage.kind", advantage, (estimator,))
     if s[estimator] in CHARGED:
         yield Line("algo.advantage.gamma", float(s.number("algorithm.gamma")), ("algorithm.gamma",))
+    if s[estimator] == "grpo_passk":
+        yield Line("algo.advantage.divide", bool(s[normed]), (normed,))
     if s[estimator] == "gae":
         yield Line("algo.advantage.lam", float(s.number("algorithm.lam")), ("algorithm.lam",))
         yield Line("algo.value.clip", float(s.number("critic.cliprange_value")), ("critic.cliprange_value",))
-    if advantage != "group_norm" and s.has(normed):
+    if advantage != "group_norm" and s[estimator] != "grpo_passk" and s.has(normed):
         yield Gap((normed,), f"it has no effect there with adv_estimator = {s[estimator]}")
 
 
 def _loss(s: Setting) -> Iterator[Part]:
-    plain, low, high, dual = (f"{ACTOR}.clip_ratio{end}" for end in ("", "_low", "_high", "_c"))
-    yield Line("algo.surrogate.low", s.number(plain if s[low] is None else low), (low,) if s[low] is not None else (low, plain))
-    yield Line("algo.surrogate.high", s.number(plain if s[high] is None else high), (high,) if s[high] is not None else (high, plain))
-    if s[low] is not None and s[high] is not None and s.has(plain):
-        told = f"it has no effect there: clip_ratio_low = {s[low]} and clip_ratio_high = {s[high]} come first"
-        yield Same((plain,), "so are low and high") if s[plain] == s[low] == s[high] else Gap((plain,), told)
-    yield Line("algo.surrogate.dual", float(s.number(dual)), (dual,))
+    yield from _surrogate(s)
     mode, scale = f"{ACTOR}.loss_agg_mode", f"{ACTOR}.loss_scale_factor"
     if aggregate := s.choice(mode, AGGREGATES):
         yield Line("algo.aggregate.kind", aggregate, (mode,))
@@ -177,16 +185,33 @@ def _loss(s: Setting) -> Iterator[Part]:
     yield from _overlong(s)
 
 
+def _surrogate(s: Setting) -> Iterator[Part]:
+    """The knobs that each loss reads."""
+    mode = f"{ACTOR}.policy_loss.loss_mode"
+    if s[mode] == "vanilla":
+        yield Line("algo.surrogate.kind", "clip", (mode,))
+    plain = f"{ACTOR}.clip_ratio"
+    for side in ("low", "high") if s[mode] not in UNCLIPPED else ():
+        key = f"{plain}_{side}"
+        yield Line(f"algo.surrogate.{side}", s.number(plain if s[key] is None else key), (key,) if s[key] is not None else (key, plain))
+    low, high = s[f"{plain}_low"], s[f"{plain}_high"]
+    if low is not None and high is not None and s.has(plain):
+        told = f"it has no effect there: clip_ratio_low = {low} and clip_ratio_high = {high} come first"
+        yield Same((plain,), "so are low and high") if s[plain] == low == high else Gap((plain,), told)
+    for knob, end in KNOBS.get(str(s[mode]), {}).items():
+        yield Line(f"algo.surrogate.{knob}", float(s.number(f"{ACTOR}.{end}")), (f"{ACTOR}.{end}",))
+
+
 def _kl(s: Setting) -> Iterator[Part]:
     """In the loss or in the reward; a row here has it in one place."""
     use, coef, kind = f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"
     charged = "algorithm.use_kl_in_reward"
     price, cost, control = "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "algorithm.kl_ctrl.type"
-    where = {"where": "loss"} if s["algorithm.adv_estimator"] in CHARGED else {}
-    if s[use] and (found := s.choice(kind, KLS)):
-        yield Line("algo.kl", {"kind": found, "coef": float(s.number(coef))} | where, (use, coef, kind))
+    if s[use] and (found := KLS.get(str(s[kind]).removesuffix("+"))):
+        through = {"through": "k2"} if str(s[kind]).endswith("+") and found != "k2" else {}
+        yield Line("algo.kl", {"kind": found, "coef": float(s.number(coef)), "where": "loss"} | through, (use, coef, kind))
     elif s[use]:
-        yield Gap((kind, use, coef), "known here: k1, k2, k3")
+        yield Gap((kind, use, coef), "known here: k1, k2, k3, each with the gradient of k2 too")
     else:
         yield Same((use,), "no KL in the loss")
         yield from (Gap((key,), "it has no effect there: use_kl_loss is false") for key in (coef, kind) if s.has(key))
@@ -226,18 +251,38 @@ def _overlong(s: Setting) -> Iterator[Part]:
 
 
 def _correction(s: Setting) -> Iterator[Part]:
+    """Importance weights (truncated, or masked if there are two bounds) and rejection by the ratio of a token, an answer, or its mean."""
     root = "algorithm.rollout_correction"
-    level, cap, reject = s[f"{root}.rollout_is"], s[f"{root}.rollout_is_threshold"], s[f"{root}.rollout_rs"]
-    if level == "token" and isinstance(cap, int | float) and not s[f"{root}.rollout_is_batch_normalize"]:
-        keys = (f"{root}.rollout_is", f"{root}.rollout_is_threshold")
-        yield Line("algo.correction", {"kind": "token_tis", "cap": float(cap)}, keys)
-    elif level:
-        all_of = tuple(f"{root}.{end}" for end in ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"))
-        yield Gap(all_of, f"a correction of level {level} with threshold {cap} does not exist here yet; token_tis does")
-    elif s.has(f"{root}.rollout_is_threshold"):
-        yield Gap((f"{root}.rollout_is_threshold",), "it has no effect there: rollout_is is not set")
-    if reject:
-        yield Gap((f"{root}.rollout_rs", f"{root}.rollout_rs_threshold"), "samples are not rejected by their weight here yet")
+    level, cap, normed = f"{root}.rollout_is", f"{root}.rollout_is_threshold", f"{root}.rollout_is_batch_normalize"
+    reject, bounds, bypass = f"{root}.rollout_rs", f"{root}.rollout_rs_threshold", f"{root}.bypass_mode"
+    if s[bypass]:
+        yield Gap((bypass, f"{root}.loss_type"), "the ratio is taken to the proximal policy; algo.ratio.anchor = 'behavior' leaves it out")
+    table: dict[str, Any] = {"kind": "importance"}
+    if s[level]:
+        low, high = _bounds(s[cap])
+        table |= {"level": s[level], "high": high} | ({} if low is None else {"action": "mask", "low": low})
+        table |= {"normalize": s[level]} if s[normed] else {}
+    elif s[reject]:
+        table |= {"high": float("inf")}
+    if s[reject]:
+        low, high = _bounds(s[bounds])
+        if str(s[reject]) not in REJECTS or not low:
+            yield Gap((reject, bounds), f"known here: {', '.join(REJECTS)}, each with two bounds")
+        else:  # their bounds hold the engine's probability by the trainer's
+            table |= {"reject": REJECTS[s[reject]], "reject_low": 1 / high, "reject_high": 1 / low, "denominator": "kept"}
+    keys = (level, cap, normed) if s[level] else ()
+    if len(table) > 1 and (s[level] or "reject" in table):
+        yield Line("algo.correction", table, (*keys, *((reject, bounds) if "reject" in table else ())))
+    yield from (Gap((key,), "it has no effect there: rollout_is is not set") for key in (cap, normed) if not s[level] and s.has(key))
+
+
+def _bounds(text: Any) -> tuple[float | None, float]:
+    """ "0.5_2.0" -> (0.5, 2.0); 2.0 -> (None, 2.0)"""
+    try:
+        *low, high = (float(part) for part in str(text).split("_"))
+    except ValueError as error:
+        raise ConfigError(f"rollout_correction: the threshold {text!r} is neither a number nor two, as in 0.5_2.0") from error
+    return (low[0] if low else None), high
 
 
 def _loop(s: Setting) -> Iterator[Part]:
