@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -60,10 +61,10 @@ def translate(peer: Peer, given: dict[str, Any], rows: Rows) -> Report:
     setting = Setting(peer, given)
     report = Report(peer, written=setting.written)
     parts = list(peer.parts(setting))
-    lines, refused = _accepted([part for part in parts if isinstance(part, Line)], rows, setting)
+    lines, refused = _accepted([_filled(part) for part in parts if isinstance(part, Line)], rows, setting)
     for line, ours in lines:
         theirs = not setting.has(*line.sources) and ours is not MISSING and line.value != ours
-        if theirs:
+        if theirs and (not line.ask or line.key == "algo.kind"):
             report.other.append((line, ours))
         if theirs or setting.has(*line.sources) or line.ask or ours is MISSING or line.key == "algo.kind":
             report.lines.append(line)
@@ -86,6 +87,15 @@ def translate(peer: Peer, given: dict[str, Any], rows: Rows) -> Report:
     return report
 
 
+def _filled(line: Line) -> Line:
+    """A line whose value still has a variable of a script in it is asked about."""
+    return (
+        line
+        if line.ask or not re.search(r"\$\{?\w", repr(line.value))
+        else replace(line, ask="the config does not say what the variable is")
+    )
+
+
 def _rest(report: Report, setting: Setting) -> None:
     """The keys that no part has named."""
     peer = report.peer
@@ -93,7 +103,7 @@ def _rest(report: Report, setting: Setting) -> None:
     for key, name in setting.written.items():
         if name in report.missing or name in report.same or name in report.translated:
             continue
-        if not peer.knows(key):
+        if not peer.knows(key) and not key.startswith("launcher "):
             report.unknown[name] = nearest(key, list(peer.defaults)).strip() or f"{peer.name} {peer.release} has no such key"
         elif key in peer.defaults and setting.values[key] == peer.defaults[key] and setting.values[key] in OFF:
             report.same[name] = "off, as here"

@@ -63,10 +63,10 @@ def parts(setting: Setting) -> Iterator[Part]:
 
 
 def _model(s: Setting) -> Iterator[Part]:
-    if s.has("model_name_or_path"):
+    if s["model_name_or_path"]:
         yield Line("model.path", s["model_name_or_path"], ("model_name_or_path",))
     else:
-        yield Line("model.path", "MODEL", ask="the config names no model: it is given in Python there")
+        yield Line("model.path", "MODEL", ("model_name_or_path",), ask="the config names no model: it is given in Python there")
     compute = {True: "bfloat16", False: "float32"}[bool(not s["fp16"] if s["bf16"] is None else s["bf16"])]
     yield Line("model.dtype", compute, ("bf16", "fp16"), "master weights are float32 here")
     if s["fp16"]:
@@ -77,7 +77,7 @@ def _model(s: Setting) -> Iterator[Part]:
 
 def _task(s: Setting) -> Iterator[Part]:
     asked = "the reward reads the field `answer`: name the field of the gold answer with answer = '...'"
-    if s.has("dataset_name"):
+    if s["dataset_name"]:
         data = {"kind": "datasets", "name": s["dataset_name"], "split": s["dataset_train_split"], "answer": "solution"}
         if s["dataset_config"]:
             data["subset"] = s["dataset_config"]
@@ -86,7 +86,7 @@ def _task(s: Setting) -> Iterator[Part]:
         yield Line("task.data", data, ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"), ask=asked)
     else:
         data = {"kind": "datasets", "name": "DATASET", "answer": "solution"}
-        yield Line("task.data", data, ask="the config names no data set: it is given in Python there")
+        yield Line("task.data", data, ("dataset_name",), ask="the config names no data set: it is given in Python there")
     names = s["reward_funcs"] or []
     names = [names] if isinstance(names, str) else names
     known = [REWARDS[name] for name in names if name in REWARDS]

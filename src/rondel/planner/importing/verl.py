@@ -136,6 +136,10 @@ def _task(s: Setting) -> Iterator[Part]:
         yield Line(
             "task.reward", "math", ("data.reward_fn_key",), ask="there each row's data_source chooses the scorer; here a recipe names one"
         )
+    if s.number("data.val_max_samples") > 0:
+        yield Line("task.eval.n", s.whole("data.val_max_samples"), ("data.val_max_samples",))
+    else:
+        yield Same(("data.val_max_samples",), "all of them")
     if s["algorithm.filter_groups.enable"]:
         yield Line("task.filters", ["signal"], ("algorithm.filter_groups.enable",))
     else:
