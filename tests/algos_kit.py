@@ -80,7 +80,14 @@ class Ragged:
     def scored(self, order: list[int] | None = None) -> Scored:
         at = torch.tensor(range(len(self.lengths_N)) if order is None else order, dtype=torch.int64)
         parts = {name: part_N[at] for name, part_N in self.parts.items()}
-        return Scored(self.rewards_N[at], self.group_N[at], self.lengths_N[at], parts, greedy_N=self.group_N[at].to(F64) / 10)
+        values_T = torch.cat([piece for i in at.tolist() for piece in [self.values_T.split(self.lengths_N.tolist())[i]]] or [self.values_T])
+        greedy_N = self.group_N[at].to(F64) / 10
+        return Scored(self.rewards_N[at], self.group_N[at], self.lengths_N[at], parts, greedy_N=greedy_N, values_T=values_T)
+
+    @property
+    def values_T(self) -> Tensor:
+        """What a critic might have said."""
+        return self.others_3T.mean(0) / 3
 
     def loss(
         self, row: Algorithm, *, order: list[int] | None = None, cuts: list[int] | None = None, noted: bool | None = None

@@ -69,8 +69,15 @@ def token_advantages(row: Algorithm, batch: Ragged) -> list[float]:
     rule, name = row.advantage, type(row.advantage).__name__
     mates = [[j for j in range(len(group)) if group[j] == g] for g in group]
     shaped = [shape(row.shaping, rewards[i], lengths[i], [lengths[j] for j in mates[i]]) for i in range(len(group))]
-    if name == "Whitened":
+    if name == "Returns":
         flat = [rule.gamma ** (n - 1 - k) * shaped[i] for i, n in enumerate(lengths) for k in range(n)]
+        return whiten(flat) if flat else []
+    if name == "Gae":
+        flat, values = [], iter(batch.values_T.tolist())
+        for i, n in enumerate(lengths):
+            v = [next(values) for _ in range(n)] + [0.0]
+            deltas = [(shaped[i] if k == n - 1 else 0.0) + rule.gamma * v[k + 1] - v[k] for k in range(n)]
+            flat += [sum((rule.gamma * rule.lam) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)]
         return whiten(flat) if flat else []
     if name == "WhitenedCenter":
         flat = [shaped[i] - mean([shaped[j] for j in mates[i]]) for i, n in enumerate(lengths) for _ in range(n)]
@@ -117,6 +124,8 @@ def one(rule, name, i, shaped, mates, lengths, group, all_mates) -> float:
 
 
 def shape(rule, reward: float, length: int, siblings: list[int]) -> float:
+    if type(rule).__name__ == "ClipReward":
+        return bounded(reward, -rule.limit, rule.limit)
     if type(rule).__name__ == "Overlong":
         return reward - rule.factor * bounded((length - (rule.max_tokens - rule.buffer)) / rule.buffer, 0, 1)
     if type(rule).__name__ == "KimiLength":

@@ -1,6 +1,12 @@
-"""Rewards that an untrained model earns now and then."""
+"""Rewards that an untrained model earns now and then, and one for every turn."""
 
 
 def parity(trajectory, task) -> float:
     """1 for an odd number of characters: about half of all answers."""
     return float(len(trajectory.text) % 2)
+
+
+def turns(trajectory, task) -> list[tuple[int, float]]:
+    """1 for the last token of every turn."""
+    mask = [*trajectory.mask, False]
+    return [(at, 1.0) for at in range(len(mask) - 1) if mask[at] and not mask[at + 1]]

@@ -66,7 +66,7 @@ def _child(folder: Path, moment: tuple[str, int], changes: dict[str, Any]) -> No
 def final(folder: Path) -> dict[str, Any]:
     """All tensors of the newest checkpoint."""
     newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
-    return {f"{name}/{key}": t for name in ("model", "optimizer") for key, t in load_file(newest / f"{name}.safetensors").items()}
+    return {f"{path.stem}/{key}": t for path in newest.glob("*.safetensors") for key, t in load_file(path).items()}
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:

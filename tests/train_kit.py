@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from rondel.algos.table import Algorithm, resolve
-from rondel.assemble.parts import prepare_with
 from rondel.models.load import Loaded, load
-from rondel.train.pack import Batch
+from rondel.train.credit import credit
+from rondel.train.critic import Critic
+from rondel.train.pack import Batch, batch_of
 from rondel.train.step import LocalTrainer, Settings
 from rondel.words.types import Group, Score, Task, Trajectory
 
@@ -91,7 +92,11 @@ def row(kind: str = "grpo", **knobs: Any) -> Algorithm:
 
 
 def batch(groups: list[Group], algo: Algorithm) -> Batch:
-    return asyncio.run(prepare_with(algo)(groups))
+    """With its advantages, where they are made of rewards alone."""
+    b = batch_of(groups)
+    if not algo.needs & {"values", "ref_logprobs"}:
+        credit(b, algo)
+    return b
 
 
 async def inline(function, *args):
@@ -100,9 +105,9 @@ async def inline(function, *args):
 
 
 def trainer(loaded: Loaded | None = None, algo: Algorithm | None = None, **settings: Any) -> LocalTrainer:
-    return LocalTrainer(
-        loaded or model(), Settings(**{"lr": 1e-3, "start_probe": 0, **settings}), run=inline, needs=algo.needs if algo else frozenset()
-    )
+    loaded, chosen = loaded or model(), Settings(**{"lr": 1e-3, "critic_lr": 1e-3, "start_probe": 0, **settings})
+    needs = algo.needs if algo else frozenset()
+    return LocalTrainer(loaded, chosen, run=inline, needs=needs, critic=Critic(loaded, chosen) if "values" in needs else None)
 
 
 def step(t: LocalTrainer, b: Batch, algo: Algorithm):

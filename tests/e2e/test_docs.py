@@ -36,6 +36,7 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel train recipes/tiny.toml": "reduced",
     "rondel view runs/tiny --limit 4": "whole",
     "rondel train recipes/moe.toml": "reduced",
+    "rondel train recipes/ppo.toml": "reduced",
     "rondel card runs/tiny": "whole",
     "PYTHONPATH=examples rondel check recipes/tiny.toml --task.reward=my_reward:grade": "whole",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.reward=my_reward:grade --run.folder=runs/mine": "reduced",
@@ -72,7 +73,12 @@ SNIPPETS: dict[
     "def grade(trajectory, task, brevity=0.0):": {},
     'for event in read("runs/tiny"):': {},
 }
-RECIPES = {"tiny.toml": "reduced", "moe.toml": "reduced", "quickstart.toml": "parsed: it takes minutes and a model of 93 MB"}
+RECIPES = {
+    "tiny.toml": "reduced",
+    "moe.toml": "reduced",
+    "ppo.toml": "reduced",
+    "quickstart.toml": "parsed: it takes minutes and a model of 93 MB",
+}
 EXAMPLES = {"my_reward.py": "by a command of README.md", "my_env.py": "by a command of docs/generate.md"}
 SHOWN_ONLY = {"text", ""}  # drawings and output
 

@@ -24,7 +24,7 @@ MODES = {
     "two updates": {"loop__updates_per_step": 2},
     "stale and two updates": {"loop__max_staleness": 1, "loop__updates_per_step": 2, **TIS},
 }
-ROWS = ["grpo", "dr_grpo", "dapo", "rloo", "reinforce"]
+ROWS = ["grpo", "dr_grpo", "dapo", "rloo", "reinforce", "ppo", "reinforce_pp"]
 
 
 def check(folder: Path, *, staleness: int, total: int, groups: int = 4, size: int = 4) -> list[dict]:
@@ -92,11 +92,21 @@ def test_a_row_trains_for_a_few_steps(tmp_path, kind):
         by_group.setdefault(r["group"] + 10**6 * r["trained_at"], []).append(r)
     for group in by_group.values():
         advantages = [next(a for a, m in zip(r["advantages"], r["mask"]) if m) for r in group]
+        if kind in ("ppo", "reinforce_pp"):  # whitened over the step's tokens
+            continue
         if kind == "reinforce":
             assert advantages == [r["reward"] for r in group]
         elif kind != "dapo":  # its overlong shaping changes the rewards
             assert sum(advantages) == pytest.approx(0.0, abs=1e-5)
             assert all((a > 0) == (r["reward"] > sum(x["reward"] for x in group) / 4) for a, r in zip(advantages, group))
+
+
+@pytest.mark.parametrize("kind", ["ppo", "reinforce_pp"])
+def test_rows_that_look_along_time_are_whitened_over_the_step(tmp_path, kind):
+    run(tmp_path, algo__kind=kind, algo__group_size=2, loop__steps=3, loop__updates_per_step=2, task__reward="rewards_kit:parity")
+    for step in (8, 9):
+        values = [a for r in store.read_step(tmp_path, step) for a, m in zip(r["advantages"], r["mask"]) if m]
+        assert sum(values) == pytest.approx(0.0, abs=1e-4) and sum(a * a for a in values) == pytest.approx(len(values) - 1, rel=1e-4)
 
 
 def test_the_two_phases_are_one_run(tmp_path):

@@ -11,7 +11,7 @@ from algos_kit import F64, Ragged, lively, scored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rondel.algos import advantage, aggregate, correction, kl, table
+from rondel.algos import advantage, aggregate, correction, gae, kl, table
 from rondel.algos.entropy import EntropyBonus
 from rondel.words.errors import ConfigError
 
@@ -181,9 +181,7 @@ def test_an_empty_micro_batch_is_a_loss_of_zero():
         assert float(loss) == 0 and gradient.numel() == 0 and all(term.shape == (0,) for term in terms.values())
 
 
-@pytest.mark.parametrize(
-    "rule", [advantage.Whitened(0.9), advantage.WhitenedCenter(), advantage.PartsNorm()], ids=lambda r: type(r).__name__
-)
+@pytest.mark.parametrize("rule", [gae.Returns(0.9), advantage.WhitenedCenter(), advantage.PartsNorm()], ids=lambda r: type(r).__name__)
 @quick
 @given(lengths=st.lists(st.integers(0, 6), max_size=9), seed=st.integers(0, 99))
 def test_what_is_whitened_has_mean_0_and_a_variance_of_1_at_most(rule, lengths, seed):

@@ -31,6 +31,16 @@ class BrokenRatio:
 
 
 @dataclass(frozen=True)
+class BrokenAdvantage:
+    """Infinite for one sample."""
+
+    sample: int
+
+    def __call__(self, scored):
+        return torch.where(torch.arange(len(scored.rewards_N)) == self.sample, torch.inf, scored.rewards_N)
+
+
+@dataclass(frozen=True)
 class BrokenGradient:
     """A finite loss whose gradient is not: sqrt at 0."""
 
@@ -48,7 +58,7 @@ def broken(border: str):
     if border == "reward":
         b.samples[at].reward = float("nan")
     elif border == "advantage":
-        b.samples[at].advantages[-1] = np.inf
+        algo = replace(algo, advantage=BrokenAdvantage(at))
     elif border == "logprob of the behavior":
         b.samples[at].behavior[0] = -np.inf
     elif border == "logprob":
@@ -162,7 +172,7 @@ def test_a_batch_without_signal_moves_nothing():
     assert step(t, batch(awkward_groups(), algo), algo).stepped and t.moved
     b = batch(awkward_groups(1), algo)
     for s in b.samples:
-        s.advantages[:] = 0
+        s.reward, s.earned = 1.0, None
     before = bits(t)
     stats = step(t, b, algo)
     assert stats.stepped and not t.moved and bits(t) == before

@@ -24,7 +24,11 @@ value = st.recursive(
     max_leaves=6,
 )
 tasks = st.builds(Task, text, text, st.dictionaries(text, value, max_size=3))
-scores = st.none() | st.builds(Score, number, st.dictionaries(text, number, max_size=3)) | st.builds(Failed, text, text)
+scores = (
+    st.none()
+    | st.builds(Score, number, st.dictionaries(text, number, max_size=3), st.lists(st.tuples(st.integers(0, 99), number), max_size=2))
+    | st.builds(Failed, text, text)
+)
 outcomes = st.just(Ok()) | st.builds(EnvFault, text) | st.builds(PolicyFault, text)
 
 

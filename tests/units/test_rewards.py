@@ -8,12 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rondel.score import build
 from rondel.score.number import last_number
 from rondel.score.pool import RewardPool
 from rondel.score.preflight import check_reward
-from rondel.score.result import read
+from rondel.score.result import placed, read
 from rondel.words.errors import ConfigError
 from rondel.words.types import Failed, Score, Task, Trajectory
 
@@ -129,6 +131,83 @@ def test_reading_what_a_reward_returned():
     ]  # fmt: skip
 
 
+def test_reading_what_was_earned_on_the_way():
+    assert read([(3, 0.5), [7, 1]]) == Score(1.5, {}, ((3, 0.5), (7, 1.0)))
+    assert read({"right": 1.0, "turns": [(3, 0.5), (7, -1.0)]}) == Score(0.5, {"right": 1.0, "turns": -0.5}, ((3, 0.5), (7, -1.0)))
+    assert read({"turns": [(3, 0.5)], "total": 2.0}) == Score(2.0, {"turns": 0.5}, ((3, 0.5),))
+    assert read(Score(2.0, {"a": 1.0}, ((3, 0.5),))) == Score(2.0, {"a": 1.0}, ((3, 0.5),))
+    bad = [[], [3, 0.5], [(3.0, 0.5)], [(True, 0.5)], [(3, float("nan"))], {"turns": [(3, None)]}, Score(1.0, steps=((3, float("inf")),))]
+    assert [(failed.reason, failed.detail) for failed in map(read, bad)] == [
+        ("returned list", "steps are a list of (position, value), at least one"),
+        ("returned list", "steps are a list of (position, value), at least one"),
+        ("misplaced a reward", "position 3.0 is not a whole number"),
+        ("misplaced a reward", "position True is not a whole number"),
+        ("returned nan", "at position 3"),
+        ("returned None", "in part 'turns': at position 3"),
+        ("returned inf", "in a Score"),
+    ]
+
+
+def two_turns() -> Trajectory:
+    """Positions 0 and 1 were given, 2 to 4 written, 5 and 6 observed, 7 written, 8 observed."""
+    t = Trajectory(text="7")
+    t.extend([1, 2])
+    t.extend([3, 4, 5], logprobs=[-1.0] * 3, versions=[0] * 3)
+    t.extend([6, 7])
+    t.extend([8], logprobs=[-1.0], versions=[0])
+    t.extend([9])
+    return t
+
+
+@pytest.mark.parametrize(
+    ("score", "earned"),
+    [
+        (Score(2.0), [0.0, 0.0, 0.0, 2.0]),
+        (Score(1.0, steps=((6, 1.0),)), [0.0, 0.0, 1.0, 0.0]),
+        (Score(3.5, steps=((2, 0.5), (5, 1.0), (6, -1.0), (8, 1.0))), [0.5, 0.0, 0.0, 3.0]),
+    ],
+)
+def test_a_step_counts_for_the_token_that_was_written_before_it(score, earned):
+    assert score.over(two_turns().mask) == earned and sum(earned) == score.value
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=20),
+    st.floats(-9, 9),
+    st.lists(st.tuples(st.integers(0, 19), st.floats(-9, 9)), max_size=6),
+)
+def test_no_reward_is_lost_and_no_position_forgiven(mask, value, steps):
+    score, first = Score(value, steps=tuple(steps)), mask.index(True) if True in mask else len(mask)
+    if all(first <= position < len(mask) for position, _ in steps):
+        earned = score.over(mask)
+        assert len(earned) == sum(mask) and (not earned or sum(earned) == pytest.approx(value, abs=1e-9))
+        for i, at in enumerate(i for i, written in enumerate(mask) if written):  # reached by the steps up to the next written token
+            until = next((j for j in range(at + 1, len(mask)) if mask[j]), len(mask))
+            rest = value - sum(v for _, v in steps) if i == len(earned) - 1 else 0.0
+            assert earned[i] == pytest.approx(sum(v for p, v in steps if at <= p < until) + rest, abs=1e-9)
+    else:
+        with pytest.raises(ValueError, match="at position"):
+            score.over(mask)
+
+
+def test_a_step_out_of_place_is_a_failure_of_the_reward():
+    turns = two_turns()
+    for position, why in ((9, "at position 9 of 9 tokens"), (-1, "at position -1 of 9 tokens"), (1, "wrote nothing before 2")):
+        failed = placed(read([(position, 1.0)]), turns)
+        assert failed.reason == "misplaced a reward" and why in failed.detail
+    assert placed(read([(8, 1.0)]), turns) == Score(1.0, {}, ((8, 1.0),)) and placed(Failed("timeout"), turns) == Failed("timeout")
+    assert isinstance(placed(read([(8, 1.0)]), Trajectory(text="7")), Score)  # `rondel check` asks about texts
+
+
+def test_steps_come_through_the_worker_and_through_a_combination():
+    spec = {"kind": "combine", "parts": {"right": "number", "turns": {"kind": "rewards_kit:turns", "weight": 0.5}}}
+    with RewardPool(spec) as pool:
+        assert asyncio.run(pool.score(two_turns(), task(7))) == Score(2.0, {"right": 1.0, "turns": 1.0}, ((4, 0.5), (7, 0.5)))
+        failed = asyncio.run(pool.score(said("7"), task(7)))
+    assert isinstance(failed, Failed) and "part 'turns' returned list" in failed.detail
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -215,7 +294,7 @@ def test_an_unguarded_script_does_not_start_itself_again(tmp_path):
     run = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": ":".join(sys.path)}
     )
-    assert run.stdout.splitlines() == ["started", "Score(value=1.0, parts={})"], run.stderr
+    assert run.stdout.splitlines() == ["started", "Score(value=1.0, parts={}, steps=())"], run.stderr
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,12 @@ from rondel.words.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, 
 logprobs = st.floats(max_value=0.0, width=32, allow_nan=False)
 numbers = st.floats(allow_nan=False)
 texts = st.text(max_size=12)
+placed = st.lists(st.tuples(st.integers(0, 99), numbers), max_size=2).map(tuple)
 
 
 @st.composite
 def trajectories(draw):
-    score = st.none() | st.builds(Score, numbers, st.dictionaries(texts, numbers, max_size=2)) | st.builds(Failed, texts, texts)
+    score = st.none() | st.builds(Score, numbers, st.dictionaries(texts, numbers, max_size=2), placed) | st.builds(Failed, texts, texts)
     t = Trajectory(
         policy=draw(texts),
         parent=draw(st.none() | st.integers(0, 9)),

@@ -16,7 +16,7 @@ from rondel.words.errors import ConfigError
 
 
 def test_the_rows_are_what_their_papers_say():
-    assert list(TABLE)[:6] == ["grpo", "dr_grpo", "dapo", "rloo", "reinforce", "sft"] and len(TABLE) == 31
+    assert list(TABLE)[:7] == ["grpo", "dr_grpo", "dapo", "ppo", "rloo", "reinforce", "sft"] and len(TABLE) == 32
     assert GRPO.advantage == advantage.GroupNorm(1e-6) and GRPO.aggregate == aggregate.SeqMeanTokenMean()
     assert DR_GRPO.advantage == advantage.GroupCenter() and DR_GRPO.aggregate == aggregate.FixedNorm()
     assert DR_GRPO.surrogate == GRPO.surrogate == surrogate.Clip(0.2, 0.2) and DR_GRPO.kl == GRPO.kl == kl.Kl("k3", 0.0)
@@ -91,7 +91,7 @@ def test_every_family_is_a_field_of_the_row_and_every_class_can_be_chosen():
     for family, classes in FAMILIES.items():
         assert hasattr(GRPO, family)
         for kind, cls in classes.items():
-            if family in ("kl", "entropy"):
+            if family in ("kl", "entropy", "value"):
                 continue  # one class each, and kl.kind is its own knob
             assert type(getattr(resolve({"kind": "grpo", family: {"kind": kind}}), family)) is cls
 

@@ -230,31 +230,6 @@ class Accept:
 
 
 @dataclass(frozen=True)
-class Whitened:
-    """A_t = whitened over all tokens of the step: gamma^(tokens after t)·r.  -> [T].  arXiv:2501.03262 (REINFORCE++).
-
-    Tokens of others do not discount. Zero where all rewards agree.
-
-    gamma    the discount a trainable token
-    """
-
-    gamma: float = 1.0
-    per_token: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not 0 < self.gamma <= 1:
-            raise ConfigError(f"gamma = {self.gamma}; it must lie in (0, 1]")
-
-    def __call__(self, scored: Scored) -> Tensor:
-        end_T = scored.each(scored.lengths_N.cumsum(0))
-        after_T = end_T - 1 - torch.arange(len(end_T), device=end_T.device)
-        return whitened(self.gamma**after_T * scored.each(scored.rewards_N))
-
-    def __str__(self) -> str:
-        return f"{'R' if self.gamma == 1 else f'{self.gamma:g}^(tokens to come)·R'}, less its mean and by its std over all tokens"
-
-
-@dataclass(frozen=True)
 class WhitenedCenter:
     """A_t = whitened over all tokens of the step: r_i - mean of its group.  -> [T].  arXiv:2501.03262 (REINFORCE++-baseline).
 

@@ -45,24 +45,37 @@ FORMULAS = {"k1": "x", "k2": "x²/2", "k3": "exp(-x) - 1 + x"}
 class Kl:
     """kl_t = k(log pi - log pi_ref), weighed by coef in the loss.  [T], [T], [T] -> [T].  arXiv:2402.03300.  Tokens drawn on-policy.
 
+    In the reward it is a cost that the token pays, r_t - coef·k(log pi_behavior - log pi_ref), and has no gradient of its own; a token is
+    charged in one of the two places, never in both. With a target the coefficient follows the KL of the samples (see `steered`).
     `through` keeps the value of k1 or k3 and takes the gradient of k2, that of KL(policy || reference). `unbiased` multiplies by
     pi / pi_behavior, through which the gradient passes too (arXiv:2512.02556): value and gradient are then right for k1 and k3,
     whoever drew the tokens.
 
     kind        the estimator: k1, k2 or k3
-    coef        its weight in the loss; 0 leaves the reference out
+    coef        its weight; 0 leaves the reference out
+    where       loss or reward
     through     own, or k2: where the gradient comes from
     unbiased    weigh by policy / behavior
+    target      nats of a whole sample that the coefficient is steered to, starting from coef; None keeps it
+    horizon     over how many samples it may change by a fifth
     """
 
     kind: str = "k3"
     coef: float = 0.0
+    where: str = "loss"
     through: str = "own"
     unbiased: bool = False
+    target: float | None = None
+    horizon: int = 10_000
 
     def __post_init__(self) -> None:
         one_of("kind", self.kind, ESTIMATORS)
+        one_of("where", self.where, ("loss", "reward"))
         one_of("through", self.through, ("own", "k2"))
+        if self.target is not None and not self.target > 0:
+            raise ConfigError(f"target = {self.target}; it must be positive: a policy that learns moves away from its reference")
+        if not self.horizon >= 1:
+            raise ConfigError(f"horizon = {self.horizon}; it must be at least 1 sample")
         if not self.coef >= 0:
             raise ConfigError(f"coef = {self.coef}; it must not be negative: that would drive the policy away from the reference")
         if self.unbiased and self.through == "k2":
@@ -70,14 +83,46 @@ class Kl:
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"ref_logprobs"} | ({"behavior_logprobs"} if self.unbiased else set())) if self.coef else frozenset()
+        return (
+            frozenset({"ref_logprobs"} | ({"behavior_logprobs"} if self.unbiased or self.charged else set())) if self.coef else frozenset()
+        )
+
+    @property
+    def charged(self) -> bool:
+        """The tokens pay it out of their rewards."""
+        return self.coef > 0 and self.where == "reward"
+
+    @property
+    def pulls(self) -> bool:
+        """The loss has it."""
+        return self.coef > 0 and self.where == "loss"
 
     @property
     def idle(self) -> dict[str, str]:
         """Knobs that change nothing as things stand, and why."""
         if not self.coef:
-            return dict.fromkeys(("kind", "through", "unbiased"), "kl.coef is 0")
-        return {"through": "k2 has that gradient already"} if self.kind == "k2" else {}
+            return dict.fromkeys(("kind", "where", "through", "unbiased", "target", "horizon"), "kl.coef is 0")
+        idle = {} if self.target is not None else {"horizon": "kl.target is not set"}
+        if self.charged:
+            return idle | dict.fromkeys(("through", "unbiased"), "a reward has no gradient, and the behavior drew the tokens")
+        return idle | ({"through": "k2 has that gradient already"} if self.kind == "k2" else {})
+
+    @property
+    def steers(self) -> bool:
+        return self.coef > 0 and self.target is not None
+
+    def steered(self, measured: float, samples: int) -> float:
+        """coef·(1 + clip(measured/target - 1, ±0.2)·samples/horizon): what comes after a step of so many samples.  arXiv:1909.08593.
+
+        `measured` is the mean over samples of sum_t log pi_behavior - log pi_ref.
+        """
+        if self.target is None:
+            return self.coef
+        return self.coef * (1 + min(max(measured / self.target - 1, -0.2), 0.2) * samples / self.horizon)
+
+    def cost(self, behavior_T: Tensor, ref_T: Tensor) -> Tensor:
+        """coef·k, what each token pays where the reward has it.  [T], [T] -> [T]."""
+        return self.coef * ESTIMATORS[self.kind](behavior_T - ref_T)
 
     @property
     def slope(self) -> str:

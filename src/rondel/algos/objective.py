@@ -12,7 +12,17 @@ from rondel.algos.ahead import NOTHING, Ahead, tokens_of
 from rondel.algos.ratio import bounded_exp
 from rondel.algos.table import Algorithm
 
-SYMBOLS = {"shaping": "R", "advantage": "A", "ratio": "r", "surrogate": "l", "correction": "c", "kl": "k", "entropy": "H", "aggregate": "w"}
+SYMBOLS = {
+    "shaping": "R",
+    "advantage": "A",
+    "ratio": "r",
+    "surrogate": "l",
+    "correction": "c",
+    "kl": "k",
+    "entropy": "H",
+    "aggregate": "w",
+    "value": "m",
+}
 
 
 def objective(
@@ -65,7 +75,7 @@ def objective(
         terms["gap"] = tokens.log_weight
     if ref_T is not None:
         terms["kl"] = row.kl(logprobs_T, ref_T, logprobs_T - (proximal_T if behavior_T is None else behavior_T))
-    if row.kl.coef:
+    if row.kl.pulls:
         token_T = token_T + row.kl.coef * terms["kl"]
     if row.entropy.coef:
         assert entropy_T is not None, f"the row {row.name} has entropy.coef = {row.entropy.coef}, but no entropy was computed"
@@ -78,20 +88,27 @@ def explain(row: Algorithm) -> str:
     """The effective formula in plain text: loss, what its letters stand for, gradient at ratio 1, knobs."""
     idle = {path for path in row.idle if "." not in path} | {name for name in ("kl", "entropy") if not getattr(row, name).coef}
     shown = {family: part for family, part in row.parts.items() if family not in idle}
-    penalty = f" + {row.kl.coef:g}·k" if row.kl.coef else ""
+    penalty = f" + {row.kl.coef:g}·k" if row.kl.pulls else ""
     bonus = f" - {row.entropy.coef:g}·H" if row.entropy.coef else ""
-    slope = f" + {row.kl.coef:g}·({row.kl.slope})" if row.kl.coef else ""
+    slope = f" + {row.kl.coef:g}·({row.kl.slope})" if row.kl.pulls else ""
+    cost = [f"  each token pays {row.kl.coef:g}·k of its reward, with logp of the behavior"] if row.kl.charged else []
+    critic = ["critic    its own loss: sum of w·m over the same tokens, with V = v when the step began"] if "values" in row.needs else []
     push = f" - {row.entropy.coef:g}·∇H" if row.entropy.coef else ""
     lines = [
         f"{row.name}  ({row.paper})",
         f"loss      sum over the trainable tokens of w·(c·l{penalty}{bonus})",
         *(f"  {SYMBOLS[family]} = {part}" for family, part in shown.items()),
+        *cost,
         "  w counts the whole batch before the first forward pass: micro-batches and ranks cannot change it",
         f"gradient  at r = 1: sum of w·((c·({getattr(row.surrogate, 'slope', 'dl/dlogp')}){slope})·∇logp{push})",
+        *critic,
         f"groups    {'trained if they pass: ' + ', '.join(row.filters) if row.filters else 'all are trained'}",
         f"needs     {', '.join(sorted(row.needs)) or 'nothing beside the tokens'}",
         *_knobs(row),
-        *(f"idle      {path}: {why}" for path, why in row.idle.items()),
+        *(
+            f"idle      {', '.join(path for path, other in row.idle.items() if other == why)}: {why}"
+            for why in dict.fromkeys(row.idle.values())
+        ),
     ]
     return "\n".join(lines)
 

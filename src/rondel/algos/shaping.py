@@ -24,6 +24,28 @@ class NoShaping:
 
 
 @dataclass(frozen=True)
+class ClipReward:
+    """R_i = clip(r_i, -limit, limit).  -> [N].  arXiv:2005.12729.  One wild reward cannot move critic and policy far.
+
+    What is cut off a reward that was earned on the way is cut at its end.
+
+    limit    the largest size of a reward
+    """
+
+    limit: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not self.limit > 0:
+            raise ConfigError(f"limit = {self.limit}; it must be positive, or every reward would be the same")
+
+    def __call__(self, scored: Scored) -> Tensor:
+        return scored.rewards_N.clamp(-self.limit, self.limit)
+
+    def __str__(self) -> str:
+        return f"clip(reward, ±{self.limit:g})"
+
+
+@dataclass(frozen=True)
 class Overlong:
     """R_i = r_i - factor·clip((length_i - (max_tokens - buffer)) / buffer, 0, 1).  -> [N].  arXiv:2503.14476 (DAPO).
 

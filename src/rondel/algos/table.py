@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +21,6 @@ from rondel.algos.advantage import (
     PassAtK,
     Raw,
     SignalCenter,
-    Whitened,
     WhitenedCenter,
 )
 from rondel.algos.aggregate import FixedNorm, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
@@ -29,19 +28,21 @@ from rondel.algos.bounded import ClippedWeight, DivergenceMask, GeometricMean, M
 from rondel.algos.chosen import ClipCov, Forking, KlCov
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
 from rondel.algos.entropy import EntropyBonus
+from rondel.algos.gae import Gae, Returns
 from rondel.algos.kl import Kl
 from rondel.algos.offpolicy import CappedWeight, Guided, SecondMoment, Tapered
 from rondel.algos.override import override
 from rondel.algos.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
 from rondel.algos.scored import Scored
-from rondel.algos.shaping import KimiLength, NoShaping, Overlong
+from rondel.algos.shaping import ClipReward, KimiLength, NoShaping, Overlong
 from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient, Surrogate
 from rondel.algos.tokens import Tokens
+from rondel.algos.value import ClippedValue
 from rondel.words.errors import ConfigError
 from rondel.words.registry import find, nearest
 
 FAMILIES: dict[str, dict[str, type]] = {
-    "shaping": {"none": NoShaping, "overlong": Overlong, "kimi_length": KimiLength},
+    "shaping": {"none": NoShaping, "clip": ClipReward, "overlong": Overlong, "kimi_length": KimiLength},
     "advantage": {
         "group_norm": GroupNorm,
         "group_center": GroupCenter,
@@ -52,10 +53,11 @@ FAMILIES: dict[str, dict[str, type]] = {
         "mean_norm": MeanNorm,
         "signal_center": SignalCenter,
         "parts_norm": PartsNorm,
-        "whitened": Whitened,
         "whitened_center": WhitenedCenter,
         "accept": Accept,
         "raw": Raw,
+        "gae": Gae,
+        "returns": Returns,
         "constant": Constant,
     },
     "ratio": {"token": TokenRatio, "sequence": SequenceRatio, "sequence_token": SequenceTokenRatio},
@@ -85,6 +87,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "seq_mean_token_sum": SeqMeanTokenSum,
         "fixed_norm": FixedNorm,
     },
+    "value": {"clipped": ClippedValue},
 }
 
 
@@ -105,6 +108,7 @@ class Algorithm:
     kl: Kl  # (logprobs_T, ref_T, log_drift_T) -> kl_T
     entropy: EntropyBonus  # entropy_T -> bonus_T, on the tokens that `select` chose
     aggregate: Callable[[Tensor], Tensor]  # lengths_N -> weight_N
+    value: ClippedValue = field(default_factory=ClippedValue)  # (values_T, old_T, returns_T) -> loss_T, clipped_T
     filters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -135,14 +139,32 @@ class Algorithm:
             idle["shaping"] = "no reward is read"
         elif getattr(self.advantage, "reads_parts", False):
             idle["shaping"] = "the advantage reads the parts of the reward"
+        if "shaping" in idle and self.kl.charged:
+            idle["kl"] = f"it is part of the reward, and {idle['shaping']}"
+        if "values" not in getattr(self.advantage, "needs", ()):
+            idle["value"] = "the row has no critic"
         for family, part in self.parts.items():
             idle |= {f"{family}.{knob}": why for knob, why in getattr(part, "idle", {}).items()}
         return idle
 
+    def rewarded(self, scored: Scored) -> Scored:
+        """Rewards, shaped and charged with the KL: `rewards_N`, and the same by token in `earned_T`. What shaping changes is due at the end."""
+        shaped_N = self.shaping(scored)
+        earned_T = scored.earned + scored.at_end(shaped_N - scored.rewards_N)
+        if self.kl.charged:
+            assert scored.behavior_T is not None and scored.ref_T is not None
+            cost_T = self.kl.cost(scored.behavior_T, scored.ref_T).to(earned_T.dtype)
+            earned_T, shaped_N = earned_T - cost_T, shaped_N - scored.total(cost_T)
+        return replace(scored, rewards_N=shaped_N, earned_T=earned_T)
+
     def advantages_T(self, scored: Scored) -> Tensor:
-        """Rewards, shaped and compared: the advantage of every trainable token, in the order of the samples."""
-        found = self.advantage(replace(scored, rewards_N=self.shaping(scored)))
+        """The advantage of every trainable token, in the order of the samples."""
+        found = self.advantage(self.rewarded(scored))
         return found if getattr(self.advantage, "per_token", False) else scored.each(found)
+
+    def returns_T(self, scored: Scored) -> Tensor:
+        """What the critic of a row with one is to learn."""
+        return self.advantage.returns(self.rewarded(scored))  # type: ignore[attr-defined]
 
     def bounded(self, max_tokens: int) -> Algorithm:
         """Every length that the recipe left open becomes its max_tokens."""
@@ -170,6 +192,16 @@ DAPO = replace(
     surrogate=Clip(low=0.2, high=0.28),
     aggregate=TokenMean(),
     filters=("signal",),
+)
+PPO = replace(
+    GRPO,
+    name="ppo",
+    paper="arXiv:1707.06347",
+    shaping=ClipReward(5.0),
+    advantage=Gae(gamma=1.0, lam=0.95),
+    kl=Kl("k1", coef=0.0, where="reward"),
+    aggregate=TokenMean(),
+    value=ClippedValue(0.2),
 )
 REINFORCE = replace(
     GRPO,
@@ -217,7 +249,14 @@ PASS_AT_K = replace(GRPO, name="pass_at_k", paper="arXiv:2503.19595", advantage=
 MAXRL = replace(GRPO, name="maxrl", paper="arXiv:2602.02710", advantage=MeanNorm())
 GPG = replace(REINFORCE, name="gpg", paper="arXiv:2504.02546", advantage=SignalCenter(), aggregate=TokenMean())
 GDPO = replace(GRPO, name="gdpo", paper="arXiv:2601.05242", advantage=PartsNorm())
-REINFORCE_PP = replace(GRPO, name="reinforce_pp", paper="arXiv:2501.03262", advantage=Whitened(), aggregate=TokenMean())
+REINFORCE_PP = replace(
+    GRPO,
+    name="reinforce_pp",
+    paper="arXiv:2501.03262",
+    advantage=Returns(),
+    kl=Kl("k1", coef=0.0, where="reward"),
+    aggregate=TokenMean(),
+)
 REINFORCE_PP_BASELINE = replace(REINFORCE_PP, name="reinforce_pp_baseline", advantage=WhitenedCenter(), kl=Kl("k2", coef=0.0))
 RAFT = replace(REINFORCE, name="raft", paper="arXiv:2304.06767", advantage=Accept(), aggregate=TokenMean())
 
@@ -231,7 +270,7 @@ LUFFY = replace(GRPO, name="luffy", paper="arXiv:2504.14945", advantage=GroupCen
 TABLE = {
     row.name: row
     for row in (
-        *(GRPO, DR_GRPO, DAPO, RLOO, REINFORCE, SFT),
+        *(GRPO, DR_GRPO, DAPO, PPO, RLOO, REINFORCE, SFT),
         *(GSPO, GSPO_TOKEN, GMPO, CISPO, SAPO, DPPO_TV, DPPO_KL, KIMI, CLIP_COV, KL_COV, FORKING),
         *(OPO, REMAX, PASS_AT_K, MAXRL, GPG, GDPO, REINFORCE_PP, REINFORCE_PP_BASELINE, RAFT),
         *(DECOUPLED, TOPR, AIPO, M2PO, LUFFY),

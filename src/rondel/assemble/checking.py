@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from rondel.assemble.parts import Parts, Rollouts, build, prepare_with
+from rondel.assemble.parts import Parts, Rollouts, build, prepare
 from rondel.assemble.self_test import self_test
 from rondel.planner.resolve import free_memory
 from rondel.runtime.devices import keep_memory
@@ -63,7 +63,7 @@ async def _live(parts: Parts, *, asked: bool) -> list[Finding]:
         return group
 
     groups = list(await asyncio.gather(*(one(n) for n in range(len(tasks)))))
-    return [*found, *_signal(parts, groups), *await self_test(parts, groups, prepare_with(parts.row), asked=asked)]
+    return [*found, *_signal(parts, groups), *await self_test(parts, groups, prepare, asked=asked)]
 
 
 def _signal(parts: Parts, groups: list[Group]) -> list[Finding]:

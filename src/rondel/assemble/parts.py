@@ -25,12 +25,15 @@ from rondel.models.load import Loaded, load
 from rondel.planner import resolve as planner
 from rondel.runtime.devices import Device, Shared, pick_device
 from rondel.score.pool import RewardPool
+from rondel.score.result import placed
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import Update
+from rondel.train.critic import Critic
 from rondel.train.draft import DraftTrainer
 from rondel.train.logprobs import logprob_and_entropy
 from rondel.train.pack import Batch, batch_of
 from rondel.train.step import LocalTrainer, Settings
+from rondel.words.config import Critic as CriticSection
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError, DataError, EngineError, EnvError, RondelError, boundary
 from rondel.words.registry import find
@@ -89,6 +92,12 @@ def build(job: Job) -> Parts:
     for need, why in UNMET.items():
         if need in row.needs:
             raise ConfigError(f"algo.kind = {job.algo.kind!r} needs {need}, and {why}")
+    critic_knobs = [name for name, field in CriticSection.model_fields.items() if getattr(job.trainer.critic, name) != field.default]
+    if critic_knobs and "values" not in row.needs:
+        raise ConfigError(
+            f"trainer.critic.{critic_knobs[0]} has no effect: algo.kind = '{row.name}' has no critic. Remove it, or use kind = 'ppo', "
+            "or algo.advantage = { kind = 'gae' }"
+        )
     if job.loop.warmup.steps and row.kl.coef:
         raise ConfigError(
             "algo.kl.coef with loop.warmup: the reference would be the model before its supervised phase. Run the warmup as a run of its own "
@@ -131,8 +140,9 @@ def build(job: Job) -> Parts:
             speculation=speculation,
         )
         settings = settings_of(job, sampling, resolved["trainer.micro_tokens"].value, replay_routes=replays(job, loaded))
+        critic = device.call(critic_of, job, loaded, settings) if "values" in row.needs else None
         pupil = device.call(lambda: DraftTrainer(draft.loaded, lr=lr)) if draft and (lr := job.engine.speculative.lr) else None
-        trainer = device.call(lambda: LocalTrainer(loaded, settings, run=device.run, needs=row.needs, draft=pupil))
+        trainer = device.call(lambda: LocalTrainer(loaded, settings, run=device.run, needs=row.needs, draft=pupil, critic=critic))
         probe = Template(loaded.tokenizer).opening([{"role": "user", "content": "One, two, three."}])[:PROBE] if job.sync.probe else []
         sync = Update(
             FromTensor(),
@@ -145,6 +155,7 @@ def build(job: Job) -> Parts:
             "engine.numerics": numerics,
             "routing_replay": replay_fact(job, loaded),
             "engine.speculative": speculation_fact(job, draft),
+            "trainer.critic": critic_fact(job) if critic else "none",
             "sync.kind": "tensor (one process, one module: 0 bytes move)" if sync_kind == "auto" else sync_kind,
         }
         return Parts(
@@ -231,6 +242,7 @@ def settings_of(job: Job, sampling: Sampling, micro_tokens: int, *, replay_route
         lr=t.lr, temperature=sampling.temperature, schedule=t.schedule, warmup_steps=t.warmup_steps, steps=job.loop.steps, clip=t.clip,
         weight_decay=t.weight_decay, betas=t.betas, micro_tokens=micro_tokens, updates_per_step=job.loop.updates_per_step,
         max_bad_steps=t.max_bad_steps, first_step=job.loop.warmup.steps, replay_routes=replay_routes,
+        critic_lr=t.critic.lr, critic_warmup=t.critic.warmup,
     )  # fmt: skip
 
 
@@ -239,6 +251,25 @@ def warmup_settings(job: Job, settings: Settings) -> Settings:
     return replace(
         settings, lr=job.loop.warmup.lr, schedule="constant", warmup_steps=0, updates_per_step=1, first_step=0, start_probe=0, replay_routes=False
     )  # fmt: skip
+
+
+def critic_of(job: Job, loaded: Loaded, settings: Settings) -> Critic:
+    """A copy of the policy as it will be at the critic's first step, or a model of its own that reads the same tokens."""
+    path = job.trainer.critic.path
+    if path is None:
+        return Critic(loaded, settings)
+    other = load(path, dtype=job.model.dtype, device=str(loaded.device))
+    if other.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
+        raise ConfigError(
+            f"trainer.critic.path = {path!r} has another vocabulary than the policy '{loaded.name}'; it must read the same tokens"
+        )
+    return Critic(other, settings, follows=False)
+
+
+def critic_fact(job: Job) -> str:
+    c = job.trainer.critic
+    first = f", alone for {c.warmup} steps" if c.warmup else ""
+    return f"{c.path or 'a copy of the policy at its first step'}, lr {c.lr:g}{first}"
 
 
 def page_bytes(loaded: Loaded) -> int:
@@ -337,6 +368,8 @@ class Rollouts:
                 trajectory.score = Failed("environment fault", trajectory.outcome.reason)
             elif trajectory.score is None:
                 trajectory.score = await self.parts.pool.score(trajectory, group.task)
+            else:  # an environment may have scored what happened in it
+                trajectory.score = placed(trajectory.score, trajectory)
             if isinstance(trajectory.outcome, PolicyFault) and trajectory.score is None:
                 trajectory.score = Score(0.0, {"policy_fault": 0.0})
 
@@ -353,14 +386,6 @@ class Demonstrations(Rollouts):
         return trajectory
 
 
-def prepare_with(row: Algorithm) -> Callable[[list[Group]], Awaitable[Batch]]:
-    """Groups -> a batch with advantages; shaping sees rewards and lengths of the whole step."""
-
-    async def prepare(groups: list[Group]) -> Batch:
-        batch = batch_of(groups)
-        advantages = row.advantages_T(batch.scored).float().split(batch.lengths_N.tolist())
-        for sample, piece in zip(batch.samples, advantages):
-            sample.advantages = piece.numpy()
-        return batch
-
-    return prepare
+async def prepare(groups: list[Group]) -> Batch:
+    """What the trainer credits and trains: the scored trajectories of the step."""
+    return batch_of(groups)

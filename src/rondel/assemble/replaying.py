@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from rondel.algos.table import SFT
-from rondel.assemble.parts import build, prepare_with, warmup_settings
+from rondel.assemble.parts import build, prepare, warmup_settings
 from rondel.runtime.devices import keep_memory
 from rondel.runtime.journal import store
 from rondel.train.checkpoint import flaw
@@ -41,7 +41,7 @@ async def _replay(parts, folder: Path, start: int, step: int, path: Path | None)
         parts.trainer.settings = warmup_settings(parts.job, settings) if warm else settings
         row = SFT if warm else parts.row
         groups = store.groups_of(store.read_step(folder, number))
-        stats = await parts.trainer.step(await prepare_with(row)(groups), row)
+        stats = await parts.trainer.step(await prepare(groups), row)
     return stats.metrics
 
 

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from rondel import loop
 from rondel.algos.table import SFT
-from rondel.assemble.parts import Demonstrations, Parts, Rollouts, build, prepare_with, warmup_settings
+from rondel.assemble.parts import Demonstrations, Parts, Rollouts, build, prepare, warmup_settings
 from rondel.buffer import Buffer
 from rondel.evaluate import evaluate
 from rondel.filter import chain
@@ -156,7 +156,7 @@ class Run:
         parts = self.parts
         tasks = stream(parts.tasks.train, seed=self.job.loop.seed, start=buffer.admitted)
         await loop.run(
-            tasks, buffer, attempt=rollouts.attempt, score=rollouts.score, judge=judge, prepare=prepare_with(row), trainer=parts.trainer,
+            tasks, buffer, attempt=rollouts.attempt, score=rollouts.score, judge=judge, prepare=prepare, trainer=parts.trainer,
             engine=parts.engine, devices=parts.devices, sync=parts.sync, algo=row, steps=steps, milestone=self.milestone,
         )  # fmt: skip
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from rondel.score.result import read
 from rondel.words.errors import ConfigError, RewardError
-from rondel.words.types import Failed, Task, Trajectory
+from rondel.words.types import Failed, Score, Task, Trajectory
 
 
 class Combine:
-    """`Combine({"correct": (1.0, Number()), "format": (0.2, Format(tag="answer"))})` -> {"correct": 1.0, "format": 0.2, "total": 1.2}.
+    """`Combine({"correct": (1.0, Number()), "format": (0.2, Format(tag="answer"))})` -> Score(1.2, {"correct": 1.0, "format": 0.2}).
 
-    Parts are reported with their weight, so they add up to the total. One failed part fails the whole.
+    Parts are reported with their weight, so they add up to the value; steps keep their positions. One failed part fails the whole.
     """
 
     def __init__(self, parts: dict[str, tuple[float, Callable[..., Any]]]) -> None:
@@ -22,12 +22,14 @@ class Combine:
             raise ConfigError(f"reward 'combine' needs named parts, none of them called 'total'; it has: {', '.join(parts) or 'none'}")
         self.parts = parts
 
-    async def __call__(self, trajectory: Trajectory, task: Task) -> dict[str, float]:
+    async def __call__(self, trajectory: Trajectory, task: Task) -> Score:
         values: dict[str, float] = {}
+        steps: list[tuple[int, float]] = []
         for name, (weight, reward) in self.parts.items():
             returned = reward(trajectory, task)
             score = read(await returned if inspect.isawaitable(returned) else returned)
             if isinstance(score, Failed):
                 raise RewardError(f"part '{name}' {score.reason}")
             values[name] = weight * score.value
-        return values | {"total": sum(values.values())}
+            steps += [(position, weight * value) for position, value in score.steps]
+        return Score(sum(values.values()), values, tuple(steps))

@@ -84,7 +84,7 @@ class RewardPool:
             self._dismiss(worker)
             return Failed("worker died", words)
         self._idle.append(worker)
-        return Score(reply["value"], reply["parts"]) if "value" in reply else Failed(reply["reason"], reply["detail"])
+        return Score(**reply) if "value" in reply else Failed(**reply)
 
     def _hire(self) -> Worker:
         worker = Worker(self.reward)

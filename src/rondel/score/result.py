@@ -3,27 +3,60 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
-from rondel.words.types import Failed, Score
+from rondel.words.types import Failed, Score, Trajectory
 
 
 def read(returned: Any) -> Score | Failed:
-    """A finite number is a score. Named parts are a score: their "total" if they have one, else their sum.
+    """A finite number is a score, and so are (position, value) pairs: they add up, and each keeps its place.
 
-    read(1) -> Score(1.0) · read({"correct": 1.0, "format": 0.2}) -> Score(1.2, parts) · read(None) -> Failed("returned None")
+    Named parts of either form are a score: their "total" if they have one, else their sum. A `Score` is taken as it is.
+
+    read(1) -> Score(1.0) · read({"correct": 1.0, "format": 0.2}) -> Score(1.2, parts) · read([(9, 0.5), (31, 1.0)]) -> Score(1.5, steps)
+    read(None) -> Failed("returned None")
     """
+    if isinstance(returned, Score):
+        numbers = [returned.value, *returned.parts.values(), *(value for _, value in returned.steps)]
+        return next((Failed(_complaint(x), "in a Score") for x in numbers if not _is_number(x)), returned)
     if not isinstance(returned, dict):
-        return Score(float(returned)) if _is_number(returned) else Failed(_complaint(returned))
-    for name, part in returned.items():
-        if not _is_number(part):
-            return Failed(_complaint(part), f"in part '{name}'")
-    parts = {str(name): float(part) for name, part in returned.items()}
-    if not parts:
+        return _part(returned)
+    parts = {str(name): _part(part) for name, part in returned.items()}
+    for name, part in parts.items():
+        if isinstance(part, Failed):
+            return Failed(part.reason, f"in part '{name}'" + (f": {part.detail}" if part.detail else ""))
+    scores = {name: part for name, part in parts.items() if isinstance(part, Score)}
+    if not scores:
         return Failed("returned no parts")
-    total = parts.pop("total", None)
-    return Score(sum(parts.values()) if total is None else total, parts)
+    total = scores.pop("total", None)
+    value = sum(part.value for part in scores.values()) if total is None else total.value
+    steps = [step for part in scores.values() for step in part.steps]
+    return Score(value, {name: part.value for name, part in scores.items()}, tuple(steps))
+
+
+def placed(score: Score | Failed, trajectory: Trajectory) -> Score | Failed:
+    """The same, or the fault in the positions of its steps. A text that was never tokenised, as a check of the reward asks about, has none."""
+    if isinstance(score, Score) and trajectory.tokens:
+        try:
+            score.over(trajectory.mask)
+        except ValueError as error:
+            return Failed("misplaced a reward", str(error))
+    return score
+
+
+def _part(returned: Any) -> Score | Failed:
+    """A number, or a list of (position, value)."""
+    if not isinstance(returned, list | tuple):
+        return Score(float(returned)) if _is_number(returned) else Failed(_complaint(returned))
+    if not returned or not all(isinstance(step, list | tuple) and len(step) == 2 for step in returned):
+        return Failed(_complaint(returned), "steps are a list of (position, value), at least one")
+    for position, value in returned:
+        if not isinstance(position, Integral) or isinstance(position, bool):
+            return Failed("misplaced a reward", f"position {position!r} is not a whole number")
+        if not _is_number(value):
+            return Failed(_complaint(value), f"at position {position}")
+    return Score(math.fsum(value for _, value in returned), steps=tuple(returned))
 
 
 def _is_number(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """The process in which a reward runs: reads jobs, writes one JSON line for each. Started by pool.py, without torch.
 
 stdin   pickle  (reward spec, parent's process id), then (trajectory, task) for ever; its end is the end of the process
-stdout  JSON    {"ready": true} | {"error": ...}, then {"value": ..., "parts": ...} | {"reason": ..., "detail": ...}
+stdout  JSON    {"ready": true} | {"error": ...}, then {"value": ..., "parts": ..., "steps": ...} | {"reason": ..., "detail": ...}
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rondel.score import build
-from rondel.score.result import read
+from rondel.score.result import placed, read
 from rondel.words.types import Failed, Score, Task, Trajectory
 
 
@@ -48,7 +48,7 @@ def main() -> None:
                 return
             result = call(reward, trajectory, task, runner)
             if isinstance(result, Score):
-                answer({"value": result.value, "parts": result.parts})
+                answer({"value": result.value, "parts": result.parts, "steps": result.steps})
             else:
                 answer({"reason": result.reason, "detail": result.detail})
 
@@ -59,7 +59,7 @@ def call(reward: Callable[..., Any], trajectory: Trajectory, task: Task, runner:
         returned = reward(trajectory, task)
         if inspect.isawaitable(returned):
             returned = runner.run(_await(returned))
-        return read(returned)
+        return placed(read(returned), trajectory)
     except BaseException as error:
         return Failed(f"raised {type(error).__name__}", last_line(error))
 

@@ -4,6 +4,7 @@ checkpoints/step-000010/
     model.safetensors config.json tokenizer.json ...   what any other tool loads
     optimizer.safetensors                              fp32 masters and AdamW moments: what a resume needs
     draft.safetensors                                  the same of a draft that is trained beside the policy
+    critic.safetensors                                 the same of a critic, and how many steps it has taken part in
     state.json                                         ledger, versions, numbers: what the loop needs
     manifest.json                                      sizes and checksums of all the above, written last
 """
@@ -51,13 +52,21 @@ def save_trainer(trainer: LocalTrainer, folder: Path) -> None:
             f"{arrived} of {sent} numbers reached {folder / 'model.safetensors'}" + (f", first missing {lost[0]}" if lost else "")
         )
     optimizer = {"rng": torch.get_rng_state(), "numbers": torch.tensor([trainer.step_number, trainer.version, trainer.bad_steps])}
+    if trainer.kl_coef is not None:
+        optimizer["kl_coef"] = torch.tensor(trainer.kl_coef, dtype=torch.float64)
     for name, parameter, master in zip(weights.names, weights.compute, weights.masters):
         if parameter is not master or name not in plain:
             optimizer[f"master.{name}"] = master.detach().cpu()
     save_file(optimizer | _moments(weights), folder / "optimizer.safetensors")
     if trainer.draft is not None:
-        masters = {f"master.{n}": m.detach().cpu() for n, m in zip(trainer.draft.weights.names, trainer.draft.weights.masters)}
-        save_file(masters | _moments(trainer.draft.weights), folder / "draft.safetensors")
+        save_file(_masters(trainer.draft.weights) | _moments(trainer.draft.weights), folder / "draft.safetensors")
+    if trainer.critic is not None:
+        learned = _masters(trainer.critic.weights) | _moments(trainer.critic.weights)
+        save_file(learned | {"steps": torch.tensor(trainer.critic.steps)}, folder / "critic.safetensors")
+
+
+def _masters(weights: MasterWeights) -> dict[str, Tensor]:
+    return {f"master.{name}": master.detach().cpu() for name, master in zip(weights.names, weights.masters)}
 
 
 def _moments(weights: MasterWeights) -> dict[str, Tensor]:
@@ -89,7 +98,13 @@ def load_trainer(trainer: LocalTrainer, folder: Path) -> None:
         weights.load_masters({n: optimizer[f"master.{n}"] if f"master.{n}" in optimizer else model[n] for n in weights.names})
         _load_moments(weights, optimizer)
         trainer.step_number, trainer.version, trainer.bad_steps = optimizer["numbers"].tolist()
+        trainer.kl_coef = float(optimizer["kl_coef"]) if "kl_coef" in optimizer else None
         torch.set_rng_state(optimizer["rng"])
+        if trainer.critic is not None:
+            saved = load_file(folder / "critic.safetensors")
+            trainer.critic.weights.load_masters({name: saved[f"master.{name}"] for name in trainer.critic.weights.names})
+            _load_moments(trainer.critic.weights, saved)
+            trainer.critic.steps = int(saved["steps"])
         if trainer.draft is not None:
             _load_draft(trainer.draft.weights, folder / "draft.safetensors")
 
@@ -105,11 +120,11 @@ def _load_draft(weights: MasterWeights, path: Path) -> None:
 
 
 def bytes_needed(trainer: LocalTrainer) -> int:
-    """Size of one checkpoint: compute copy, masters, two moments; a draft's masters and moments."""
-    draft = sum(m.numel() * 12 for m in trainer.draft.weights.masters) if trainer.draft is not None else 0
+    """Size of one checkpoint: compute copy, masters, two moments; masters and moments of a draft and of a critic."""
+    beside = sum(m.numel() * 12 for other in (trainer.draft, trainer.critic) if other is not None for m in other.weights.masters)
     compute = sum(p.numel() * p.element_size() for p in trainer.weights.compute)
     masters = sum(m.numel() * 4 for p, m in zip(trainer.weights.compute, trainer.weights.masters) if p is not m)
-    return draft + compute + masters + sum(m.numel() * 8 for m in trainer.weights.masters)
+    return beside + compute + masters + sum(m.numel() * 8 for m in trainer.weights.masters)
 
 
 # -- the folder ----------------------------------------------------------------------------------

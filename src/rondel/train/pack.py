@@ -36,6 +36,7 @@ class Sample:
     versions: np.ndarray  # [m] int64
     reward: float
     parts: dict[str, float] = field(default_factory=dict)  # what the reward was made of
+    earned: np.ndarray | None = None  # [m] where the reward was earned; None: all of it at the end
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [m], once they are known
     guided: bool = False  # a demonstration among the policy's own samples
     experts: np.ndarray | None = None  # [t-1,L,K] of a MoE: where the engine sent each token
@@ -47,6 +48,10 @@ class Sample:
         trainable = mask.nonzero()[0]
         if len(trainable) and trainable[0] == 0:
             raise ValueError(f"group {group}, sample {index}: the first token has no predecessor, so it cannot be trained")
+        try:
+            earned = np.asarray(trajectory.score.over(trajectory.mask)) if isinstance(trajectory.score, Score) else None
+        except ValueError as error:
+            raise ValueError(f"group {group}, sample {index}: {error}") from error
         return cls(
             group,
             index,
@@ -56,6 +61,7 @@ class Sample:
             np.asarray(trajectory.versions, dtype=np.int64)[trainable],
             float(trajectory.reward or 0.0),
             dict(trajectory.score.parts) if isinstance(trajectory.score, Score) else {},
+            earned,
             experts=None if trajectory.experts is None else np.asarray(trajectory.experts),
         )
 
@@ -84,6 +90,10 @@ class Batch:
             torch.tensor([s.group for s in self.samples], dtype=torch.int64),
             self.lengths_N,
             {name: torch.tensor([s.parts.get(name, math.nan) for s in self.samples], dtype=torch.float64) for name in names},
+            earned_T=_joined([s.earned for s in self.samples]),
+            values_T=_joined([s.notes.get("values") for s in self.samples]),
+            behavior_T=_joined([s.behavior for s in self.samples]),
+            ref_T=_joined([s.notes.get("ref") for s in self.samples]),
         )
 
     @property
@@ -221,6 +231,12 @@ def _common_prompt(samples: list[Sample]) -> int:
         differs = (first != other.tokens[: len(first)]).nonzero()[0]
         first = first[: differs[0]] if len(differs) else first
     return len(first)
+
+
+def _joined(pieces: list[np.ndarray | None]) -> Tensor | None:
+    """One number for each trainable token, in float64; None if a sample lacks them."""
+    known = [piece for piece in pieces if piece is not None]
+    return torch.from_numpy(np.concatenate([*known, np.empty(0)])) if len(known) == len(pieces) else None
 
 
 def _tensor(pieces: list[np.ndarray], device: torch.device | str) -> Tensor:

@@ -22,6 +22,7 @@ from rondel.models.head import Head
 from rondel.models.load import Loaded
 from rondel.train import annotate as notes
 from rondel.train import checkpoint
+from rondel.train.credit import credit, kl_of_samples
 from rondel.train.mismatch import DENSE, MIXTURE, Alarm, measure
 from rondel.train.optim import MasterWeights, learning_rate
 from rondel.train.pack import Batch, Packed, micro_batches
@@ -30,6 +31,7 @@ from rondel.words.events import Warned, emit
 from rondel.words.types import Manifest, Route, StepStats
 
 if TYPE_CHECKING:
+    from rondel.train.critic import Critic
     from rondel.train.draft import DraftTrainer
 
 
@@ -51,11 +53,13 @@ class Settings:
     share_prompts: bool = True
     max_bad_steps: int = 3
     replay_routes: bool = False
+    critic_lr: float = 1e-5
+    critic_warmup: int = 0  # first steps of the critic, in which the policy stays bit for bit as it is
     start_probe: int = 8  # samples a step on which the KL to the starting weights is measured; 0 switches it off
 
     def at_rest(self) -> Settings:
         """The same with lr = 0: a step that must change nothing."""
-        return replace(self, lr=0.0, weight_decay=0.0, schedule="constant", warmup_steps=0, first_step=0)
+        return replace(self, lr=0.0, critic_lr=0.0, critic_warmup=0, weight_decay=0.0, schedule="constant", warmup_steps=0, first_step=0)
 
 
 class NotFinite(Exception):
@@ -73,12 +77,14 @@ class LocalTrainer:
         run: Callable[..., Awaitable[Any]],
         needs: frozenset[str] = frozenset(),
         draft: DraftTrainer | None = None,
+        critic: Critic | None = None,
     ) -> None:
-        self.loaded, self.settings, self._run, self.draft = loaded, settings, run, draft
+        self.loaded, self.settings, self._run, self.draft, self.critic = loaded, settings, run, draft, critic
         self.weights = MasterWeights(loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)
         self.step_number = self.bad_steps = 0
         self.version = 0
         self.alarm = Alarm(MIXTURE if loaded.routers else DENSE)
+        self.kl_coef: float | None = None  # where a KL with a target has got to
         self.moved = False  # did the last step write other bits into the weights that the engine reads?
         wants_start = "ref_logprobs" in needs or settings.start_probe > 0
         self.start = _frozen(loaded) if wants_start else None
@@ -111,9 +117,13 @@ class LocalTrainer:
 
     async def sleep(self, tags: tuple[str, ...]) -> None:
         await self._run(self.weights.move, "cpu")
+        if self.critic is not None:
+            await self._run(self.critic.sleep)
 
     async def wake(self, tags: tuple[str, ...]) -> None:
         await self._run(self.weights.move, str(self.loaded.device))
+        if self.critic is not None:
+            await self._run(self.critic.wake, str(self.loaded.device))
 
     # -- on the device's thread ------------------------------------------------------------------
 
@@ -123,39 +133,49 @@ class LocalTrainer:
             if need in needs:
                 replay = self.settings.replay_routes and source is self.loaded
                 notes.annotate(source, batch, need.removesuffix("_logprobs"), replay=replay, **how)
+        if "values" in needs:
+            assert self.critic is not None, "the row needs values, and the trainer was built without a critic"
+            self.critic.annotate(batch, self.settings)
         return batch
 
     def _step(self, batch: Batch, algo: Any) -> StepStats:
         clock = time.perf_counter
         began = clock()
         settings, sums, seconds = self.settings, Sums(), {"forward_backward": 0.0, "optimizer": 0.0, "annotate": 0.0}
-        rate = learning_rate(
-            self.step_number - settings.first_step,
-            lr=settings.lr,
-            schedule=settings.schedule,
-            warmup=settings.warmup_steps,
-            steps=settings.steps,
-        )
+        rate, critic_rate = self._rate(settings.lr), self._rate(settings.critic_lr)
+        critic = self.critic if "values" in algo.needs else None
+        if critic is not None:
+            critic.begin(self.weights)
+        frozen = critic is not None and critic.steps < settings.critic_warmup
+        algo = self._steered(algo)
         updates = batch.updates(settings.updates_per_step)
-        stepped, note, self.moved, taken = True, "", False, 0
+        stepped, note, self.moved, taken, known = True, "", False, 0, {}
         try:
-            needs = algo.needs | ({"proximal_logprobs"} if len(updates) > 1 else set())
+            needs = algo.needs | ({"proximal_logprobs"} if len(updates) > 1 else set()) | ({"trained_logprobs"} if frozen else set())
             for update in updates:  # all before the first move, and each in the packing in which it will be trained
                 self._annotate(update, needs)
+            known = credit(batch, algo)
             _check_samples(batch)
             seconds["annotate"] = clock() - began
             for update in updates:
                 self.weights.zero_grad()
                 t = clock()
-                self._accumulate(update, algo, sums, proximal_noted="proximal_logprobs" in needs)
+                if not frozen:
+                    self._accumulate(update, algo, sums, proximal_noted="proximal_logprobs" in needs)
                 norm = self.weights.gradient_norm()
-                if not math.isfinite(float(norm)):
-                    raise NotFinite(f"gradient: its norm is {float(norm)} over {_some(update, range(len(update.samples)))}")
+                critic_norm = torch.zeros(()) if critic is None else critic.accumulate(update, algo, settings, sums)
+                for whose, size in (("", norm), (" of the critic", critic_norm)):
+                    if not math.isfinite(float(size)):
+                        raise NotFinite(f"gradient{whose}: its norm is {float(size)} over {_some(update, range(len(update.samples)))}")
                 seconds["forward_backward"] += clock() - t
                 t = clock()
                 changed = 0.0
                 if norm > 0:  # without signal the momentum of earlier steps must not move anything either
                     changed = self.weights.step(lr=rate, clip=settings.clip, norm=norm)
+                if critic is not None:
+                    if critic_norm > 0:
+                        critic.weights.step(lr=critic_rate, clip=settings.clip, norm=critic_norm)
+                    sums.put("train/critic_grad_norm", float(critic_norm))
                 taken, self.moved = taken + 1, self.moved or changed > 0
                 sums.put("train/grad_norm", float(norm))
                 sums.put("train/weights_changed", changed)
@@ -165,8 +185,14 @@ class LocalTrainer:
             self.weights.zero_grad()
             stepped, note = False, f"{fault} (update {taken + 1} of {len(updates)}, {taken} were taken)" if taken else str(fault)
             self._count_bad(note)
-        metrics = sums.metrics(len(updates))
+        metrics = sums.metrics(len(updates)) | known
         metrics["train/lr"] = rate
+        if critic is not None:
+            critic.steps += 1
+            metrics["train/critic_lr"] = critic_rate
+        if algo.kl.steers and stepped:
+            metrics |= {"train/kl_coef": algo.kl.coef, "train/kl_sample": (measured := kl_of_samples(batch))}
+            self.kl_coef = algo.kl.steered(measured, len(batch.samples))
         metrics["train/tokens"] = float(batch.total_tokens)
         if stepped and algo.needs:
             metrics |= measure(batch.samples, self.version)
@@ -180,6 +206,17 @@ class LocalTrainer:
         self.step_number += 1
         self.version += 1
         return StepStats(stepped, metrics, note)
+
+    def _rate(self, lr: float) -> float:
+        """The learning rate of this step, under the schedule."""
+        s = self.settings
+        return learning_rate(self.step_number - s.first_step, lr=lr, schedule=s.schedule, warmup=s.warmup_steps, steps=s.steps)
+
+    def _steered(self, algo: Any) -> Any:
+        """The row with the KL coefficient that earlier steps have led to."""
+        if not algo.kl.steers or self.kl_coef is None:
+            return algo
+        return replace(algo, kl=replace(algo.kl, coef=self.kl_coef))
 
     def _accumulate(self, batch: Batch, algo: Any, sums: Sums, *, proximal_noted: bool) -> None:
         """Forward and backward over micro-batches; every weight is fixed before the first of them (law 3)."""
@@ -256,7 +293,14 @@ class Sums:
     def metrics(self, updates: int) -> dict[str, float]:
         out = {"train/loss": self.loss / max(1, updates), "train/packed_tokens": float(self.packed), **self.values}
         terms = {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces}
-        names_of = {"entropy": "train/entropy", "clipped": "train/clip_fraction", "kl": "train/kl_ref", "correction": "train/correction"}
+        names_of = {
+            "entropy": "train/entropy",
+            "clipped": "train/clip_fraction",
+            "kl": "train/kl_ref",
+            "correction": "train/correction",
+            "value": "train/value_loss",
+            "value_clipped": "train/value_clip_fraction",
+        }
         for term, name in names_of.items():
             if term in terms and terms[term].numel():
                 out[name] = float(terms[term].mean())
@@ -309,9 +353,10 @@ def _decide(batch: Batch, algo: Any) -> Ahead:
 def _check_samples(batch: Batch) -> None:
     """All that is known before the first forward pass with a gradient."""
     for border, known in (
-        ("reward", lambda s: s.reward),
+        ("reward", lambda s: s.reward if s.earned is None else np.append(s.earned, s.reward)),
+        ("logprob", lambda s: np.concatenate([s.behavior, *(s.notes[name] for name in s.notes.keys() - {"values", "returns"})])),
+        ("value", lambda s: s.notes.get("values", ())),
         ("advantage", lambda s: s.advantages),
-        ("logprob", lambda s: np.concatenate([s.behavior, *s.notes.values()])),
     ):
         if bad := [i for i, s in enumerate(batch.samples) if not np.isfinite(known(s)).all()]:
             raise NotFinite(f"{border}: not finite for {_some(batch, bad)}")

@@ -76,6 +76,7 @@ class Algo(Section):
     aggregate: dict[str, Any] = {}
     shaping: dict[str, Any] = {}
     entropy: dict[str, Any] = {}
+    value: dict[str, Any] = {}
 
 
 class Warmup(Section):
@@ -151,6 +152,14 @@ class EngineSection(Section):
     speculative: Speculative = Speculative()
 
 
+class Critic(Section):
+    """Of a row that needs values: its own backbone with one number a token."""
+
+    lr: float = Field(1e-5, ge=0, description="its own, under the trainer's schedule")
+    warmup: int = Field(0, ge=0, description="first steps in which only the critic learns; the policy stays bit for bit as it is")
+    path: str | dict[str, Any] | None = Field(None, description="where its backbone starts, as model.path; unset, a copy of the policy")
+
+
 class Trainer(Section):
     kind: str = Field("fsdp", description="on one rank there is nothing to shard")
     lr: float = Field(1e-5, ge=0)
@@ -163,6 +172,7 @@ class Trainer(Section):
     routing_replay: bool | Literal["auto"] = Field(
         "auto", description="a MoE's tokens go to the experts that the engine chose; auto: if it has any"
     )
+    critic: Critic = Critic()
     max_bad_steps: int = Field(3, ge=1, description="stop after so many steps in a row that a finite-check refused")
 
 

@@ -13,6 +13,7 @@ from rondel.words.types import (
     Message,
     Request,
     Route,
+    Score,
     Scored,
     StepStats,
     Task,
@@ -21,6 +22,7 @@ from rondel.words.types import (
 )
 
 Interrupt = Literal["hold", "drain", "abort"]
+Earned = float | list[tuple[int, float]]
 Tags = tuple[str, ...]  # "weights", "kv_cache", "cuda_graph"
 
 
@@ -63,9 +65,9 @@ class Env(Protocol):
 
 
 class Reward(Protocol):
-    """-> a number, named parts, or per-position values [(position, value)]; raising is a failure, never a 0."""
+    """-> a number, [(position, value)] for what was earned on the way, or named parts of either; raising is a failure, never a 0."""
 
-    def __call__(self, trajectory: Trajectory, task: Task) -> float | dict[str, float]: ...
+    def __call__(self, trajectory: Trajectory, task: Task) -> Earned | dict[str, Earned] | Score: ...
 
 
 class Filter(Protocol):

@@ -5,8 +5,11 @@ T tokens of one trajectory · G trajectories of one group · P groups of one ste
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import blake2b
+from math import fsum
+from operator import index
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -53,10 +56,34 @@ Outcome = Ok | EnvFault | PolicyFault
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A reward and the named parts it was made of: `Score(1.2, {"correct": 1.0, "format": 0.2})`."""
+    """A reward and the named parts it was made of: `Score(1.2, {"correct": 1.0, "format": 0.2})`.
+
+    steps    what of it was earned on the way, as (position in the trajectory's tokens, value): `Score(1.3, steps=((14, 0.1), (52, 0.2)))`;
+             the rest, here 1.0, is due at the end
+    """
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
+    steps: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", tuple((index(position), float(value)) for position, value in self.steps))
+
+    def over(self, mask: list[bool]) -> list[float]:
+        """[m] What each of the m tokens that the policy wrote has earned; together the value. A step at a token it did not write counts
+        for the last one that it wrote before."""
+        written = [at for at, mine in enumerate(mask) if mine]
+        earned = [0.0] * len(written)
+        for position, value in self.steps:
+            if not 0 <= position < len(mask):
+                raise ValueError(f"a reward of {value:g} at position {position} of {len(mask)} tokens, whose first is 0")
+            if not written or position < written[0]:
+                before = f"before {written[0]}" if written else "at all"
+                raise ValueError(f"a reward of {value:g} at position {position}, but the policy wrote nothing {before}")
+            earned[bisect_right(written, position) - 1] += value
+        if written:
+            earned[-1] += self.value - fsum(value for _, value in self.steps)
+        return earned
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +184,8 @@ def encode(group: Group) -> dict[str, Any]:
     row = asdict(group)
     for plain, whole in zip(row["trajectories"], group.trajectories):
         plain["score"] = None if whole.score is None else [type(whole.score).__name__, asdict(whole.score)]
+        if isinstance(whole.score, Score):
+            plain["score"][1]["steps"] = [list(step) for step in whole.score.steps]
         plain["outcome"] = [type(whole.outcome).__name__, asdict(whole.outcome)]
     return row
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from algos_kit import F64, near, scored, tensor
 
-from rondel.algos import advantage
+from rondel.algos import advantage, gae
 from rondel.algos.shaping import KimiLength, Overlong
 
 REWARDS, GROUPS = tensor(1, 7, 0, 0, 5, 1, 2, 5), torch.tensor([9, 4, 9, 9, -2, 9, 4, -2])  # groups 9: 1 0 0 1, 4: 7 2, -2: 5 5
@@ -67,9 +67,9 @@ def test_whitening_is_over_all_tokens_so_a_long_sample_counts_more():
     rewards, group, lengths = tensor(1, 0), torch.tensor([0, 1]), torch.tensor([3, 1])
     flat = tensor(1, 1, 1, 0)
     wanted = (flat - 0.75) / math.sqrt(0.25 + 1e-8)
-    assert near(advantage.Whitened()(scored(rewards, group, lengths)), wanted)
+    assert near(gae.Returns()(scored(rewards, group, lengths)), wanted)
     wanted = (tensor(0.25, 0.5, 1, 0) - 0.4375) / (tensor(0.25, 0.5, 1, 0).var() + 1e-8).sqrt()
-    assert near(advantage.Whitened(gamma=0.5)(scored(rewards, group, lengths)), wanted)
+    assert near(gae.Returns(gamma=0.5)(scored(rewards, group, lengths)), wanted)
     assert advantage.WhitenedCenter()(scored(rewards, group, lengths)).tolist() == [0.0] * 4  # two groups of 1
     centred = tensor(0.5, 0.5, 0.5, -0.5)
     wanted = (centred - centred.mean()) / (centred.var() + 1e-8).sqrt()

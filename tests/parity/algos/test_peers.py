@@ -15,9 +15,10 @@ import torch
 from algos_kit import F64, Ragged, near
 from torch import Tensor
 
-from rondel.algos import advantage, aggregate, correction, kl, ratio, surrogate, table
+from rondel.algos import advantage, aggregate, correction, gae, kl, ratio, surrogate, table
 from rondel.algos.bounded import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
 from rondel.algos.chosen import ClipCov, Forking, KlCov
+from rondel.algos.value import ClippedValue
 
 LENGTHS = [3, 7, 1, 10, 5, 2, 8, 4]
 BATCH = Ragged.make(LENGTHS, 11)
@@ -134,7 +135,7 @@ ADVANTAGES = [
     ("rloo", advantage.LeaveOneOut(), {}),
     ("rloo_vectorized", advantage.LeaveOneOut(), {}),
     ("opo", advantage.LengthBaseline(), {}),
-    ("reinforce_plus_plus", advantage.Whitened(0.9), {"config": SimpleNamespace(gamma=0.9)}),
+    ("reinforce_plus_plus", gae.Returns(0.9), {"config": SimpleNamespace(gamma=0.9)}),
     ("reinforce_plus_plus_baseline", advantage.WhitenedCenter(), {}),
     ("grpo_passk", advantage.PassAtK(divide=True), {"config": {"norm_adv_by_std_in_grpo": True}}),
     ("grpo_passk", advantage.PassAtK(), {"config": {"norm_adv_by_std_in_grpo": False}}),
@@ -206,6 +207,29 @@ def test_rejection_bounds_are_on_the_ratio_and_in_verl_on_its_inverse(verl):
     kept = padded((rule(gap, sample, gap) > 0).to(F64))
     theirs, same = (compute_rollout_rejection_mask(padded(g), MASK, "seq_mean_k1", "0.95_1.3")[0] for g in (gap, -gap))
     assert torch.equal(kept, same) and not torch.equal(kept, theirs)
+
+
+def test_gae_and_the_value_loss_are_verls_with_observations_in_between(verl):
+    draw = torch.Generator().manual_seed(0)
+    mask = torch.rand(6, 40, generator=draw) < 0.7
+    rewards, values, later, returns = torch.randn(4, 6, 40, generator=draw, dtype=F64)
+    sample = torch.arange(6)[:, None].expand(6, 40)[mask]
+    theirs, wanted = verl.compute_gae_advantage_return(rewards * mask, values, mask.to(F64), 0.97, 0.9)
+    advantages, found = gae.gae(rewards[mask], values[mask], sample, gamma=0.97, lam=0.9)
+    assert near(found, wanted[mask]) and near(advantage.whitened(advantages), theirs[mask], LOOSE)
+    loss, clipped = verl.compute_value_loss(later, returns, values, mask.to(F64), 0.2)
+    terms = ClippedValue(0.2)(later[mask], values[mask], returns[mask])
+    assert near(terms.loss_T.mean(), loss, LOOSE) and near(terms.clipped_T.to(F64).mean(), clipped, LOOSE)
+
+
+def test_the_steered_coefficient_is_verls(verl):
+    """Of the KL that it is given: verl gives the mean over a sample's tokens, the paper and we its sum."""
+    theirs = verl.AdaptiveKLController(0.1, 6.0, 10_000)
+    rule = kl.Kl("k1", 0.1, "reward", target=6.0)
+    for measured in (1.0, 5.5, 6.5, 99.0):
+        theirs.update(measured, 128)
+        rule = replace(rule, coef=rule.steered(measured, 128))
+        assert abs(rule.coef - theirs.value) <= 1e-12
 
 
 # -- TRL ----------------------------------------------------------------------------------------------------------------------

@@ -103,6 +103,8 @@ def _row(group: Group, sample: int, t: Trajectory) -> dict[str, Any]:
         "experts": t.experts,
         "reward": t.reward,
         "reward_parts": t.score.parts if isinstance(t.score, Score) else {},
+        "step_positions": [position for position, _ in t.score.steps] if isinstance(t.score, Score) else [],
+        "step_rewards": [value for _, value in t.score.steps] if isinstance(t.score, Score) else [],
         "failed": failed.reason if failed else None,
         "failed_detail": failed.detail if failed else None,
         "outcome": next(name for name, kind in OUTCOMES.items() if isinstance(t.outcome, kind)),
@@ -123,7 +125,8 @@ def _schema() -> Any:
         "group": pa.int64(), "sample": pa.int32(), "task": pa.string(), "env": pa.string(), "task_data": pa.string(),
         "born": pa.int64(), "trained_at": pa.int64(), "tokens": integers, "mask": pa.list_(pa.bool_()),
         "behavior_logprobs": numbers, "trainer_logprobs": numbers, "advantages": numbers, "versions": integers,
-        "experts": pa.binary(), "reward": pa.float64(), "reward_parts": pa.string(), "failed": pa.string(),
+        "experts": pa.binary(), "reward": pa.float64(), "reward_parts": pa.string(), "step_positions": integers,
+        "step_rewards": pa.list_(pa.float64()), "failed": pa.string(),
         "failed_detail": pa.string(), "outcome": pa.string(), "outcome_reason": pa.string(), "finish_reason": pa.string(),
         "text": pa.string(), "timings": pa.string(), "policy": pa.string(), "parent": pa.int64(),
     }  # fmt: skip
@@ -224,7 +227,9 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
 def _score(row: dict[str, Any]) -> Score | Failed | None:
     if row["failed"] is not None:
         return Failed(row["failed"], row["failed_detail"])
-    return None if row["reward"] is None else Score(row["reward"], row["reward_parts"])
+    if row["reward"] is None:
+        return None
+    return Score(row["reward"], row["reward_parts"], tuple(zip(row["step_positions"] or [], row["step_rewards"] or [])))
 
 
 def _outcome(row: dict[str, Any]) -> Outcome:

@@ -1,0 +1,130 @@
+"""Credit along time: a token's advantage from the rewards and values that follow it in its sample.
+
+T trainable tokens, those of one sample side by side and in order · `sample_T` int64, the same number along a sample
+What the policy only read is not among the T, so an observation cannot change an advantage: behind a token comes the next one it wrote.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rondel.algos.advantage import whitened
+from rondel.algos.scored import Scored
+from rondel.words.errors import ConfigError
+
+CHUNK = 128  # tokens that one matrix product carries at once
+
+
+def following(values_T: Tensor, sample_T: Tensor) -> Tensor:
+    """v_{t+1} of the same sample, 0 behind its last token.  [T], [T] -> [T]."""
+    last = values_T.new_zeros(1)
+    same_T = torch.cat([sample_T[1:] == sample_T[:-1], sample_T.new_zeros(1, dtype=torch.bool)])[: len(values_T)]
+    return torch.where(same_T, torch.cat([values_T[1:], last])[: len(values_T)], last)
+
+
+def discounted(x_T: Tensor, sample_T: Tensor, w: float) -> Tensor:
+    """y_t = x_t + w·y_{t+1} within a sample.  [T], [T] -> [T].  Blelloch 1990 (scans).  Time O(TC), space O(T + C²).
+
+    Every sample is cut into chunks of C tokens: within a chunk y is one product with the triangle w^(j-t), j >= t. The heads of the
+    chunks then obey the same rule with w^C, so they are discounted by this function, and each adds w^(C-t) times the next head.
+    """
+    if not len(x_T):
+        return x_T
+    _, length_N = sample_T.unique_consecutive(return_counts=True)
+    size = min(CHUNK, max(2, -(-len(x_T) // len(length_N))))  # short samples fill short chunks
+    chunks_N = (length_N + size - 1) // size
+    slot_N = (chunks_N.cumsum(0) - chunks_N) * size - (length_N.cumsum(0) - length_N)  # from a token's index to its place in the chunks
+    slot_T = torch.arange(len(x_T), device=x_T.device) + slot_N.repeat_interleave(length_N)
+    own_K = torch.arange(len(length_N), device=x_T.device).repeat_interleave(chunks_N)
+    x_KC = x_T.new_zeros(len(own_K) * size).index_copy(0, slot_T, x_T).view(-1, size)
+    step_C = torch.arange(size, device=x_T.device)
+    power_C = torch.tensor(w, dtype=torch.float64, device=x_T.device) ** torch.arange(size + 1, device=x_T.device)
+    power_C = power_C.to(x_T.dtype)
+    triangle_CC = power_C[(step_C[:, None] - step_C).clamp(min=0)].tril()
+    y_KC = x_KC @ triangle_CC
+    if len(own_K) > len(length_N):
+        next_K = following(discounted(y_KC[:, 0], own_K, w**size), own_K)
+        y_KC = torch.addcmul(y_KC, next_K[:, None], power_C[size - step_C])
+    return y_KC.view(-1)[slot_T]
+
+
+def gae(rewards_T: Tensor, values_T: Tensor, sample_T: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """A_t = d_t + gamma·lam·A_{t+1} with d_t = r_t + gamma·V_{t+1} - V_t; returns = A + V.  [T], [T], [T] -> [T], [T].  arXiv:1506.02438.
+
+    A sample ends where its tokens end: the value behind the last one is 0, whether it was stopped or cut off.
+    """
+    deltas_T = rewards_T + gamma * following(values_T, sample_T) - values_T
+    advantages_T = discounted(deltas_T, sample_T, gamma * lam)
+    return advantages_T, advantages_T + values_T
+
+
+@dataclass(frozen=True)
+class Gae:
+    """A_t = sum over k >= 0 of (gamma·lam)^k·(r_{t+k} + gamma·V_{t+k+1} - V_{t+k}).  -> [T].  arXiv:1506.02438.
+
+    r_t is what token t earned, V_t what the critic expected before it; nothing is expected behind the last token. The critic learns
+    A + V, before whitening.
+
+    gamma     what a reward one token later is worth
+    lam       0 trusts the critic alone, 1 the rewards alone
+    whiten    advantages of the whole step with mean 0 and variance 1
+    """
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    whiten: bool = True
+    per_token: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({"values"})
+
+    def __post_init__(self) -> None:
+        _check_shares(gamma=self.gamma, lam=self.lam)
+
+    def __call__(self, scored: Scored) -> Tensor:
+        advantages_T, _ = self._both(scored)
+        return whitened(advantages_T) if self.whiten else advantages_T
+
+    def returns(self, scored: Scored) -> Tensor:
+        """What the critic is to expect of each token.  -> [T]."""
+        return self._both(scored)[1]
+
+    def _both(self, scored: Scored) -> tuple[Tensor, Tensor]:
+        assert scored.values_T is not None, "no critic has said what it expects"
+        return gae(scored.earned, scored.values_T.to(scored.rewards_N.dtype), scored.sample_T, gamma=self.gamma, lam=self.lam)
+
+    def __str__(self) -> str:
+        text = f"sum of ({self.gamma * self.lam:g})^k·d over the k tokens that follow, d = reward + {self.gamma:g}·V of the next token - V"
+        return f"({text}), whitened over the step" if self.whiten else text
+
+
+@dataclass(frozen=True)
+class Returns:
+    """A_t = G_t = r_t + gamma·G_{t+1}.  -> [T].  arXiv:2501.03262 (REINFORCE++).  No critic: the step's mean is the baseline.
+
+    gamma     what a reward one token later is worth
+    whiten    advantages of the whole step with mean 0 and variance 1
+    """
+
+    gamma: float = 1.0
+    whiten: bool = True
+    per_token: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_shares(gamma=self.gamma)
+
+    def __call__(self, scored: Scored) -> Tensor:
+        returns_T = discounted(scored.earned, scored.sample_T, self.gamma)
+        return whitened(returns_T) if self.whiten else returns_T
+
+    def __str__(self) -> str:
+        text = f"sum of {self.gamma:g}^k·reward over the k tokens that follow"
+        return f"({text}), whitened over the step" if self.whiten else text
+
+
+def _check_shares(**knobs: float) -> None:
+    for name, value in knobs.items():
+        if not 0 <= value <= 1:
+            raise ConfigError(f"{name} = {value}; it must lie in [0, 1], or what is far away would count for more than what is near")

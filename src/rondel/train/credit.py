@@ -1,0 +1,32 @@
+"""What every trained token has earned: known once the step's tokens are annotated, and for the whole step at once (law 3)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rondel.algos.value import explained_variance
+from rondel.train.annotate import flat, spread
+from rondel.train.pack import Batch
+
+if TYPE_CHECKING:
+    from rondel.algos.table import Algorithm
+
+
+def credit(batch: Batch, row: Algorithm) -> dict[str, float]:
+    """Write every sample's advantages, and what a critic is to learn as the note "returns". -> how much of it the critic knew."""
+    scored = batch.scored
+    advantages_T = row.advantages_T(scored).float().split(batch.lengths_N.tolist())
+    for sample, piece in zip(batch.samples, advantages_T):
+        sample.advantages = piece.numpy()
+    if "values" not in row.needs:
+        return {}
+    spread(batch.samples, "returns", row.returns_T(scored))
+    known = explained_variance(flat(batch.samples, "values"), flat(batch.samples, "returns"))
+    return {} if known is None else {"train/explained_variance": known}
+
+
+def kl_of_samples(batch: Batch) -> float:
+    """Mean over samples of sum_t log pi_behavior - log pi_ref: in nats a sample, unbiased for the policy that wrote them."""
+    return float(np.mean([(s.behavior.astype(np.float64) - s.notes["ref"]).sum() for s in batch.samples])) if batch.samples else 0.0

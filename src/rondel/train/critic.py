@@ -1,0 +1,89 @@
+"""A critic: what the rewards still to come will add up to, said before every token. Its own backbone, its own AdamW, one number a token.
+
+    policy  hidden [T, D] -> head   [V, D] -> logprob of the token that follows
+    critic  hidden [T, D] -> value  [1, D] -> V of the state in which that token is chosen      the same packed rows, cut the same way
+
+Its head starts at 0: before it has learned anything it expects nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rondel.models.head import Head
+from rondel.models.load import Loaded
+from rondel.train.annotate import gather, note
+from rondel.train.optim import MasterWeights
+from rondel.train.pack import Batch, Packed, micro_batches
+
+if TYPE_CHECKING:
+    from rondel.algos.table import Algorithm
+    from rondel.train.step import Settings, Sums
+
+
+class Critic:
+    """Values, the gradient of their loss, and a move; all on the device's thread.
+
+    loaded    where the backbone starts; it is copied
+    follows   start as the policy is at the critic's first step (after a supervised phase, say), and not as `loaded` was
+    """
+
+    def __init__(self, loaded: Loaded, settings: Settings, *, follows: bool = True) -> None:
+        model = copy.deepcopy(loaded.model).requires_grad_(True)
+        value = nn.Linear(loaded.head.weight.shape[1], 1, device=loaded.device, dtype=torch.float32)
+        nn.init.zeros_(value.weight)
+        nn.init.zeros_(value.bias)
+        model.set_output_embeddings(value)
+        self.loaded = replace(loaded, model=model, head=Head(value.weight, value.bias))
+        self.weights = MasterWeights(model, betas=settings.betas, weight_decay=settings.weight_decay)
+        self.follows = follows
+        self.steps = 0  # that it took part in
+
+    def begin(self, policy: MasterWeights) -> None:
+        """Before its first step: the policy's backbone, in full precision."""
+        if self.follows and self.steps == 0:
+            theirs = dict(zip(policy.names, policy.masters))
+            head = {id(parameter) for parameter in self.loaded.model.get_output_embeddings().parameters()}
+            backbone = {name for name, parameter in zip(self.weights.names, self.weights.compute) if id(parameter) not in head}
+            own = dict(zip(self.weights.names, self.weights.masters))
+            self.weights.load_masters({name: theirs[name] if name in backbone else master for name, master in own.items()})
+
+    def values(self, packed: Packed) -> Tensor:
+        """V of the states in which the trainable tokens of one micro-batch are chosen.  -> [M] in fp32."""
+        hidden = self.loaded.hidden(packed.tokens, packed.positions, packed.layout)
+        return F.linear(hidden.index_select(0, packed.source).float(), self.loaded.head.weight, self.loaded.head.bias)[:, 0]
+
+    @torch.no_grad()
+    def annotate(self, batch: Batch, settings: Settings) -> None:
+        """Write the values into every sample's notes."""
+        for packed in self._cut(batch, settings):
+            note(batch, packed, "values", self.values(packed))
+
+    def accumulate(self, batch: Batch, row: Algorithm, settings: Settings, sums: Sums) -> Tensor:
+        """The gradient of sum_t w_t·m_t over an update, every weight fixed before its first micro-batch (law 3). -> its norm."""
+        self.weights.zero_grad()
+        weight_N = row.aggregate(batch.lengths_N).float().to(self.loaded.device)
+        for packed in self._cut(batch, settings):
+            loss_T, clipped_T = row.value(self.values(packed), gather(batch, packed, "values"), gather(batch, packed, "returns"))
+            (weight_N[packed.sample] * loss_T).sum().backward()
+            sums.add(0.0, {"value": loss_T.detach(), "value_clipped": clipped_T})
+        return self.weights.gradient_norm()
+
+    def sleep(self) -> None:
+        """Nothing of it stays on the device."""
+        self.loaded.model.to("cpu")
+        self.weights.move("cpu")
+
+    def wake(self, device: str) -> None:
+        self.loaded.model.to(device)
+        self.weights.move(device)
+
+    def _cut(self, batch: Batch, settings: Settings) -> Iterator[Packed]:
+        return micro_batches(batch, settings.micro_tokens, share=settings.share_prompts, device=self.loaded.device)

@@ -1,0 +1,375 @@
+"""PPO's critic: its loss and gradient are the written formula's, for any split; it resumes to the bit, and frozen means frozen."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from run_kit import events, final, run, run_and_die
+from test_split import apart, shuffled
+from train_kit import awkward_groups, batch, bits, model, row, step, trainer, trajectory
+from transformers import AutoModelForCausalLM
+
+from rondel.assemble import replay
+from rondel.train.checkpoint import load_trainer, save_trainer
+from rondel.train.credit import credit, kl_of_samples
+from rondel.train.pack import Batch, batch_of
+from rondel.train.step import Sums
+from rondel.words.errors import ConfigError
+from rondel.words.types import Group, Score, Task
+
+PPO = row("ppo")
+CHARGED = row("ppo", kl={"coef": 0.3}, advantage={"gamma": 0.98, "lam": 0.9})
+
+
+def learned(kind: str = "llama", algo=PPO, **settings):
+    """A trainer whose critic has an opinion: its head and the reference are off their starts."""
+    t = trainer(model(kind), algo, **settings)
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in t.critic.loaded.model.get_output_embeddings().parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=draw))
+        if t.start is not None:
+            t.start.head.weight.mul_(0.9)
+    t.critic.steps = 1  # so that it does not begin again
+    return t
+
+
+def critic_bits(t) -> list[bytes]:
+    return bits(t.critic)
+
+
+def gradient(t, b: Batch, algo, *, micro_tokens: int = 10**6, share: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the policy and of the critic, each in one vector; values and returns once for all splits, and a step away from them."""
+    t.settings = replace(t.settings, micro_tokens=micro_tokens, share_prompts=share)
+    t.weights.zero_grad()
+    t._accumulate(b, algo, Sums(), proximal_noted=False)
+    t.critic.accumulate(b, algo, t.settings, Sums())
+    return tuple(
+        torch.cat([(torch.zeros_like(m) if m.grad is None else m.grad).flatten() for m in w.masters]).double().clone()
+        for w in (t.weights, t.critic.weights)
+    )
+
+
+def noted(t, groups, algo) -> Batch:
+    b = batch_of(groups)
+    t._annotate(b, algo.needs)
+    credit(b, algo)
+    rng = np.random.default_rng(3)
+    for s in b.samples:  # as if the critic had moved since: some tokens lie beyond the clip
+        s.notes["values"] = s.notes["values"] + rng.normal(scale=0.3, size=len(s.trainable)).astype(np.float32)
+    return b
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "gemma3_text"])
+def test_both_gradients_are_the_same_for_any_split(kind):
+    t = learned(kind, CHARGED)
+    b = noted(t, awkward_groups(), CHARGED)
+    whole = gradient(t, b, CHARGED)
+    assert all(g.norm() > 1e-3 for g in whole)
+    splits = [(b, micro, share) for micro in (1, 13, 40) for share in (True, False)]
+    splits += [(shuffled(b, seed, whole_groups=seed < 2), 25, True) for seed in range(4)]
+    worst = max(
+        apart(x, y) for other, micro, share in splits for x, y in zip(gradient(t, other, CHARGED, micro_tokens=micro, share=share), whole)
+    )
+    assert worst <= 1e-6, worst
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "gemma3_text"])
+def test_both_gradients_are_those_of_the_formula(kind):
+    """Token by token in float64 through plain transformers modules: values, KL in the reward, GAE, whitening, both losses."""
+    algo, groups = CHARGED, awkward_groups()
+    t = learned(kind, algo)
+    for g in groups[3].trajectories:  # rewards on the way, one of them at a token that was only read
+        g.score = Score(g.score.value, steps=((g.mask.index(True), 0.5), (len(g.tokens) - 1, -0.25)))
+    b = batch_of(groups)
+    t._annotate(b, algo.needs)
+    credit(b, algo)
+    mine = gradient(t, b, algo, micro_tokens=30)
+
+    def plain(loaded):
+        twin = AutoModelForCausalLM.from_config(loaded.model.config, attn_implementation="eager")
+        there = twin.state_dict()
+        twin.load_state_dict({k: v for k, v in loaded.model.state_dict().items() if k in there and v.shape == there[k].shape}, strict=False)
+        return twin.double().eval()
+
+    policy, reference, critic = plain(t.loaded), plain(t.start), plain(t.critic.loaded)
+    head = [p.detach().double().requires_grad_() for p in t.critic.loaded.model.get_output_embeddings().parameters()]
+    rows, total = [], sum(len(s.trainable) for s in b.samples)
+    for s in b.samples:
+        ids, at = torch.tensor(s.tokens)[None], torch.tensor(s.trainable)
+        target = torch.tensor(s.tokens)[at][:, None]
+        logp = policy(ids, use_cache=False).logits[0].log_softmax(-1)[at - 1].gather(1, target)[:, 0]
+        with torch.no_grad():
+            ref = reference(ids, use_cache=False).logits[0].log_softmax(-1)[at - 1].gather(1, target)[:, 0]
+        value = (critic.base_model(ids, use_cache=False).last_hidden_state[0][at - 1] @ head[0].T + head[1])[:, 0]
+        reward = min(max(s.reward, -5.0), 5.0)
+        earned = [0.0] * len(at)
+        score = groups[[g.id for g in groups].index(s.group)].trajectories[s.index].score
+        for position, amount in score.steps:
+            earned[max(i for i, place in enumerate(s.trainable) if place <= position)] += amount
+        earned[-1] += reward - sum(amount for _, amount in score.steps)
+        advantage = next_value = 0.0
+        advantages, said = [0.0] * len(at), value.tolist()
+        for i in reversed(range(len(at))):
+            r = earned[i] - 0.3 * (float(s.behavior[i]) - float(ref[i]))
+            advantage = r + 0.98 * next_value - said[i] + 0.98 * 0.9 * advantage
+            next_value, advantages[i] = said[i], advantage
+        rows.append((logp, value, advantages))
+    flat = np.array([a for _, _, advantages in rows for a in advantages])
+    mean, deviation = flat.mean(), np.sqrt(flat.var(ddof=1) + 1e-8)
+    loss = value_loss = 0.0
+    for logp, value, advantages in rows:
+        for i, a in enumerate(advantages):
+            loss = loss - (a - mean) / deviation * (logp[i] - logp[i].detach()).exp() / total
+            returns = a + float(value[i].detach())
+            value_loss = value_loss + (value[i] - returns) ** 2 / 2 / total
+    loss.backward(), value_loss.backward()
+    theirs = dict(policy.named_parameters())
+    exact = torch.cat([theirs[n].grad.flatten() for n in t.weights.names])
+    assert apart(mine[0], exact) <= 1e-5
+    theirs = {n: p.grad for n, p in critic.named_parameters()} | {"lm_head.weight": head[0].grad, "lm_head.bias": head[1].grad}
+    exact = torch.cat([theirs[n].flatten() for n in t.critic.weights.names])
+    assert apart(mine[1], exact) <= 1e-5
+
+
+# -- credit --------------------------------------------------------------------------------------
+
+
+def test_an_observation_changes_no_advantage():
+    """The same written tokens, values and rewards, with more or fewer observed tokens between the turns."""
+    rng = np.random.default_rng(0)
+
+    def told(observed: list[int]) -> Batch:
+        ours = np.random.default_rng(1)
+        groups = []
+        for n, gap in enumerate(observed):
+            t = trajectory(
+                [(3, 1), *([(gap, 0)] if gap else []), (4, 1), *([(gap, 0)] if gap else [])], ours, prompt=[7, 8], reward=float(n)
+            )
+            first = len(t.mask) - 1 if n % 2 else 2 + 3 + gap - 1  # somewhere behind the written tokens it belongs to
+            t.score = Score(float(n), steps=((first, 0.5),))
+            groups.append(Group(n, Task(f"t{n}", "fake", {}), [t], 0))
+        return batch_of(groups)
+
+    bare, chatty = told([0, 0, 0, 0]), told([5, 1, 9, 2])
+    notes = [{name: rng.normal(size=7).astype(np.float32) for name in ("values", "ref")} for _ in bare.samples]
+    for b in (bare, chatty):
+        for s, note in zip(b.samples, notes):
+            s.notes |= note
+            s.behavior = note["ref"] - 0.1
+        credit(b, CHARGED)
+    for a, c in zip(bare.samples, chatty.samples):
+        assert (
+            len(a.tokens) < len(c.tokens)
+            and np.array_equal(a.advantages, c.advantages)
+            and np.array_equal(a.notes["returns"], c.notes["returns"])
+        )
+
+
+def test_rows_without_time_see_the_sum_of_what_was_earned():
+    groups, placed = awkward_groups(), awkward_groups()
+    for g in placed:
+        for t in g.trajectories:
+            t.score = Score(t.score.value, steps=((t.mask.index(True), 0.75),))
+    for kind in ("grpo", "rloo", "dapo"):
+        a, b = (batch(x, row(kind)) for x in (groups, placed))
+        assert all(np.array_equal(x.advantages, y.advantages) for x, y in zip(a.samples, b.samples))
+
+
+def test_the_kl_is_charged_to_the_reward_of_a_row_without_time_too():
+    """RLOO with R - coef·sum(log pi - log pi_ref), as its paper has it."""
+    algo = row("rloo", kl={"kind": "k1", "coef": 0.2, "where": "reward"})
+    b, rng = batch_of(awkward_groups()), np.random.default_rng(0)
+    for s in b.samples:
+        s.notes["ref"] = rng.normal(size=len(s.trainable)).astype(np.float32)
+    credit(b, algo)
+    paid = {(s.group, s.index): s.reward - 0.2 * float((s.behavior.astype(float) - s.notes["ref"]).sum()) for s in b.samples}
+    for s in b.samples:
+        others = [r for (g, i), r in paid.items() if g == s.group and i != s.index]
+        wanted = paid[s.group, s.index] - np.mean(others) if others else 0.0
+        np.testing.assert_allclose(s.advantages, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_reward_out_of_place_names_its_sample():
+    groups = awkward_groups()
+    groups[1].trajectories[0].score = Score(1.0, steps=((0, 1.0),))
+    with pytest.raises(ValueError, match="group 7, sample 0: a reward of 1 at position 0, but the policy wrote nothing before 4"):
+        batch_of(groups)
+
+
+@pytest.mark.parametrize("broken", ["step", "value"])
+def test_what_is_not_finite_names_its_sample_and_moves_nothing(broken):
+    t = learned()
+    groups = awkward_groups()
+    if broken == "step":
+        groups[1].trajectories[0].score = Score(1.0, steps=((5, float("nan")), (5, 1.0)))
+    b = batch_of(groups)
+    if broken == "value":
+        t.critic.annotate = lambda batch, settings: [
+            s.notes.update(values=np.full(len(s.trainable), np.inf if s.group == 7 else 0, np.float32)) for s in batch.samples
+        ]
+    before = bits(t) + critic_bits(t)
+    stats = step(t, b, PPO)
+    assert not stats.stepped and f"{'reward' if broken == 'step' else 'value'}: not finite for group 7, sample 0" in stats.note
+    assert bits(t) + critic_bits(t) == before
+
+
+# -- a step --------------------------------------------------------------------------------------
+
+
+def test_the_first_mini_batch_is_on_policy_to_the_bit():
+    """r = 1 and nothing clipped, of the policy and of the critic, although both were annotated beforehand."""
+    t, b = learned(updates_per_step=3, micro_tokens=20), batch_of(awkward_groups())
+    first = b.updates(3)[0]
+    for update in b.updates(3):
+        t._annotate(update, PPO.needs | {"proximal_logprobs"})
+    credit(b, PPO)
+    sums = Sums()
+    t._accumulate(first, PPO, sums, proximal_noted=True)
+    t.critic.accumulate(first, PPO, t.settings, sums)
+    metrics = sums.metrics(1)
+    assert metrics["train/ratio_max_deviation"] == metrics["train/clip_fraction"] == metrics["train/value_clip_fraction"] == 0
+    stats = step(learned(updates_per_step=3, lr=1e-2, critic_lr=1e-2), b, PPO)
+    assert stats.metrics["train/ratio_max_deviation"] > 0 and stats.metrics["train/value_clip_fraction"] > 0
+
+
+def test_a_rate_of_0_changes_nothing():
+    t = learned(lr=0.0, critic_lr=0.0, weight_decay=0.1, updates_per_step=2)
+    before = [p.clone() for w in (t.weights, t.critic.weights) for p in w.masters]
+    stats = step(t, batch_of(awkward_groups()), PPO)
+    assert stats.stepped and stats.metrics["train/critic_grad_norm"] > 0 and stats.metrics["train/grad_norm"] > 0
+    assert all(torch.equal(p, q) for p, q in zip(before, [p for w in (t.weights, t.critic.weights) for p in w.masters]))
+
+
+def test_the_policy_is_frozen_while_the_critic_warms_up():
+    t = trainer(model(), PPO, critic_warmup=2, start_probe=4)
+    step(t, batch(awkward_groups(3), row("sft")), row("sft"))  # a supervised phase is not the critic's
+    before = bits(t)
+    for n in range(2):
+        was = critic_bits(t)
+        stats = step(t, batch_of(awkward_groups(n)), PPO)
+        assert bits(t) == before and critic_bits(t) != was and stats.stepped and not t.moved
+        assert stats.metrics["train/kl_to_start"] >= 0 and stats.metrics["train/weights_changed"] == 0
+    assert step(t, batch_of(awkward_groups(5)), PPO).stepped and t.moved and bits(t) != before
+
+
+def test_the_critic_begins_where_the_policy_is_at_its_first_step():
+    t = trainer(model("tied", "bfloat16"), PPO, critic_lr=0.0)
+    for n in range(2):
+        step(t, batch(awkward_groups(n), row("sft")), row("sft"))
+    policy = dict(zip(t.weights.names, [m.clone() for m in t.weights.masters]))
+    step(t, batch_of(awkward_groups(3)), PPO)
+    own = dict(zip(t.critic.weights.names, t.critic.weights.masters))
+    heads = own.keys() - policy.keys()
+    assert all(torch.equal(own[name], policy[name]) for name in own.keys() - heads if own[name].shape == policy[name].shape)
+    assert sum(not bool(own[name].any()) and own[name].numel() <= 48 for name in own) == 2  # weight and bias of the head
+    step(t, batch_of(awkward_groups(4)), PPO)
+    assert all(torch.equal(a, b) for a, b in zip(own.values(), t.critic.weights.masters))  # and does not follow it further
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_critic_learns_what_to_expect(dtype):
+    """The same rollouts again and again: the reward is told by the prompt, so it can be known before the first token."""
+    rng = np.random.default_rng(0)
+    groups = [
+        Group(n, Task(f"t{n}", "fake", {}), [trajectory([(4, 1)], rng, prompt=[20 + n % 4, 9], reward=float(n % 4)) for _ in range(4)], 0)
+        for n in range(8)
+    ]
+    t = trainer(model("llama", dtype), PPO, critic_warmup=10**6, critic_lr=3e-3)
+    metrics = [step(t, batch_of(groups), PPO).metrics for _ in range(40)]
+    assert metrics[0]["train/explained_variance"] == 0 and metrics[-1]["train/explained_variance"] > 0.95
+    assert metrics[-1]["train/value_loss"] < 0.1 * metrics[0]["train/value_loss"]
+
+
+# -- the KL that is steered ------------------------------------------------------------------------
+
+
+def test_the_coefficient_follows_the_kl_and_outlives_a_resume(tmp_path):
+    algo = row("ppo", kl={"coef": 0.3, "target": 2.0, "horizon": 100})
+    t, coef = learned(algo=algo), 0.3
+    for n in range(3):
+        b = batch_of(awkward_groups(n))
+        stats = step(t, b, algo)
+        measured = np.mean([sum(float(x) - float(y) for x, y in zip(s.behavior, s.notes["ref"])) for s in b.samples])
+        assert stats.metrics["train/kl_coef"] == pytest.approx(coef, rel=1e-12) and kl_of_samples(b) == pytest.approx(measured, rel=1e-6)
+        coef *= 1 + min(max(measured / 2.0 - 1, -0.2), 0.2) * len(b.samples) / 100
+    assert t.kl_coef == pytest.approx(coef, rel=1e-6) and abs(coef - 0.3) > 1e-3
+    save_trainer(t, tmp_path)
+    other = learned(algo=algo)
+    load_trainer(other, tmp_path)
+    assert other.kl_coef == t.kl_coef
+    for which in (t, other):
+        step(which, batch_of(awkward_groups(7)), algo)
+    assert bits(other) + critic_bits(other) == bits(t) + critic_bits(t) and other.kl_coef == t.kl_coef
+
+
+@pytest.mark.parametrize(
+    ("kl", "message"),
+    [
+        ({"coef": 0.1, "where": "rewards"}, "Did you mean 'reward'"),
+        ({"coef": 0.1, "target": 0.0}, "target = 0.0; it must be positive"),
+        ({"coef": 0.1, "horizon": 5}, "horizon = 5 has no effect: kl.target is not set"),
+        ({"target": 6.0}, "target = 6.0 has no effect: kl.coef is 0"),
+    ],
+)
+def test_knobs_of_the_kl(kl, message):
+    with pytest.raises(ConfigError, match=message):
+        row("ppo", kl=kl)
+
+
+# -- resume, replay ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "tied"])
+def test_a_loaded_critic_goes_on_bit_for_bit(tmp_path, kind, dtype):
+    t, other = (trainer(model(kind, dtype), PPO, critic_warmup=1) for _ in range(2))
+    for n in range(3):
+        step(t, batch_of(awkward_groups(n)), PPO)
+    save_trainer(t, tmp_path)
+    step(other, batch_of(awkward_groups(9)), PPO)
+    load_trainer(other, tmp_path)
+    assert other.critic.steps == 3
+    for which in (t, other):
+        step(which, batch_of(awkward_groups(5)), PPO)
+    assert bits(other) + critic_bits(other) == bits(t) + critic_bits(t)
+
+
+def test_asleep_and_awake_it_is_the_same(tmp_path):
+    t, other = learned(), learned()
+    for n in range(2):
+        asyncio.run(t.sleep(("optimizer",))), asyncio.run(t.wake(("optimizer",)))
+        for which in (t, other):
+            step(which, batch_of(awkward_groups(n)), PPO)
+    assert critic_bits(t) == critic_bits(other)
+
+
+TINY = {
+    "algo__kind": "ppo", "algo__group_size": 1, "loop__groups_per_step": 12, "loop__updates_per_step": 2, "loop__steps": 6,
+    "trainer__critic": {"lr": 1e-3, "warmup": 2},
+}  # fmt: skip
+
+
+def test_a_killed_run_with_a_critic_ends_with_the_same_bits_and_its_steps_replay(tmp_path):
+    """Killed in the supervised phase, while the policy is frozen, and behind it."""
+    run(tmp_path / "whole", **TINY)
+    for moment in (("StepDone", 4), ("StepDone", 4), ("GroupsTaken", 2)):
+        assert run_and_die(tmp_path / "run", moment, **TINY) == -9
+    run(tmp_path / "run", **TINY)
+    ours, theirs = final(tmp_path / "run"), final(tmp_path / "whole")
+    assert ours.keys() == theirs.keys() and any(name.startswith("critic/") for name in ours)
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    done = {e["step"]: e["metrics"] for e in events(tmp_path / "whole", "StepDone")}
+    assert [n for n, m in done.items() if m["train/weights_changed"] == 0] == [7, 8]
+    again = replay(tmp_path / "whole", 11)
+    for name in ("train/loss", "train/value_loss", "train/explained_variance", "train/grad_norm", "train/critic_grad_norm"):
+        assert again[name] == done[11][name], name
+
+
+def test_a_critic_that_no_row_reads_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"trainer.critic.warmup has no effect: algo.kind = 'grpo' has no critic"):
+        run(tmp_path / "run", trainer__critic={"warmup": 3})
