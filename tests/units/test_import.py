@@ -289,6 +289,21 @@ def test_a_loss_of_theirs_is_a_row_with_their_knobs(name, config, row, surrogate
     resolve({key: value for key, value in algo.items() if key != "group_size"})
 
 
+def test_ppo_of_the_peers_is_a_row_with_its_critic():
+    job = whole(
+        translate(VERL, {"critic.optim.lr": 2e-5, "trainer.critic_warmup": 20, "algorithm.lam": 0.95, "critic.model.path": "v"}, ROWS)
+    )
+    assert (job.algo.kind, job.trainer.critic.lr, job.trainer.critic.warmup, job.trainer.critic.path) == ("ppo", 2e-5, 20, "v")
+    assert resolve({"kind": "ppo", **{k: getattr(job.algo, k) for k in ("advantage", "value", "shaping")}}).advantage.lam == 0.95
+    job = whole(translate(OPENRLHF, {"actor.model_name_or_path": "m", "critic_learning_rate": 4e-6, "algo.kl.target": 6.0}, ROWS))
+    assert (job.algo.kind, job.trainer.critic.lr, job.algo.value) == ("ppo", 4e-6, {"clip": 0.5})
+    assert job.algo.kl == {"kind": "k1", "coef": 0.01, "where": "reward", "target": 6.0, "horizon": 10000}
+    assert (
+        "the row has no critic"
+        in translate(VERL, {"algorithm.adv_estimator": "grpo", "critic.optim.lr": 1.0}, ROWS).missing["critic.optim.lr"]
+    )
+
+
 def test_a_row_that_does_not_exist_is_named_and_nothing_else_is_trained():
     report = translate(VERL, {"algorithm.adv_estimator": "optimal_token_baseline", "actor_rollout_ref.actor.clip_ratio_high": 0.3}, ROWS)
     assert {line.key for line in report.asks} >= {"algo.kind"} and "does not exist here yet" in lists(report)

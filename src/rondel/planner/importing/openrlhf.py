@@ -19,7 +19,7 @@ AGGREGATES = {"token-mean": "token_mean", "seq-mean-token-mean": "seq_mean_token
 SCHEDULES = {name: name for name in ("constant", "linear", "cosine")} | {"constant_with_warmup": "constant"}
 REASONS = {
     "launcher *": "it belongs to what starts the processes, not to the run",
-    "critic.*": "it belongs to a critic; a row of the table brings its own",
+    "critic.*": "the row has no critic, or it has the policy's own settings",
     "reward.*": "a reward is a function here: task.reward = 'module:name'",
     "ref.*": "the reference is a frozen copy of the starting weights, on the one device",
     "vllm.*": "it steers vLLM; the engine here is built in",
@@ -115,7 +115,15 @@ def _algorithm(s: Setting) -> Iterator[Part]:
         yield Line("algo.advantage.gamma", float(s.number("algo.advantage.gamma")), ("algo.advantage.gamma",))
     if s[key] == "gae":
         yield Line("algo.advantage.lam", float(s.number("algo.advantage.lambd")), ("algo.advantage.lambd",))
-        yield Line("algo.value.clip", float(s.number("critic.value_clip")), ("critic.value_clip",))
+        yield from _critic(s)
+
+
+def _critic(s: Setting) -> Iterator[Part]:
+    yield Line("algo.value.clip", float(s.number("critic.value_clip")), ("critic.value_clip",))
+    yield Line("trainer.critic.lr", float(s.number("critic.adam.lr")), ("critic.adam.lr",))
+    yield Line("trainer.critic.warmup", max(0, s.whole("critic.freezing_steps")), ("critic.freezing_steps",))
+    if s["critic.model_name_or_path"]:
+        yield Line("trainer.critic.path", str(s["critic.model_name_or_path"]), ("critic.model_name_or_path",))
 
 
 def _loss(s: Setting) -> Iterator[Part]:

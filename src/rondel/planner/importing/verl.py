@@ -56,7 +56,8 @@ REASONS = {
     "--*": "it chooses among their config files",
     "defaults": "it chooses among their config files",
     "hydra*": "it steers their config reader",
-    "critic*": "it belongs to a critic; a row of the table brings its own",
+    "critic*": "the row has no critic, or it has the policy's own settings",
+    "trainer.critic_warmup": "the row has no critic",
     "algorithm.gamma": "this advantage discounts nothing",
     "algorithm.lam": "it belongs to a critic",
     "algorithm.kl_ctrl*": "it steers a KL that this config does not have",
@@ -170,9 +171,19 @@ def _algorithm(s: Setting) -> Iterator[Part]:
         yield Line("algo.advantage.divide", bool(s[normed]), (normed,))
     if s[estimator] == "gae":
         yield Line("algo.advantage.lam", float(s.number("algorithm.lam")), ("algorithm.lam",))
-        yield Line("algo.value.clip", float(s.number("critic.cliprange_value")), ("critic.cliprange_value",))
+        yield from _critic(s)
     if advantage != "group_norm" and s[estimator] != "grpo_passk" and s.has(normed):
         yield Gap((normed,), f"it has no effect there with adv_estimator = {s[estimator]}")
+
+
+def _critic(s: Setting) -> Iterator[Part]:
+    yield Line("algo.value.clip", float(s.number("critic.cliprange_value")), ("critic.cliprange_value",))
+    yield Line("trainer.critic.lr", float(s.number("critic.optim.lr")), ("critic.optim.lr",))
+    yield Line("trainer.critic.warmup", s.whole("trainer.critic_warmup"), ("trainer.critic_warmup",))
+    if s.has("critic.model.path") and s["critic.model.path"] != s["actor_rollout_ref.model.path"]:
+        yield Line("trainer.critic.path", _home(s["critic.model.path"]), ("critic.model.path",))
+    else:
+        yield Same(("critic.model.path",), "a copy of the policy")
 
 
 def _loss(s: Setting) -> Iterator[Part]:
