@@ -19,7 +19,11 @@ def lines(tmp_path, **changes) -> dict[str, tuple[bool, str]]:
     return {f.what: (f.ok, f.message) for f in check(tiny(tmp_path / "run", **(SMALL | changes))) if f.what.startswith("lr = 0")}
 
 
-@pytest.mark.parametrize("changes", [{}, {"loop__updates_per_step": 2}, {"model__dtype": "bfloat16"}], ids=["one", "two updates", "bf16"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"loop__updates_per_step": 2}, {"model__dtype": "bfloat16"}, {"algo__kind": "ppo"}],
+    ids=["one", "two updates", "bf16", "with a critic"],
+)
 def test_a_sound_recipe_passes(tmp_path, changes):
     found = lines(tmp_path, **changes)
     assert found.keys() == LINES and all(ok for ok, _ in found.values()), found

@@ -59,8 +59,9 @@ def _findings(worst: dict[str, float], *, changed: bool, gap: float, most: float
 
 
 def _bits(trainer: LocalTrainer) -> bytes:
-    """A digest of the masters and of the copies that the engine reads."""
+    """A digest of the masters and of the copies that the engine reads, and of the critic's."""
     digest = blake2b(digest_size=16)
-    for tensor in {t.data_ptr(): t for t in (*trainer.weights.masters, *trainer.weights.compute)}.values():
+    owners = [trainer.weights, *([trainer.critic.weights] if trainer.critic else [])]
+    for tensor in {t.data_ptr(): t for weights in owners for t in (*weights.masters, *weights.compute)}.values():
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.digest()
