@@ -359,8 +359,10 @@ def test_yaml_json_and_the_command_line_of_trl_say_the_same(tmp_path):
 
 
 def test_nested_yaml_of_verl_and_its_overrides_say_the_same():
-    text = "algorithm:\n  adv_estimator: grpo\ntrainer:\n  logger: [console]\n  nnodes: ${x.y}\ndata:\n  seed: null\n"
+    text = "algorithm:\n  adv_estimator: grpo\ntrainer:\n  logger: [console]\ndata:\n  seed: null\n"
     assert read("verl", text) == {"algorithm.adv_estimator": "grpo", "trainer.logger": ["console"], "data.seed": None}
+    refers = "a: 1\nb: ${a}\nc: ${oc.select:x.y,512}\nd: runs/${e}/x\ne: n${b}\nf: ${x.y}\ng: ${c}\n"
+    assert read("verl", refers) == {"a": 1, "b": 1, "c": 512, "d": "runs/n1/x", "e": "n1", "f": "${x.y}", "g": 512}
     assert overrides(["algorithm.adv_estimator=grpo", "+trainer.logger=['console']", "++data.seed=null", "~data.x"]) == read("verl", text)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rondel.planner.importing.peer import Gap, Line, Part, Peer, Same, Setting
+from rondel.planner.importing.peer import DEVICE, ENGINE, FOLDER, LAUNCHER, MEMORY, PACKED, Gap, Line, Part, Peer, Same, Setting
 
 ROWS = {  # algo.advantage.estimator -> (row, advantage laid over it, its eps)
     "gae": ("ppo", None, None),
@@ -18,22 +18,22 @@ CHARGED = ("gae", "reinforce")  # their rows here charge the KL to the reward un
 AGGREGATES = {"token-mean": "token_mean", "seq-mean-token-mean": "seq_mean_token_mean"}
 SCHEDULES = {name: name for name in ("constant", "linear", "cosine")} | {"constant_with_warmup": "constant"}
 REASONS = {
-    "launcher *": "it belongs to what starts the processes, not to the run",
+    "launcher *": LAUNCHER,
     "critic.*": "the row has no critic, or it has the policy's own settings",
     "reward.*": "a reward is a function here: task.reward = 'module:name'",
     "ref.*": "the reference is a frozen copy of the starting weights, on the one device",
-    "vllm.*": "it steers vLLM; the engine here is built in",
+    "vllm.*": ENGINE,
     "ds.lora.*": "adapters do not exist here yet: all weights are trained",
     "ds.load_in_4bit": "quantised weights cannot be trained here",
-    "ds.packing_samples": "there is no padding: samples are always packed",
-    "ds.*": "it steers DeepSpeed; one device here",
-    "*num_nodes": "one device",
-    "*num_gpus_per_node": "one device",
-    "train.colocate_*": "one device: engine and trainer share it",
-    "*micro_batch_size": "speed and memory only; trainer.micro_tokens bounds it here",
-    "*max_tokens_per_gpu": "speed and memory only; trainer.micro_tokens bounds it here",
-    "train.dynamic_batch_enable": "batches are always packed by tokens",
-    "actor.gradient_checkpointing*": "memory only; trainer.micro_tokens bounds it here",
+    "ds.packing_samples": PACKED,
+    "ds.*": DEVICE,
+    "*num_nodes": DEVICE,
+    "*num_gpus_per_node": DEVICE,
+    "train.colocate_*": DEVICE,
+    "*micro_batch_size": MEMORY,
+    "*max_tokens_per_gpu": MEMORY,
+    "train.dynamic_batch_enable": PACKED,
+    "actor.gradient_checkpointing*": MEMORY,
     "actor.muon.*": "AdamW is the optimizer here",
     "actor.min_lr_ratio": "a schedule ends at 0 here",
     "algo.advantage.gamma": "this advantage discounts nothing",
@@ -44,9 +44,9 @@ REASONS = {
     "logger.wandb.*": "no sink here; tensorboard, jsonl and csv exist",
     "train.agent_func_path": "turns are an environment: task.env = 'module:name'",
     "eval.n_samples_per_prompt": "an evaluation draws one answer a task",
-    "ckpt.output_dir": "checkpoints lie in run.folder",
+    "ckpt.output_dir": FOLDER,
     "ckpt.load_enable": "an unfinished run folder is continued by the same command",
-    "ckpt.*": "a checkpoint is a folder of safetensors in run.folder",
+    "ckpt.*": FOLDER,
 }
 
 

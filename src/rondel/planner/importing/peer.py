@@ -11,6 +11,14 @@ from typing import Any
 
 from rondel.words.errors import ConfigError
 
+DEVICE = "one device: nothing is spread or sharded"
+MEMORY = "speed and memory only; trainer.micro_tokens bounds it here"
+PACKED = "samples are always packed, so there is no padding"
+ENGINE = "it steers another engine; the one here is built in"
+LAUNCHER = "it belongs to what starts the processes, not to the run"
+FOLDER = "run.folder names the run and holds what it writes"
+MACHINE = frozenset({DEVICE, MEMORY, PACKED, ENGINE, LAUNCHER, FOLDER})  # reasons of keys that no result depends on
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -79,11 +87,11 @@ class Peer:
         return key
 
     def knows(self, key: str) -> bool:
-        """Is it a key, or below one whose value is a table of the user's own?"""
+        """Is it a key, below one whose value is a table of the user's own, or what hydra makes of a table (`_target_`)?"""
         head = key
         while head not in self.defaults and head:
             head = head.rpartition(".")[0]
-        return head == key or self.defaults.get(head, 0) in (None, {})
+        return head == key or self.defaults.get(head, 0) in (None, {}) or key.endswith("._target_")
 
     def reason(self, key: str) -> str:
         return next((why for pattern, why in self.reasons.items() if fnmatchcase(key, pattern)), "nothing here reads it")

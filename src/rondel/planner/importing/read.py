@@ -20,13 +20,16 @@ ENTRY = {  # the word of a command line behind which the config begins
 ENDS = re.compile(r"^(\||&&|\|\||;|&|\d?>+.*|\$@|\$\*|\"\$@\")$")
 OVERRIDE = re.compile(r"^([+~]{0,2})([A-Za-z_][\w.\-/@]*)=(.*)$", re.DOTALL)
 
+REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,\s*(.*?))?\s*\}", re.DOTALL)
+INNER = re.compile(r"\$\{([\w.]+)\}")
+
 
 def read(peer: str, text: str, folder: Path = Path()) -> dict[str, Any]:
     """The keys that a text sets, as the peer would see them. `folder` is where a `--config FILE` of the text is looked for."""
     if text.lstrip().startswith("{"):
         return flat(_json(text))
     if peer != "openrlhf" and _is_yaml(text):
-        return flat(_yaml(text))
+        return referred(flat(_yaml(text)))
     before, words = _words(peer, text)
     given: dict[str, Any] = overrides(words) if peer == "verl" else flags(words)
     if peer == "trl":
@@ -39,14 +42,26 @@ def read(peer: str, text: str, folder: Path = Path()) -> dict[str, Any]:
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}. A value that only refers to another (${...}) says nothing of its own."""
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
     out: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value:
             out |= flat(value, f"{key}.")
-        elif not (isinstance(value, str) and value.startswith("${")):
+        else:
             out[key] = scalar(value) if isinstance(value, str) else value
+    return out
+
+
+def referred(given: dict[str, Any]) -> dict[str, Any]:
+    """{"a": 1, "b": "${a}", "c": "${oc.select:x,2}", "d": "n-${a}"} -> 1, 1, 2, "n-1". What is not known stays as it is written."""
+    out = dict(given)
+    for _ in range(8):  # a value may refer to one that refers
+        for key, value in out.items():
+            if isinstance(value, str) and (match := REFERENCE.fullmatch(value)):
+                out[key] = out[match[1]] if match[1] in out else value if match[2] is None else scalar(match[2])
+            elif isinstance(value, str):
+                out[key] = INNER.sub(lambda m: str(out.get(m[1], m[0])), value)
     return out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rondel.planner.importing.peer import Line
+from rondel.planner.importing.peer import MACHINE, Line
 from rondel.planner.importing.translate import MISSING, Report, sections
 
 
@@ -37,10 +37,11 @@ def lists(report: Report) -> str:
     name = report.peer.name
     parts = [
         ("decide", {line.key: line.ask for line in report.asks}),
-        ("no equivalent", report.missing),
+        ("no equivalent", {key: why for key, why in report.missing.items() if why not in MACHINE}),
         (f"no key of {name} {report.peer.release}", report.unknown),
         (f"other default, written as {name} has it", {line.key: _change(line, ours) for line, ours in report.other}),
         ("their default does what nothing here does", dict(report.lost)),
+        ("no equivalent, and no result depends on it", {key: why for key, why in report.missing.items() if why in MACHINE}),
         ("the same here without a line", report.same),
     ]
     return "\n".join(

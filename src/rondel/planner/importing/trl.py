@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rondel.planner.importing.peer import Gap, Line, Part, Peer, Same, Setting
+from rondel.planner.importing.peer import DEVICE, ENGINE, FOLDER, LAUNCHER, MEMORY, Gap, Line, Part, Peer, Same, Setting
 
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes", "steps_per_generation", "generation_batch_size")
 REWARDS: dict[str, Any] = {"accuracy_reward": "math", "think_format_reward": {"kind": "format", "tag": "think"}}
@@ -21,25 +21,25 @@ LOSSES = {  # loss_type -> (row, how token terms are added up)
 }
 SCHEDULES = {name: name for name in ("constant", "linear", "cosine")} | {"constant_with_warmup": "constant"}
 REASONS = {
-    "launcher *": "it belongs to what starts the processes, not to the run",
+    "launcher *": LAUNCHER,
     "sapo_*": "the loss is not sapo",
     "vespo_*": "the loss is not vespo",
     "entropy_*": "the coefficient of the entropy is constant here",
     "epsilon*": "this loss does not read it",
-    "vllm_*": "it steers vLLM; the engine here is built in",
-    "use_vllm": "it steers vLLM; the engine here is built in",
+    "vllm_*": ENGINE,
+    "use_vllm": ENGINE,
     "lora_*": "adapters do not exist here yet: all weights are trained",
     "use_*ora": "adapters do not exist here yet: all weights are trained",
     "use_peft": "adapters do not exist here yet: all weights are trained",
     "load_in_*": "quantised weights cannot be trained here",
     "bnb_*": "quantised weights cannot be trained here",
     "use_bnb_*": "quantised weights cannot be trained here",
-    "fsdp*": "one device: nothing is sharded",
-    "deepspeed": "one device: nothing is sharded",
-    "ds3_*": "one device: nothing is sharded",
-    "ddp_*": "one device: nothing is sharded",
-    "gradient_checkpointing*": "memory only; trainer.micro_tokens bounds it here",
-    "activation_checkpointing*": "memory only; trainer.micro_tokens bounds it here",
+    "fsdp*": DEVICE,
+    "deepspeed": DEVICE,
+    "ds3_*": DEVICE,
+    "ddp_*": DEVICE,
+    "gradient_checkpointing*": MEMORY,
+    "activation_checkpointing*": MEMORY,
     "dataloader_*": "tasks are read in the process",
     "hub_*": "nothing is uploaded",
     "push_to_hub": "nothing is uploaded",
@@ -47,8 +47,8 @@ REASONS = {
     "save_only_model": "a checkpoint is whole",
     "attn_implementation": "one attention of its own, packed and paged",
     "config": "it was read",
-    "run_name": "run.folder names the run",
-    "project": "run.folder names the run",
+    "run_name": FOLDER,
+    "project": FOLDER,
 }
 
 

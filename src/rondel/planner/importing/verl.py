@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rondel.planner.importing.peer import Gap, Line, Part, Peer, Same, Setting
+from rondel.planner.importing.peer import DEVICE, ENGINE, FOLDER, LAUNCHER, MEMORY, PACKED, Gap, Line, Part, Peer, Same, Setting
 from rondel.words.errors import ConfigError
 
 ACTOR, ROLLOUT, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.optim"
@@ -52,9 +52,10 @@ KNOBS = {  # loss_mode -> {knob: key below the actor's}; those without low and h
 }
 UNCLIPPED = ("sapo", "gpg", "kl_cov")
 REASONS = {
-    "launcher *": "it belongs to what starts the processes, not to the run",
+    "launcher *": LAUNCHER,
     "--*": "it chooses among their config files",
     "defaults": "it chooses among their config files",
+    "*_target_": "it names a class of theirs",
     "hydra*": "it steers their config reader",
     "critic*": "the row has no critic, or it has the policy's own settings",
     "trainer.critic_warmup": "the row has no critic",
@@ -65,35 +66,35 @@ REASONS = {
     "*clip_ratio*": "this loss does not read it",
     "*policy_loss*": "this loss does not read it",
     "*tau_*": "this loss does not read it",
-    "*param_offload": "memory only; one device",
-    "*optimizer_offload": "memory only; one device",
-    "*fsdp_config*": "one device: nothing is sharded",
-    "*megatron*": "one device: nothing is sharded",
-    "*_micro_batch_size*": "speed and memory only; trainer.micro_tokens bounds it here",
-    "*use_dynamic_bsz": "batches are always packed by tokens",
-    "*max_token_len_per_gpu": "speed and memory only; trainer.micro_tokens bounds it here",
-    "*sequence_parallel_size": "one device",
-    "*use_remove_padding": "there is no padding",
-    "*enable_gradient_checkpointing": "memory only; trainer.micro_tokens bounds it here",
-    "*torch_compile": "speed only",
+    "*param_offload": MEMORY,
+    "*optimizer_offload": MEMORY,
+    "*fsdp_config*": DEVICE,
+    "*megatron*": DEVICE,
+    "*_micro_batch_size*": MEMORY,
+    "*use_dynamic_bsz": PACKED,
+    "*max_token_len_per_gpu": MEMORY,
+    "*sequence_parallel_size": DEVICE,
+    "*use_remove_padding": PACKED,
+    "*enable_gradient_checkpointing": MEMORY,
+    "*torch_compile": MEMORY,
     "*lora*": "adapters do not exist here yet: all weights are trained",
     "actor_rollout_ref.rollout.multi_turn*": "turns are an environment: task.env = 'module:name'",
     "actor_rollout_ref.rollout.agent*": "turns are an environment: task.env = 'module:name'",
     "actor_rollout_ref.rollout.val_kwargs*": "evaluations draw one answer a task, greedily unless task.eval says otherwise",
-    "actor_rollout_ref.rollout*": "it steers vLLM or SGLang; the engine here is built in",
+    "actor_rollout_ref.rollout*": ENGINE,
     "actor_rollout_ref.ref*": "the reference is a frozen copy of the starting weights",
     "actor_rollout_ref.model*": "the model is loaded as its folder says",
     "data.max_prompt_length": "a prompt may fill the model's context; a longer one is refused by name",
     "data.filter_overlong_prompts*": "a prompt that does not fit is refused by name",
     "data.truncation": "a prompt is never cut",
     "reward*": "a reward is a function here: task.reward = 'module:name'",
-    "trainer.nnodes": "one device",
-    "trainer.n_gpus_per_node": "one device",
+    "trainer.nnodes": DEVICE,
+    "trainer.n_gpus_per_node": DEVICE,
     "trainer.resume*": "an unfinished run folder is continued by the same command",
-    "trainer.project_name": "run.folder names the run",
-    "trainer.experiment_name": "run.folder names the run",
+    "trainer.project_name": FOLDER,
+    "trainer.experiment_name": FOLDER,
     "trainer.val_before_train": "held-out tasks are asked before and after",
-    "trainer.balance_batch": "one device",
+    "trainer.balance_batch": DEVICE,
 }
 
 
@@ -324,10 +325,12 @@ def _loop(s: Setting) -> Iterator[Part]:
 
 def _sampling(s: Setting) -> Iterator[Part]:
     yield Line("engine.sampling.temperature", float(s.number(f"{ROLLOUT}.temperature")), (f"{ROLLOUT}.temperature",))
-    length = f"{ROLLOUT}.response_length" if s.has(f"{ROLLOUT}.response_length") else "data.max_response_length"
-    yield Line("engine.sampling.max_tokens", s.whole(length), (length,))
-    if length != "data.max_response_length" and s.has("data.max_response_length"):
-        yield Gap(("data.max_response_length",), f"it has no effect there: {length} comes first")
+    whole, own = "data.max_response_length", f"{ROLLOUT}.response_length"
+    if not s.has(own) or s[own] == s[whole]:
+        yield Line("engine.sampling.max_tokens", s.whole(whole), (whole, own))
+    else:
+        yield Line("engine.sampling.max_tokens", s.whole(own), (own,))
+        yield from (Gap((key,), f"it has no effect there: {own} comes first") for key in (whole,) if s.has(key))
     for end, off in (("top_p", (1, None)), ("top_k", (0, -1, None))):
         key = f"{ROLLOUT}.{end}"
         if s[key] in off:
