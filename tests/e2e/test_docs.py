@@ -150,11 +150,26 @@ def test_every_verb_is_in_the_readme():
     assert [verb for verb in VERBS if f"| `rondel {verb}" not in text] == []
 
 
-def test_the_page_of_keys_is_that_of_the_models():
-    spec = importlib.util.spec_from_file_location("make_recipe", ROOT / "docs" / "make_recipe.py")
-    make_recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(make_recipe)
-    assert make_recipe.PAGE.read_text(encoding="utf-8") == make_recipe.page(), "run: python docs/make_recipe.py"
+def maker(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["make_recipe", "make_papers"])
+def test_a_page_is_what_the_code_says(name):
+    made = maker(name)
+    assert made.PAGE.read_text(encoding="utf-8") == made.page(), f"run: python docs/{name}.py"
+
+
+def test_every_row_has_its_paper_and_a_test_that_exists():
+    from rondel.algos.table import TABLE
+
+    made, page = maker("make_papers"), (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "parity" / "algos").glob("test_*.py"))
+    assert list(TABLE) == [name for name in TABLE if f"| `{name}` | [" in page] and made.ORACLES.keys() == TABLE.keys()
+    assert [test for test in made.ORACLES.values() if f"def {test}(" not in tests] == []
 
 
 # -- recipes ---------------------------------------------------------------------------------------

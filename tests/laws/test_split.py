@@ -159,11 +159,12 @@ def test_the_gradient_is_that_of_the_formula(kind, name):
 
 
 @pytest.mark.parametrize("name", ["grpo", "grpo, k3 and entropy", "dapo", "sft", "normalised", "clip_cov"])
-def test_two_updates_move_alike_for_any_split(name):
-    """A whole step with updates_per_step = 2: proximal recompute, two optimizer moves."""
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_step_moves_alike_for_any_split(name, updates):
+    """A whole step: with two updates, or where samples are compared, proximal logprobs are noted before the first move."""
     algo, masters, metrics = (ROWS | WHOLE)[name], [], []
     for micro_tokens, share in ((1, False), (20, True), (10**6, True)):
-        t = trainer(model("llama"), algo, micro_tokens=micro_tokens, share_prompts=share, updates_per_step=2, lr=1e-3)
+        t = trainer(model("llama"), algo, micro_tokens=micro_tokens, share_prompts=share, updates_per_step=updates, lr=1e-3)
         stats = step(t, batch(awkward_groups(), algo), algo)
         assert stats.stepped
         start = torch.cat([p.flatten() for p in model("llama").model.parameters()]).detach().double()

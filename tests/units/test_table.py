@@ -157,6 +157,8 @@ MISTAKES = [
     ({"kind": "grpo", "correction": {"kind": "importance", "reject_low": 0.1}}, "has no effect: correction.reject is none."),
     ({"kind": "grpo", "entropy": {"top": 0.2}}, "algo.entropy.top = 0.2 has no effect: entropy.coef is 0."),
     ({"kind": "gdpo", "shaping": {"kind": "overlong"}}, "has no effect: the advantage reads the parts of the reward."),
+    ({"kind": "sft", "correction": {"kind": "off_policy_mask"}}, "has no effect: no advantage is negative."),
+    ({"kind": "kimi", "surrogate": {"tau": 0, "level": "token"}}, "algo.surrogate.level = 'token' has no effect: surrogate.tau is 0."),
     ({"kind": "topr", "ratio": {"anchor": "behavior"}}, "has no effect: the surrogate"),
     ({"kind": "sft", "advantage": {"value": 2}}, "algo.advantage = {'value': 2} has no effect: the surrogate -logp does not read it."),
     ({"kind": "sft", "shaping": {"kind": "overlong"}}, "algo.shaping = {'kind': 'overlong'} has no effect: no reward is read."),

@@ -7,12 +7,15 @@ weights, the tokens of largest covariance) is decided here, from the proximal lo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rondel.algos.table import Algorithm
 from rondel.algos.tokens import Tokens
+
+if TYPE_CHECKING:
+    from rondel.algos.table import Algorithm
 
 
 @dataclass(frozen=True)

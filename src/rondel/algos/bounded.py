@@ -174,6 +174,11 @@ class MirrorDescent:
         if not self.tau >= 0:
             raise ConfigError(f"tau = {self.tau}; it must not be negative: that would drive the policy away from its anchor")
 
+    @property
+    def idle(self) -> dict[str, str]:
+        """Knobs that change nothing as things stand, and why."""
+        return {} if self.tau else {"level": "surrogate.tau is 0"}
+
     def __call__(self, tokens: Tokens) -> Surrogate:
         x_T = tokens.log_ratio
         whole_T = over_group(x_T, tokens.sample, "sum") if self.level == "sequence" else x_T

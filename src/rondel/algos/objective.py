@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 from inspect import cleandoc
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from rondel.algos.ahead import NOTHING, Ahead, tokens_of
 from rondel.algos.ratio import bounded_exp
-from rondel.algos.table import Algorithm
+
+if TYPE_CHECKING:
+    from rondel.algos.table import Algorithm
 
 SYMBOLS = {
     "shaping": "R",
@@ -94,12 +97,13 @@ def explain(row: Algorithm) -> str:
     cost = [f"  each token pays {row.kl.coef:g}·k of its reward, with logp of the behavior"] if row.kl.charged else []
     critic = ["critic    its own loss: sum of w·m over the same tokens, with V = v when the step began"] if "values" in row.needs else []
     push = f" - {row.entropy.coef:g}·∇H" if row.entropy.coef else ""
+    kept = getattr(row.correction, "denominator", "all") == "kept"
     lines = [
         f"{row.name}  ({row.paper})",
         f"loss      sum over the trainable tokens of w·(c·l{penalty}{bonus})",
         *(f"  {SYMBOLS[family]} = {part}" for family, part in shown.items()),
         *cost,
-        "  w counts the whole batch before the first forward pass: micro-batches and ranks cannot change it",
+        f"  w counts {'what the correction keeps of ' if kept else ''}the whole batch before the first forward pass: micro-batches and ranks cannot change it",
         f"gradient  at r = 1: sum of w·((c·({getattr(row.surrogate, 'slope', 'dl/dlogp')}){slope})·∇logp{push})",
         *critic,
         f"groups    {'trained if they pass: ' + ', '.join(row.filters) if row.filters else 'all are trained'}",

@@ -26,7 +26,7 @@ def bounded_exp(log_T: Tensor) -> Tensor:
 class TokenRatio:
     """log r_t = log pi(t) - log pi_anchor(t).  [T], [T] -> [T].  arXiv:1707.06347.  Each token stands for itself.
 
-    anchor    proximal or behavior
+    anchor    where the ratio starts: proximal, or behavior (bypass)
     """
 
     anchor: str = "proximal"
@@ -51,7 +51,7 @@ class SequenceRatio(TokenRatio):
 
     A sample is clipped as a whole, and each of its tokens moves it by its share.
 
-    anchor    proximal or behavior
+    anchor    where the ratio starts: proximal, or behavior (bypass)
     """
 
     def __call__(self, log_ratio_T: Tensor, sample_T: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class SequenceTokenRatio(TokenRatio):
 
     The value of the sequence ratio; with one advantage a sample its gradient too. Made for advantages that differ within a sample.
 
-    anchor    proximal or behavior
+    anchor    where the ratio starts: proximal, or behavior (bypass)
     """
 
     def __call__(self, log_ratio_T: Tensor, sample_T: Tensor) -> Tensor:

@@ -143,6 +143,8 @@ class Algorithm:
             idle["kl"] = f"it is part of the reward, and {idle['shaping']}"
         if "values" not in getattr(self.advantage, "needs", ()):
             idle["value"] = "the row has no critic"
+        if isinstance(self.correction, OffPolicyMask) and isinstance(self.advantage, Constant | Accept):
+            idle["correction"] = "no advantage is negative"
         for family, part in self.parts.items():
             idle |= {f"{family}.{knob}": why for knob, why in getattr(part, "idle", {}).items()}
         return idle

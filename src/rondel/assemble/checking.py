@@ -97,7 +97,8 @@ def _signal(parts: Parts, groups: list[Group]) -> list[Finding]:
 
 
 def _memory(parts: Parts) -> Finding:
-    weights = sum(p.numel() for p in parts.loaded.model.parameters())
+    modules = [parts.loaded.model, *([parts.trainer.critic.loaded.model] if parts.trainer.critic else [])]
+    weights = sum(p.numel() for module in modules for p in module.parameters())
     compute = parts.loaded.dtype.itemsize
     state = weights * (16 + (compute if compute < 4 else 0))  # master, gradient, two moments, compute copy
     free = free_memory()

@@ -53,6 +53,14 @@ def test_explain_shows_the_effective_formula_and_only_that():
     assert "R = reward" not in explain(table.SFT) and "idle      shaping: no reward is read" in explain(table.SFT)
 
 
+def test_explain_says_what_the_denominators_count():
+    masked = correction.Importance(action="mask")
+    assert "what the correction keeps of" not in explain(replace(table.GRPO, correction=masked))
+    assert "  w counts what the correction keeps of the whole batch" in explain(
+        replace(table.GRPO, correction=replace(masked, denominator="kept"))
+    )
+
+
 def test_every_knob_of_every_row_is_explained():
     for row in table.TABLE.values():
         for line in explain(row).splitlines():
