@@ -293,11 +293,14 @@ class Sums:
     def metrics(self, updates: int) -> dict[str, float]:
         out = {"train/loss": self.loss / max(1, updates), "train/packed_tokens": float(self.packed), **self.values}
         terms = {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces}
+        if "correction" in terms:
+            terms["dropped"] = (terms["correction"] == 0).float()
         names_of = {
             "entropy": "train/entropy",
             "clipped": "train/clip_fraction",
             "kl": "train/kl_ref",
             "correction": "train/correction",
+            "dropped": "train/correction_dropped",
             "value": "train/value_loss",
             "value_clipped": "train/value_clip_fraction",
         }

@@ -45,6 +45,7 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "train/clip_fraction": ("share", "tokens whose ratio the surrogate clipped"),
     "train/ratio_max_deviation": ("ratio", "largest |policy / proximal - 1|; 0 at the first update of a batch"),
     "train/correction": ("ratio", "mean weight of the proximal/behavior correction"),
+    "train/correction_dropped": ("share", "tokens that the correction masked, rejected or vetoed: their weight is 0"),
     "train/grad_norm": ("norm", "global norm of the gradient before clipping"),
     "train/lr": ("rate", "learning rate of this step"),
     "train/tokens": ("tokens", "trainable tokens of the batch"),
