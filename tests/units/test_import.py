@@ -431,7 +431,7 @@ def rondel(capsys):
 
 
 def test_the_command_writes_prints_and_lists(rondel, tmp_path):
-    target = tmp_path / "mine.toml"
+    target = tmp_path / "new" / "mine.toml"
     code, out, err = rondel("import", "--from", "trl", EXAMPLES / "trl.yaml", "-o", target)
     assert code == 0 and f"rondel check {target}" in out and "temprature: Did you mean 'temperature'?" in err
     assert Job.read(target).algo.surrogate == {"high": 0.28}
@@ -461,3 +461,10 @@ def test_what_cannot_be_read_is_one_line(rondel, tmp_path, monkeypatch, words, m
         words = [words[0], "empty.json"]
     code, out, err = rondel("import", "--from", *words)
     assert (code, out) == (1, "") and message in err and len(err.splitlines()) == 1
+
+
+def test_the_page_shows_what_the_command_says():
+    page = (EXAMPLES.parents[1] / "docs" / "import.md").read_text()
+    report, _ = imported("trl", str(EXAMPLES / "trl.yaml"))
+    shown = page.partition("```text\n")[2].partition("```")[0]
+    assert shown.strip() in recipe(report, "trl.yaml") and shown.startswith("[algo]")

@@ -46,6 +46,7 @@ def run(
         path = Path(out)
         if path.exists():
             raise ConfigError(f"{path} exists; name another file with -o, or remove it")
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     if as_json:
         known = {"translated", "same", "missing", "unknown"}

@@ -27,7 +27,7 @@ INNER = re.compile(r"\$\{([\w.]+)\}")
 def read(peer: str, text: str, folder: Path = Path()) -> dict[str, Any]:
     """The keys that a text sets, as the peer would see them. `folder` is where a `--config FILE` of the text is looked for."""
     if text.lstrip().startswith("{"):
-        return flat(_json(text))
+        return referred(flat(_json(text)))
     if peer != "openrlhf" and _is_yaml(text):
         return referred(flat(_yaml(text)))
     before, words = _words(peer, text)
