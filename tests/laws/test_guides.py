@@ -76,7 +76,7 @@ def test_a_demonstration_has_no_gap_to_the_engine():
     loaded, luffy = model(), row("luffy")
     t = trainer(loaded, luffy)
     metrics = step(t, batch(groups(loaded, 0, guides=2), luffy), luffy).metrics
-    assert metrics["train/gap_max"] < 1e-4 and metrics["train/ratio_max_deviation"] == 0.0
+    assert metrics["train/mismatch_k3"] < 1e-6 and metrics["train/gap_max"] < 1e-4 and metrics["train/ratio_max_deviation"] == 0.0
 
 
 def test_beside_the_samples_stand_a_greedy_answer_and_demonstrations(tmp_path):

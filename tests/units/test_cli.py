@@ -137,11 +137,12 @@ def test_faults_in_the_words_are_named(rondel, recipe, words, message):
 def test_check_exits_1_if_anything_is_wrong(rondel, recipe, assemble):
     good = SimpleNamespace(ok=True, what="data", message="48 tasks", remedy="")
     bad = SimpleNamespace(ok=False, what="signal", message="0 % of groups differ", remedy="take an easier task")
-    assemble.check = lambda job: [good, bad]
+    assemble.check = lambda job, *, asked=False: [good, bad]
     code, out, _ = rondel("check", recipe)
     assert code == 1 and "✗ signal  0 % of groups differ" in out and "do: take an easier task" in out and "1 of 2 checks failed" in out
-    assemble.check = lambda job: [good]
-    assert rondel("check", recipe)[0] == 0
+    seen = []
+    assemble.check = lambda job, *, asked=False: seen.append(asked) or [good]
+    assert rondel("check", recipe)[0] == rondel("check", recipe, "--self-test")[0] == 0 and seen == [False, True]
 
 
 def test_eval_as_a_sentence_and_as_json(rondel, monkeypatch, recipe):

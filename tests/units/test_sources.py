@@ -191,3 +191,11 @@ def test_the_order_is_pinned():
 
 
 PINNED = list("03415266312045")
+
+
+def test_a_field_may_lie_in_a_table_of_the_row():
+    row = {"prompt": [{"role": "user", "content": "3+4"}], "reward_model": {"ground_truth": "7", "style": "rule"}}
+    (task,) = load_tasks({"kind": "list", "rows": [row], "answer": "reward_model.ground_truth"}, env="e").train
+    assert task.data["answer"] == "7" and task.data["reward_model"] == row["reward_model"]
+    with pytest.raises(DataError, match=r"no 'reward_model\.truth'"):
+        load_tasks({"kind": "list", "rows": [row], "answer": "reward_model.truth"}, env="e")

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from rondel.assemble.parts import Parts, build, prepare, rollouts_of
+from rondel.assemble.self_test import self_test
 from rondel.planner.resolve import free_memory
 from rondel.runtime.devices import keep_memory
 from rondel.score.preflight import Finding, check_reward
@@ -18,8 +19,11 @@ from rondel.words.types import Failed, Group, Slot
 GROUPS = 6  # rolled out to measure the signal
 
 
-def check(job: Job) -> list[Finding]:
-    """The recipe, its data, the reward on gold, empty and wrong answers, the signal, memory, disk, and a step at lr = 0."""
+def check(job: Job, *, asked: bool = False) -> list[Finding]:
+    """The recipe, its data, the reward on gold, empty and wrong answers, the signal, memory, disk, and a few steps at lr = 0.
+
+    The steps are taken if the model is small, or `asked` for.
+    """
     keep_memory()
     try:
         parts = build(job)
@@ -27,7 +31,7 @@ def check(job: Job) -> list[Finding]:
         return [Finding("recipe", False, str(error))]
     try:
         found = [Finding("recipe", True, f"{parts.row.name} on {parts.loaded.name}: {batch_line(job)}"), _tasks(parts)]
-        found += asyncio.run(_live(parts))
+        found += asyncio.run(_live(parts, asked=asked))
         return [*found, _memory(parts), _disk(parts)]
     finally:
         parts.close()
@@ -46,7 +50,7 @@ def _tasks(parts: Parts) -> Finding:
     return Finding("tasks", False, f"{message}: nothing to measure progress with", "set task.data.holdout = 50, or eval_path for files")
 
 
-async def _live(parts: Parts) -> list[Finding]:
+async def _live(parts: Parts, *, asked: bool) -> list[Finding]:
     rewards = await check_reward(parts.pool, parts.tasks.train)
     found = [Finding(f"reward: {f.what}", f.ok, f.message, f.remedy) for f in rewards]
     await parts.sync(parts.trainer, parts.engine)
@@ -59,7 +63,7 @@ async def _live(parts: Parts) -> list[Finding]:
         return group
 
     groups = list(await asyncio.gather(*(one(n) for n in range(len(tasks)))))
-    return [*found, *_signal(parts, groups), await _lr_zero(parts, groups)]
+    return [*found, *_signal(parts, groups), *await self_test(parts, groups, prepare, asked=asked)]
 
 
 def _signal(parts: Parts, groups: list[Group]) -> list[Finding]:
@@ -90,27 +94,6 @@ def _signal(parts: Parts, groups: list[Group]) -> list[Finding]:
             )
         )
     return found
-
-
-async def _lr_zero(parts: Parts, groups: list[Group]) -> Finding:
-    """A step that must change nothing: engine and trainer agree, the ratio is 1, the weights stay."""
-    scored = [g for g in groups if g.rewards]
-    if not scored:
-        return Finding("lr = 0", False, "no scored rollouts to train on")
-    settings, parts.trainer.settings = parts.trainer.settings, parts.trainer.settings.at_rest()
-    root = (await parts.trainer.publish(parts.sync.transport.route(parts.trainer, []))).root
-    stats = await parts.trainer.step(await prepare(scored), parts.row)
-    after = (await parts.trainer.publish(parts.sync.transport.route(parts.trainer, []))).root
-    parts.trainer.settings = settings
-    gap, deviation = stats.metrics.get("train/gap_mean", 0.0), stats.metrics.get("train/ratio_max_deviation", 0.0)
-    limit = 1e-4 if parts.loaded.dtype.itemsize == 4 else 0.05
-    message = f"mean |trainer - engine| {gap:.1e} nats a token, ratio off 1 by {deviation:.1e}, weights {'unchanged' if root == after else 'CHANGED'}"
-    return Finding(
-        "lr = 0",
-        stats.stepped and gap < limit and root == after,
-        message,
-        "engine and trainer disagree: use model.dtype = 'float32' to tell rounding from a bug",
-    )
 
 
 def _memory(parts: Parts) -> Finding:

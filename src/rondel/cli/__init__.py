@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import keyword
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import typer
 
 from rondel.words.errors import ConfigError, RondelError
 
-VERBS = ("train", "eval", "serve", "check", "explain", "view", "replay", "card", "doctor", "bench")
+VERBS = ("train", "eval", "serve", "check", "explain", "import", "view", "replay", "card", "doctor", "bench")
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}  # SETTINGS of a verb that takes --section.key=value
 
 
@@ -29,7 +30,7 @@ def _app(verbs: list[str], debug: bool) -> typer.Typer:
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False, no_args_is_help=True)
     app.callback()(_rondel)
     for verb in verbs:
-        module = importlib.import_module(f"rondel.cli.{verb}")
+        module = importlib.import_module(f"rondel.cli.{verb}{'_' * keyword.iskeyword(verb)}")
         app.command(verb, context_settings=getattr(module, "SETTINGS", {}))(_guarded(module.run, debug))
     return app
 

@@ -14,15 +14,18 @@ SETTINGS = OVERRIDES
 def run(
     ctx: typer.Context,
     recipe: Annotated[str, typer.Argument(metavar="RUN.toml", help="The recipe.")],
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Steps at lr = 0 on a large model too; a small one takes them always.")
+    ] = False,
 ) -> None:
     """Find what is wrong before an hour is spent.
 
-    Recipe, data, rewards, signal, memory. Exits 1 if anything is wrong.
+    Recipe, data, rewards, signal, memory, steps at lr = 0. Exits 1 if anything is wrong.
     """
     job, _ = read_job(recipe, *ctx.args)
     from rondel.assemble import check
 
-    findings = check(job)
+    findings = check(job, asked=self_test)
     width = max((len(f.what) for f in findings), default=0)
     for finding in findings:
         print(f"{'✓' if finding.ok else '✗'} {finding.what:<{width}}  {finding.message}")

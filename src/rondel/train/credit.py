@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rondel.algos.value import explained_variance
-from rondel.train.annotate import flat, spread
 from rondel.train.pack import Batch
 
 if TYPE_CHECKING:
@@ -17,15 +16,16 @@ if TYPE_CHECKING:
 def credit(batch: Batch, row: Algorithm) -> dict[str, float]:
     """Write every sample's advantages, and what a critic is to learn as the note "returns". -> metrics: how much of it the critic
     knew, and how far the policy is from its teacher (mean of log pi_behavior - log pi_teacher, an estimate of the reverse KL a token)."""
-    scored = batch.scored
-    advantages_T = row.advantages_T(scored).float().split(batch.lengths_N.tolist())
-    for sample, piece in zip(batch.samples, advantages_T):
+    scored, lengths = batch.scored, batch.lengths_N.tolist()
+    for sample, piece in zip(batch.samples, row.advantages_T(scored).float().split(lengths)):
         sample.advantages = piece.numpy()
     told = {"train/kl_teacher": float((scored.behavior_T - scored.teacher_T).mean())} if scored.teacher_T is not None else {}
     if "values" not in row.needs:
         return told
-    spread(batch.samples, "returns", row.returns_T(scored))
-    known = explained_variance(flat(batch.samples, "values"), flat(batch.samples, "returns"))
+    returns_T = row.returns_T(scored)
+    for sample, piece in zip(batch.samples, returns_T.float().split(lengths)):
+        sample.notes["returns"] = piece.numpy()
+    known = explained_variance(scored.values_T, returns_T)
     return told if known is None else told | {"train/explained_variance": known}
 
 

@@ -23,6 +23,7 @@ from rondel.models.load import Loaded
 from rondel.train import annotate as notes
 from rondel.train import checkpoint
 from rondel.train.credit import credit, kl_of_samples
+from rondel.train.mismatch import DENSE, MIXTURE, Alarm, measure
 from rondel.train.optim import MasterWeights, learning_rate
 from rondel.train.pack import Batch, Packed, micro_batches
 from rondel.words.errors import TrainError
@@ -83,6 +84,7 @@ class LocalTrainer:
         self.weights = MasterWeights(loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)
         self.step_number = self.bad_steps = 0
         self.version = 0
+        self.alarm = Alarm(MIXTURE if loaded.routers else DENSE)
         self.kl_coef: float | None = None  # where a KL with a target has got to
         self.moved = False  # did the last step write other bits into the weights that the engine reads?
         wants_start = "ref_logprobs" in needs or settings.start_probe > 0
@@ -200,6 +202,10 @@ class LocalTrainer:
             metrics |= {"train/kl_coef": algo.kl.coef, "train/kl_sample": (measured := kl_of_samples(batch))}
             self.kl_coef = algo.kl.steered(measured, len(batch.samples))
         metrics["train/tokens"] = float(batch.total_tokens)
+        if stepped and algo.needs:
+            metrics |= measure([s for s in batch.samples if not s.guided], self.version)
+            if told := self.alarm.heard(metrics):
+                emit(Warned(f"step {self.step_number + 1}: {told}"))
         if self.start is not None and stepped and settings.start_probe:
             t = clock()
             metrics["train/kl_to_start"] = self._kl_to_start(batch)
@@ -295,11 +301,14 @@ class Sums:
     def metrics(self, updates: int) -> dict[str, float]:
         out = {"train/loss": self.loss / max(1, updates), "train/packed_tokens": float(self.packed), **self.values}
         terms = {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces}
+        if "correction" in terms:
+            terms["dropped"] = (terms["correction"] == 0).float()
         names_of = {
             "entropy": "train/entropy",
             "clipped": "train/clip_fraction",
             "kl": "train/kl_ref",
             "correction": "train/correction",
+            "dropped": "train/correction_dropped",
             "value": "train/value_loss",
             "value_clipped": "train/value_clip_fraction",
         }

@@ -34,7 +34,8 @@ def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
     """The tasks of a recipe's `[task] data`: `{kind = "reasoning_gym", name = "chain_sum", size = 500, holdout = 32}`.
 
     kind            one of ours, or "module:name": a function(**settings) -> iterable of dicts
-    prompt, answer  which field holds the question (text, or a list of messages) and the gold answer; answer = "" for none
+    prompt, answer  which field holds the question (text, or a list of messages) and the gold answer; answer = "" for none;
+                    a field of a table in the row: answer = "reward_model.ground_truth"
     holdout         how many tasks to hold out: a number, or a fraction below 1; whole contents, so a few more may come
     eval_<key>      evaluation data from elsewhere: the same kind with <key> changed, as in eval_path or eval_split
     seed            of the split, and of kinds that draw
@@ -102,15 +103,25 @@ def _task(row: Row, env: str, prompt: str | None, answer: str) -> tuple[str, Tas
     fields = dict(row.fields)
     prompt = prompt or ("messages" if "messages" in fields and "prompt" not in fields else "prompt")
     for column, key in ((prompt, "prompt"), (answer, "answer")):
-        if column and fields.get(column) is None:
+        if column and _at(fields, column) is None:
             raise _missing(row, column, key)
-    asked = fields.pop(prompt)
+    asked, gold = _at(fields, prompt), _at(fields, answer)
+    fields.pop(prompt, None)
     question = _question(row, asked)
     fields["prompt" if isinstance(asked, str) else "messages"] = asked
     if answer:
-        fields["answer"] = fields.pop(answer)
+        fields.pop(answer, None)
+        fields["answer"] = gold
     digest = blake2b(question.encode(), digest_size=8).hexdigest()
     return content_key(row.content or question), Task(f"{row.name}/{digest}", env, fields)
+
+
+def _at(fields: dict[str, Any], column: str) -> Any:
+    """The field `column`; "reward_model.ground_truth" lies in a table of the row."""
+    found: Any = fields
+    for name in [column] if column in fields else column.split("."):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
 
 
 def _question(row: Row, asked: Any) -> str:

@@ -1,0 +1,11 @@
+python3 -m openrlhf.cli.train_ppo_ray \
+   --actor.model_name_or_path Qwen/Qwen2.5-1.5B-Instruct \
+   --actor.num_gpus_per_node 8 \
+   --actor.eps_clip_low_high 0.2 0.27 \
+   --algo.advantage.estimator group_norm \
+   --algo.kl.init_coef 1e-4 --algo.kl.use_loss --algo.kl.estimator k3 \
+   --reward.remote_url rewards/math_reward.py \
+   --data.prompt_dataset OpenRLHF/dapo-math-17k --data.input_key prompt --data.label_key label \
+   --rollout.batch_size 128 --rollout.n_samples_per_prompt 8 --rollout.max_new_tokens 2048 \
+   --train.batch_size 1024 --train.micro_batch_size 2 \
+   --ds.packing_samples --ckpt.save_steps 5

@@ -1,0 +1,67 @@
+"""A few steps at lr = 0: whatever moves is a lie. It finds a broken log-probability before an hour is spent."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rondel.score.preflight import Finding
+from rondel.words.types import Group
+
+if TYPE_CHECKING:
+    from rondel.assemble.parts import Parts
+    from rondel.train.step import LocalTrainer
+
+STEPS = 3
+SMALL = 500_000_000  # weights; a larger model is stepped only when asked, since it needs the optimizer's memory
+GAP = {4: 1e-4, 2: 0.05}  # bytes of the compute dtype -> mean |trainer - engine| in nats a token
+
+WATCHED = ("train/ratio_max_deviation", "train/clip_fraction", "train/grad_norm", "train/gap_mean", "train/mismatch_k3")
+
+
+async def self_test(parts: Parts, groups: list[Group], prepare: Callable[[list[Group]], Awaitable[Any]], *, asked: bool) -> list[Finding]:
+    """One finding each: the ratio is 1, nothing is clipped, every weight keeps its bits, trainer and engine agree."""
+    weights, scored = sum(p.numel() for p in parts.loaded.model.parameters()), [g for g in groups if g.rewards]
+    if weights > SMALL and not asked:
+        return [Finding("lr = 0", True, f"not run on {weights / 1e9:.1f} billion weights; rondel check --self-test runs it")]
+    if not scored:
+        return [Finding("lr = 0", False, "no scored rollouts to train on", "look at the findings about the reward")]
+    trainer = parts.trainer
+    settings, trainer.settings = trainer.settings, trainer.settings.at_rest()
+    before, seen = _bits(trainer), []
+    for _ in range(STEPS):
+        stats = await trainer.step(await prepare(scored), parts.row)
+        if not stats.stepped:
+            return [Finding("lr = 0", False, f"a finite-check refused the step: {stats.note}", "look at the rewards and the model's dtype")]
+        seen.append(stats.metrics)
+    changed = _bits(trainer) != before
+    trainer.settings = settings
+    worst = {name: max(metrics[name] for metrics in seen) for name in WATCHED if name in seen[0]}
+    return list(_findings(worst, changed=changed, gap=GAP[parts.loaded.dtype.itemsize], most=trainer.alarm.most))
+
+
+def _findings(worst: dict[str, float], *, changed: bool, gap: float, most: float) -> Iterator[Finding]:
+    """What the largest number of all steps says."""
+    ratio, clipped = worst.get("train/ratio_max_deviation", 0.0), worst.get("train/clip_fraction", 0.0)
+    apart, k3 = worst.get("train/gap_mean"), worst.get("train/mismatch_k3", 0.0)
+    anchor = "the proximal logprobs are not those of the policy: a pass is not deterministic, or dropout is on"
+    yield Finding("lr = 0: ratio", ratio <= gap, f"off 1 by {ratio:.1e} at most", anchor)
+    yield Finding("lr = 0: clip", clipped == 0, f"{clipped:.1%} of the tokens are clipped", anchor)
+    kept = f"{'CHANGED' if changed else 'the same bits'} after {STEPS} steps, gradient norm {worst.get('train/grad_norm', 0.0):.1e}"
+    yield Finding("lr = 0: weights", not changed, kept, "something beside the optimizer writes weights: an own trainer or model?")
+    if apart is not None:
+        told = f"mean |trainer - engine| {apart:.1e} nats a token (at most {gap:g}), K3 {k3:.1e} (at most {most:g})"
+        remedy = "engine and trainer disagree: model.dtype = 'float32' or engine.numerics = 'aligned' tells rounding from a bug"
+        yield Finding("lr = 0: gap", apart < gap and k3 <= most, told, remedy)
+
+
+def _bits(trainer: LocalTrainer) -> bytes:
+    """A digest of the masters and of the copies that the engine reads, and of the critic's."""
+    digest = blake2b(digest_size=16)
+    owners = [trainer.weights, *([trainer.critic.weights] if trainer.critic else [])]
+    for tensor in {t.data_ptr(): t for weights in owners for t in (*weights.masters, *weights.compute)}.values():
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.digest()

@@ -1,0 +1,278 @@
+"""OpenRLHF's `train_ppo_ray`: its flags, in a script or alone. The flat names of releases before 0.10 are read as today's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rondel.planner.importing.peer import DEVICE, ENGINE, FOLDER, LAUNCHER, MEMORY, PACKED, Gap, Line, Part, Peer, Same, Setting
+
+ROWS = {  # algo.advantage.estimator -> (row, advantage laid over it, its eps)
+    "gae": ("ppo", None, None),
+    "group_norm": ("grpo", "group_norm", 1e-9),
+    "dr_grpo": ("grpo", "group_center", None),
+    "rloo": ("grpo", "leave_one_out", None),
+    "reinforce": ("reinforce_pp", None, None),
+    "reinforce_baseline": ("reinforce_pp_baseline", None, None),
+}
+CHARGED = ("gae", "reinforce")  # their rows here charge the KL to the reward unless told otherwise
+AGGREGATES = {"token-mean": "token_mean", "seq-mean-token-mean": "seq_mean_token_mean"}
+SCHEDULES = {name: name for name in ("constant", "linear", "cosine")} | {"constant_with_warmup": "constant"}
+REASONS = {
+    "launcher *": LAUNCHER,
+    "critic.*": "the row has no critic, or it has the policy's own settings",
+    "reward.*": "a reward is a function here: task.reward = 'module:name'",
+    "ref.*": "the reference is a frozen copy of the starting weights, on the one device",
+    "vllm.*": ENGINE,
+    "ds.lora.*": "adapters do not exist here yet: all weights are trained",
+    "ds.load_in_4bit": "quantised weights cannot be trained here",
+    "ds.packing_samples": PACKED,
+    "ds.*": DEVICE,
+    "*num_nodes": DEVICE,
+    "*num_gpus_per_node": DEVICE,
+    "train.colocate_*": DEVICE,
+    "*micro_batch_size": MEMORY,
+    "*max_tokens_per_gpu": MEMORY,
+    "train.dynamic_batch_enable": PACKED,
+    "actor.gradient_checkpointing*": MEMORY,
+    "actor.muon.*": "AdamW is the optimizer here",
+    "actor.min_lr_ratio": "a schedule ends at 0 here",
+    "algo.advantage.gamma": "this advantage discounts nothing",
+    "algo.advantage.lambd": "it belongs to a critic",
+    "train.async_queue_size": "set loop.max_staleness: it bounds the lag by a number",
+    "data.apply_chat_template": "a prompt becomes a chat when the model has a template",
+    "data.input_template": "task.suffix and task.system are what is added to a prompt",
+    "logger.wandb.*": "no sink here; tensorboard, jsonl and csv exist",
+    "train.agent_func_path": "turns are an environment: task.env = 'module:name'",
+    "eval.n_samples_per_prompt": "an evaluation draws one answer a task",
+    "ckpt.output_dir": FOLDER,
+    "ckpt.load_enable": "an unfinished run folder is continued by the same command",
+    "ckpt.*": FOLDER,
+}
+
+
+def parts(setting: Setting) -> Iterator[Part]:
+    yield from _model(setting)
+    yield from _task(setting)
+    yield from _algorithm(setting)
+    yield from _loss(setting)
+    yield from _correction(setting)
+    yield from _loop(setting)
+    yield from _sampling(setting)
+    yield from _optimizer(setting)
+    yield from _running(setting)
+
+
+def _model(s: Setting) -> Iterator[Part]:
+    key = "actor.model_name_or_path"
+    yield Line("model.path", s[key] or "MODEL", (key,), ask="" if s[key] else "the flags name no model")
+    if s["ds.param_dtype"] == "bf16":
+        yield Line("model.dtype", "bfloat16", ("ds.param_dtype",), "master weights are float32 here")
+    else:
+        yield Gap(("ds.param_dtype",), "float16 needs a loss scale; bfloat16 or float32 here")
+
+
+def _task(s: Setting) -> Iterator[Part]:
+    name, label = str(s["data.prompt_dataset"] or "DATASET"), s["data.label_key"]
+    local = name.endswith((".jsonl", ".json"))
+    data = {"kind": "jsonl", "path": name} if local else {"kind": "datasets", "name": name, "split": s["data.prompt_split"]}
+    data |= {"prompt": s["data.input_key"], "answer": label or ""}
+    ask = "the flags name no data" if not s["data.prompt_dataset"] else "several sets: join them" if "," in name else ""
+    yield Line("task.data", data, ("data.prompt_dataset", "data.prompt_split", "data.input_key", "data.label_key"), ask=ask)
+    urls = s["reward.remote_url"]
+    if isinstance(urls, str) and urls.endswith(".py"):
+        module = urls.rpartition("/")[2].removesuffix(".py")
+        wrap = "theirs takes (queries, prompts, labels); ours takes (trajectory, task) and returns a number: wrap it"
+        yield Line("task.reward", f"{module}:reward_func", ("reward.remote_url",), ask=wrap)
+    else:
+        why = f"a reward is a function here, and cannot be asked of {urls or s['reward.model_name_or_path']}"
+        yield Line("task.reward", "math", ask=why)
+    key, bounds = "algo.dynamic_filtering_enable", "algo.dynamic_filtering_range"
+    if s[key] and list(s[bounds]) == [0, 1]:
+        yield Line("task.filters", ["signal"], (key, bounds), "drops groups whose rewards are all equal")
+    elif s[key]:
+        yield Gap((key, bounds), 'task.filters = ["signal"] drops groups whose rewards are all equal; no other range exists')
+    else:
+        yield Same((key,), "no group is dropped")
+
+
+def _algorithm(s: Setting) -> Iterator[Part]:
+    key, loss = "algo.advantage.estimator", "actor.policy_loss_type"
+    row, advantage, eps = s.choice(key, ROWS) or (str(s[key]), None, None)
+    if s[loss] == "gspo" and advantage:
+        yield Line("algo.kind", "gspo", (loss,))
+    else:
+        yield Line("algo.kind", row, (key,))
+        yield (
+            Same((loss,), "the clipped ratio") if s[loss] == "ppo" else Gap((loss,), f"with the advantage {s[key]} there is no row for it")
+        )
+    group = "rollout.n_samples_per_prompt"
+    yield Line("algo.group_size", s.whole(group), (group,))
+    if advantage:
+        yield Line("algo.advantage.kind", advantage, (key,))
+    if eps:
+        yield Line("algo.advantage.eps", eps)
+    if s[key] in CHARGED:
+        yield Line("algo.advantage.gamma", float(s.number("algo.advantage.gamma")), ("algo.advantage.gamma",))
+    if s[key] == "gae":
+        yield Line("algo.advantage.lam", float(s.number("algo.advantage.lambd")), ("algo.advantage.lambd",))
+        yield from _critic(s)
+
+
+def _critic(s: Setting) -> Iterator[Part]:
+    yield Line("algo.value.clip", float(s.number("critic.value_clip")), ("critic.value_clip",))
+    yield Line("trainer.critic.lr", float(s.number("critic.adam.lr")), ("critic.adam.lr",))
+    yield Line("trainer.critic.warmup", max(0, s.whole("critic.freezing_steps")), ("critic.freezing_steps",))
+    if s["critic.model_name_or_path"]:
+        yield Line("trainer.critic.path", str(s["critic.model_name_or_path"]), ("critic.model_name_or_path",))
+
+
+def _loss(s: Setting) -> Iterator[Part]:
+    both, clip = "actor.eps_clip_low_high", "actor.eps_clip"
+    low, high = s[both] if isinstance(s[both], list) and len(s[both]) == 2 else (s.number(clip), s.number(clip))
+    keys = (both,) if s[both] else (clip,)
+    yield Line("algo.surrogate.low", float(low), keys)
+    yield Line("algo.surrogate.high", float(high), keys)
+    if s[both] and s.has(clip):
+        yield Gap((clip,), "it has no effect there: eps_clip_low_high comes first")
+    if s["actor.dual_clip"] is not None:
+        yield Line("algo.surrogate.dual", float(s.number("actor.dual_clip")), ("actor.dual_clip",))
+    mode = "actor.loss_agg_mode"
+    if aggregate := "seq_mean_token_mean" if s["actor.policy_loss_type"] == "gspo" else s.choice(mode, AGGREGATES):
+        yield Line("algo.aggregate.kind", aggregate, (mode,))
+    else:
+        yield Gap((mode,), f"known here: {', '.join(AGGREGATES.values())}")
+    yield Line("algo.entropy.coef", float(s.number("actor.entropy_coef") or 0), ("actor.entropy_coef",))
+    yield from _kl(s)
+    buffer, factor = "reward.overlong_buffer_len", "reward.overlong_penalty_factor"
+    if s[buffer]:
+        yield Line("algo.shaping.kind", "overlong", (buffer,))
+        yield Line("algo.shaping.buffer", s.whole(buffer), (buffer,))
+        yield Line("algo.shaping.factor", float(s.number(factor)), (factor,))
+        yield Gap(("reward.clip_range",), "one shaping at a time: the overlong penalty")
+        return
+    if s.has(factor):
+        yield Gap((factor,), "it has no effect there: overlong_buffer_len is not set")
+    least, most = s["reward.clip_range"]
+    if -least == most:
+        yield Line("algo.shaping", {"kind": "clip", "limit": float(most)}, ("reward.clip_range",))
+    else:
+        yield Gap(("reward.clip_range",), "a reward is clipped at ±limit here")
+
+
+def _kl(s: Setting) -> Iterator[Part]:
+    """In the loss or in the reward, where it is by default."""
+    coef, use, kind, unbiased = "algo.kl.init_coef", "algo.kl.use_loss", "algo.kl.estimator", "algo.kl.unbiased_gradient"
+    target, horizon = "algo.kl.target", "algo.kl.horizon"
+    if not s.number(coef):
+        yield Line("algo.kl.coef", 0.0, (coef,))
+        yield Same((use, kind, unbiased), "there is no KL term")
+        return
+    table = {"kind": str(s[kind]), "coef": float(s[coef])}
+    steered = {"target": float(s.number(target)), "horizon": s.whole(horizon)} if s[target] else {}
+    keys = (coef, kind, use, *((target, horizon) if steered else ()))
+    if s[use]:
+        yield Line("algo.kl", table | {"where": "loss"} | steered, keys)
+    else:
+        yield Line("algo.kl", table | {"where": "reward"} | steered, keys)
+    if s[unbiased]:
+        yield Gap((unbiased,), "algo.kl has through = 'k2' and unbiased = true; together they do not exist here")
+
+
+def _correction(s: Setting) -> Iterator[Part]:
+    """A gate on the trainer's probability by the engine's; releases before 0.10 had a name for each."""
+    level, mode, gating, bounds = (f"algo.advantage.is_correction_{end}" for end in ("level", "mode", "gating", "threshold"))
+    old, kind, ice = "enable_vllm_is_correction", "vllm_is_correction_type", "use_icepop"
+    wish, keys = (s[level], s[mode], s[gating]), (level, mode, gating, bounds)
+    if s.has(old):
+        names = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
+        named = "icepop" if s.has(ice) else s.values.get(kind, "tis")
+        wish, keys = (*names.get(str(named), ("", "")), "ratio"), (old, kind, ice, bounds)
+    if wish[0] == "off":
+        yield from (Gap((key,), "it has no effect there: is_correction_level is off") for key in (mode, gating, bounds) if s.has(key))
+        yield Same((level,), "no correction")
+        return
+    low, high = s[bounds] if isinstance(s[bounds], list) and len(s[bounds]) == 2 else (0.0, s[bounds])
+    held = {"low": float(low), "high": float(high)}
+    tables = {
+        ("token", "clip", "ratio"): {"kind": "importance", "action": "clip"} | held,
+        ("token", "mask", "ratio"): {"kind": "importance", "action": "mask"} | held,
+        ("seq", "mask", "ratio"): {"kind": "importance", "high": float("inf"), "reject": "geometric"}
+        | {f"reject_{end}": bound for end, bound in held.items()},
+    }
+    if wish in tables:
+        yield Line("algo.correction", tables[wish], keys)
+    else:
+        yield Gap(keys, f"a correction {' '.join(map(str, wish))} does not exist here; importance weights do")
+
+
+def _loop(s: Setting) -> Iterator[Part]:
+    prompts, samples, batch = s.whole("rollout.batch_size"), s.whole("rollout.n_samples_per_prompt"), s.whole("train.batch_size")
+    yield Line("loop.groups_per_step", prompts, ("rollout.batch_size",))
+    note = f"{prompts * samples} samples in batches of {batch}" + ", rounded" * bool(prompts * samples % batch)
+    yield Line("loop.updates_per_step", max(1, round(prompts * samples / batch)), ("train.batch_size",), note)
+    passes = s["train.num_episodes"]
+    keys = ("train.num_episodes", "data.max_samples")
+    yield Line("loop.steps", 100, keys, ask=f"they pass {passes} times over the data: prompts / {prompts} steps each")
+    epochs = "train.max_epochs"
+    yield Same((epochs,), "every batch is trained once") if s[epochs] == 1 else Gap((epochs,), "every batch is trained once here")
+    yield Line("loop.seed", s.whole("train.seed"), ("train.seed",))
+    if s["train.async_enable"]:
+        yield Gap(("train.async_enable",), "set loop.max_staleness: it bounds the lag by a number, and 1 is one step off-policy")
+    else:
+        yield Same(("train.async_enable",), "loop.max_staleness is 0")
+    if s["train.partial_rollout_enable"]:
+        yield Line("loop.in_flight", "hold", ("train.partial_rollout_enable",), "it needs loop.max_staleness above 0")
+
+
+def _sampling(s: Setting) -> Iterator[Part]:
+    yield Line("engine.sampling.temperature", float(s.number("rollout.temperature")), ("rollout.temperature",))
+    length, whole = "rollout.max_new_tokens", "data.max_len"
+    if s[length] is not None:
+        yield Line("engine.sampling.max_tokens", s.whole(length), (length,))
+    else:
+        ask = f"there an answer may fill what its prompt leaves of {s[whole]} tokens; here all answers have one limit"
+        yield Line("engine.sampling.max_tokens", s.whole(whole), (whole,), ask=ask)
+    if s["rollout.top_p"] == 1:
+        yield Same(("rollout.top_p",), "it changes nothing at this value")
+    else:
+        why = "the trainer could not recompute the logprobs, so training samples from the whole distribution (law 4)"
+        yield Gap(("rollout.top_p",), why)
+    yield Line("task.eval.temperature", float(s.number("eval.temperature")), ("eval.temperature",))
+
+
+def _optimizer(s: Setting) -> Iterator[Part]:
+    if s["actor.optim"] == "adam":
+        yield Same(("actor.optim",), "AdamW")
+    yield Line("trainer.lr", float(s.number("actor.adam.lr")), ("actor.adam.lr",))
+    kind, least, share = "actor.lr_scheduler", "actor.min_lr_ratio", "actor.lr_warmup_ratio"
+    if schedule := s.choice(kind, SCHEDULES):
+        yield Line("trainer.schedule", schedule, (kind,))
+    elif str(s[kind]) == "cosine_with_min_lr":
+        yield Line("trainer.schedule", "cosine", (kind,), f"theirs ends at {s[least]} of the rate, ours at 0")
+        yield Gap((least,), "a cosine ends at 0 here")
+    else:
+        yield Gap((kind,), "constant, linear and cosine exist here")
+    if s.number(share):
+        yield Line("trainer.warmup_steps", 0, (share,), ask=f"{s[share]} of all steps: write the number")
+    else:
+        yield Same((share,), "no warm-up")
+    yield Line("trainer.clip", float(s.number("actor.max_norm")), ("actor.max_norm",))
+    yield Line("trainer.weight_decay", float(s.number("actor.adam.weight_decay")), ("actor.adam.weight_decay",))
+    yield Line("trainer.betas", list(s["actor.adam.betas"]), ("actor.adam.betas",))
+    if s["actor.adam.eps"] == 1e-8:
+        yield Same(("actor.adam.eps",), "1e-8")
+
+
+def _running(s: Setting) -> Iterator[Part]:
+    yield Line("run.folder", str(s["ckpt.path"]) if s.has("ckpt.path") else "runs/openrlhf", ("ckpt.path",) if s.has("ckpt.path") else ())
+    every = s.whole("ckpt.save_steps")
+    yield Line("run.checkpoint.every", max(0, every), ("ckpt.save_steps",), "one at the end" * (every <= 0))
+    yield Line("run.checkpoint.keep", max(1, s.whole("ckpt.max_num")), ("ckpt.max_num",))
+    yield Line("task.eval.every", max(0, s.whole("eval.steps")), ("eval.steps",))
+    if s.has("eval.dataset"):
+        yield Gap(("eval.dataset", "eval.split"), "name it in task.data: eval_name, eval_path or eval_split")
+    if s.has("logger.tensorboard_dir"):
+        yield Line("run.sinks", ["tensorboard"], ("logger.tensorboard_dir",), "it lies in the run folder")
+
+
+OPENRLHF = Peer.of("openrlhf", parts, REASONS)

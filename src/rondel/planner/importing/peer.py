@@ -1,0 +1,139 @@
+"""What is known of a peer, and what the user set in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from rondel.words.errors import ConfigError
+
+DEVICE = "one device: nothing is spread or sharded"
+MEMORY = "speed and memory only; trainer.micro_tokens bounds it here"
+PACKED = "samples are always packed, so there is no padding"
+ENGINE = "it steers another engine; the one here is built in"
+LAUNCHER = "it belongs to what starts the processes, not to the run"
+FOLDER = "run.folder names the run and holds what it writes"
+MACHINE = frozenset({DEVICE, MEMORY, PACKED, ENGINE, LAUNCHER, FOLDER})  # reasons of keys that no result depends on
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the recipe: `Line("algo.group_size", 16, ("num_generations",))`.
+
+    key, value   of ours
+    sources      the keys of theirs that it says; none: a constant in their code
+    note         what a reader of the line should know
+    ask          why the user must look at it: the value is a guess
+    """
+
+    key: str
+    value: Any
+    sources: tuple[str, ...] = ()
+    note: str = ""
+    ask: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """Keys that ask for what happens here anyway."""
+
+    sources: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Keys that ask for what nothing here does."""
+
+    sources: tuple[str, ...]
+    why: str
+
+
+Part = Line | Same | Gap
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A framework whose configs are read: one release, its keys with their defaults, and what they mean here.
+
+    parts     Setting -> the parts of a recipe
+    reasons   pattern of keys -> why they have no equivalent; the first that fits speaks
+    """
+
+    name: str
+    release: str
+    defaults: dict[str, Any]
+    renamed: dict[str, str]
+    parts: Callable[[Setting], Iterable[Part]]
+    reasons: dict[str, str]
+
+    @classmethod
+    def of(cls, name: str, parts: Callable[[Setting], Iterable[Part]], reasons: dict[str, str]) -> Peer:
+        table = json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))
+        return cls(name, table["release"], table["defaults"], table["renamed"], parts, reasons)
+
+    def canonical(self, key: str) -> str:
+        """The name that a key has in this release: `init_kl_coef` is `algo.kl.init_coef`; a moved table takes its keys along."""
+        head, rest = key, ""
+        while head:
+            if head in self.renamed:
+                return self.renamed[head] + rest
+            head, dot, leaf = head.rpartition(".")
+            rest = dot + leaf + rest
+        return key
+
+    def knows(self, key: str) -> bool:
+        """Is it a key, below one whose value is a table of the user's own, or what hydra makes of a table (`_target_`)?"""
+        head = key
+        while head not in self.defaults and head:
+            head = head.rpartition(".")[0]
+        return head == key or self.defaults.get(head, 0) in (None, {}) or key.endswith("._target_")
+
+    def reason(self, key: str) -> str:
+        return next((why for pattern, why in self.reasons.items() if fnmatchcase(key, pattern)), "nothing here reads it")
+
+
+class Setting:
+    """What a run of the peer would see: `setting["beta"]` is the user's value or their default."""
+
+    def __init__(self, peer: Peer, given: dict[str, Any]) -> None:
+        """`given` as the user wrote it; of two names of one key the later counts."""
+        self.peer = peer
+        self.written: dict[str, str] = {}  # key of this release -> as the user wrote it
+        self.values: dict[str, Any] = {}
+        self.twice: dict[str, str] = {}  # a name that a later one replaced -> that one
+        for name, value in given.items():
+            key = peer.canonical(name)
+            if key in self.written:
+                self.twice[self.written[key]] = name
+            self.written[key], self.values[key] = name, value
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values[key] if key in self.values else self.peer.defaults[key]
+
+    def has(self, *keys: str) -> bool:
+        """Did the user set one of them?"""
+        return any(key in self.values for key in keys)
+
+    def number(self, key: str) -> Any:
+        """A value that is counted with here, so it must be a number (or their None)."""
+        value = self[key]
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            return value
+        raise ConfigError(
+            f"{self.written.get(key, key)} = {value!r} is not a number; write the value itself where the config has a variable"
+        )
+
+    def whole(self, key: str) -> int:
+        value = self.number(key)
+        if value is None or value != int(value):
+            raise ConfigError(f"{self.written.get(key, key)} = {value!r} is not a whole number")
+        return int(value)
+
+    def choice(self, key: str, known: dict[str, Any]) -> Any:
+        """What a word of theirs means here; None if it has no meaning here."""
+        return known.get(str(self[key]))

@@ -1,0 +1,264 @@
+"""TRL's GRPO: a YAML of `trl grpo --config`, JSON of GRPOConfig's fields, or a command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rondel.planner.importing.peer import DEVICE, ENGINE, FOLDER, LAUNCHER, MEMORY, Gap, Line, Part, Peer, Same, Setting
+
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes", "steps_per_generation", "generation_batch_size")
+REWARDS: dict[str, Any] = {"accuracy_reward": "math", "think_format_reward": {"kind": "format", "tag": "think"}}
+LOSSES = {  # loss_type -> (row, how token terms are added up)
+    "grpo": ("grpo", "seq_mean_token_mean"),
+    "dapo": ("grpo", "token_mean"),
+    "bnpo": ("grpo", "token_mean"),
+    "dr_grpo": ("grpo", "fixed_norm"),
+    "luspo": ("grpo", "seq_mean_token_sum"),
+    "cispo": ("cispo", "token_mean"),
+    "sapo": ("sapo", "seq_mean_token_mean"),
+    "vespo": ("vespo", "token_mean"),
+}
+SCHEDULES = {name: name for name in ("constant", "linear", "cosine")} | {"constant_with_warmup": "constant"}
+REASONS = {
+    "launcher *": LAUNCHER,
+    "sapo_*": "the loss is not sapo",
+    "vespo_*": "the loss is not vespo",
+    "entropy_*": "the coefficient of the entropy is constant here",
+    "epsilon*": "this loss does not read it",
+    "vllm_*": ENGINE,
+    "use_vllm": ENGINE,
+    "lora_*": "adapters do not exist here yet: all weights are trained",
+    "use_*ora": "adapters do not exist here yet: all weights are trained",
+    "use_peft": "adapters do not exist here yet: all weights are trained",
+    "load_in_*": "quantised weights cannot be trained here",
+    "bnb_*": "quantised weights cannot be trained here",
+    "use_bnb_*": "quantised weights cannot be trained here",
+    "fsdp*": DEVICE,
+    "deepspeed": DEVICE,
+    "ds3_*": DEVICE,
+    "ddp_*": DEVICE,
+    "gradient_checkpointing*": MEMORY,
+    "activation_checkpointing*": MEMORY,
+    "dataloader_*": "tasks are read in the process",
+    "hub_*": "nothing is uploaded",
+    "push_to_hub": "nothing is uploaded",
+    "log*": "every step is in the journal; rondel view and rondel card read it",
+    "save_only_model": "a checkpoint is whole",
+    "attn_implementation": "one attention of its own, packed and paged",
+    "config": "it was read",
+    "run_name": FOLDER,
+    "project": FOLDER,
+}
+
+
+def parts(setting: Setting) -> Iterator[Part]:
+    yield from _model(setting)
+    yield from _task(setting)
+    yield from _algorithm(setting)
+    yield from _batch(setting)
+    yield from _sampling(setting)
+    yield from _optimizer(setting)
+    yield from _running(setting)
+
+
+def _model(s: Setting) -> Iterator[Part]:
+    if s["model_name_or_path"]:
+        yield Line("model.path", s["model_name_or_path"], ("model_name_or_path",))
+    else:
+        yield Line("model.path", "MODEL", ("model_name_or_path",), ask="the config names no model: it is given in Python there")
+    compute = {True: "bfloat16", False: "float32"}[bool(not s["fp16"] if s["bf16"] is None else s["bf16"])]
+    yield Line("model.dtype", compute, ("bf16", "fp16"), "master weights are float32 here")
+    if s["fp16"]:
+        yield Gap(("fp16",), "float16 needs a loss scale; bfloat16 or float32 here")
+    if s["dtype"] in ("float32", "auto", None):
+        yield Same(("dtype",), "master weights are float32")
+
+
+def _task(s: Setting) -> Iterator[Part]:
+    asked = "the reward reads the field `answer`: name the field of the gold answer with answer = '...'"
+    if s["dataset_name"]:
+        data = {"kind": "datasets", "name": s["dataset_name"], "split": s["dataset_train_split"], "answer": "solution"}
+        if s["dataset_config"]:
+            data["subset"] = s["dataset_config"]
+        if s["eval_strategy"] != "no":
+            data["eval_split"] = s["dataset_test_split"]
+        yield Line("task.data", data, ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"), ask=asked)
+    else:
+        data = {"kind": "datasets", "name": "DATASET", "answer": "solution"}
+        yield Line("task.data", data, ("dataset_name",), ask="the config names no data set: it is given in Python there")
+    names = s["reward_funcs"] or []
+    names = [names] if isinstance(names, str) else names
+    known = [REWARDS[name] for name in names if name in REWARDS]
+    own = [name for name in names if name not in REWARDS]
+    if len(known) == len(names) == 1:
+        yield Line("task.reward", known[0], ("reward_funcs",))
+    elif names and not own:
+        weights = s["reward_weights"] or [1.0] * len(names)
+        each = {n: ({"kind": r} if isinstance(r, str) else r) | {"weight": w} for n, r, w in zip(names, known, weights)}
+        yield Line("task.reward", {"kind": "combine", "parts": each}, ("reward_funcs", "reward_weights"))
+    elif len(own) == 1 and "." in own[0]:
+        module, _, function = own[0].rpartition(".")
+        wrap = "theirs takes lists of completions; ours takes (trajectory, task) and returns a number: wrap it"
+        yield Line("task.reward", f"{module}:{function}", ("reward_funcs",), ask=wrap)
+    else:
+        why = f"name the reward; {', '.join(own) or 'none'} cannot be taken over" if own else "the config names no reward"
+        yield Line("task.reward", "math", ("reward_funcs",), ask=why)
+
+
+def _algorithm(s: Setting) -> Iterator[Part]:
+    row, aggregate = s.choice("loss_type", LOSSES) or (s["loss_type"], None)
+    yield Line("algo.kind", row, ("loss_type",))
+    yield Line("algo.group_size", s.whole("num_generations"), ("num_generations",))
+    yield from _advantage(s)
+    if s["importance_sampling_level"] != "token":
+        yield Line("algo.ratio.kind", s["importance_sampling_level"], ("importance_sampling_level",))
+    else:
+        yield Same(("importance_sampling_level",), "the ratio is each token's")
+    yield from _surrogate(s, row)
+    if s.number("beta"):
+        unbiased = {"unbiased": True} if s["use_bias_correction_kl"] else {}
+        yield Line("algo.kl", {"kind": "k3", "coef": float(s["beta"]), "where": "loss"} | unbiased, ("beta", "use_bias_correction_kl"))
+    else:
+        yield Line("algo.kl.coef", 0.0, ("beta",))
+        yield Same(("use_bias_correction_kl",), "there is no KL term")
+    if aggregate:
+        yield Line("algo.aggregate.kind", aggregate, ("loss_type",))
+    if s["loss_type"] == "bnpo":
+        yield Gap(("loss_type",), "their mean is over each micro-batch; here it is over the batch (written: token_mean)")
+    yield Line("algo.entropy.coef", float(s.number("entropy_coef")), ("entropy_coef",))
+    if s["entropy_coef"] and aggregate != "token_mean":
+        yield Gap(("entropy_coef",), f"their entropy is a mean over tokens; here the weights are those of {aggregate}")
+    if s["num_iterations"] == 1:
+        yield Same(("num_iterations",), "every batch is trained once")
+    else:
+        yield Gap(("num_iterations",), "every batch is trained once here")
+    if s["mask_truncated_completions"]:
+        yield Gap(("mask_truncated_completions",), 'task.filters = ["truncated"] drops a group only if all its answers were cut')
+    yield from _correction(s)
+
+
+def _surrogate(s: Setting, row: str) -> Iterator[Part]:
+    """The knobs that each loss reads."""
+    top, high = "top_entropy_quantile", "epsilon" if s["epsilon_high"] is None else "epsilon_high"
+    forks = row == "grpo" and s[top] < 1
+    if forks:
+        yield Line("algo.surrogate.kind", "forking", (top,), "of the whole update here, of a micro-batch there")
+        yield Line("algo.surrogate.top", float(s.number(top)), (top,))
+    if row == "cispo":
+        yield Line("algo.surrogate.high", round(s.number(high) - 1, 9), (high,), "the largest weight is 1 + high here, and high there")
+    elif row == "sapo":
+        yield Line("algo.surrogate.positive", float(s.number("sapo_temperature_pos")), ("sapo_temperature_pos",))
+        yield Line("algo.surrogate.negative", float(s.number("sapo_temperature_neg")), ("sapo_temperature_neg",))
+    else:
+        yield Line("algo.surrogate.low", s.number("epsilon"), ("epsilon",))
+        yield Line("algo.surrogate.high", s.number(high), ("epsilon_high", "epsilon") if high == "epsilon" else (high,))
+    if s["delta"] is not None and row == "grpo":
+        yield Line("algo.surrogate.dual", float(s.number("delta")), ("delta",))
+    elif s["delta"] is None:
+        yield Same(("delta",), "not set")
+    if s[top] == 1:
+        yield Same((top,), "every token is trained")
+
+
+def _advantage(s: Setting) -> Iterator[Part]:
+    scale = {True: "group", False: "none"}.get(s["scale_rewards"], s["scale_rewards"])
+    if scale == "none":
+        yield Line("algo.advantage.kind", "group_center", ("scale_rewards",))
+    elif scale == "group":
+        yield Line("algo.advantage.kind", "group_norm", ("scale_rewards",))
+        yield Line("algo.advantage.eps", 1e-4)
+    else:
+        yield Gap(("scale_rewards",), "the deviation is the group's here, not the batch's")
+    if s["multi_objective_aggregation"] == "sum_then_normalize":
+        yield Same(("multi_objective_aggregation",), "rewards are added before they are normalised")
+
+
+def _correction(s: Setting) -> Iterator[Part]:
+    """On by default wherever vLLM samples; one correction at a time here."""
+    threshold, use = "off_policy_mask_threshold", s["use_vllm"] and s["vllm_importance_sampling_correction"]
+    if s[threshold] is not None and use:
+        yield Gap((threshold,), "one correction at a time: the importance weights of vLLM")
+    elif s[threshold] is not None:
+        yield Line("algo.correction", {"kind": "off_policy_mask", "delta": float(s.number(threshold))}, (threshold,))
+    if not use:
+        return
+    level, _, action = str(s["vllm_importance_sampling_mode"]).partition("_")
+    low, high = s["vllm_importance_sampling_clip_min"], s["vllm_importance_sampling_clip_max"]
+    keys = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")
+    table: dict[str, Any] = {"kind": "importance", "level": level, "action": action, "high": float("inf" if high is None else high)}
+    if low is not None or action == "mask":
+        table |= {"action": "clip" if action == "truncate" else action, "low": float(low or 0)}
+    yield Line("algo.correction", table, (*keys, *(("vllm_importance_sampling_clip_min",) if low is not None else ())))
+
+
+def _batch(s: Setting) -> Iterator[Part]:
+    group, accumulate = s.whole("num_generations"), s.whole("gradient_accumulation_steps")
+    device = s.whole("per_device_train_batch_size") * s.whole("num_processes")
+    rounds = s.whole("generation_batch_size") // device if s["generation_batch_size"] else s.number("steps_per_generation") or accumulate
+    completions = device * max(rounds, accumulate)
+    updates = max(1, rounds // accumulate)
+    ask = "" if s.has("num_processes") else "their batch grows with the number of processes, which is no key: this is for 1"
+    yield Line("loop.groups_per_step", max(1, completions // group), BATCH, f"{completions} completions in groups of {group}", ask)
+    yield Line("loop.updates_per_step", updates, ("steps_per_generation", "gradient_accumulation_steps"))
+    if s.number("max_steps") > 0:
+        moves = updates * s.whole("num_iterations")
+        yield Line("loop.steps", -(-s.whole("max_steps") // moves), ("max_steps",), f"{moves} of their steps are one here" * (moves > 1))
+        if s.has("num_train_epochs"):
+            yield Gap(("num_train_epochs",), "max_steps counts instead")
+    else:
+        yield Line("loop.steps", 100, ("num_train_epochs", "max_steps"), ask=f"they pass {s['num_train_epochs']} times over the data")
+    yield Line("loop.seed", s.whole("seed"), ("seed",))
+
+
+def _sampling(s: Setting) -> Iterator[Part]:
+    yield Line("engine.sampling.temperature", float(s.number("temperature")), ("temperature",))
+    yield Line("engine.sampling.max_tokens", s.whole("max_completion_length"), ("max_completion_length",))
+    for key, off in (("top_p", (1, None)), ("top_k", (0, -1, None)), ("min_p", (0, None)), ("repetition_penalty", (1, None))):
+        if s[key] in off:
+            yield Same((key,), "it changes nothing at this value")
+        else:
+            yield Gap((key,), "the trainer could not recompute the logprobs, so training samples from the whole distribution (law 4)")
+
+
+def _optimizer(s: Setting) -> Iterator[Part]:
+    yield Line("trainer.lr", float(s.number("learning_rate")), ("learning_rate",))
+    schedule = s.choice("lr_scheduler_type", SCHEDULES)
+    if schedule:
+        yield Line("trainer.schedule", schedule, ("lr_scheduler_type",))
+    else:
+        yield Gap(("lr_scheduler_type",), "constant, linear and cosine exist here")
+    warmup = s.number("warmup_steps")
+    if 0 < warmup < 1:
+        yield Line("trainer.warmup_steps", 0, ("warmup_steps",), ask=f"{warmup:g} of all steps: write the number")
+    else:
+        moves = max(1, (s.number("steps_per_generation") or 1) // s.whole("gradient_accumulation_steps"))
+        yield Line("trainer.warmup_steps", -(-int(warmup) // moves), ("warmup_steps",))
+    yield Line("trainer.clip", float(s.number("max_grad_norm")), ("max_grad_norm",))
+    yield Line("trainer.weight_decay", float(s.number("weight_decay")), ("weight_decay",))
+    yield Line("trainer.betas", [s.number("adam_beta1"), s.number("adam_beta2")], ("adam_beta1", "adam_beta2"))
+    if s["adam_epsilon"] == 1e-8:
+        yield Same(("adam_epsilon",), "1e-8")
+    if str(s["optim"]).startswith("adamw_torch"):
+        yield Same(("optim",), "AdamW")
+
+
+def _running(s: Setting) -> Iterator[Part]:
+    yield Line("run.folder", str(s["output_dir"] or "runs/trl"), ("output_dir",))
+    if s["save_strategy"] == "no":
+        yield Line("run.checkpoint.every", 0, ("save_strategy",), "one at the end")
+    elif s["save_strategy"] == "steps" and s.number("save_steps") >= 1:
+        yield Line("run.checkpoint.every", s.whole("save_steps"), ("save_steps", "save_strategy"))
+    if s["save_total_limit"] is not None:
+        yield Line("run.checkpoint.keep", max(1, s.whole("save_total_limit")), ("save_total_limit",))
+    else:
+        yield Gap(("save_total_limit",), "they keep every checkpoint; run.checkpoint.keep is 2 here")
+    if s["eval_strategy"] == "steps" and s["eval_steps"]:
+        yield Line("task.eval.every", s.whole("eval_steps"), ("eval_steps", "eval_strategy"))
+    sinks = s["report_to"] if isinstance(s["report_to"], list) else [s["report_to"]]
+    if s.has("report_to"):
+        others = ", ".join(str(name) for name in sinks if name not in ("tensorboard", "none", None))
+        yield Line("run.sinks", [x for x in sinks if x == "tensorboard"], ("report_to",), f"no sink here: {others}" * bool(others))
+
+
+TRL = Peer.of("trl", parts, REASONS)

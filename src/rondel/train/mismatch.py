@@ -1,0 +1,109 @@
+"""How far the trainer's probabilities are from the engine's: measured over every trained token, before any rejection, with an alarm.
+
+T trainable tokens · x_t = log pi_trainer(t) - log mu(t), mu the engine's when the token was drawn · w = exp(x), x clamped to ±20
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rondel.algos.kl import k3
+from rondel.algos.ratio import LIMIT, bounded_exp
+from rondel.train.pack import Sample
+
+TENTHS = 10  # parts of an answer, by position
+DENSE, MIXTURE = 1e-3, 1e-1  # K3 in nats a token: two programs in bfloat16 are 1e-5 to 1e-3 apart, of a mixture 1e-3 to 1e-1
+
+
+def mismatch(log_weight_T: Tensor, behavior_T: Tensor, sample_T: Tensor, mask_T: Tensor) -> dict[str, float]:
+    """What x says of two policies that should be one.  [T], [T], [T], [T] -> {name: number}.  Over mask_T; nothing of no tokens.
+
+    k3                       mean of w - 1 - x: KL(mu || trainer), never negative; of fresh Gaussian logit noise s it is s²/2·(1 - Σp²)
+    probability_mean, _max   of |pi_trainer - mu|
+    perplexity_ratio         mean over samples of exp(-mean x): the trainer's perplexity by the engine's
+    chi2_token, chi2_sample  mean of w² - 1; the same with the samples' weights W = exp(Σ x)
+    ess_token, ess_sample    (Σ w)² / (n·Σ w²), a share; the same with W
+    weight_mean, _std, _max  of w: 1, 0 and 1 where both agree
+    """
+    x_T, mu_T = log_weight_T[mask_T].double(), behavior_T[mask_T].double()
+    if not len(x_T):
+        return {}
+    w_T = bounded_exp(x_T)
+    samples_N, index_T = sample_T[mask_T].unique(return_inverse=True)
+    zeros_N = torch.zeros(len(samples_N), dtype=torch.float64)
+    length_N = zeros_N.index_add(0, index_T, torch.ones_like(x_T))
+    sum_N = zeros_N.index_add(0, index_T, x_T)
+    difference_T = ((mu_T + x_T).exp() - mu_T.exp()).abs()
+    found = {
+        "k3": k3(-x_T).mean(),
+        "probability_mean": difference_T.mean(),
+        "probability_max": difference_T.max(),
+        "perplexity_ratio": bounded_exp(-sum_N / length_N).mean(),
+        "chi2_token": torch.expm1(2 * x_T.clamp(-LIMIT, LIMIT)).mean(),
+        "chi2_sample": torch.expm1(2 * sum_N.clamp(-LIMIT, LIMIT)).mean(),
+        "ess_token": _effective(w_T),
+        "ess_sample": _effective(bounded_exp(sum_N)),
+        "weight_mean": w_T.mean(),
+        "weight_std": w_T.std(correction=0),
+        "weight_max": w_T.max(),
+    }
+    return {name: float(value) for name, value in found.items()}
+
+
+def _effective(weight_N: Tensor) -> Tensor:
+    """(Σ w)² / (n·Σ w²).  [N] -> scalar in (0, 1].  Kish 1965.  The share of the samples that equal weights would need."""
+    return weight_N.sum().square() / (len(weight_N) * weight_N.square().sum())
+
+
+def measure(samples: list[Sample], version: int) -> dict[str, float]:
+    """`mismatch` of the samples' notes, its K3 by tenths of the answer, and by how many versions old a token is."""
+    if not samples:
+        return {}
+    mu_T, trained_T = _flat([s.behavior for s in samples]), _flat([s.notes["trained"] for s in samples])
+    x_T = trained_T - mu_T
+    each = [len(s.behavior) for s in samples]
+    sample_T = torch.arange(len(samples)).repeat_interleave(torch.tensor(each))
+    out = {f"train/mismatch_{name}": value for name, value in mismatch(x_T, mu_T, sample_T, torch.ones_like(x_T, dtype=torch.bool)).items()}
+    k3_T = k3(-x_T)
+    tenth_T = _flat([np.arange(n) * TENTHS // max(1, n) for n in each])
+    lag_T = version - _flat([s.versions for s in samples])
+    out |= dict(_by("train/mismatch_k3_tenth", k3_T, tenth_T + 1))
+    return out | dict(_by("train/mismatch_k3_lag", k3_T, lag_T))
+
+
+def _by(prefix: str, value_T: Tensor, part_T: Tensor) -> Iterator[tuple[str, float]]:
+    """The mean over each part: (prefix_3, number)."""
+    for part in part_T.unique().tolist():
+        yield f"{prefix}_{int(part)}", float(value_T[part_T == part].mean())
+
+
+def _flat(pieces: list[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(pieces)).double()
+
+
+@dataclass
+class Alarm:
+    """Speaks once when the K3 of fresh tokens rises above `most`, and again only after it has been below.
+
+    Tokens of older versions are left out: there the policy itself has moved.
+    """
+
+    most: float
+    above: bool = False
+
+    def heard(self, metrics: dict[str, float]) -> str:
+        """What to tell the user, or nothing."""
+        fresh = metrics.get("train/mismatch_k3_lag_0", 0.0)
+        was, self.above = self.above, not fresh <= self.most
+        if was or not self.above:
+            return ""
+        return (
+            f"trainer and engine disagree: K3 is {fresh:.1e} nats a token on tokens of the current version, above {self.most:g}. "
+            "Try model.dtype = 'float32' or engine.numerics = 'aligned' to tell rounding from a bug; of a mixture of experts look at "
+            "train/route_flips and trainer.routing_replay; where train/mismatch_k3_tenth_10 is the largest, at the end of the answers"
+        )

@@ -1,0 +1,470 @@
+"""rondel import: every key of a peer's config has one fate, and the recipe means what the config means."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rondel.algos.table import resolve
+from rondel.cli import main
+from rondel.cli.import_ import Table, imported
+from rondel.planner.importing.openrlhf import OPENRLHF
+from rondel.planner.importing.read import overrides, read, scalar
+from rondel.planner.importing.render import lists, recipe
+from rondel.planner.importing.shell import commands
+from rondel.planner.importing.translate import nested, translate
+from rondel.planner.importing.trl import TRL
+from rondel.planner.importing.verl import VERL
+from rondel.words.config import Job
+from rondel.words.errors import ConfigError
+
+PEERS = {peer.name: peer for peer in (TRL, VERL, OPENRLHF)}
+EXAMPLES = Path(__file__).parents[2] / "examples" / "peers"
+ROWS = Table()
+ALIVE = {
+    "trl": {"model_name_or_path": "m"},
+    "verl": {},
+    "openrlhf": {"actor.model_name_or_path": "m", "algo.advantage.estimator": "group_norm"},
+}
+
+
+def said(name: str, **given) -> dict:
+    """{"algo.surrogate.high": 0.28, ...}: the lines that a config becomes; keys may be written with __ for a dot."""
+    report = translate(PEERS[name], {key.replace("__", "."): value for key, value in given.items()}, ROWS)
+    return {line.key: line.value for line in report.lines}
+
+
+def whole(report) -> Job:
+    """The text is TOML that says the lines, and a recipe; the row is one wherever it exists."""
+    text = recipe(report, "a config")
+    tree = tomllib.loads(text)
+    assert tree == json.loads(json.dumps(nested(report.lines)))
+    job = Job.parse(tree)
+    if job.algo.kind in ROWS.names:
+        resolve({key: value for key, value in tree["algo"].items() if key != "group_size"})
+    return job
+
+
+def one_fate_each(report, given) -> None:
+    fates = [*report.translated, *report.same, *report.missing, *report.unknown]
+    assert sorted(fates) == sorted(given)
+    assert all(key in {line.key for line in report.lines} for keys in report.translated.values() for key in keys)
+
+
+# -- whole configs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+def test_an_example_becomes_a_recipe_in_which_every_key_has_one_fate(path):
+    name = path.stem
+    report, _ = imported(name, str(path))
+    given = read(name, path.read_text(), path.parent)
+    assert len(given) > 10
+    one_fate_each(report, given)
+    whole(report)
+
+
+def plausible(default):
+    """The default, or another value of its type."""
+    if isinstance(default, bool):
+        return st.booleans()
+    if isinstance(default, int):
+        return st.sampled_from([default, max(2, default + 1), max(1, 2 * default)])
+    if isinstance(default, float):
+        return st.sampled_from([default, 0.5, 1.5])
+    if isinstance(default, str):
+        return st.sampled_from([default, "x"])
+    return st.just(default)
+
+
+@pytest.mark.parametrize("name", PEERS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_config_becomes_a_recipe_in_which_every_key_has_one_fate(name, data):
+    peer = PEERS[name]
+    keys = data.draw(st.lists(st.sampled_from(sorted(peer.defaults)), unique=True, max_size=40))
+    given = {key: data.draw(plausible(peer.defaults[key])) for key in keys}
+    given |= dict.fromkeys(data.draw(st.lists(st.sampled_from(["no.such.key", "lerning_rate", "beta.gamma"]), unique=True)), 1)
+    given |= {
+        old: peer.defaults[new]
+        for old, new in data.draw(st.lists(st.sampled_from(sorted(peer.renamed.items())), max_size=3))
+        if new in peer.defaults
+    }
+    given |= ALIVE[name]
+    report = translate(peer, given, ROWS)
+    one_fate_each(report, given)
+    whole(report)
+    assert all(f"  {key}" in lists(report) for key in [*report.missing, *report.unknown, *report.same])
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_bare_config_is_written_with_their_defaults(name):
+    """Nothing set but the model: whatever is not ours is written, and nothing else is."""
+    report = translate(PEERS[name], ALIVE[name], ROWS)
+    whole(report)
+    other = {line.key: (line.value, ours) for line, ours in report.other}
+    assert all(value != ours for value, ours in other.values())
+    expected = {
+        "trl": {
+            "algo.advantage.eps": 1e-4,
+            "algo.aggregate.kind": "token_mean",
+            "trainer.schedule": "linear",
+            "trainer.lr": 1e-6,
+            "loop.seed": 42,
+        },
+        "verl": {
+            "algo.kind": "ppo",
+            "trainer.weight_decay": 0.01,
+            "loop.groups_per_step": 1024,
+            "loop.updates_per_step": 4,
+            "algo.group_size": 1,
+        },
+        "openrlhf": {"algo.advantage.eps": 1e-9, "trainer.betas": [0.9, 0.95], "loop.groups_per_step": 1024, "loop.updates_per_step": 8},
+    }[name]
+    assert {key: other[key][0] for key in expected} == expected
+
+
+# -- what a key means ------------------------------------------------------------------------------
+
+
+def test_the_batches_of_trl():
+    """8 a device, 4 processes, 6 moves accumulate 2: 192 completions are 24 groups of 8, in 3 moves."""
+    batch = {"per_device_train_batch_size": 8, "num_processes": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 6}
+    lines = said("trl", **batch, num_generations=8, max_steps=30, warmup_steps=6)
+    assert (lines["loop.groups_per_step"], lines["loop.updates_per_step"], lines["loop.steps"]) == (24, 3, 10)
+    assert lines["trainer.warmup_steps"] == 2
+    assert said("trl", per_device_train_batch_size=4, num_processes=2, gradient_accumulation_steps=4)["loop.groups_per_step"] == 4
+
+
+@pytest.mark.parametrize(
+    "loss, kind, aggregate",
+    [
+        ("grpo", "grpo", "seq_mean_token_mean"),
+        ("dapo", "grpo", "token_mean"),
+        ("dr_grpo", "grpo", "fixed_norm"),
+        ("luspo", "grpo", "seq_mean_token_sum"),
+    ],
+)
+def test_the_losses_of_trl(loss, kind, aggregate):
+    lines = {"algo.aggregate.kind": "seq_mean_token_mean"} | said("trl", loss_type=loss)
+    assert lines["algo.kind"] == kind and lines["algo.aggregate.kind"] == aggregate
+
+
+def test_the_clip_of_trl_is_one_number_unless_there_are_two():
+    assert {"algo.surrogate.low": 0.1, "algo.surrogate.high": 0.1}.items() <= said("trl", epsilon=0.1).items()
+    both = said("trl", epsilon=0.1, epsilon_high=0.3, delta=4.0)
+    assert (both["algo.surrogate.low"], both["algo.surrogate.high"], both["algo.surrogate.dual"]) == (0.1, 0.3, 4.0)
+    assert (
+        said("trl", scale_rewards="none")["algo.advantage.kind"]
+        == said("trl", scale_rewards=False)["algo.advantage.kind"]
+        == "group_center"
+    )
+
+
+def test_the_clip_ratio_of_verl_has_no_effect_beside_its_defaults():
+    report = translate(VERL, {"actor_rollout_ref.actor.clip_ratio": 0.3, "algorithm.adv_estimator": "grpo"}, ROWS)
+    assert "clip_ratio_low = 0.2" in report.missing["actor_rollout_ref.actor.clip_ratio"]
+    assert not any(line.value == 0.3 for line in report.lines)
+    wide = {"actor_rollout_ref.actor.clip_ratio": 0.3, "actor_rollout_ref.actor.clip_ratio_low": None}
+    lines = {line.key: line.value for line in translate(VERL, wide | {"algorithm.adv_estimator": "grpo"}, ROWS).lines}
+    assert lines["algo.surrogate.low"] == 0.3 and "algo.surrogate.high" not in lines
+
+
+def test_the_loss_of_verl():
+    lines = said("verl", algorithm__adv_estimator="rloo", actor_rollout_ref__actor__loss_agg_mode="seq-mean-token-sum")
+    assert lines["algo.kind"] == "grpo" and lines["algo.advantage.kind"] == "leave_one_out" and lines["algo.surrogate.dual"] == 3.0
+    assert lines["algo.aggregate.kind"] == "seq_mean_token_sum"
+    kl = {"actor_rollout_ref__actor__use_kl_loss": True, "actor_rollout_ref__actor__kl_loss_type": "mse"}
+    assert said("verl", algorithm__adv_estimator="grpo", **kl)["algo.kl"] == {"kind": "k2", "coef": 0.001}
+    assert said("verl", algorithm__adv_estimator="grpo", algorithm__norm_adv_by_std_in_grpo=False)["algo.advantage.kind"] == "group_center"
+
+
+def test_the_kl_that_openrlhf_charges_by_default_is_there_or_named():
+    """Never in the loss when it is in the reward there, never left out in silence."""
+    report = translate(OPENRLHF, ALIVE["openrlhf"], ROWS)
+    wished = {"kind": "k1", "coef": 0.01, "where": "reward"}
+    if ROWS.refuses({"kind": "grpo", "kl": wished}):
+        assert "algo.kl.init_coef = 0.01" in " ".join(keys for keys, _ in report.lost)
+        assert not any(line.key.startswith("algo.kl") for line in report.lines)
+    else:
+        assert nested(report.lines)["algo"]["kl"] == wished
+    without = translate(OPENRLHF, ALIVE["openrlhf"] | {"algo.kl.init_coef": 0}, ROWS)
+    assert nested(without.lines)["algo"]["kl"] == {"coef": 0.0} and "init_coef" not in lists(without)
+
+
+def test_flat_flags_of_openrlhf_mean_what_they_are_called_today():
+    old = read(
+        "openrlhf", "python -m openrlhf.cli.train_ppo_ray --advantage_estimator rloo --n_samples_per_prompt 4 --actor_learning_rate 2e-6"
+    )
+    new = read("openrlhf", "--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 4 --actor.adam.lr 2e-6")
+    a, b = (translate(OPENRLHF, given, ROWS) for given in (old, new))
+    assert nested(a.lines) == nested(b.lines) and set(a.translated) == set(old) and "# n_samples_per_prompt" in recipe(a, "x")
+
+
+VLLM = {"use_vllm": True, "vllm_importance_sampling_clip_max": 1.5}
+ROLLOUT = "algorithm.rollout_correction"
+GATE = {"algo.advantage.is_correction_level": "token", "algo.advantage.is_correction_threshold": [0.8, 1.3]}
+
+
+def gate(low, high, value):
+    return value if low <= value <= high else 0.0
+
+
+@pytest.mark.parametrize(
+    "name, config, weight",
+    [  # weight(w of the token, those of its answer) as the peer computes it
+        ("trl", VLLM, lambda w, all: gate(0, 1.5, math.prod(all))),
+        ("trl", VLLM | {"vllm_importance_sampling_mode": "token_truncate"}, lambda w, all: min(w, 1.5)),
+        (
+            "trl",
+            VLLM | {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.7},
+            lambda w, all: gate(0.7, 1.5, w),
+        ),
+        (
+            "trl",
+            VLLM | {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_min": 0.7},
+            lambda w, all: min(max(math.prod(all), 0.7), 1.5),
+        ),
+        ("verl", {f"{ROLLOUT}.rollout_is": "token"}, lambda w, all: min(w, 2.0)),
+        ("verl", {f"{ROLLOUT}.rollout_is": "token", f"{ROLLOUT}.rollout_is_threshold": "0.8_1.3"}, lambda w, all: gate(0.8, 1.3, w)),
+        (
+            "verl",
+            {
+                f"{ROLLOUT}.rollout_is": "sequence",
+                f"{ROLLOUT}.rollout_rs": "seq_mean_k1",
+                f"{ROLLOUT}.rollout_rs_threshold": "0.9_1.2",
+            },
+            lambda w, all: min(math.prod(all), 2.0) * (0.9 <= math.prod(all) ** (-1 / len(all)) <= 1.2),
+        ),
+        ("openrlhf", GATE, lambda w, all: gate(0.8, 1.3, w)),
+        ("openrlhf", GATE | {"algo.advantage.is_correction_mode": "clip"}, lambda w, all: min(max(w, 0.8), 1.3)),
+        (
+            "openrlhf",
+            GATE | {"algo.advantage.is_correction_level": "seq"},
+            lambda w, all: w * (0.8 <= math.prod(all) ** (1 / len(all)) <= 1.3),
+        ),
+        (
+            "openrlhf",
+            {"enable_vllm_is_correction": True, "use_icepop": True, "vllm_is_truncated_threshold": [0.8, 1.3]},
+            lambda w, all: gate(0.8, 1.3, w),
+        ),
+    ],
+)
+def test_a_correction_gives_the_weights_of_the_peer(name, config, weight):
+    """Written out token by token from what each does; verl's rejection bounds hold the engine's probability by the trainer's."""
+    config = ALIVE[name] | ({"algorithm.adv_estimator": "grpo"} if name == "verl" else {}) | config
+    report = translate(PEERS[name], config, ROWS)
+    one_fate_each(report, config)
+    row = resolve({key: value for key, value in nested(report.lines)["algo"].items() if key != "group_size"})
+    generator = torch.Generator().manual_seed(5)
+    x, sample = 0.3 * torch.randn(60, generator=generator, dtype=torch.float64), torch.arange(60) // 4
+    got = row.correction(x, sample, torch.ones(60))
+    want = [weight(math.exp(v), x[sample == n].exp().tolist()) for v, n in zip(x.tolist(), sample.tolist())]
+    assert got.tolist() == pytest.approx(want, rel=1e-12) and len(set(want)) > 3
+
+
+@pytest.mark.parametrize(
+    "name, config, row, surrogate",
+    [
+        ("trl", {"loss_type": "sapo", "sapo_temperature_neg": 1.2}, "sapo", {"negative": 1.2}),
+        ("trl", {"loss_type": "cispo", "epsilon_high": 5.0}, "cispo", {"high": 4.0}),
+        ("trl", {"top_entropy_quantile": 0.3}, "grpo", {"kind": "forking", "top": 0.3}),
+        ("verl", {"actor_rollout_ref.actor.policy_loss.loss_mode": "gspo"}, "gspo_token", {"low": 0.2, "high": 0.2}),
+        ("verl", {"actor_rollout_ref.actor.policy_loss.loss_mode": "cispo"}, "cispo", {"low": 0.2, "high": 0.2}),
+        ("verl", {"actor_rollout_ref.actor.policy_loss.loss_mode": "kl_cov"}, "kl_cov", {"share": 0.0002, "coef": 0.1}),
+        ("openrlhf", {"actor.policy_loss_type": "gspo"}, "gspo", {"low": 0.2, "high": 0.2}),
+    ],
+)
+def test_a_loss_of_theirs_is_a_row_with_their_knobs(name, config, row, surrogate):
+    config = ALIVE[name] | ({"algorithm.adv_estimator": "grpo"} if name == "verl" else {}) | config
+    algo = nested(translate(PEERS[name], config, ROWS).lines)["algo"]
+    assert algo["kind"] == row and surrogate.items() <= algo["surrogate"].items()
+    resolve({key: value for key, value in algo.items() if key != "group_size"})
+
+
+def test_ppo_of_the_peers_is_a_row_with_its_critic():
+    job = whole(
+        translate(VERL, {"critic.optim.lr": 2e-5, "trainer.critic_warmup": 20, "algorithm.lam": 0.95, "critic.model.path": "v"}, ROWS)
+    )
+    assert (job.algo.kind, job.trainer.critic.lr, job.trainer.critic.warmup, job.trainer.critic.path) == ("ppo", 2e-5, 20, "v")
+    assert resolve({"kind": "ppo", **{k: getattr(job.algo, k) for k in ("advantage", "value", "shaping")}}).advantage.lam == 0.95
+    job = whole(translate(OPENRLHF, {"actor.model_name_or_path": "m", "critic_learning_rate": 4e-6, "algo.kl.target": 6.0}, ROWS))
+    assert (job.algo.kind, job.trainer.critic.lr, job.algo.value) == ("ppo", 4e-6, {"clip": 0.5})
+    assert job.algo.kl == {"kind": "k1", "coef": 0.01, "where": "reward", "target": 6.0, "horizon": 10000}
+    assert (
+        "the row has no critic"
+        in translate(VERL, {"algorithm.adv_estimator": "grpo", "critic.optim.lr": 1.0}, ROWS).missing["critic.optim.lr"]
+    )
+
+
+def test_a_row_that_does_not_exist_is_named_and_nothing_else_is_trained():
+    report = translate(VERL, {"algorithm.adv_estimator": "optimal_token_baseline", "actor_rollout_ref.actor.clip_ratio_high": 0.3}, ROWS)
+    assert {line.key for line in report.asks} >= {"algo.kind"} and "does not exist here yet" in lists(report)
+    assert report.missing["actor_rollout_ref.actor.clip_ratio_high"].startswith("it belongs to the row 'optimal_token_baseline'")
+    with pytest.raises(ConfigError, match="optimal_token_baseline"):
+        resolve({"kind": whole(report).algo.kind})
+
+
+def test_a_knob_that_the_row_does_not_read_is_named():
+    report = translate(OPENRLHF, ALIVE["openrlhf"] | {"algo.kl.init_coef": 0.0, "algo.kl.estimator": "k2"}, ROWS)
+    assert "algo.kl.estimator" in report.same
+    report = translate(VERL, {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.kl_loss_coef": 0.1}, ROWS)
+    assert "use_kl_loss is false" in report.missing["actor_rollout_ref.actor.kl_loss_coef"]
+
+
+def test_a_typo_gets_the_nearest_name():
+    report = translate(VERL, {"actor_rollout_ref.rollout.temprature": 0.9, "algorithm.adv_estimator": "grpo"}, ROWS)
+    assert report.unknown == {"actor_rollout_ref.rollout.temprature": "Did you mean 'actor_rollout_ref.rollout.temperature'?"}
+
+
+def test_of_two_names_of_one_key_the_later_counts():
+    given = {"pretrain": "a", "actor.model_name_or_path": "b", "algo.advantage.estimator": "rloo"}
+    report = translate(OPENRLHF, given, ROWS)
+    one_fate_each(report, given)
+    assert nested(report.lines)["model"]["path"] == "b" and "says it again" in report.missing["pretrain"]
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def test_yaml_json_and_the_command_line_of_trl_say_the_same(tmp_path):
+    want = {
+        "beta": 0.04,
+        "num_generations": 4,
+        "reward_funcs": ["accuracy_reward", "think_format_reward"],
+        "bf16": True,
+        "learning_rate": 1e-6,
+    }
+    (tmp_path / "c.yaml").write_text("beta: 0.04\nnum_generations: 16\nlearning_rate: 1e-6\n")
+    line = "--num-generations 4 --reward_funcs accuracy_reward think_format_reward --bf16"
+    assert read("trl", json.dumps(want)) == want
+    assert (
+        read(
+            "trl",
+            "# c\n---\nbeta: 0.04\nnum_generations: 4\nlearning_rate: 1e-6\nbf16: true\nreward_funcs: [accuracy_reward, think_format_reward]\n",
+        )
+        == want
+    )
+    assert read("trl", f"trl grpo --beta 0.04 --learning_rate 1e-6 {line}") == want
+    assert read("trl", f"trl grpo --config c.yaml {line}", tmp_path) == want | {"config": "c.yaml"}
+    launched = read("trl", f"accelerate launch --num_processes 8 --mixed_precision bf16 grpo.py --beta 0.04 {line}")
+    assert launched["num_processes"] == 8 and launched["launcher --mixed_precision"] == "bf16" and launched["beta"] == 0.04
+
+
+def test_nested_yaml_of_verl_and_its_overrides_say_the_same():
+    text = "algorithm:\n  adv_estimator: grpo\ntrainer:\n  logger: [console]\ndata:\n  seed: null\n"
+    assert read("verl", text) == {"algorithm.adv_estimator": "grpo", "trainer.logger": ["console"], "data.seed": None}
+    refers = "a: 1\nb: ${a}\nc: ${oc.select:x.y,512}\nd: runs/${e}/x\ne: n${b}\nf: ${x.y}\ng: ${c}\n"
+    assert read("verl", refers) == {"a": 1, "b": 1, "c": 512, "d": "runs/n1/x", "e": "n1", "f": "${x.y}", "g": 512}
+    assert overrides(["algorithm.adv_estimator=grpo", "+trainer.logger=['console']", "++data.seed=null", "~data.x"]) == read("verl", text)
+
+
+def test_a_script_is_read_as_its_shell_would():
+    text = """
+    # a comment with a 'quote
+    export A=2
+    B=$((A * 1024 + (3 - 1)))
+    NAME="run ${A}"
+    WHERE=${ROOT:-"/data"}/${NAME}
+    LIST=(
+        x.one=$A   # why
+        x.two="$NAME"
+    )
+    LIST+=(x.three=$((B / 2)))
+    python -m verl.trainer.main_ppo \\
+        a.b=${B} \\
+        a.c="$WHERE" "${LIST[@]}" a.d=$UNKNOWN $@ 2>&1 | tee log.txt
+    """
+    assert read("verl", text) == {
+        "a.b": 2050,
+        "a.c": "/data/run 2",
+        "x.one": 2,
+        "x.two": "run 2",
+        "x.three": 1025,
+        "a.d": "$UNKNOWN",
+    }
+    assert list(commands('echo "don\'t"\nA=1 python x --n $A')) == [["echo", "don't"], ["A=1", "python", "x", "--n", "$A"]]
+
+
+def test_a_variable_where_a_number_counts_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"data.train_batch_size = '\$BATCH' is not a number; write the value itself"):
+        translate(VERL, read("verl", "data.train_batch_size=$BATCH"), ROWS)
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("1e-6", 1e-6),
+        ("-1", -1),
+        ("True", True),
+        ("null", None),
+        ("[a,'b',1]", ["a", "b", 1]),
+        ("'x'", "x"),
+        ("1_000", "1_000"),
+        ("nan", "nan"),
+        ("", ""),
+    ],
+)
+def test_what_a_word_means(text, value):
+    assert scalar(text) == value and type(scalar(text)) is type(value)
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rondel(capsys):
+    def call(*words):
+        with pytest.raises(SystemExit) as end:
+            main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return end.value.code or 0, out, err
+
+    return call
+
+
+def test_the_command_writes_prints_and_lists(rondel, tmp_path):
+    target = tmp_path / "new" / "mine.toml"
+    code, out, err = rondel("import", "--from", "trl", EXAMPLES / "trl.yaml", "-o", target)
+    assert code == 0 and f"rondel check {target}" in out and "temprature: Did you mean 'temperature'?" in err
+    assert Job.read(target).algo.surrogate == {"high": 0.28}
+    code, out, _ = rondel("import", "--from", "trl", EXAMPLES / "trl.yaml")
+    assert code == 0 and out == target.read_text()
+    whole_report = json.loads(rondel("import", "--from", "trl", EXAMPLES / "trl.yaml", "--json")[1])
+    assert whole_report["recipe"] == out and whole_report["unknown"]["temprature"]
+    code, _, err = rondel("import", "--from", "trl", EXAMPLES / "trl.yaml", "-o", target)
+    assert code == 1 and "exists; name another file" in err
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["trl", "no.yaml"], "no config at no.yaml"),
+        (["trl", "{}"], "sets no key of trl"),
+        (["trl", "a: [1 =\n"], "is not YAML"),
+        (["trl", '{"a" = 1}'], "is not JSON"),
+        (["trl", "trl grpo --config nowhere.yaml"], "nowhere.yaml cannot be read"),
+        (["verl", "python main_ppo a.b=1\npython main_ppo a.b=2"], "trains 2 times"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(rondel, tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    if words[1] == "{}":
+        Path("empty.json").write_text("{}")
+        words = [words[0], "empty.json"]
+    code, out, err = rondel("import", "--from", *words)
+    assert (code, out) == (1, "") and message in err and len(err.splitlines()) == 1
+
+
+def test_the_page_shows_what_the_command_says():
+    page = (EXAMPLES.parents[1] / "docs" / "import.md").read_text()
+    report, _ = imported("trl", str(EXAMPLES / "trl.yaml"))
+    shown = page.partition("```text\n")[2].partition("```")[0]
+    assert shown.strip() in recipe(report, "trl.yaml") and shown.startswith("[algo]")
