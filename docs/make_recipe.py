@@ -25,6 +25,7 @@ MEANING = {
     "algo.guides": "how many times the task's own answer joins each group as a demonstration, beside the G answers; for luffy",
     "algo.kind": 'a row of papers.md (grpo, dapo, gspo, rloo, sft, ...), or "module:name"',
     "algo.group_size": "G, answers to one task",
+    "algo.beside": "demonstrations in the same step, with a row, a weight and a count of their own: kind, weight, groups_per_step, data (as task.data)",
     "algo.advantage": "rewards of a group, or of the step -> advantages; kinds: papers.md",
     "algo.ratio": "over what the ratio is taken and from where: token, sequence, sequence_token; anchor = proximal or behavior",
     "algo.surrogate": "the loss of a token: clip, policy_gradient, clipped_weight, ... and its knobs; kinds: papers.md",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from rondel.algos.mixture import Mixture
 from rondel.algos.table import Algorithm, resolve
 from rondel.filter import FILTERS, chain
 from rondel.filter.complete import Complete
@@ -19,6 +20,7 @@ from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.demonstrate import Demonstrate
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, load_tasks
+from rondel.generate.envs.stream import nth
 from rondel.generate.envs.template import Template
 from rondel.models.aligned import align
 from rondel.models.load import Loaded, load
@@ -58,6 +60,18 @@ PROBE = 24  # tokens of the first prompt that are scored on both sides after eve
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # mean nats a token of the probe
 
 
+@dataclass(frozen=True)
+class Shown:
+    """Demonstrations beside the samples of every step."""
+
+    stream: str
+    tasks: list[Task]
+    row: Algorithm
+    weight: float
+    groups: int  # a step
+    suffix: str
+
+
 @dataclass
 class Parts:
     """Everything one process needs for one run."""
@@ -77,6 +91,12 @@ class Parts:
     judge: Callable[[Group], Verdict]
     env: Any
     resolved: dict[str, str]
+    shown: list[Shown] = field(default_factory=list)
+
+    @property
+    def algo(self) -> Algorithm | Mixture:
+        """What the loop trains: the row, or a mixture of it and of what is shown beside."""
+        return Mixture(self.row, {s.stream: (s.row, s.weight) for s in self.shown}) if self.shown else self.row
 
     def close(self) -> None:
         self.pool.close()
@@ -130,6 +150,7 @@ def build(job: Job) -> Parts:
     name = pick_device(job.place.device)
     tasks = load_tasks(job.task.data, env=job.task.env)
     env = env_of(job)
+    shown = shown_of(job, tasks)
     pool = RewardPool(job.task.reward, workers=job.task.reward_workers, timeout=job.task.reward_timeout)
     try:
         device = Device(name, None if job.place.threads == "auto" else job.place.threads)
@@ -184,7 +205,7 @@ def build(job: Job) -> Parts:
         }
         return Parts(
             job, row, tasks, sampling, pool, device, loaded, engine, trainer, Shared(engine, trainer, how=job.loop.in_flight), sync, window.value,
-            judge_of(job, row), env, facts,
+            judge_of(job, row), env, facts, shown,
         )  # fmt: skip
     except BaseException:
         pool.close()
@@ -204,6 +225,26 @@ def row_of(job: Job) -> Algorithm:
     section = {k: v for k, v in job.algo.model_dump().items() if v != {} and k not in OF_GROUPS}
     job.algo._read.update(type(job.algo).model_fields)
     return resolve(section).bounded(job.engine.sampling.max_tokens)
+
+
+def shown_of(job: Job, tasks: TaskSet) -> list[Shown]:
+    """The components of algo.beside: from data of their own, or the tasks' own answers."""
+    found = []
+    for i, b in enumerate(job.algo.beside):
+        row = resolve({"kind": b.kind}).bounded(job.engine.sampling.max_tokens)
+        if row.needs:
+            raise ConfigError(
+                f"algo.beside: kind = '{b.kind}' learns from rewards or from tokens that the policy drew; what stands beside is shown to it. "
+                "Use kind = 'sft'"
+            )
+        stream, own = f"beside.{i}", b.data is None
+        source = tasks.train if b.data is None else load_tasks(b.data, env=stream).train
+        if lacking := next((t for t in source if "answer" not in t.data), None):
+            raise DataError(f"algo.beside: task {lacking.id} has no 'answer' to show; it has: {', '.join(lacking.data)}")
+        found.append(
+            Shown(stream, [replace(t, env=stream) for t in source], row, b.weight, b.groups_per_step, job.task.suffix if own else "")
+        )
+    return found
 
 
 def env_of(job: Job) -> Any:
@@ -443,3 +484,21 @@ class Demonstrations(Rollouts):
 async def prepare(groups: list[Group]) -> Batch:
     """What the trainer credits and trains: the scored trajectories of the step."""
     return batch_of(groups)
+
+
+def prepare_of(parts: Parts) -> Callable[[list[Group]], Awaitable[Batch]]:
+    """The same with what is shown beside. The step's first number chooses it, so that a step done again, or replayed, gets the same."""
+    rollouts = rollouts_of(parts)
+
+    async def with_shown(groups: list[Group]) -> Batch:
+        beside: list[Group] = []
+        for shown in parts.shown:
+            first = min(group.id for group in groups) * shown.groups
+            for number in range(first, first + shown.groups):
+                task = nth(shown.tasks, parts.job.loop.seed, number)
+                trajectory = await Demonstrate(suffix=shown.suffix, system=parts.job.task.system).run(task, rollouts.chat(lambda turn: 0))
+                trajectory.score = Score(1.0)
+                beside.append(Group(-1 - len(beside), task, [trajectory], 0))
+        return batch_of([*groups, *beside])
+
+    return with_shown if parts.shown else prepare

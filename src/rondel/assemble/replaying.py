@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from rondel.algos.table import SFT
-from rondel.assemble.parts import build, prepare, warmup_settings
+from rondel.assemble.parts import build, prepare, prepare_of, warmup_settings
 from rondel.runtime.devices import keep_memory
 from rondel.runtime.journal import store
 from rondel.train.checkpoint import flaw
@@ -39,9 +39,9 @@ async def _replay(parts, folder: Path, start: int, step: int, path: Path | None)
     for number in range(start + 1, step + 1):
         warm = number <= parts.job.loop.warmup.steps
         parts.trainer.settings = warmup_settings(parts.job, settings) if warm else settings
-        row = SFT if warm else parts.row
+        algo, make = (SFT, prepare) if warm else (parts.algo, prepare_of(parts))
         groups = store.groups_of(store.read_step(folder, number))
-        stats = await parts.trainer.step(await prepare(groups), row)
+        stats = await parts.trainer.step(await make(groups), algo)
     return stats.metrics
 
 

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from rondel import loop
 from rondel.algos.table import SFT
-from rondel.assemble.parts import Demonstrations, Parts, Rollouts, build, prepare, rollouts_of, warmup_settings
+from rondel.assemble.parts import Demonstrations, Parts, Rollouts, build, prepare, prepare_of, rollouts_of, warmup_settings
 from rondel.buffer import Buffer
 from rondel.evaluate import evaluate
 from rondel.filter import chain
@@ -136,7 +136,7 @@ class Run:
                     f"max_staleness = {job.loop.max_staleness} without a correction: stale tokens are trained as if they were fresh. Set algo.correction.kind = 'importance'"
                 )
             )
-        await self._loop(buffer, rollouts_of(parts), parts.judge, parts.row, steps)
+        await self._loop(buffer, rollouts_of(parts), parts.judge, parts.algo, steps, prepare_of(parts))
 
     def _buffer(self, groups: int, staleness: int, window: int, saved: dict[str, Any] | None) -> Buffer:
         version = self.parts.engine.version
@@ -152,12 +152,14 @@ class Run:
             self.buffer.restore(saved["buffer"])
         return self.buffer
 
-    async def _loop(self, buffer: Buffer, rollouts: Rollouts, judge: Callable, row: Any, steps: range) -> None:
+    async def _loop(
+        self, buffer: Buffer, rollouts: Rollouts, judge: Callable, algo: Any, steps: range, prepare: Callable = prepare
+    ) -> None:
         parts = self.parts
         tasks = stream(parts.tasks.train, seed=self.job.loop.seed, start=buffer.admitted)
         await loop.run(
             tasks, buffer, attempt=rollouts.attempt, score=rollouts.score, judge=judge, prepare=prepare, trainer=parts.trainer,
-            engine=parts.engine, devices=parts.devices, sync=parts.sync, algo=row, steps=steps, milestone=self.milestone,
+            engine=parts.engine, devices=parts.devices, sync=parts.sync, algo=algo, steps=steps, milestone=self.milestone,
         )  # fmt: skip
 
     # -- between two versions --------------------------------------------------------------------

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rondel.algos.mixture import Mixture
 from rondel.algos.scored import Scored
+from rondel.algos.table import Algorithm
 from rondel.models.attention import PackedLayout, Segment
 from rondel.words.types import GREEDY, Group, Score, Trajectory
 
@@ -38,13 +40,14 @@ class Sample:
     parts: dict[str, float] = field(default_factory=dict)  # what the reward was made of
     earned: np.ndarray | None = None  # [m] where the reward was earned; None: all of it at the end
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [m], once they are known
+    stream: str = ""  # the environment of its task, by which a mixture finds its row
     guided: bool = False  # a demonstration among the policy's own samples
     baseline: float | None = None  # the reward of the greedy answer to its prompt, where the row wants it
     experts: np.ndarray | None = None  # [t-1,L,K] of a MoE: where the engine sent each token
     notes: dict[str, np.ndarray] = field(default_factory=dict)  # annotations by name: "proximal", "ref", "trained"
 
     @classmethod
-    def of(cls, trajectory: Trajectory, *, group: int, index: int, baseline: float | None = None) -> Sample:
+    def of(cls, trajectory: Trajectory, *, group: int, index: int, baseline: float | None = None, stream: str = "") -> Sample:
         mask = np.asarray(trajectory.mask, dtype=bool)
         trainable = mask.nonzero()[0]
         if len(trainable) and trainable[0] == 0:
@@ -63,6 +66,7 @@ class Sample:
             float(trajectory.reward or 0.0),
             dict(trajectory.score.parts) if isinstance(trajectory.score, Score) else {},
             earned,
+            stream=stream,
             guided=trajectory.guided,
             baseline=baseline,
             experts=None if trajectory.experts is None else np.asarray(trajectory.experts),
@@ -110,6 +114,13 @@ class Batch:
     def name(self, sample: int) -> str:
         return f"group {self.samples[sample].group}, sample {self.samples[sample].index}"
 
+    def shares(self, algo: Algorithm | Mixture) -> list[tuple[Algorithm, float, Batch]]:
+        """Each row of `algo` with its weight and its samples."""
+        if isinstance(algo, Algorithm):
+            return [(algo, 1.0, self)]
+        found = algo.shares([s.stream for s in self.samples])
+        return [(row, weight, Batch([self.samples[i] for i in places])) for row, weight, places in found]
+
     def updates(self, n: int) -> list[Batch]:
         """`n` optimizer batches of whole groups, as equal as they come."""
         groups = list(dict.fromkeys(s.group for s in self.samples))
@@ -121,7 +132,7 @@ def batch_of(groups: list[Group]) -> Batch:
     """The scored trajectories of all groups."""
     return Batch(
         [
-            Sample.of(trajectory, group=group.id, index=i, baseline=group.baseline)
+            Sample.of(trajectory, group=group.id, index=i, baseline=group.baseline, stream=group.task.env)
             for group in groups
             for i, trajectory in enumerate(group.trajectories)
             if trajectory.reward is not None and trajectory.written and trajectory.policy != GREEDY

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from rondel.algos.ahead import NOTHING, Ahead, ahead, counted, tokens_of
 from rondel.algos.kl import k3
+from rondel.algos.mixture import Mixture
 from rondel.algos.objective import objective
+from rondel.algos.table import Algorithm
 from rondel.models import names
 from rondel.models.head import Head
 from rondel.models.load import Loaded
@@ -96,7 +98,7 @@ class LocalTrainer:
     async def annotate(self, batch: Batch, needs: frozenset[str], model: str = "policy") -> Batch:
         return await self._run(self._annotate, batch, needs)
 
-    async def step(self, batch: Batch, algo: Any, model: str = "policy") -> StepStats:
+    async def step(self, batch: Batch, algo: Algorithm | Mixture, model: str = "policy") -> StepStats:
         stats = await self._run(self._step, batch, algo)
         if self.draft is not None:
             stats.metrics |= await self._run(self.draft.step, batch, self.settings)
@@ -146,32 +148,40 @@ class LocalTrainer:
             self.critic.annotate(batch, self.settings)
         return batch
 
-    def _step(self, batch: Batch, algo: Any) -> StepStats:
+    def _step(self, batch: Batch, algo: Algorithm | Mixture) -> StepStats:
         clock = time.perf_counter
         began = clock()
         settings, sums, seconds = self.settings, Sums(), {"forward_backward": 0.0, "optimizer": 0.0, "annotate": 0.0}
         rate, critic_rate = self._rate(settings.lr), self._rate(settings.critic_lr)
-        critic = self.critic if "values" in algo.needs else None
+        main = algo.main if isinstance(algo, Mixture) else algo
+        critic = self.critic if "values" in main.needs else None
         if critic is not None:
             critic.begin(self.weights)
         frozen = critic is not None and critic.steps < settings.critic_warmup
-        algo = self._steered(algo)
+        main = self._steered(main)
+        algo = replace(algo, main=main) if isinstance(algo, Mixture) else main
         updates = batch.updates(settings.updates_per_step)
-        stepped, note, self.moved, taken, known = True, "", False, 0, {}
+        known: dict[str, float] = {}
+        stepped, note, self.moved, taken = True, "", False, 0
         try:
-            needs = algo.needs | ({"proximal_logprobs"} if len(updates) > 1 else set()) | ({"trained_logprobs"} if frozen else set())
+            more = ({"proximal_logprobs"} if len(updates) > 1 else set()) | ({"trained_logprobs"} if frozen else set())
             for update in updates:  # all before the first move, and each in the packing in which it will be trained
-                self._annotate(update, needs)
-            known = credit(batch, algo)
+                for row, _, share in update.shares(algo):
+                    self._annotate(share, row.needs | more)
+            for row, _, share in batch.shares(algo):
+                known |= credit(share, row)
             _check_samples(batch)
             seconds["annotate"] = clock() - began
             for update in updates:
                 self.weights.zero_grad()
                 t = clock()
-                if not frozen:
-                    self._accumulate(update, algo, sums, proximal_noted="proximal_logprobs" in needs)
+                critic_norm = torch.zeros(())
+                for row, weight, share in update.shares(algo):
+                    if not frozen:
+                        self._accumulate(share, row, sums, weight=weight, proximal_noted="proximal_logprobs" in row.needs | more)
+                    if critic is not None and row is main:
+                        critic_norm = critic.accumulate(share, row, settings, sums)
                 norm = self.weights.gradient_norm()
-                critic_norm = torch.zeros(()) if critic is None else critic.accumulate(update, algo, settings, sums)
                 for whose, size in (("", norm), (" of the critic", critic_norm)):
                     if not math.isfinite(float(size)):
                         raise NotFinite(f"gradient{whose}: its norm is {float(size)} over {_some(update, range(len(update.samples)))}")
@@ -198,12 +208,13 @@ class LocalTrainer:
         if critic is not None:
             critic.steps += 1
             metrics["train/critic_lr"] = critic_rate
-        if algo.kl.steers and stepped:
-            metrics |= {"train/kl_coef": algo.kl.coef, "train/kl_sample": (measured := kl_of_samples(batch))}
-            self.kl_coef = algo.kl.steered(measured, len(batch.samples))
+        own = next((share for row, _, share in batch.shares(algo) if row is main), Batch([]))
+        if main.kl.steers and stepped:
+            metrics |= {"train/kl_coef": main.kl.coef, "train/kl_sample": (measured := kl_of_samples(own))}
+            self.kl_coef = main.kl.steered(measured, len(own.samples))
         metrics["train/tokens"] = float(batch.total_tokens)
-        if stepped and algo.needs:
-            metrics |= measure([s for s in batch.samples if not s.guided], self.version)
+        if stepped and main.needs:
+            metrics |= measure([s for s in own.samples if not s.guided], self.version)
             if told := self.alarm.heard(metrics):
                 emit(Warned(f"step {self.step_number + 1}: {told}"))
         if self.start is not None and stepped and settings.start_probe:
@@ -220,16 +231,16 @@ class LocalTrainer:
         s = self.settings
         return learning_rate(self.step_number - s.first_step, lr=lr, schedule=s.schedule, warmup=s.warmup_steps, steps=s.steps)
 
-    def _steered(self, algo: Any) -> Any:
+    def _steered(self, algo: Algorithm) -> Algorithm:
         """The row with the KL coefficient that earlier steps have led to."""
         if not algo.kl.steers or self.kl_coef is None:
             return algo
         return replace(algo, kl=replace(algo.kl, coef=self.kl_coef))
 
-    def _accumulate(self, batch: Batch, algo: Any, sums: Sums, *, proximal_noted: bool) -> None:
+    def _accumulate(self, batch: Batch, algo: Algorithm, sums: Sums, *, proximal_noted: bool, weight: float = 1.0) -> None:
         """Forward and backward over micro-batches; every weight is fixed before the first of them (law 3)."""
         decided = _decide(batch, algo) if proximal_noted else NOTHING
-        weight_N = algo.aggregate(counted(algo, batch.lengths_N, decided)).float().to(self.loaded.device)
+        weight_N = weight * algo.aggregate(counted(algo, batch.lengths_N, decided)).float().to(self.loaded.device)
         score_N = torch.tensor([s.reward for s in batch.samples], dtype=torch.float32, device=self.loaded.device)
         guided_N = torch.tensor([s.guided for s in batch.samples], dtype=torch.bool, device=self.loaded.device)
         for packed in micro_batches(batch, self.settings.micro_tokens, share=self.settings.share_prompts, device=self.loaded.device):
@@ -337,7 +348,7 @@ def _frozen(loaded: Loaded) -> Loaded:
     return replace(loaded, model=model, head=Head.of(model))
 
 
-def _decide(batch: Batch, algo: Any) -> Ahead:
+def _decide(batch: Batch, algo: Algorithm) -> Ahead:
     """What the row decides over the whole update, also noted with its samples."""
     each = batch.scored.each
     proximal_T = notes.flat(batch.samples, "proximal")

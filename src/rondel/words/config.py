@@ -64,7 +64,17 @@ class TaskSection(Section):
     eval: Evaluation = Evaluation()
 
 
-OF_GROUPS = ("group_size", "guides")  # what [algo] says of groups and not of the row
+OF_GROUPS = ("group_size", "guides", "beside")  # what [algo] says of groups and not of the row
+
+
+class Beside(BaseModel):
+    """Demonstrations that are trained in the same step: `{ kind = "sft", weight = 0.1, groups_per_step = 8, data = { ... } }`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    kind: str = "sft"
+    weight: float = Field(0.1, gt=0)
+    groups_per_step: int = Field(8, ge=1)
+    data: dict[str, Any] | None = None
 
 
 class Algo(Section):
@@ -73,6 +83,7 @@ class Algo(Section):
     kind: str = "grpo"
     group_size: int = Field(8, ge=1)
     guides: int = Field(0, ge=0)
+    beside: list[Beside] = []
     advantage: dict[str, Any] = {}
     ratio: dict[str, Any] = {}
     surrogate: dict[str, Any] = {}

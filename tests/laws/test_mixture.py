@@ -1,0 +1,103 @@
+"""algos/mixture.py: several rows in one step, each as if it were alone on its samples."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from run_kit import run, tiny
+from train_kit import awkward_groups, batch, model, row, step, trainer
+
+from rondel.algos.mixture import Mixture
+from rondel.assemble.parts import build, prepare_of
+from rondel.train.credit import credit
+from rondel.train.pack import Batch
+from rondel.train.step import Sums
+from rondel.words.errors import UserError
+from rondel.words.types import Group
+
+TOLERANCE = 1e-6
+
+
+def mixed() -> tuple[Batch, Mixture]:
+    """Groups 3, 7 and 12 are of the main stream, 8 of another environment with its own row, 11 are demonstrations."""
+    groups = awkward_groups()
+    b = batch(groups, row("grpo"))
+    for s in b.samples:
+        s.stream = {8: "code", 11: "books"}.get(s.group, "math")
+    return b, Mixture(row("grpo"), {"code": (row("rloo", kl={"coef": 0.1}), 0.7), "books": (row("sft"), 0.2), "nobody": (row("sft"), 9.0)})
+
+
+def gradient(b: Batch, algo, **settings) -> torch.Tensor:
+    t = trainer(model(), row("grpo", kl={"coef": 0.1}), **settings)
+    for r, _, share in b.shares(algo):
+        t._annotate(share, r.needs)
+        credit(share, r)
+    t.weights.zero_grad()
+    for r, weight, share in b.shares(algo):
+        t._accumulate(share, r, Sums(), weight=weight, proximal_noted=False)
+    return torch.cat([p.grad.flatten() for p in t.loaded.model.parameters()])
+
+
+def test_the_gradient_is_the_weighted_sum_of_each_row_on_its_own_samples():
+    b, mixture = mixed()
+    whole = gradient(b, mixture)
+    alone = torch.zeros_like(whole)
+    for algo, weight, share in mixed()[0].shares(mixture):
+        alone += weight * gradient(share, algo)
+    assert (whole - alone).norm() <= TOLERANCE * whole.norm()
+
+
+def test_no_stream_changes_the_weight_of_another():
+    """Denominators of one row do not see the samples of the others: without the demonstrations the rest is what it was."""
+    b, mixture = mixed()
+    rest = Batch([s for s in b.samples if s.stream != "books"])
+    shown = Batch([s for s in b.samples if s.stream == "books"])
+    together, apart = gradient(b, mixture), gradient(rest, mixture) + gradient(shown, mixture)
+    assert (together - apart).norm() <= TOLERANCE * together.norm()
+
+
+@pytest.mark.parametrize("micro_tokens", [1, 25, 60])
+def test_a_split_changes_nothing(micro_tokens):
+    b, mixture = mixed()
+    whole = gradient(b, mixture)
+    assert (gradient(b, mixture, micro_tokens=micro_tokens) - whole).norm() <= TOLERANCE * whole.norm()
+
+
+def test_a_whole_step_with_several_updates():
+    b, mixture = mixed()
+    stats = step(trainer(model(), row("grpo", kl={"coef": 0.1}), updates_per_step=2), b, mixture)
+    assert stats.stepped and stats.metrics["train/tokens"] == b.total_tokens
+
+
+BESIDE = {"kind": "sft", "weight": 0.2, "groups_per_step": 3}
+
+
+def test_a_run_trains_demonstrations_beside_its_rewards(tmp_path):
+    """They are written down in no ledger and in no reward: only the gradient knows them."""
+    parts = build(tiny(tmp_path / "a", algo__beside=[BESIDE]))
+    try:
+        assert isinstance(parts.algo, Mixture) and parts.algo.main is parts.row
+        group = Group(17, parts.tasks.train[0], [], 0)
+        made = [asyncio.run(prepare_of(parts)([group])).samples for _ in range(2)]
+        other = asyncio.run(prepare_of(parts)([Group(18, group.task, [], 0)])).samples
+    finally:
+        parts.close()
+    assert [s.tokens.tolist() for s in made[0]] == [s.tokens.tolist() for s in made[1]], "a step done again must be shown the same"
+    assert len(made[0]) == 3 and [s.tokens.tolist() for s in made[0]] != [s.tokens.tolist() for s in other]
+    assert run(tmp_path / "b", algo__beside=[BESIDE], loop__steps=3, loop__warmup__steps=0) is not None
+
+
+@pytest.mark.parametrize(
+    ("beside", "says"),
+    [
+        ({"kind": "sft", "weight": -1.0}, "weight"),
+        ({"kind": "grpo", "weight": 0.1}, "learns from rewards"),
+        ({"kind": "sfd"}, "sft"),
+        ({"kind": "sft", "data": {"kind": "digitz"}}, "digits"),
+    ],
+)
+def test_a_component_that_cannot_be_is_refused(tmp_path, beside, says):
+    with pytest.raises(UserError, match=says):
+        build(tiny(tmp_path, algo__beside=[beside])).close()
