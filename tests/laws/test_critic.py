@@ -370,6 +370,15 @@ def test_a_killed_run_with_a_critic_ends_with_the_same_bits_and_its_steps_replay
         assert again[name] == done[11][name], name
 
 
+def test_a_critic_may_be_another_model_that_reads_the_same_tokens(tmp_path):
+    small = {"random": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    run(tmp_path / "run", **{**TINY, "trainer__critic": {"path": small}, "loop__steps": 2})
+    kept = final(tmp_path / "run")
+    assert kept["critic/master.lm_head.weight"].shape == (1, 16) and bool(kept["critic/master.lm_head.weight"].any())
+    with pytest.raises(ConfigError, match="another vocabulary than the policy"):
+        run(tmp_path / "other", **{**TINY, "trainer__critic": {"path": "smollm2-135m"}})
+
+
 def test_a_critic_that_no_row_reads_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"trainer.critic.warmup has no effect: algo.kind = 'grpo' has no critic"):
         run(tmp_path / "run", trainer__critic={"warmup": 3})
