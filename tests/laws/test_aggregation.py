@@ -192,6 +192,15 @@ def test_what_is_whitened_has_mean_0_and_a_variance_of_1_at_most(rule, lengths, 
     assert len(found) < 2 or (abs(float(found.mean())) < 1e-9 and float(found.var()) < 1 + 1e-9)
 
 
+@pytest.mark.parametrize("denominator", ["all", "kept"])
+@pytest.mark.parametrize("normalize", ["none", "token", "sequence"])
+def test_an_update_whose_every_token_is_rejected_is_a_loss_of_zero(denominator, normalize):
+    rule = correction.Importance(veto=0.9, reject="token", reject_low=1.0, reject_high=1.0, normalize=normalize, denominator=denominator)
+    for row in (table.GRPO, table.DAPO.bounded(9), table.RLOO):
+        loss, gradient, (terms,) = Ragged.make([3, 1, 4], 2).loss(replace(row, correction=rule))
+        assert float(loss) == 0 and not gradient.any() and not terms["correction"].any()
+
+
 def test_rejected_tokens_leave_the_denominator_only_if_told_to():
     """One sample of two is rejected whole: the mean over samples halves the other one, unless only the kept are counted."""
     batch = Ragged.make([2, 3], 0)

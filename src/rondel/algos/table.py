@@ -108,7 +108,9 @@ class Algorithm:
     filters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """What weighs by the behavior does it once."""
+        """What weighs by the behavior does it once; what compares two probabilities of a token gets its own ratio."""
+        if getattr(self.surrogate, "token_ratio", False) and type(self.ratio) is not TokenRatio:
+            raise ConfigError(f"algo.ratio beside {self.surrogate}: it compares the token's own probabilities. Use ratio.kind = 'token'")
         whole = "behavior" in getattr(self.surrogate, "reads", ()) or getattr(self.ratio, "anchor", "proximal") == "behavior"
         if whole and getattr(self.correction, "weighs", False):
             raise ConfigError(
