@@ -28,7 +28,7 @@ def rows():
     """Every row as it stands; with everything beside it that compares samples; and every aggregate."""
     for row in table.TABLE.values():
         row = lively(row)
-        beside = correction.OffPolicyMask(0.02, "kept") if "behavior" in row.surrogate.reads else TOGETHER
+        beside = correction.OffPolicyMask(0.02, "kept") if "behavior" in {*row.surrogate.reads, row.ratio.anchor} else TOGETHER
         yield pytest.param(row, id=row.name)
         full = replace(row, correction=beside, kl=kl.Kl("k3", 0.1, unbiased=True), entropy=EntropyBonus(0.01, target=9.0, top=0.4))
         yield pytest.param(full, id=f"{row.name}+")

@@ -38,7 +38,14 @@ def test_a_row_needs_what_its_parts_read():
     compares = {name for name, row in TABLE.items() if "proximal_logprobs" in row.needs}
     assert compares == {"clip_cov", "kl_cov", "forking", "m2po"}
     assert {name for name, row in TABLE.items() if row.needs & {"greedy", "guidance"}} == {"remax", "luffy"}
-    assert {name for name, row in TABLE.items() if "behavior_logprobs" in row.needs} == {"decoupled", "topr", "aipo", "m2po"}
+    assert {name for name, row in TABLE.items() if "behavior_logprobs" in row.needs} == {
+        "dppo_tv",
+        "dppo_kl",
+        "decoupled",
+        "topr",
+        "aipo",
+        "m2po",
+    }
 
 
 def test_lengths_left_open_become_the_recipes_max_tokens():

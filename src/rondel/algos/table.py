@@ -199,8 +199,10 @@ GSPO_TOKEN = replace(GSPO, name="gspo_token", ratio=SequenceTokenRatio())
 GMPO = replace(GRPO, name="gmpo", paper="arXiv:2507.20673", surrogate=GeometricMean())
 CISPO = replace(GRPO, name="cispo", paper="arXiv:2506.13585", surrogate=ClippedWeight(), aggregate=TokenMean())
 SAPO = replace(GRPO, name="sapo", paper="arXiv:2511.20347", surrogate=SoftGate())
-DPPO_TV = replace(GRPO, name="dppo_tv", paper="arXiv:2602.04879", surrogate=DivergenceMask("tv"), aggregate=TokenMean())
-DPPO_KL = replace(DPPO_TV, name="dppo_kl", surrogate=DivergenceMask("kl"))
+DPPO_TV = replace(
+    DR_GRPO, name="dppo_tv", paper="arXiv:2602.04879", ratio=TokenRatio("behavior"), surrogate=DivergenceMask("tv", low=0.15, high=0.15)
+)
+DPPO_KL = replace(DPPO_TV, name="dppo_kl", surrogate=DivergenceMask("kl", low=0.05, high=0.05))
 KIMI = replace(
     GRPO,
     name="kimi",
