@@ -40,7 +40,9 @@ class Sample:
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [m], once they are known
     guided: bool = False  # a demonstration among the policy's own samples
     experts: np.ndarray | None = None  # [t-1,L,K] of a MoE: where the engine sent each token
-    notes: dict[str, np.ndarray] = field(default_factory=dict)  # annotations by name: "proximal", "ref", "trained"
+    notes: dict[str, np.ndarray] = field(
+        default_factory=dict
+    )  # annotations by name: "proximal", "entropy", "ref", "trained", and what `ahead` decided
 
     @classmethod
     def of(cls, trajectory: Trajectory, *, group: int, index: int) -> Sample:
