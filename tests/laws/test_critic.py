@@ -14,6 +14,7 @@ from train_kit import awkward_groups, batch, bits, model, row, step, trainer, tr
 from transformers import AutoModelForCausalLM
 
 from rondel.assemble import replay
+from rondel.models.load import save
 from rondel.train.checkpoint import load_trainer, save_trainer
 from rondel.train.credit import credit, kl_of_samples
 from rondel.train.pack import Batch, batch_of
@@ -371,12 +372,16 @@ def test_a_killed_run_with_a_critic_ends_with_the_same_bits_and_its_steps_replay
 
 
 def test_a_critic_may_be_another_model_that_reads_the_same_tokens(tmp_path):
-    small = {"random": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    small = {"random": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     run(tmp_path / "run", **{**TINY, "trainer__critic": {"path": small}, "loop__steps": 2})
     kept = final(tmp_path / "run")
     assert kept["critic/master.lm_head.weight"].shape == (1, 16) and bool(kept["critic/master.lm_head.weight"].any())
+    foreign = model()
+    foreign.tokenizer.add_tokens(["<more>"])
+    save(foreign, tmp_path)
     with pytest.raises(ConfigError, match="another vocabulary than the policy"):
-        run(tmp_path / "other", **{**TINY, "trainer__critic": {"path": "smollm2-135m"}})
+        run(tmp_path / "other", **{**TINY, "trainer__critic": {"path": str(tmp_path)}})
 
 
 def test_a_critic_that_no_row_reads_is_refused(tmp_path):
