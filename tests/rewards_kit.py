@@ -1,4 +1,4 @@
-"""Rewards that an untrained model earns now and then, and one for every turn."""
+"""Rewards that an untrained model earns now and then, one for every turn, and an environment that has turns."""
 
 
 def parity(trajectory, task) -> float:
@@ -10,3 +10,14 @@ def turns(trajectory, task) -> list[tuple[int, float]]:
     """1 for the last token of every turn."""
     mask = [*trajectory.mask, False]
     return [(at, 1.0) for at in range(len(mask) - 1) if mask[at] and not mask[at + 1]]
+
+
+class Twice:
+    """An episode of two turns, with a word of the environment in between."""
+
+    async def run(self, task, chat):
+        chat.give([{"role": "user", "content": task.data["prompt"]}])
+        await chat.reply()
+        chat.give([{"role": "user", "content": "again"}])
+        await chat.reply()
+        return chat.trajectory

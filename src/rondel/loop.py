@@ -42,7 +42,7 @@ async def learn(buffer, prepare, trainer, engine, devices, sync, algo, steps: It
         if not groups:
             return
         emit(GroupsTaken(step, buffer.version, groups))
-        batch = await prepare(groups)  # advantages, pack; annotators that need an engine run here
+        batch = await prepare(groups)  # one packed batch; annotators that need an engine run here
         clock.lap("prepare")
         async with devices.training():  # Shared: requests parked, memory handed over.  Split: nothing
             clock.lap("hand_over")

@@ -28,7 +28,7 @@ def rows():
     """Every row as it stands; with everything beside it that compares samples; and every aggregate."""
     for row in table.TABLE.values():
         row = lively(row)
-        beside = correction.OffPolicyMask(0.02, "kept") if "behavior" in row.surrogate.reads else TOGETHER
+        beside = correction.OffPolicyMask(0.02, "kept") if "behavior" in {*row.surrogate.reads, row.ratio.anchor} else TOGETHER
         yield pytest.param(row, id=row.name)
         full = replace(row, correction=beside, kl=kl.Kl("k3", 0.1, unbiased=True), entropy=EntropyBonus(0.01, target=9.0, top=0.4))
         yield pytest.param(full, id=f"{row.name}+")
@@ -188,6 +188,15 @@ def test_what_is_whitened_has_mean_0_and_a_variance_of_1_at_most(rule, lengths, 
     found = rule(Ragged.make(lengths, seed).scored())
     assert torch.isfinite(found).all()
     assert len(found) < 2 or (abs(float(found.mean())) < 1e-9 and float(found.var()) < 1 + 1e-9)
+
+
+@pytest.mark.parametrize("denominator", ["all", "kept"])
+@pytest.mark.parametrize("normalize", ["none", "token", "sequence"])
+def test_an_update_whose_every_token_is_rejected_is_a_loss_of_zero(denominator, normalize):
+    rule = correction.Importance(veto=0.9, reject="token", reject_low=1.0, reject_high=1.0, normalize=normalize, denominator=denominator)
+    for row in (table.GRPO, table.DAPO.bounded(9), table.RLOO):
+        loss, gradient, (terms,) = Ragged.make([3, 1, 4], 2).loss(replace(row, correction=rule))
+        assert float(loss) == 0 and not gradient.any() and not terms["correction"].any()
 
 
 def test_rejected_tokens_leave_the_denominator_only_if_told_to():

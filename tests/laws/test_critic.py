@@ -14,6 +14,8 @@ from train_kit import awkward_groups, batch, bits, model, row, step, trainer, tr
 from transformers import AutoModelForCausalLM
 
 from rondel.assemble import replay
+from rondel.models.load import save
+from rondel.runtime.journal import store
 from rondel.train.checkpoint import load_trainer, save_trainer
 from rondel.train.credit import credit, kl_of_samples
 from rondel.train.pack import Batch, batch_of
@@ -76,6 +78,18 @@ def test_both_gradients_are_the_same_for_any_split(kind):
         apart(x, y) for other, micro, share in splits for x, y in zip(gradient(t, other, CHARGED, micro_tokens=micro, share=share), whole)
     )
     assert worst <= 1e-6, worst
+
+
+def test_two_updates_move_both_alike_for_any_split():
+    moved = []
+    for micro_tokens, share in ((1, False), (20, True), (10**6, True)):
+        t = learned("llama", CHARGED, micro_tokens=micro_tokens, share_prompts=share, updates_per_step=2)
+        start = [torch.cat([m.detach().flatten() for m in w.masters]).double() for w in (t.weights, t.critic.weights)]
+        assert step(t, batch_of(awkward_groups()), CHARGED).stepped
+        end = [torch.cat([m.detach().flatten() for m in w.masters]).double() for w in (t.weights, t.critic.weights)]
+        moved.append([b - a for a, b in zip(start, end)])
+    for other in moved[1:]:
+        assert all(apart(x, y) <= 2e-3 for x, y in zip(other, moved[0]))  # AdamW magnifies the rounding of tiny gradients
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "gemma3_text"])
@@ -368,6 +382,37 @@ def test_a_killed_run_with_a_critic_ends_with_the_same_bits_and_its_steps_replay
     again = replay(tmp_path / "whole", 11)
     for name in ("train/loss", "train/value_loss", "train/explained_variance", "train/grad_norm", "train/critic_grad_norm"):
         assert again[name] == done[11][name], name
+
+
+def test_turns_that_pay_on_their_own_stale_and_held_to_the_start(tmp_path):
+    """Two turns with an observation in between, a reward for each, the KL charged to the rewards with a target, one step of staleness."""
+    changes = {
+        "task__env": "rewards_kit:Twice",
+        "task__reward": {"kind": "combine", "parts": {"turns": {"kind": "rewards_kit:turns", "weight": 0.25}}},
+        "algo__kl": {"coef": 0.1, "target": 0.5, "horizon": 50},
+        "loop__warmup__steps": 0, "loop__max_staleness": 1, "algo__correction": {"kind": "importance"},
+    }  # fmt: skip
+    run(tmp_path, **{**TINY, **changes})
+    metrics = [e["metrics"] for e in events(tmp_path, "StepDone")]
+    assert len({m["train/kl_coef"] for m in metrics}) > 2 and all("train/explained_variance" in m for m in metrics)
+    for row_ in store.read_step(tmp_path, 4):
+        assert row_["reward"] == 0.5 and row_["step_rewards"] == [0.25, 0.25]
+        first, second = row_["step_positions"]
+        assert row_["mask"][first] and not row_["mask"][first + 1] and second == len(row_["mask"]) - 1
+        assert all(a == 0 or written for a, written in zip(row_["advantages"], row_["mask"]))
+
+
+def test_a_critic_may_be_another_model_that_reads_the_same_tokens(tmp_path):
+    small = {"random": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    run(tmp_path / "run", **{**TINY, "trainer__critic": {"path": small}, "loop__steps": 2})
+    kept = final(tmp_path / "run")
+    assert kept["critic/master.lm_head.weight"].shape == (1, 16) and bool(kept["critic/master.lm_head.weight"].any())
+    foreign = model()
+    foreign.tokenizer.add_tokens(["<more>"])
+    save(foreign, tmp_path)
+    with pytest.raises(ConfigError, match="another vocabulary than the policy"):
+        run(tmp_path / "other", **{**TINY, "trainer__critic": {"path": str(tmp_path)}})
 
 
 def test_a_critic_that_no_row_reads_is_refused(tmp_path):

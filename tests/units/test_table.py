@@ -38,7 +38,15 @@ def test_a_row_needs_what_its_parts_read():
     compares = {name for name, row in TABLE.items() if "proximal_logprobs" in row.needs}
     assert compares == {"clip_cov", "kl_cov", "forking", "m2po", "online_dpo"}
     assert {name for name, row in TABLE.items() if row.needs & {"greedy", "guidance"}} == {"remax", "luffy"}
-    assert {name for name, row in TABLE.items() if "behavior_logprobs" in row.needs} == {"decoupled", "topr", "aipo", "m2po", "opd"}
+    assert {name for name, row in TABLE.items() if "behavior_logprobs" in row.needs} == {
+        "dppo_tv",
+        "dppo_kl",
+        "decoupled",
+        "topr",
+        "aipo",
+        "m2po",
+        "opd",
+    }
     assert {name for name, row in TABLE.items() if "teacher_logprobs" in row.needs} == {"opd"}
 
 
@@ -135,6 +143,7 @@ MISTAKES = [
     ({"kind": "gdpo", "advantage": {"weights": {"form": "1"}}}, "algo.advantage.weights = {'form': '1'} is not a table of numbers by name"),
     ({"kind": "grpo", "ratio": {"anchor": "ref"}}, "algo.ratio: anchor = 'ref'; it must be one of proximal, behavior."),
     ({"kind": "topr", "correction": {"kind": "importance"}}, "would be weighed twice. Remove the correction"),
+    ({"kind": "dppo_tv", "ratio": {"kind": "sequence"}}, "it compares the token's own probabilities. Use ratio.kind = 'token'"),
     ({"kind": "m2po", "surrogate": {"threshold": 0}}, "algo.surrogate: threshold = 0; it must be positive"),
     ({"kind": "kl_cov", "surrogate": {"share": 2}}, "algo.surrogate: share = 2; it must lie in (0, 1]"),
     ({"kind": "kimi", "shaping": {"factor": -1}}, "algo.shaping: factor = -1; it must not be negative"),

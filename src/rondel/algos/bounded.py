@@ -110,8 +110,8 @@ class DivergenceMask:
     """l = -r·A·m, m = 0 where (A > 0, r > 1, D > high) or (A < 0, r < 1, D > low), else 1.  arXiv:2602.04879 (DPPO).
 
     D compares this token against all others taken together: tv |p - q|, or kl q·log(q/p) + (1-q)·log((1-q)/(1-p)), with p the policy
-    and q its anchor. A ratio of 2 on a token of probability 0.001 is no distance, on one of 0.4 it is. Assumes the token ratio.
-    The paper anchors at the behavior: ratio = { anchor = "behavior" }.
+    and q its anchor. A ratio of 2 on a token of probability 0.001 is no distance, on one of 0.4 it is. It needs the token ratio.
+    The paper anchors at the behavior, and sets 0.15 for tv, 0.05 for kl.
 
     divergence    tv, the total variation, or kl
     low           the divergence beyond which a token of A < 0 is not pushed down further
@@ -119,8 +119,9 @@ class DivergenceMask:
     """
 
     divergence: str = "tv"
-    low: float = 0.2
-    high: float = 0.2
+    low: float = 0.15
+    high: float = 0.15
+    token_ratio: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = READS
     slope: ClassVar[str] = "-A"
 

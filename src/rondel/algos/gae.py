@@ -19,36 +19,31 @@ from rondel.words.errors import ConfigError
 CHUNK = 128  # tokens that one matrix product carries at once
 
 
-def following(values_T: Tensor, sample_T: Tensor) -> Tensor:
-    """v_{t+1} of the same sample, 0 behind its last token.  [T], [T] -> [T]."""
-    last = values_T.new_zeros(1)
-    same_T = torch.cat([sample_T[1:] == sample_T[:-1], sample_T.new_zeros(1, dtype=torch.bool)])[: len(values_T)]
-    return torch.where(same_T, torch.cat([values_T[1:], last])[: len(values_T)], last)
+def following(values_T: Tensor, length_N: Tensor) -> Tensor:
+    """v_{t+1} of the same sample, 0 behind its last token.  [T], [N] -> [T]."""
+    next_T = torch.empty_like(values_T)
+    next_T[:-1] = values_T[1:]
+    next_T[length_N.cumsum(0) - 1] = 0
+    return next_T
 
 
-def discounted(x_T: Tensor, sample_T: Tensor, w: float) -> Tensor:
-    """y_t = x_t + w·y_{t+1} within a sample.  [T], [T] -> [T].  Blelloch 1990 (scans).  Time O(TC), space O(T + C²).
+def discounted(x_T: Tensor, length_N: Tensor, w: float) -> Tensor:
+    """y_t = x_t + w·y_{t+1} within a sample.  [T], [N] -> [T].  Blelloch 1990 (scans).  Time O(TC), space O(T + C²).
 
     Every sample is cut into chunks of C tokens: within a chunk y is one product with the triangle w^(j-t), j >= t. The heads of the
     chunks then obey the same rule with w^C, so they are discounted by this function, and each adds w^(C-t) times the next head.
     """
-    if not len(x_T):
-        return x_T
-    _, length_N = sample_T.unique_consecutive(return_counts=True)
     size = min(CHUNK, max(2, -(-len(x_T) // len(length_N))))  # short samples fill short chunks
     chunks_N = (length_N + size - 1) // size
-    slot_N = (chunks_N.cumsum(0) - chunks_N) * size - (length_N.cumsum(0) - length_N)  # from a token's index to its place in the chunks
-    slot_T = torch.arange(len(x_T), device=x_T.device) + slot_N.repeat_interleave(length_N)
-    own_K = torch.arange(len(length_N), device=x_T.device).repeat_interleave(chunks_N)
-    x_KC = x_T.new_zeros(len(own_K) * size).index_copy(0, slot_T, x_T).view(-1, size)
+    shift_N = (chunks_N.cumsum(0) - chunks_N) * size - (length_N.cumsum(0) - length_N)  # from a token's index to its place in the chunks
+    slot_T = shift_N.repeat_interleave(length_N).add_(torch.arange(len(x_T), device=x_T.device))
+    y_KC = x_T.new_zeros(int(chunks_N.sum()) * size).index_copy_(0, slot_T, x_T).view(-1, size)
+    power_C = (torch.tensor(w, dtype=torch.float64) ** torch.arange(size + 1)).to(x_T)
     step_C = torch.arange(size, device=x_T.device)
-    power_C = torch.tensor(w, dtype=torch.float64, device=x_T.device) ** torch.arange(size + 1, device=x_T.device)
-    power_C = power_C.to(x_T.dtype)
-    triangle_CC = power_C[(step_C[:, None] - step_C).clamp(min=0)].tril()
-    y_KC = x_KC @ triangle_CC
-    if len(own_K) > len(length_N):
-        next_K = following(discounted(y_KC[:, 0], own_K, w**size), own_K)
-        y_KC = torch.addcmul(y_KC, next_K[:, None], power_C[size - step_C])
+    y_KC = y_KC @ power_C[(step_C[:, None] - step_C).clamp(min=0)].tril()
+    if len(y_KC) > len(length_N):
+        head_K = discounted(y_KC[:, 0], chunks_N, w**size)
+        y_KC.addr_(following(head_K, chunks_N), power_C[size - step_C])
     return y_KC.view(-1)[slot_T]
 
 
@@ -57,9 +52,22 @@ def gae(rewards_T: Tensor, values_T: Tensor, sample_T: Tensor, *, gamma: float, 
 
     A sample ends where its tokens end: the value behind the last one is 0, whether it was stopped or cut off.
     """
-    deltas_T = rewards_T + gamma * following(values_T, sample_T) - values_T
-    advantages_T = discounted(deltas_T, sample_T, gamma * lam)
+    if not len(rewards_T):
+        return rewards_T, rewards_T
+    length_N = lengths(sample_T)
+    deltas_T = rewards_T.add(following(values_T, length_N), alpha=gamma).sub_(values_T)
+    advantages_T = discounted(deltas_T, length_N, gamma * lam)
     return advantages_T, advantages_T + values_T
+
+
+def returns(rewards_T: Tensor, sample_T: Tensor, *, gamma: float) -> Tensor:
+    """G_t = r_t + gamma·G_{t+1} within a sample.  [T], [T] -> [T]."""
+    return discounted(rewards_T, lengths(sample_T), gamma) if len(rewards_T) else rewards_T
+
+
+def lengths(sample_T: Tensor) -> Tensor:
+    """How many tokens stand together.  [T] -> [N], none of them 0."""
+    return sample_T.unique_consecutive(return_counts=True)[1]
 
 
 @dataclass(frozen=True)
@@ -116,7 +124,7 @@ class Returns:
         _check_shares(gamma=self.gamma)
 
     def __call__(self, scored: Scored) -> Tensor:
-        returns_T = discounted(scored.earned, scored.sample_T, self.gamma)
+        returns_T = returns(scored.earned, scored.sample_T, gamma=self.gamma)
         return whitened(returns_T) if self.whiten else returns_T
 
     def __str__(self) -> str:

@@ -117,7 +117,9 @@ class Algorithm:
     filters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """What weighs by the behavior does it once."""
+        """What weighs by the behavior does it once; what compares two probabilities of a token gets its own ratio."""
+        if getattr(self.surrogate, "token_ratio", False) and type(self.ratio) is not TokenRatio:
+            raise ConfigError(f"algo.ratio beside {self.surrogate}: it compares the token's own probabilities. Use ratio.kind = 'token'")
         whole = "behavior" in getattr(self.surrogate, "reads", ()) or getattr(self.ratio, "anchor", "proximal") == "behavior"
         if whole and getattr(self.correction, "weighs", False):
             raise ConfigError(
@@ -249,8 +251,10 @@ GSPO_TOKEN = replace(GSPO, name="gspo_token", ratio=SequenceTokenRatio())
 GMPO = replace(GRPO, name="gmpo", paper="arXiv:2507.20673", surrogate=GeometricMean())
 CISPO = replace(GRPO, name="cispo", paper="arXiv:2506.13585", surrogate=ClippedWeight(), aggregate=TokenMean())
 SAPO = replace(GRPO, name="sapo", paper="arXiv:2511.20347", surrogate=SoftGate())
-DPPO_TV = replace(GRPO, name="dppo_tv", paper="arXiv:2602.04879", surrogate=DivergenceMask("tv"), aggregate=TokenMean())
-DPPO_KL = replace(DPPO_TV, name="dppo_kl", surrogate=DivergenceMask("kl"))
+DPPO_TV = replace(
+    DR_GRPO, name="dppo_tv", paper="arXiv:2602.04879", ratio=TokenRatio("behavior"), surrogate=DivergenceMask("tv", low=0.15, high=0.15)
+)
+DPPO_KL = replace(DPPO_TV, name="dppo_kl", surrogate=DivergenceMask("kl", low=0.05, high=0.05))
 KIMI = replace(
     GRPO,
     name="kimi",

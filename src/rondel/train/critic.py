@@ -76,6 +76,11 @@ class Critic:
             sums.add(0.0, {"value": loss_T.detach(), "value_clipped": clipped_T})
         return self.weights.gradient_norm()
 
+    def move(self, *, lr: float, clip: float, norm: Tensor) -> None:
+        """By the accumulated gradient; without one the momentum of earlier steps does not move it either."""
+        if norm > 0:
+            self.weights.step(lr=lr, clip=clip, norm=norm)
+
     def sleep(self) -> None:
         """Nothing of it stays on the device."""
         self.loaded.model.to("cpu")

@@ -44,7 +44,9 @@ class Sample:
     guided: bool = False  # a demonstration among the policy's own samples
     baseline: float | None = None  # the reward of the greedy answer to its prompt, where the row wants it
     experts: np.ndarray | None = None  # [t-1,L,K] of a MoE: where the engine sent each token
-    notes: dict[str, np.ndarray] = field(default_factory=dict)  # annotations by name: "proximal", "ref", "trained"
+    notes: dict[str, np.ndarray] = field(
+        default_factory=dict
+    )  # annotations by name: "proximal", "entropy", "ref", "trained", and what `ahead` decided
 
     @classmethod
     def of(cls, trajectory: Trajectory, *, group: int, index: int, baseline: float | None = None, stream: str = "") -> Sample:

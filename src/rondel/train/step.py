@@ -191,8 +191,7 @@ class LocalTrainer:
                 if norm > 0:  # without signal the momentum of earlier steps must not move anything either
                     changed = self.weights.step(lr=rate, clip=settings.clip, norm=norm)
                 if critic is not None:
-                    if critic_norm > 0:
-                        critic.weights.step(lr=critic_rate, clip=settings.clip, norm=critic_norm)
+                    critic.move(lr=critic_rate, clip=settings.clip, norm=critic_norm)
                     sums.put("train/critic_grad_norm", float(critic_norm))
                 taken, self.moved = taken + 1, self.moved or changed > 0
                 sums.put("train/grad_norm", float(norm))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rondel.algos.advantage import whitened
-from rondel.algos.gae import discounted, following, gae
+from rondel.algos.gae import following, gae, lengths, returns
 
 
 def naive(rewards, values, mask, gamma: float, lam: float) -> tuple[list[float], list[float]]:
@@ -39,12 +39,12 @@ LENGTHS = [[1], [5], [1, 1, 1], [3, 1, 700, 2], [129, 128, 127, 1, 256, 257], [4
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_it_is_the_loop_over_tokens(lengths, gamma, lam):
     rewards, values, sample = ragged(lengths, 0)
-    advantages, returns = gae(rewards, values, sample, gamma=gamma, lam=lam)
+    advantages, targets = gae(rewards, values, sample, gamma=gamma, lam=lam)
     expected = [
         naive(r.tolist(), v.tolist(), [True] * len(r), gamma, lam)
         for r, v in zip(rewards.split(lengths), values.split(lengths), strict=True)
     ]
-    for got, which in ((advantages, 0), (returns, 1)):
+    for got, which in ((advantages, 0), (targets, 1)):
         exact = np.concatenate([row[which] for row in expected])
         np.testing.assert_allclose(got.numpy(), exact, rtol=1e-10, atol=1e-10)
 
@@ -87,8 +87,8 @@ def test_a_chain_of_two_states():
     value = first * (1 - gamma ** (2.0 * pays.double())) / (1 - gamma**2)
     sample = torch.zeros(steps, dtype=torch.int64)
     for lam in (0.0, 0.7, 1.0):
-        advantages, returns = gae(state.double(), value, sample, gamma=gamma, lam=lam)
-        assert advantages.abs().max() < 1e-12 and torch.allclose(returns, value)
+        advantages, targets = gae(state.double(), value, sample, gamma=gamma, lam=lam)
+        assert advantages.abs().max() < 1e-12 and torch.allclose(targets, value)
     advantages, _ = gae(state.double(), torch.zeros_like(value), sample, gamma=gamma, lam=1.0)
     assert torch.allclose(advantages, value)
 
@@ -96,15 +96,15 @@ def test_a_chain_of_two_states():
 def test_one_reward_at_the_end_is_credited_to_every_token():
     rewards = torch.tensor([0.0, 0.0, 2.0, 0.0, -1.0])
     sample = torch.tensor([4, 4, 4, 9, 9])
-    advantages, returns = gae(rewards, torch.zeros(5), sample, gamma=1.0, lam=1.0)
-    assert advantages.tolist() == returns.tolist() == [2.0, 2.0, 2.0, -1.0, -1.0]
-    assert discounted(rewards, sample, 0.5).tolist() == [0.5, 1.0, 2.0, -0.5, -1.0]
-    assert following(rewards, sample).tolist() == [0.0, 2.0, 0.0, -1.0, 0.0]
+    advantages, targets = gae(rewards, torch.zeros(5), sample, gamma=1.0, lam=1.0)
+    assert advantages.tolist() == targets.tolist() == [2.0, 2.0, 2.0, -1.0, -1.0]
+    assert returns(rewards, sample, gamma=0.5).tolist() == [0.5, 1.0, 2.0, -0.5, -1.0]
+    assert following(rewards, lengths(sample)).tolist() == [0.0, 2.0, 0.0, -1.0, 0.0]
 
 
 def test_nothing_gives_nothing():
     none = torch.zeros(0)
-    assert [len(x) for x in gae(none, none, none.long(), gamma=1.0, lam=1.0)] == [0, 0] and len(following(none, none.long())) == 0
+    assert [len(x) for x in gae(none, none, none.long(), gamma=1.0, lam=1.0)] == [0, 0] and len(returns(none, none.long(), gamma=1.0)) == 0
 
 
 def test_the_order_of_samples_is_only_an_order():

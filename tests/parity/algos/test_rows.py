@@ -38,7 +38,7 @@ def variants():
     for row in table.TABLE.values():
         row = lively(row)
         yield pytest.param(row, id=row.name)
-        takes_weights = "behavior" not in row.surrogate.reads
+        takes_weights = "behavior" not in {*row.surrogate.reads, row.ratio.anchor}
         for i, penalty in enumerate(KLS):
             rule = CORRECTIONS[i] if takes_weights else correction.OffPolicyMask(0.05)
             full = replace(row, kl=penalty, entropy=BONUSES[i % len(BONUSES)], correction=rule)
@@ -50,7 +50,7 @@ def variants():
             yield pytest.param(replace(table.GRPO, correction=rule, aggregate=aggregate), id=f"correction {i}, {type(aggregate).__name__}")
     yield pytest.param(replace(table.GRPO, ratio=TokenRatio("behavior")), id="bypass")
     yield pytest.param(replace(table.GRPO, ratio=SequenceRatio("behavior"), surrogate=Clip(0.05, 0.05)), id="sequence bypass")
-    yield pytest.param(replace(lively(table.DPPO_TV), ratio=TokenRatio("behavior")), id="dppo at the behavior")
+    yield pytest.param(replace(lively(table.DPPO_TV), ratio=TokenRatio()), id="dppo at the proximal")
     yield pytest.param(replace(table.TOPR, surrogate=Tapered("token", above=0.5)), id="topr, token")
     yield pytest.param(replace(table.KIMI, surrogate=MirrorDescent(0.5, "token")), id="kimi, token")
 
