@@ -21,6 +21,7 @@ from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, load_tasks
 from rondel.generate.envs.template import Template
 from rondel.models.aligned import align
+from rondel.models.compiled import Compiled
 from rondel.models.load import Loaded, load
 from rondel.planner import resolve as planner
 from rondel.runtime.devices import Device, Shared, pick_device
@@ -122,6 +123,7 @@ def build(job: Job) -> Parts:
             prefill_tokens=job.engine.prefill_tokens,
             routes=replays(job, loaded),
             speculation=speculation,
+            compiled=device.call(Compiled, loaded) if job.engine.compile else None,
         )
         settings = settings_of(job, sampling, resolved["trainer.micro_tokens"].value, replay_routes=replays(job, loaded))
         pupil = device.call(lambda: DraftTrainer(draft.loaded, lr=lr)) if draft and (lr := job.engine.speculative.lr) else None
@@ -136,6 +138,7 @@ def build(job: Job) -> Parts:
         facts = {k: f"{v.value} ({v.why})" for k, v in resolved.items()}
         facts |= {
             "engine.numerics": numerics,
+            "engine.compile": "on" if job.engine.compile else "off",
             "routing_replay": replay_fact(job, loaded),
             "engine.speculative": speculation_fact(job, draft),
             "sync.kind": "tensor (one process, one module: 0 bytes move)" if sync_kind == "auto" else sync_kind,
