@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--numerics", default="fast", choices=["fast", "aligned"])
+    parser.add_argument("--eager", action="store_true", help="without the compiled serving pass (engine.compile)")
     parser.add_argument("--repeat", type=int, default=3, help="runs that count, after one that does not")
     parser.add_argument("--threads", type=int, default=0, help="0 is all cores")
     parser.add_argument("--json", action="store_true")
@@ -35,6 +36,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from rondel.generate.engine.builtin.engine import BuiltinEngine
     from rondel.models.aligned import align
+    from rondel.models.compiled import Compiled
     from rondel.words.types import Request, Sampling, sample_key
 
     device, loaded = opened(a.model, a.dtype, a.threads)
@@ -42,7 +44,10 @@ def main(argv: list[str] | None = None) -> None:
         device.call(align, loaded)
     vocab = loaded.model.get_input_embeddings().weight.shape[0]
     dtype = str(loaded.dtype).removeprefix("torch.")
-    engine = BuiltinEngine(loaded, run=device.run, kv_pages=65536, max_running=a.groups * a.group)
+    began = time.perf_counter()
+    compiled = None if a.eager or a.numerics == "aligned" else device.call(Compiled, loaded)
+    start = time.perf_counter() - began
+    engine = BuiltinEngine(loaded, run=device.run, kv_pages=65536, max_running=a.groups * a.group, compiled=compiled)
 
     async def once(kind: str, seed: int) -> tuple[int, float]:
         engine.scheduler.drop_cache()
@@ -69,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
             shares.append(2 * (body * (prefilled + decoded) + head * tokens) / seconds / peak if peak else 0.0)
         prompts = sum(len(p) for p, _ in work(kind, a.groups, a.group, vocab, seed=a.repeat))
         row = {
-            "engine": "rondel", "kind": kind, "dtype": dtype, "numerics": a.numerics, "groups": a.groups, "group": a.group, "tok_s": round(median(rates[1:]), 1),
+            "engine": "rondel", "kind": kind, "dtype": dtype, "numerics": a.numerics, "compiled_in_s": round(start, 1) if compiled else None, "groups": a.groups, "group": a.group, "tok_s": round(median(rates[1:]), 1),
             "runs": [round(x, 1) for x in sorted(rates[1:])], "prompt_tokens": prompts, "prefilled": prefilled, "new_tokens": tokens,
             "share_of_gemm_peak": round(median(shares[1:]), 3), "gemm_peak_gflops": round(peak / 1e9, 1), "threads": device.threads,
         }  # fmt: skip

@@ -23,6 +23,7 @@ from rondel.generate.envs.sources import TaskSet, load_tasks
 from rondel.generate.envs.stream import nth
 from rondel.generate.envs.template import Template
 from rondel.models.aligned import align
+from rondel.models.compiled import Compiled
 from rondel.models.load import Loaded, load
 from rondel.planner import resolve as planner
 from rondel.runtime.devices import Device, Shared, pick_device
@@ -179,6 +180,7 @@ def build(job: Job) -> Parts:
             prefill_tokens=job.engine.prefill_tokens,
             routes=replays(job, loaded),
             speculation=speculation,
+            compiled=device.call(Compiled, loaded) if job.engine.compile else None,
         )
         settings = settings_of(job, sampling, resolved["trainer.micro_tokens"].value, replay_routes=replays(job, loaded))
         teacher = device.call(teacher_of, job, loaded)
@@ -197,6 +199,7 @@ def build(job: Job) -> Parts:
         facts = {k: f"{v.value} ({v.why})" for k, v in resolved.items()}
         facts |= {
             "engine.numerics": numerics,
+            "engine.compile": "on" if job.engine.compile else "off",
             "routing_replay": replay_fact(job, loaded),
             "engine.speculative": speculation_fact(job, draft),
             "model.teacher": teacher.name if teacher else "none",

@@ -17,6 +17,7 @@ from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.generate.engine.server.process import bind, run
 from rondel.generate.engine.server.service import Limits, Service
+from rondel.models.compiled import Compiled
 from rondel.models.load import load
 from rondel.planner import resolve as planner
 from rondel.runtime.devices import Device, keep_memory, pick_device
@@ -41,6 +42,7 @@ class Settings:
     max_running: int = 64
     prefill_tokens: int = 2048
     speculative: str = "off"
+    compile: bool = False
     drain: float = 30.0
     limits: Limits = field(default_factory=Limits)
 
@@ -69,6 +71,7 @@ def serve(model: str | dict[str, Any], settings: Settings, *, ready: Callable[[s
             max_running=settings.max_running,
             prefill_tokens=settings.prefill_tokens,
             speculation=speculation,
+            compiled=device.call(Compiled, loaded) if settings.compile else None,
         )
         name = settings.name or (Path(model).name if isinstance(model, str) and Path(model).is_dir() else loaded.name)
         what = f"{name}, {str(loaded.dtype).removeprefix('torch.')} on {device_name}, {pages.value} cache pages"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from rondel.models.linear import LIBRARY
 from rondel.words.errors import ModelError
 
 NAME = "rondel"
@@ -63,6 +64,25 @@ def rondel_attention(
     out = layout.attend(module.layer_idx, q, k, v, scale=scale, window=sliding_window, softcap=softcap)
     return out.unsqueeze(0), None
 
+
+def _now(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    return _here.layout.attend(layer, q, k, v, scale=scale, window=window, softcap=softcap).contiguous()
+
+
+class _Outside:
+    """While a graph is traced, attention is one operation, which asks the layout in force when the graph runs."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
+        return torch.ops.rondel.attend(q, k, v, layer, scale, window, softcap)
+
+
+def outside() -> AbstractContextManager[None]:
+    return attending(_Outside())
+
+
+LIBRARY.define("attend(Tensor q, Tensor k, Tensor v, int layer, float scale, int? window, float? softcap) -> Tensor")
+LIBRARY.impl("attend", _now, "CPU")
+torch.library.register_fake("rondel::attend", lambda q, k, v, *how: q.new_empty(*q.shape[:2], v.shape[2]), lib=LIBRARY)
 
 AttentionInterface.register(NAME, rondel_attention)
 AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)  # layouts know who sees whom

@@ -14,9 +14,13 @@ trainer does so at every step, the engine at every commit.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +42,8 @@ def weights_changed() -> None:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., I] @ weight [O, I]^T + bias [O] -> [..., O], differentiable."""
+    if getattr(_tracing, "on", False):
+        return torch.ops.rondel.product(x, weight, bias)
     if not _carries(weight) or x.dtype != weight.dtype:
         return F.linear(x, weight, bias)
     if weight.dtype != torch.float32:
@@ -112,9 +118,13 @@ class Stack:
     def __call__(self, x: Tensor) -> list[Tensor]:
         """After `carries`: x [..., I] -> [..., O_i] for each of the weights."""
         assert self._packed is not None
-        weight, bias, sizes = self._packed
-        out = _rows(x, weight, bias)
+        out, sizes = self.joined(x), self._packed[2]
         return [part.contiguous() for part in out.split(sizes, -1)] if len(sizes) > 1 else [out]
+
+    def joined(self, x: Tensor) -> Tensor:
+        """The same as one tensor [..., sum of O_i]."""
+        assert self._packed is not None
+        return _rows(x, *self._packed[:2])
 
     def __deepcopy__(self, memo: Any) -> Stack:
         return Stack()  # what is packed belongs to the weights it was packed from
@@ -127,31 +137,71 @@ def stamp_of(tensor: Tensor) -> tuple[int, int, int]:
 class _Members:
     """The layers of one stack: whoever is called first computes all, the others find their part if they ask with the same input."""
 
+    traced: ClassVar[WeakValueDictionary[int, _Members]] = WeakValueDictionary()
+
     def __init__(self, layers: list[nn.Linear]) -> None:
         self.layers, self.stack = layers, Stack()
         self._asked: Tensor | None = None
         self._parts: dict[int, Tensor] = {}
 
     def forward(self, i: int, x: Tensor) -> Tensor:
-        layer = self.layers[i]
+        layer, tracing = self.layers[i], getattr(_tracing, "on", False)
         if (
             x is self._asked
             and i in self._parts
             and not torch.is_grad_enabled()
-            and self.stack.stamp[i : i + 1] == [stamp_of(layer.weight)]
+            and (tracing or self.stack.stamp[i : i + 1] == [stamp_of(layer.weight)])
         ):
             part = self._parts.pop(i)
             if not self._parts:
                 self._asked = None
             return part
-        weights: list[Tensor] = [la.weight for la in self.layers]
-        biases: list[Tensor] = [la.bias for la in self.layers] if layer.bias is not None else []
-        if not self.stack.carries(x, weights, biases):
+        if tracing:
+            sizes = [la.out_features for la in self.layers]
+            parts = list(torch.ops.rondel.stacked(x, self._number(), sum(sizes)).split(sizes, -1))
+        elif self.stack.carries(x, *self._inside()):
+            parts = self.stack(x)
+        else:
             return product(x, layer.weight, layer.bias)
-        parts = self.stack(x)
         if len(parts) > 1:
             self._asked, self._parts = x, {j: part for j, part in enumerate(parts) if j != i}
         return parts[i]
+
+    def together(self, x: Tensor) -> Tensor:
+        """x [..., I] -> [..., sum of O_i], for a graph."""
+        if self.stack.carries(x, *self._inside()):
+            return self.stack.joined(x)
+        return torch.cat([product(x, la.weight, la.bias) for la in self.layers], -1)
+
+    def _number(self) -> int:
+        """By which a graph names it. Counted, so that it is the same in the next process, which then finds the compiled graph on disk."""
+        number = next(_numbers)
+        _Members.traced[number] = self
+        return number
+
+    def _inside(self) -> tuple[list[Tensor], list[Tensor]]:
+        return [la.weight for la in self.layers], [la.bias for la in self.layers] if self.layers[0].bias is not None else []
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """While a graph is traced, a linear layer is one operation, which finds its weights when the graph runs."""
+    _tracing.on = True
+    try:
+        yield
+    finally:
+        _tracing.on = False
+
+
+_tracing = threading.local()
+_numbers = itertools.count()
+LIBRARY = torch.library.Library("rondel", "FRAGMENT")
+LIBRARY.define("product(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+LIBRARY.define("stacked(Tensor x, int members, int size) -> Tensor")
+LIBRARY.impl("product", product, "CPU")
+LIBRARY.impl("stacked", lambda x, members, size: _Members.traced[members].together(x), "CPU")
+torch.library.register_fake("rondel::product", lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]), lib=LIBRARY)
+torch.library.register_fake("rondel::stacked", lambda x, members, size: x.new_empty(*x.shape[:-1], size), lib=LIBRARY)
 
 
 def adopt(model: nn.Module) -> None:

@@ -162,6 +162,7 @@ class Speculative(Section):
 class EngineSection(Section):
     kind: str = "builtin"
     numerics: Literal["fast", "aligned"] = "fast"
+    compile: bool = False
     kv_pages: int | Literal["auto"] = "auto"
     max_running: int = Field(64, ge=1, description="requests decoded together")
     prefill_tokens: int = Field(2048, ge=16, description="prompt tokens computed in one engine step")

@@ -23,6 +23,7 @@ from rondel.generate.engine.builtin.scheduler import Scheduler
 from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.generate.engine.builtin.text import open_reader, split_stops
 from rondel.models import linear, names
+from rondel.models.compiled import Compiled
 from rondel.models.load import Loaded
 from rondel.words.errors import EngineError, LawError, StalledError, SyncError, UserError
 from rondel.words.events import Generating, Speculated, Warned, emit
@@ -46,6 +47,7 @@ class BuiltinEngine:
         version: int = 0,
         routes: bool = False,
         speculation: Speculation | None = None,
+        compiled: Compiled | None = None,
     ) -> None:
         self.loaded, self._run = loaded, run
         self.pages = Pages(kv_pages)
@@ -53,7 +55,8 @@ class BuiltinEngine:
         self.speculation = speculation
         if speculation is not None:
             speculation.open(loaded, kv_pages)
-        self.runner = Runner(loaded, self.pages, max_running, records=routes, draft=speculation.draft if speculation else None)
+        draft = speculation.draft if speculation else None
+        self.runner = Runner(loaded, self.pages, max_running, records=routes, draft=draft, compiled=compiled)
         self.grammars = Grammars(loaded)
         self.version = version
         self.bytes_copied = 0

@@ -17,6 +17,7 @@ from rondel.generate.engine.builtin.scheduler import Plan
 from rondel.generate.engine.builtin.shaping import shape
 from rondel.generate.engine.builtin.speculative import agreeing
 from rondel.models.attention import Chunk, Decoding, PagedLayout
+from rondel.models.compiled import Compiled
 from rondel.models.head import chosen
 from rondel.models.load import Loaded
 from rondel.models.tape import Tape
@@ -31,8 +32,18 @@ ROWS = 512  # logits are made for at most so many rows at once
 class Runner:
     """table [rows, width]: the pages of every running request, one line each, so that a step gathers instead of rebuilding."""
 
-    def __init__(self, loaded: Loaded, pages: Pages, rows: int, *, records: bool = False, draft: Draft | None = None) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        pages: Pages,
+        rows: int,
+        *,
+        records: bool = False,
+        draft: Draft | None = None,
+        compiled: Compiled | None = None,
+    ) -> None:
         self.records, self.draft = records, draft
+        self.hidden = loaded.hidden if compiled is None else compiled.hidden
         self.loaded, self.pages, self.device = loaded, pages, loaded.device
         self.table = torch.zeros(rows, 256, dtype=torch.int64)
 
@@ -97,7 +108,7 @@ class Runner:
         """log p(token t | tokens before) through the paged path, on pages of its own: it needs no room and works asleep."""
         n = len(tokens)
         where, ids = torch.arange(n, device=self.device), torch.tensor(tokens, device=self.device)
-        hidden = self.loaded.hidden(ids, where, PagedLayout(Layers(n), Layers(n), where, [Chunk(0, n, where)]))
+        hidden = self.hidden(ids, where, PagedLayout(Layers(n), Layers(n), where, [Chunk(0, n, where)]))
         out = [0.0]
         for first in range(0, n - 1, ROWS):
             rows = slice(first, min(first + ROWS, n - 1))
@@ -113,7 +124,7 @@ class Runner:
         ids, at, layout, ends = self.lay(chunks, single, self.pages.keys, self.pages.values)
         last = [(f.live, end - len(f.live.guess) - 1) for f, end in zip([*chunks, *single], ends) if f.live.pending == 0]
         if not self.records:
-            return self.loaded.hidden(ids, at, layout), last
+            return self.hidden(ids, at, layout), last
         tape = Tape(self.loaded.routers)
         hidden = self.loaded.hidden(ids, at, layout, tape)
         self.pages.note_routes(layout.write, tape.recorded)
