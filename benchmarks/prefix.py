@@ -50,7 +50,8 @@ def main(argv: list[str] | None = None) -> None:
         tokens = np.concatenate([prompt, rng.integers(0, vocab, a.completion)])
         trainable = np.arange(a.prompt, a.prompt + a.completion)
         behavior = np.full(a.completion, -1.0, np.float32)
-        return Sample(group, index, tokens, trainable, behavior, np.zeros(a.completion, np.int64), 0.0, float(rng.normal()))
+        advantages = np.full(a.completion, rng.normal(), np.float32)
+        return Sample(group, index, tokens, trainable, behavior, np.zeros(a.completion, np.int64), 0.0, advantages=advantages)
 
     prompts = [rng.integers(0, vocab, a.prompt) for _ in range(a.groups)]
     batch = Batch([sample(g, i, prompts[g]) for g in range(a.groups) for i in range(a.group)])

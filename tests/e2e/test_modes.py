@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run_kit import balances, events, final, run
+from run_kit import RECIPE, balances, events, final, run
 
 from rondel.runtime.journal import store
 
@@ -107,6 +107,21 @@ def test_rows_that_look_along_time_are_whitened_over_the_step(tmp_path, kind):
     for step in (8, 9):
         values = [a for r in store.read_step(tmp_path, step) for a, m in zip(r["advantages"], r["mask"]) if m]
         assert sum(values) == pytest.approx(0.0, abs=1e-4) and sum(a * a for a in values) == pytest.approx(len(values) - 1, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_ppo_learns_the_tiny_task(tmp_path):
+    """The recipe as it stands: 0.63 where RL begins, 0.97 at its end."""
+    from rondel.assemble import train
+    from rondel.words.config import Job
+
+    train(Job.read(RECIPE.with_name("ppo.toml"), {"run.folder": str(tmp_path), "run.sinks": []}), quiet=True)
+
+    def reward(steps: range) -> float:
+        rows = [row["reward"] for n in steps for row in store.read_step(tmp_path, n)]
+        return sum(rows) / len(rows)
+
+    assert reward(range(231, 236)) < 0.8 and reward(range(281, 291)) > 0.93
 
 
 def test_the_two_phases_are_one_run(tmp_path):

@@ -1,6 +1,6 @@
 """Credit along time: a token's advantage from the rewards and values that follow it in its sample.
 
-T trainable tokens, those of one sample side by side and in order · `sample_T` int64, the same number along a sample
+T trainable tokens, those of one sample side by side and in order · `sample_T` int64, the same number along a sample · `length_N` how long each is, never 0
 What the policy only read is not among the T, so an observation cannot change an advantage: behind a token comes the next one it wrote.
 """
 
