@@ -195,7 +195,9 @@ def test_what_is_whitened_has_mean_0_and_a_variance_of_1_at_most(rule, lengths, 
 def test_an_update_whose_every_token_is_rejected_is_a_loss_of_zero(denominator, normalize):
     rule = correction.Importance(veto=0.9, reject="token", reject_low=1.0, reject_high=1.0, normalize=normalize, denominator=denominator)
     for row in (table.GRPO, table.DAPO.bounded(9), table.RLOO):
-        loss, gradient, (terms,) = Ragged.make([3, 1, 4], 2).loss(replace(row, correction=rule))
+        batch = Ragged.make([3, 1, 4], 2)
+        batch.guided_N[:] = False  # a demonstration has no behavior to be far from
+        loss, gradient, (terms,) = batch.loss(replace(row, correction=rule))
         assert float(loss) == 0 and not gradient.any() and not terms["correction"].any()
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from rondel.algos.table import Algorithm
+if TYPE_CHECKING:
+    from rondel.algos.table import Algorithm
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def build(job: Job) -> Parts:
         )
     if ("guidance" in row.needs) != (job.algo.guides > 0):
         raise ConfigError(
-            f"algo.guides = {job.algo.guides} has no effect on kind = '{row.name}', which would train demonstrations as its own samples. Use "
+            f"algo.guides = {job.algo.guides} has no effect on kind = '{row.name}', which would train demonstrations as its own samples: use "
             "kind = 'luffy', or a supervised phase: loop.warmup"
             if job.algo.guides
             else f"algo.kind = '{row.name}' learns from demonstrations beside its samples: set algo.guides = 1; tasks need an 'answer'"

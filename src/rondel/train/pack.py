@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,9 +19,11 @@ from torch import Tensor
 
 from rondel.algos.mixture import Mixture
 from rondel.algos.scored import Scored
-from rondel.algos.table import Algorithm
 from rondel.models.attention import PackedLayout, Segment
 from rondel.words.types import GREEDY, Group, Score, Trajectory
+
+if TYPE_CHECKING:
+    from rondel.algos.table import Algorithm
 
 
 @dataclass(slots=True)
@@ -118,7 +121,7 @@ class Batch:
 
     def shares(self, algo: Algorithm | Mixture) -> list[tuple[Algorithm, float, Batch]]:
         """Each row of `algo` with its weight and its samples."""
-        if isinstance(algo, Algorithm):
+        if not isinstance(algo, Mixture):
             return [(algo, 1.0, self)]
         found = algo.shares([s.stream for s in self.samples])
         return [(row, weight, Batch([self.samples[i] for i in places])) for row, weight, places in found]

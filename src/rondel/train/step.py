@@ -18,7 +18,6 @@ from rondel.algos.ahead import NOTHING, Ahead, ahead, counted, tokens_of
 from rondel.algos.kl import k3
 from rondel.algos.mixture import Mixture
 from rondel.algos.objective import objective
-from rondel.algos.table import Algorithm
 from rondel.models import names
 from rondel.models.head import Head
 from rondel.models.load import Loaded
@@ -33,6 +32,7 @@ from rondel.words.events import Warned, emit
 from rondel.words.types import Manifest, Route, StepStats
 
 if TYPE_CHECKING:
+    from rondel.algos.table import Algorithm
     from rondel.train.critic import Critic
     from rondel.train.draft import DraftTrainer
 
