@@ -68,7 +68,14 @@ def train(folder: Path, seed: int, changes: dict[str, Any]) -> list[float]:
     from rondel.assemble import train as whole
     from rondel.words.config import Job
 
-    common = {"run.folder": str(folder), "run.sinks": [], "loop.seed": seed, "run.checkpoint.every": 0, "task.data.holdout": 10}
+    common = {
+        "run.folder": str(folder),
+        "run.sinks": [],
+        "place.threads": 1,
+        "loop.seed": seed,
+        "run.checkpoint.every": 0,
+        "task.data.holdout": 10,
+    }
     whole(Job.read(RECIPE, common | changes), quiet=True)
     curve: list[float] = []
     rewards: list[float] = []

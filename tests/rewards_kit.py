@@ -6,6 +6,11 @@ def parity(trajectory, task) -> float:
     return float(len(trajectory.text) % 2)
 
 
+def plus_or_minus(trajectory, task) -> float:
+    """2 or -1."""
+    return 2.0 if len(trajectory.text) % 2 else -1.0
+
+
 def turns(trajectory, task) -> list[tuple[int, float]]:
     """1 for the last token of every turn."""
     mask = [*trajectory.mask, False]

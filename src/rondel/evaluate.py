@@ -8,12 +8,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from rondel.runtime.telemetry.card import wilson
+from rondel.runtime.telemetry.card import normal, wilson
 from rondel.words.config import Evaluation, Job
 from rondel.words.errors import ConfigError, UserError, boundary
 from rondel.words.events import Evaluated
 from rondel.words.registry import nearest
-from rondel.words.types import Sampling, Task, Trajectory, sample_key
+from rondel.words.types import Group, Sampling, Task, Trajectory, sample_key
 
 NAMESPACE = "eval"  # its prefixes stay out of the rollouts' cache, so that a resumed run computes the same bits
 SHOWN = 6
@@ -31,13 +31,13 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
     async def one(number: int, task: Task) -> Trajectory:
         chat = rollouts.chat(lambda turn: sample_key(job.loop.seed, -1 - number, 0, turn), sampling, NAMESPACE)
         trajectory = await parts.env.run(task, chat)
-        trajectory.score = await parts.pool.score(trajectory, task)
+        await rollouts.score(Group(-1 - number, task, [trajectory], 0))
         return trajectory
 
     done = await asyncio.gather(*(one(i, t) for i, t in enumerate(tasks)))
     rewards = [t.reward or 0.0 for t in done]
     total = sum(rewards)
-    low, high = wilson(total, len(tasks))
+    low, high = wilson(total, len(tasks)) if all(0 <= r <= 1 for r in rewards) else normal(rewards)
     samples = [
         {
             "prompt": task.data.get("prompt", ""),

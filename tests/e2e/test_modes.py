@@ -8,6 +8,7 @@ import pytest
 from run_kit import RECIPE, balances, events, final, run
 
 from rondel.runtime.journal import store
+from rondel.words.events import Evaluated, subscribe
 
 TIS = {"algo__correction": {"kind": "importance"}}
 LONG = {
@@ -134,3 +135,14 @@ def test_the_two_phases_are_one_run(tmp_path):
     assert int(final(tmp_path)["optimizer/numbers"][0]) == 14
     steps = {float(t) for name, t in final(tmp_path).items() if name.startswith("optimizer/step.")}
     assert len(steps) == 1 and steps.pop() <= 14
+
+
+def test_rewards_of_any_size_are_evaluated(tmp_path):
+    """Two points a task, or minus one: the mean is reported with an interval of numbers, not of a share."""
+    seen: list[Evaluated] = []
+    stop = subscribe(lambda event: seen.append(event) if isinstance(event, Evaluated) else None)
+    try:
+        run(tmp_path, task__reward="rewards_kit:plus_or_minus", loop__warmup__steps=0, loop__steps=1)
+    finally:
+        stop()
+    assert seen and all(e.low <= e.score <= e.high and e.low < 0 for e in seen)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from units.synthetic import write_run
 
-from rondel.runtime.telemetry.card import sparkline, wilson, write_card
+from rondel.runtime.telemetry.card import normal, sparkline, wilson, write_card
 from rondel.words.errors import UserError
 
 
@@ -28,6 +28,12 @@ def test_wilson_solves_its_equation_and_is_symmetric(case):
     for end in {low, high} - {0.0, 1.0}:
         assert (end - k / n) ** 2 == pytest.approx(1.959964**2 * end * (1 - end) / n, rel=1e-6)
     assert wilson(n - k, n) == pytest.approx((1 - high, 1 - low))
+
+
+def test_the_interval_of_a_mean_of_numbers_of_any_size():
+    low, high = normal([-1.0, 3.0, 2.0, 4.0])
+    assert (low, high) == pytest.approx((2 - 1.959964 * math.sqrt(14 / 3 / 4), 2 + 1.959964 * math.sqrt(14 / 3 / 4)))
+    assert normal([7.0]) == (7.0, 7.0)
 
 
 def test_wilson_refuses_nonsense():

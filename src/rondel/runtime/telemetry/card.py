@@ -32,6 +32,13 @@ def wilson(successes: float, n: int, z: float = 1.959964) -> tuple[float, float]
     return max(0.0, (centre - half) / (1 + spread)), min(1.0, (centre + half) / (1 + spread))
 
 
+def normal(values: list[float], z: float = 1.959964) -> tuple[float, float]:
+    """mean ± z·s/√n, s unbiased: the interval of a mean of numbers of any size.  One value says nothing of its spread: (value, value)."""
+    mean = sum(values) / len(values)
+    half = z * math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values)) if len(values) > 1 else 0.0
+    return mean - half, mean + half
+
+
 def sparkline(values: list[float], width: int = 60) -> str:
     """A curve as text: [0, 1, 2, 3] -> '▁▃▆█'. Longer ones are averaged into `width` columns; NaN leaves a gap."""
     if len(values) > width:
