@@ -180,6 +180,12 @@ def test_explain_says_who_set_what_the_arithmetic_and_the_loss(rondel, recipe):
     assert "4 groups x 2 samples = 8 answers of at most 64 tokens, in 1 update; 3 steps = 24 answers" in out and "\nloss " in out
 
 
+def test_explain_shows_what_is_trained_beside(rondel, recipe):
+    _, out, _ = rondel("explain", recipe, '--algo.beside=[{ kind = "sft", weight = 0.3, groups_per_step = 5 }]')
+    main, _, shown = out.partition("\nbeside    0.3 · the loss below, over 5 demonstrations a step")
+    assert "\nloss " in main and "l = -logp" in shown and "l = -logp" not in main
+
+
 def test_explain_shows_every_leaf(recipe):
     from rondel.cli.explain import values
 

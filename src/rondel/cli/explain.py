@@ -63,7 +63,11 @@ def formula(job: Any) -> str:
 
     changed = {name: getattr(job.algo, name) for name in type(job.algo).model_fields if name not in ("kind", *OF_GROUPS)}
     row = resolve({"kind": job.algo.kind, **{name: value for name, value in changed.items() if value}})
-    return explain(row.bounded(job.engine.sampling.max_tokens))
+    beside = [
+        f"\nbeside    {b.weight:g} · the loss below, over {b.groups_per_step} demonstrations a step and with their own count\n\n{explain(resolve({'kind': b.kind}))}"
+        for b in job.algo.beside
+    ]
+    return "\n".join([explain(row.bounded(job.engine.sampling.max_tokens)), *beside])
 
 
 def _toml(value: Any) -> str:
