@@ -1,0 +1,51 @@
+"""Rows learn the tiny task: from one supervised start a seed, fifteen steps, into a band that was measured (`rondel bench rows`)."""
+
+from __future__ import annotations
+
+import pytest
+from filelock import FileLock
+from run_kit import RECIPE
+
+from rondel.assemble import train
+from rondel.runtime.journal.log import read
+from rondel.words.config import Job
+
+pytestmark = pytest.mark.slow
+ROWS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"]
+BAND = 0.80, 0.99  # mean reward of steps 11 to 15
+COMMON = {"run.sinks": [], "place.threads": 1, "run.checkpoint.every": 0}
+
+
+def learn(folder, changes) -> list[float]:
+    """One run of the tiny recipe. -> the mean reward of each of its steps."""
+    train(Job.read(RECIPE, {**COMMON, "run.folder": str(folder), **changes}), quiet=True)
+    curve: list[float] = []
+    rewards: list[float] = []
+    for event in read(folder):
+        if event["kind"] == "GroupFinished":
+            rewards += event["rewards"]
+        elif event["kind"] == "StepDone":
+            curve.append(sum(rewards) / len(rewards))
+            rewards = []
+    return curve
+
+
+@pytest.fixture(params=[0, 1, 2])
+def start(request, tmp_path_factory):
+    """(seed, folder of a model that is right about half the time), made once for all workers."""
+    seed = request.param
+    folder = tmp_path_factory.getbasetemp().parent / f"learning-start-{seed}"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            learn(folder, {"loop.seed": seed, "loop.steps": 0})
+            (folder / "done").touch()
+    return seed, max((folder / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_row_learns(tmp_path, start, kind):
+    seed, model = start
+    curve = learn(tmp_path, {"algo.kind": kind, "loop.seed": seed, "loop.steps": 15, "loop.warmup.steps": 0, "model.path": str(model)})
+    end = sum(curve[-5:]) / 5
+    print(f"CURVE {kind}, seed {seed}: {curve[0]:.2f} -> {end:.3f}")
+    assert curve[0] + 0.05 < end and BAND[0] <= end <= BAND[1]
