@@ -1,4 +1,4 @@
-"""Rows learn the tiny task: from one supervised start a seed, fifteen steps, into a band that was measured (`rondel bench rows`)."""
+"""Rows learn the tiny task: from one supervised start a seed, twenty steps, into a band that was measured (`rondel bench rows`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rondel.words.config import Job
 
 pytestmark = pytest.mark.slow
 ROWS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"]
-BAND = 0.80, 0.99  # mean reward of steps 11 to 15
+BAND = 0.76, 0.97  # mean reward of steps 16 to 20
 COMMON = {"run.sinks": [], "place.threads": 1, "run.checkpoint.every": 0}
 
 
@@ -37,7 +37,7 @@ def start(request, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp().parent / f"learning-start-{seed}"
     with FileLock(f"{folder}.lock"):
         if not (folder / "done").exists():
-            learn(folder, {"loop.seed": seed, "loop.steps": 0})
+            learn(folder, {"loop.seed": seed, "loop.steps": 0, "loop.warmup.steps": 200})
             (folder / "done").touch()
     return seed, max((folder / "checkpoints").glob("step-*"))
 
@@ -45,7 +45,7 @@ def start(request, tmp_path_factory):
 @pytest.mark.parametrize("kind", ROWS)
 def test_a_row_learns(tmp_path, start, kind):
     seed, model = start
-    curve = learn(tmp_path, {"algo.kind": kind, "loop.seed": seed, "loop.steps": 15, "loop.warmup.steps": 0, "model.path": str(model)})
+    curve = learn(tmp_path, {"algo.kind": kind, "loop.seed": seed, "loop.steps": 20, "loop.warmup.steps": 0, "model.path": str(model)})
     end = sum(curve[-5:]) / 5
     print(f"CURVE {kind}, seed {seed}: {curve[0]:.2f} -> {end:.3f}")
-    assert curve[0] + 0.05 < end and BAND[0] <= end <= BAND[1]
+    assert curve[0] + 0.03 < end and BAND[0] <= end <= BAND[1]
