@@ -205,7 +205,9 @@ def test_a_piece_of_a_recipe_is_read(block):
 # -- commands and snippets -------------------------------------------------------------------------
 
 
-AFTER = {"rondel explain from_trl.toml": "rondel import --from trl examples/peers/trl.yaml -o from_trl.toml"}  # another worker may have run it
+AFTER = {
+    "rondel explain from_trl.toml": "rondel import --from trl examples/peers/trl.yaml -o from_trl.toml"
+}  # another worker may have run it
 
 
 @pytest.fixture(scope="module")
