@@ -50,6 +50,10 @@ class CheckpointError(RondelError):
     """A checkpoint that cannot be written or read."""
 
 
+class WorkerError(RondelError):
+    """A process or machine that does a part of the work ended, or broke at it."""
+
+
 class LawError(RondelError):
     """An invariant of the house was broken. Always a bug; never ignored."""
 

@@ -1,0 +1,210 @@
+"""Workers as processes of this machine: an object lives in a child, and `await worker.verb(...)` is the same call as in process.
+
+    controller   ask ──> thread "send" ──┐ socket pair ┌──> thread "hear" ──> event loop: one task a call
+                 future <── thread "hear" ┘ (pickle)    └── thread "send" <── result, error, event, pulse
+
+The pair is unnamed and belongs to these two processes, so nothing crosses a trust boundary. A child ends with its controller
+(law 14); one that ends by itself, or whose pulse stops, fails every call that waits for it, by name (law 10).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from rondel.words.errors import StalledError, WorkerError
+from rondel.words.events import Event, emit
+
+PULSE = 1.0  # seconds between two signs of life
+LINES = 50  # of a dead worker's output that its error shows
+
+
+class ProcessCluster:
+    """`cluster.spawn("engine-0", engine_of, job)` starts a child that builds `engine_of(job)` and serves its methods.
+
+    logs      a folder for what each child prints, or None
+    patience  seconds without a pulse after which a worker counts as stuck
+    """
+
+    def __init__(self, logs: Path | None = None, *, patience: float = 60.0) -> None:
+        self.logs, self.patience = logs, patience
+        self.workers: list[Worker] = []
+
+    def spawn(self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = ()) -> Worker:
+        """`cores`: the only ones the child may use."""
+        log = None
+        if self.logs is not None:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            log = self.logs / f"{name}.log"
+        worker = Worker(name, make, args, cores=tuple(cores), log=log, patience=self.patience)
+        self.workers.append(worker)
+        return worker
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+
+class Worker:
+    """A proxy: every public name is an awaitable verb of the object in the child. `now` asks from code without an event loop."""
+
+    def __init__(
+        self, name: str, make: Callable[..., Any], args: tuple[Any, ...], *, cores: tuple[int, ...], log: Path | None, patience: float
+    ) -> None:
+        self._name, self._log, self._patience = name, log, patience
+        ours, theirs = socket.socketpair()
+        with theirs, log.open("ab") if log else contextlib.nullcontext(subprocess.DEVNULL) as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rondel.runtime.cluster.child", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        self._pipe = Connection(ours.detach())
+        self._asked: dict[int, tuple[str, Future[Any]]] = {}
+        self._numbers = itertools.count(1)
+        self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._over = ""  # why it answers no more
+        self._heard = time.monotonic()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._guard = threading.Lock()
+        self._end = weakref.finalize(self, _end, self._process)
+        for work in (self._send, self._hear, self._watch):
+            threading.Thread(target=work, name=f"{name}-{work.__name__[1:]}", daemon=True).start()
+        self._put((os.getpid(), name, cores))
+        self._made = self._ask("", (make, args), {})
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        if verb.startswith("_"):
+            raise AttributeError(verb)
+
+        async def call(*args: Any, **how: Any) -> Any:
+            self._loop = asyncio.get_running_loop()
+            return await asyncio.wrap_future(self._ask(verb, args, how))
+
+        return call
+
+    def now(self, verb: str = "", *args: Any, **how: Any) -> Any:
+        """The same, waiting for the answer; without a verb it waits until the object is built."""
+        return (self._ask(verb, args, how) if verb else self._made).result()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return not self._over
+
+    def close(self) -> None:
+        """End the child: asked first, then killed."""
+        self._lost(f"worker {self._name} was closed")
+        self._put((0, None))
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._end.detach()
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def _ask(self, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> Future[Any]:
+        number, answer = next(self._numbers), Future[Any]()
+        with self._guard:
+            if self._over:
+                raise WorkerError(self._over)
+            self._asked[number] = (verb or "build", answer)
+        answer.add_done_callback(lambda done: self._put((number, None)) if done.cancelled() else None)
+        self._put((number, verb, args, how))
+        return answer
+
+    def _put(self, message: Any) -> None:
+        self._outbox.put(pickle.dumps(message, protocol=5))
+
+    def _send(self) -> None:
+        with contextlib.suppress(OSError):  # the child is gone: `_hear` says so
+            while True:
+                self._pipe.send_bytes(self._outbox.get())
+
+    def _hear(self) -> None:
+        try:
+            while True:
+                number, kind, value = pickle.loads(self._pipe.recv_bytes())
+                self._heard = time.monotonic()
+                if kind == "event":
+                    self._tell(value)
+                elif number:
+                    self._settle(number, kind, value)
+        except (EOFError, OSError):
+            code = self._process.wait()
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            self._lost(f"worker {self._name} (process {self.pid}) {how}{self._last_words()}")
+
+    def _tell(self, event: Event) -> None:
+        """Readers of events are not made for threads: they hear it on the event loop that asks this worker."""
+        try:
+            self._loop.call_soon_threadsafe(emit, event) if self._loop else emit(event)
+        except RuntimeError:  # the loop has ended
+            pass
+
+    def _settle(self, number: int, kind: str, value: Any) -> None:
+        with self._guard:
+            _, answer = self._asked.pop(number, ("", None))
+        if answer is None or not answer.set_running_or_notify_cancel():
+            return
+        answer.set_result(value) if kind == "result" else answer.set_exception(value)
+
+    # -- life and death --------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """A worker that stands still says so through its silence."""
+        while not self._over:
+            time.sleep(min(PULSE, self._patience / 4))
+            if (silent := time.monotonic() - self._heard) > self._patience and self._asked:
+                waiting = ", ".join(sorted({verb for verb, _ in self._asked.values()}))
+                self._lost(
+                    f"worker {self._name} (process {self.pid}) gives no sign of life since {silent:.0f} s (limit {self._patience:g} s), "
+                    f"asked for: {waiting}{self._last_words()}",
+                    StalledError,
+                )
+                self._process.kill()
+
+    def _lost(self, why: str, error: type[Exception] = WorkerError) -> None:
+        with self._guard:
+            if self._over:
+                return
+            self._over = why
+            waiting, self._asked = list(self._asked.values()), {}
+        for _, answer in waiting:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(error(why))
+
+    def _last_words(self) -> str:
+        if self._log is None or not self._log.is_file():
+            return ""
+        lines = self._log.read_text(errors="replace").splitlines()[-LINES:]
+        return f"; the last lines of {self._log}:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()

@@ -1,0 +1,208 @@
+"""Workers as processes: calls, errors, events and cancellation as in process; a dead or silent worker is named; nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from rondel.runtime.cluster.process import ProcessCluster
+from rondel.words.errors import ConfigError, StalledError, WorkerError
+from rondel.words.events import Warned, emit, subscribe
+
+
+class Part:
+    """What lives in the child."""
+
+    def __init__(self, start: int) -> None:
+        self.total, self.cancelled = start, 0
+
+    async def add(self, n: int) -> int:
+        await asyncio.sleep(0)
+        self.total += n
+        return self.total
+
+    def doubled(self, values: np.ndarray) -> np.ndarray:
+        return values * 2
+
+    async def nap(self, seconds: float) -> str:
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return "slept"
+
+    def how_many_cancelled(self) -> int:
+        return self.cancelled
+
+    def wrong(self) -> None:
+        raise ConfigError("lr = -1: it must be positive; set trainer.lr")
+
+    def odd(self) -> None:
+        class Local(Exception):
+            pass
+
+        raise Local("nobody can unpickle me")
+
+    def unsendable(self):
+        return lambda: None
+
+    def says(self, text: str) -> None:
+        emit(Warned(text))
+
+    def cores(self) -> set[int]:
+        return os.sched_getaffinity(0)
+
+    def dies(self) -> None:
+        print("these are my last words", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def broken() -> Part:
+    raise ConfigError("no such engine")
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    made = ProcessCluster(tmp_path / "logs", patience=2.0)
+    yield made
+    made.close()
+
+
+def test_calls_are_the_same_and_run_side_by_side(cluster):
+    worker = cluster.spawn("part", Part, 5)
+
+    async def work():
+        naps = [worker.nap(0.3) for _ in range(50)]
+        began = time.perf_counter()
+        slept = await asyncio.gather(*naps)
+        assert time.perf_counter() - began < 5 and slept == ["slept"] * 50
+        return [await worker.add(1), await worker.add(n=2)]
+
+    assert asyncio.run(work()) == [6, 8]
+    big = np.random.default_rng(0).random(1 << 20)
+    np.testing.assert_array_equal(worker.now("doubled", big), big * 2)
+
+
+def test_errors_cross_with_their_type_and_text(cluster):
+    worker = cluster.spawn("part", Part, 0)
+    with pytest.raises(ConfigError, match=r"lr = -1: it must be positive"):
+        worker.now("wrong")
+    with pytest.raises(WorkerError, match=r"part, odd: Local: nobody can unpickle me"):
+        worker.now("odd")
+    with pytest.raises(WorkerError, match="cannot be sent"):
+        worker.now("unsendable")
+    assert worker.now("add", 1) == 1  # and it goes on
+    with pytest.raises(ConfigError, match="no such engine"):
+        cluster.spawn("broken", broken).now()
+
+
+def test_events_are_told_in_the_controller(cluster):
+    worker, heard = cluster.spawn("part", Part, 0), []
+    stop = subscribe(heard.append)
+    try:
+        worker.now("says", "hot")
+    finally:
+        stop()
+    assert [event.message for event in heard] == ["hot"]
+
+
+def test_a_caller_that_goes_away_takes_its_call_with_it(cluster):
+    worker = cluster.spawn("part", Part, 0)
+
+    async def work():
+        call = asyncio.create_task(worker.nap(60))
+        await asyncio.sleep(0.3)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        while not await worker.how_many_cancelled():
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(work(), 20))
+
+
+def test_a_dead_worker_is_named_with_its_last_words(cluster):
+    worker = cluster.spawn("engine-0", Part, 0)
+
+    async def work():
+        waits = asyncio.create_task(worker.nap(60))
+        await asyncio.sleep(0)
+        with pytest.raises(WorkerError, match=r"worker engine-0 \(process \d+\) was ended by SIGKILL(?s:.*)these are my last words"):
+            await worker.dies()
+        with pytest.raises(WorkerError, match="SIGKILL"):
+            await waits
+        with pytest.raises(WorkerError, match="SIGKILL"):
+            await worker.add(1)
+
+    asyncio.run(work())
+    assert not worker.alive
+
+
+def test_a_stopped_worker_is_named_within_its_deadline(cluster):
+    worker = cluster.spawn("trainer-1", Part, 0)
+    worker.now()
+    os.kill(worker.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(StalledError, match=r"worker trainer-1 .* no sign of life .* asked for: add"):
+        worker.now("add", 1)
+    assert time.monotonic() - began < 10
+    cluster.close()
+    assert not exists(worker.pid)
+
+
+def test_a_busy_worker_is_not_a_stopped_one(cluster):
+    """Arithmetic that holds the event loop is work, not silence."""
+    worker = cluster.spawn("part", time_waster)
+    assert worker.now("burn", 4.0) == "done"
+
+
+class Waster:
+    def burn(self, seconds: float) -> str:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            sum(range(1000))
+        return "done"
+
+
+def time_waster() -> Waster:
+    return Waster()
+
+
+def test_a_worker_stays_on_its_cores(cluster):
+    one = min(os.sched_getaffinity(0))
+    assert cluster.spawn("pinned", Part, 0, cores=[one]).now("cores") == {one}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
+def test_workers_end_with_a_killed_controller(tmp_path):
+    """Law 14."""
+    import subprocess
+
+    code = (
+        "import time; from tests.laws.test_process import Part; from rondel.runtime.cluster.process import ProcessCluster\n"
+        "w = ProcessCluster().spawn('part', Part, 0); w.now(); print(w.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as controller:
+        child = int(controller.stdout.readline())
+        assert exists(child)
+        controller.kill()
+        controller.wait()
+    for _ in range(100):
+        if not exists(child):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {child} outlived its controller")
+
+
+def exists(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
