@@ -21,7 +21,7 @@ SHOWN = 6
 
 async def evaluate(parts: Any, step: int) -> Evaluated:
     """Every held-out task once (or the first n), under the recipe's eval profile; failures count as wrong and are reported."""
-    from rondel.assemble.parts import Rollouts
+    from rondel.assemble.rollouts import Rollouts
 
     began, job = time.perf_counter(), parts.job
     tasks = parts.tasks.held_out[: job.task.eval.n or None]

@@ -11,7 +11,8 @@ from engine_kit import all_of, ask, engine
 from run_kit import run, tiny
 from train_kit import batch, bits, model, row, step, trainer
 
-from rondel.assemble.parts import build, rollouts_of
+from rondel.assemble.parts import build
+from rondel.assemble.rollouts import rollouts_of
 from rondel.filter.complete import Complete
 from rondel.models.attention import PackedLayout, Segment
 from rondel.train.pack import batch_of

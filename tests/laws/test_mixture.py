@@ -10,7 +10,8 @@ from run_kit import run, tiny
 from train_kit import awkward_groups, batch, model, row, step, trainer
 
 from rondel.algos.mixture import Mixture
-from rondel.assemble.parts import build, prepare_of
+from rondel.assemble.parts import build
+from rondel.assemble.rollouts import prepare_of
 from rondel.train.credit import credit
 from rondel.train.pack import Batch
 from rondel.train.step import Sums

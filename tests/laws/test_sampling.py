@@ -273,7 +273,7 @@ def test_what_cannot_be_trained_is_named():
 
 
 def test_training_refuses_what_evaluation_may_use():
-    from rondel.assemble.parts import refuse_untrainable
+    from rondel.assemble.refusals import refuse_untrainable
     from rondel.evaluate import profile
     from rondel.words.config import Evaluation
 

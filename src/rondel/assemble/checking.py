@@ -6,7 +6,8 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from rondel.assemble.parts import Parts, build, prepare, rollouts_of
+from rondel.assemble.parts import Parts, build
+from rondel.assemble.rollouts import prepare, rollouts_of
 from rondel.assemble.self_test import self_test
 from rondel.planner.resolve import free_memory
 from rondel.runtime.devices import keep_memory

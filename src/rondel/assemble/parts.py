@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,16 +10,16 @@ import torch
 
 from rondel.algos.mixture import Mixture
 from rondel.algos.table import Algorithm, resolve
+from rondel.assemble.refusals import refuse
+from rondel.assemble.rollouts import Shown, shown_of
 from rondel.filter import FILTERS, chain
 from rondel.filter.complete import Complete
 from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.demonstrate import Demonstrate
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, load_tasks
-from rondel.generate.envs.stream import nth
 from rondel.generate.envs.template import Template
 from rondel.models.aligned import align
 from rondel.models.compiled import Compiled
@@ -28,49 +27,20 @@ from rondel.models.load import Loaded, load
 from rondel.planner import resolve as planner
 from rondel.runtime.devices import Device, Shared, pick_device
 from rondel.score.pool import RewardPool
-from rondel.score.result import placed
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import Update
 from rondel.train.critic import Critic
 from rondel.train.draft import DraftTrainer
 from rondel.train.logprobs import logprob_and_entropy
-from rondel.train.pack import Batch, batch_of
 from rondel.train.step import LocalTrainer, Settings
 from rondel.words.config import OF_GROUPS, Job
-from rondel.words.config import Critic as CriticSection
-from rondel.words.errors import ConfigError, DataError, EngineError, EnvError, RondelError, boundary
+from rondel.words.errors import ConfigError, DataError, boundary
 from rondel.words.registry import find
-from rondel.words.types import (
-    DATA,
-    GREEDY,
-    EnvFault,
-    Failed,
-    Group,
-    PolicyFault,
-    Sampling,
-    Score,
-    Slot,
-    Task,
-    Trajectory,
-    Verdict,
-    sample_key,
-)
+from rondel.words.types import Group, Sampling, Task, Trajectory, Verdict
 
 ENVS = {"single_turn": SingleTurn}
 PROBE = 24  # tokens of the first prompt that are scored on both sides after every sync
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # mean nats a token of the probe
-
-
-@dataclass(frozen=True)
-class Shown:
-    """Demonstrations beside the samples of every step."""
-
-    stream: str
-    tasks: list[Task]
-    row: Algorithm
-    weight: float
-    groups: int  # a step
-    suffix: str
 
 
 @dataclass
@@ -106,122 +76,67 @@ class Parts:
 
 def build(job: Job) -> Parts:
     """Every fault that can be known before the model is loaded is raised before."""
-    row = row_of(job)
-    with boundary(ConfigError, "engine.sampling"):
-        sampling = Sampling(**{**job.engine.sampling.model_dump(), "stop": tuple(job.engine.sampling.stop)})
-    for section in (job.engine.sampling,):  # all of its keys are read by the line above
-        section._read.update(type(section).model_fields)
-    if sampling.temperature == 0:
-        raise ConfigError(
-            "engine.sampling.temperature = 0 is greedy: every sample of a group is the same, and greedy samples are not trainable. Use 1.0"
-        )
-    refuse_untrainable(sampling)
-    if row.name != "sft" and job.algo.group_size == 1 and getattr(row.advantage, "compares", False):
-        raise ConfigError(
-            f"algo.group_size = 1 gives {row.name} no baseline: every advantage would be 0. Use 4 or more, or kind = 'reinforce'"
-        )
-    if ("guidance" in row.needs) != (job.algo.guides > 0):
-        raise ConfigError(
-            f"algo.guides = {job.algo.guides} has no effect on kind = '{row.name}', which would train demonstrations as its own samples: use "
-            "kind = 'luffy', or a supervised phase: loop.warmup"
-            if job.algo.guides
-            else f"algo.kind = '{row.name}' learns from demonstrations beside its samples: set algo.guides = 1; tasks need an 'answer'"
-        )
-    critic_knobs = [name for name, field in CriticSection.model_fields.items() if getattr(job.trainer.critic, name) != field.default]
-    if critic_knobs and "values" not in row.needs:
-        raise ConfigError(
-            f"trainer.critic.{critic_knobs[0]} has no effect: algo.kind = '{row.name}' has no critic. Remove it, or use kind = 'ppo', "
-            "or algo.advantage = { kind = 'gae' }"
-        )
-    if ("teacher_logprobs" in row.needs) != (job.model.teacher is not None):
-        raise ConfigError(
-            f"algo.kind = '{row.name}' learns from a teacher: name one with model.teacher = 'folder or hub id'"
-            if job.model.teacher is None
-            else "model.teacher has no effect: nothing is distilled. Remove it, or set algo.distill = { coef = 1.0 } or algo.kind = 'opd'"
-        )
-    if job.loop.warmup.steps and row.kl.coef:
-        raise ConfigError(
-            "algo.kl.coef with loop.warmup: the reference would be the model before its supervised phase. Run the warmup as a run of its own "
-            "(loop.steps = 0) and start from its checkpoint with model.path"
-        )
+    row, sampling = row_of(job), sampling_of(job)
+    refuse(job, row, sampling)
     window = planner.window(job.loop.window, max_staleness=job.loop.max_staleness, groups_per_step=job.loop.groups_per_step)
     find("engine", job.engine.kind, {"builtin": BuiltinEngine})
     find("trainer", job.trainer.kind, {"fsdp": LocalTrainer})
-    numerics, sync_kind = job.engine.numerics, job.sync.kind
     name = pick_device(job.place.device)
     tasks = load_tasks(job.task.data, env=job.task.env)
     env = env_of(job)
-    shown = shown_of(job, tasks)
+    shown = shown_of(job, tasks, rows_beside(job))
     pool = RewardPool(job.task.reward, workers=job.task.reward_workers, timeout=job.task.reward_timeout)
     try:
         device = Device(name, None if job.place.threads == "auto" else job.place.threads)
-        loaded = device.call(lambda: load(job.model.path, dtype=job.model.dtype, device=name))
-        if numerics == "aligned":
-            device.call(align, loaded)
+        loaded = device.call(policy_of, job, name)
         speculation = device.call(speculation_of, job, name)
         draft = speculation.draft if speculation else None
-        longest = longest_prompt(job, tasks, loaded, sampling)
-        resolved = {
-            "loop.window": window,
-            "engine.kv_pages": planner.kv_pages(
-                job.engine.kv_pages,
-                max_running=job.engine.max_running,
-                longest=longest + sampling.max_tokens,
-                page_bytes=page_bytes(loaded) + (page_bytes(draft.loaded) if draft else 0),
-                free_bytes=torch.cuda.mem_get_info()[0] if name.startswith("cuda") else planner.free_memory(),
-            ),
-            "trainer.micro_tokens": planner.micro_tokens(job.trainer.micro_tokens, on_gpu=name.startswith("cuda")),
-        }
+        longest = longest_prompt(job, tasks, loaded, sampling) + sampling.max_tokens
+        pages = pages_of(job, [loaded, draft.loaded] if draft else [loaded], longest)
+        micro = planner.micro_tokens(job.trainer.micro_tokens, on_gpu=name.startswith("cuda"))
         engine = BuiltinEngine(
             loaded,
             run=device.run,
-            kv_pages=resolved["engine.kv_pages"].value,
+            kv_pages=pages.value,
             max_running=job.engine.max_running,
             prefill_tokens=job.engine.prefill_tokens,
             routes=replays(job, loaded),
             speculation=speculation,
             compiled=device.call(Compiled, loaded) if job.engine.compile else None,
         )
-        settings = settings_of(job, sampling, resolved["trainer.micro_tokens"].value, replay_routes=replays(job, loaded))
+        settings = settings_of(job, sampling, micro.value, replay_routes=replays(job, loaded))
         teacher = device.call(teacher_of, job, loaded)
         critic = device.call(critic_of, job, loaded, settings) if "values" in row.needs else None
-        pupil = device.call(lambda: DraftTrainer(draft.loaded, lr=lr)) if draft and (lr := job.engine.speculative.lr) else None
+        pupil = device.call(pupil_of, job, draft) if draft else None
         trainer = device.call(
             lambda: LocalTrainer(loaded, settings, run=device.run, needs=row.needs, draft=pupil, critic=critic, teacher=teacher)
         )
-        probe = Template(loaded.tokenizer).opening([{"role": "user", "content": "One, two, three."}])[:PROBE] if job.sync.probe else []
-        sync = Update(
-            FromTensor(),
-            probe=probe,
-            score=lambda tokens: device.run(trainer_logprobs, loaded, tokens),
-            tolerance=TOLERANCE[loaded.dtype],
-        )
-        facts = {k: f"{v.value} ({v.why})" for k, v in resolved.items()}
+        facts = {
+            k: f"{v.value} ({v.why})" for k, v in {"loop.window": window, "engine.kv_pages": pages, "trainer.micro_tokens": micro}.items()
+        }
         facts |= {
-            "engine.numerics": numerics,
+            "engine.numerics": job.engine.numerics,
             "engine.compile": "on" if job.engine.compile else "off",
             "routing_replay": replay_fact(job, loaded),
             "engine.speculative": speculation_fact(job, draft),
             "model.teacher": teacher.name if teacher else "none",
             "trainer.critic": critic_fact(job) if critic else "none",
-            "sync.kind": "tensor (one process, one module: 0 bytes move)" if sync_kind == "auto" else sync_kind,
+            "sync.kind": "tensor (one process, one module: 0 bytes move)" if job.sync.kind == "auto" else job.sync.kind,
         }
         return Parts(
-            job, row, tasks, sampling, pool, device, loaded, engine, trainer, Shared(engine, trainer, how=job.loop.in_flight), sync, window.value,
-            judge_of(job, row), env, facts, shown,
+            job, row, tasks, sampling, pool, device, loaded, engine, trainer, Shared(engine, trainer, how=job.loop.in_flight),
+            sync_of(job, loaded, device), window.value, judge_of(job, row), env, facts, shown,
         )  # fmt: skip
     except BaseException:
         pool.close()
         raise
 
 
-def refuse_untrainable(sampling: Sampling) -> None:
-    """Law 4: what is trained was drawn from a distribution that the trainer can compute again."""
-    if names := sampling.untrainable:
-        raise ConfigError(
-            f"samples drawn with {names} cannot be trained: the trainer recomputes logits and temperature, and nothing else (law 4). Train with "
-            "temperature above 0, top_k = 0, top_p = 1 and no penalties, bias, grammar or min_tokens; task.eval.sampling may use them all"
-        )
+def sampling_of(job: Job) -> Sampling:
+    section = job.engine.sampling
+    section._read.update(type(section).model_fields)
+    with boundary(ConfigError, "engine.sampling"):
+        return Sampling(**{**section.model_dump(), "stop": tuple(section.stop)})
 
 
 def row_of(job: Job) -> Algorithm:
@@ -230,24 +145,8 @@ def row_of(job: Job) -> Algorithm:
     return resolve(section).bounded(job.engine.sampling.max_tokens)
 
 
-def shown_of(job: Job, tasks: TaskSet) -> list[Shown]:
-    """The components of algo.beside: from data of their own, or the tasks' own answers."""
-    found = []
-    for i, b in enumerate(job.algo.beside):
-        row = resolve({"kind": b.kind}).bounded(job.engine.sampling.max_tokens)
-        if row.needs:
-            raise ConfigError(
-                f"algo.beside: kind = '{b.kind}' learns from rewards or from tokens that the policy drew; what stands beside is shown to it. "
-                "Use kind = 'sft'"
-            )
-        stream, own = f"beside.{i}", b.data is None
-        source = tasks.train if b.data is None else load_tasks(b.data, env=stream).train
-        if lacking := next((t for t in source if "answer" not in t.data), None):
-            raise DataError(f"algo.beside: task {lacking.id} has no 'answer' to show; it has: {', '.join(lacking.data)}")
-        found.append(
-            Shown(stream, [replace(t, env=stream) for t in source], row, b.weight, b.groups_per_step, job.task.suffix if own else "")
-        )
-    return found
+def rows_beside(job: Job) -> list[Algorithm]:
+    return [resolve({"kind": b.kind}).bounded(job.engine.sampling.max_tokens) for b in job.algo.beside]
 
 
 def env_of(job: Job) -> Any:
@@ -270,6 +169,13 @@ class AsFunction:
 def judge_of(job: Job, row: Algorithm) -> Callable[[Group], Verdict]:
     names = list(dict.fromkeys([*row.filters, *job.task.filters]))
     return chain([Complete(min(2, job.algo.group_size), greedy="greedy" in row.needs), *(find("filter", n, FILTERS)() for n in names)])
+
+
+def policy_of(job: Job, device: str) -> Loaded:
+    loaded = load(job.model.path, dtype=job.model.dtype, device=device)
+    if job.engine.numerics == "aligned":
+        align(loaded)
+    return loaded
 
 
 def replays(job: Job, loaded: Loaded) -> bool:
@@ -295,6 +201,11 @@ def speculation_of(job: Job, device: str) -> Speculation | None:
     if wanted.model is None:
         return Speculation(wanted.k)
     return Speculation(wanted.k, Draft(load(wanted.model, dtype=job.model.dtype, device=device)))
+
+
+def pupil_of(job: Job, draft: Draft) -> DraftTrainer | None:
+    lr = job.engine.speculative.lr
+    return DraftTrainer(draft.loaded, lr=lr) if lr else None
 
 
 def speculation_fact(job: Job, draft: Draft | None) -> str:
@@ -354,6 +265,17 @@ def critic_fact(job: Job) -> str:
     return f"{c.path or 'a copy of the policy at its first step'}, lr {c.lr:g}{first}"
 
 
+def pages_of(job: Job, models: list[Loaded], longest: int) -> planner.Resolved:
+    """Cache pages for requests of at most `longest` tokens, whose keys and values all these models keep."""
+    return planner.kv_pages(
+        job.engine.kv_pages,
+        max_running=job.engine.max_running,
+        longest=longest,
+        page_bytes=sum(map(page_bytes, models)),
+        free_bytes=torch.cuda.mem_get_info()[0] if models[0].device.type == "cuda" else planner.free_memory(),
+    )
+
+
 def page_bytes(loaded: Loaded) -> int:
     """Keys and values of one token in all layers."""
     c = loaded.model.config.get_text_config()
@@ -385,6 +307,14 @@ def longest_prompt(job: Job, tasks: TaskSet, loaded: Loaded, sampling: Sampling)
     return longest
 
 
+def sync_of(job: Job, loaded: Loaded, device: Device) -> Update:
+    """In place, and the same probe through engine and trainer after every update."""
+    probe = Template(loaded.tokenizer).opening([{"role": "user", "content": "One, two, three."}])[:PROBE] if job.sync.probe else []
+    return Update(
+        FromTensor(), probe=probe, score=lambda tokens: device.run(trainer_logprobs, loaded, tokens), tolerance=TOLERANCE[loaded.dtype]
+    )
+
+
 def trainer_logprobs(loaded: Loaded, tokens: list[int]) -> list[float]:
     """The probe through the training path."""
     from rondel.models.attention import PackedLayout, Segment
@@ -393,115 +323,3 @@ def trainer_logprobs(loaded: Loaded, tokens: list[int]) -> list[float]:
         ids = torch.tensor(tokens, device=loaded.device)
         hidden = loaded.hidden(ids, torch.arange(len(ids), device=loaded.device), PackedLayout([Segment(0, len(ids))], loaded.device))
         return [0.0, *logprob_and_entropy(hidden[:-1], ids[1:], loaded.head)[0].tolist()]
-
-
-# -- the stages as functions that the loop calls ---------------------------------------------------
-
-
-@dataclass
-class Rollouts:
-    """Generate and Score for one phase."""
-
-    parts: Parts
-    group_size: int
-    guides: int = 0
-    greedy: bool = False
-
-    async def attempt(self, slot: Slot) -> Group:
-        """G trajectories at once; an environment that breaks is tried once more, then it is a fault, which is data."""
-        asked = [self._one(slot, index) for index in range(self.group_size)]
-        if self.greedy:
-            asked.append(self._one(slot, self.group_size, GREEDY))
-        asked += [self._demonstrated(slot, DATA) for _ in range(self.guides)]
-        return Group(slot.number, slot.task, list(await asyncio.gather(*asked)), slot.born)
-
-    async def _demonstrated(self, slot: Slot, policy: str) -> Trajectory:
-        section = self.parts.job.task
-        return await Demonstrate(suffix=section.suffix, system=section.system, policy=policy).run(slot.task, self.chat(lambda turn: 0))
-
-    async def _one(self, slot: Slot, index: int, policy: str = "policy") -> Trajectory:
-        reason = ""
-        sampling = replace(self.parts.sampling, temperature=0.0) if policy == GREEDY else None
-        for _ in range(2):
-            chat = self.chat(lambda turn: sample_key(self.parts.job.loop.seed, slot.number, index, turn), sampling)
-            try:
-                trajectory = await self.parts.env.run(slot.task, chat)
-                trajectory.policy = policy
-                return trajectory
-            except (EngineError, DataError):
-                raise
-            except (EnvError, Exception) as error:
-                if isinstance(error, RondelError) and not isinstance(error, EnvError):
-                    raise
-                reason = f"{type(error).__name__}: {error}"
-        return Trajectory(outcome=EnvFault(reason), policy=policy)
-
-    def chat(self, key: Callable[[int], int], sampling: Sampling | None = None, namespace: str = "") -> TokenChat:
-        p = self.parts
-
-        async def generate(request):
-            request.namespace = namespace
-            if sampling is None:  # an environment may have changed it
-                refuse_untrainable(request.sampling)
-            if p.trainer.settings.replay_routes:
-                request.wants |= {"experts"}
-            return await p.engine.generate(request)
-
-        return TokenChat(
-            p.loaded.tokenizer,
-            generate,
-            sampling=sampling or p.sampling,
-            key=key,
-            max_context=p.loaded.max_context,
-            system=p.job.task.system,
-        )
-
-    async def score(self, group: Group) -> None:
-        async def one(trajectory: Trajectory) -> None:
-            if isinstance(trajectory.outcome, EnvFault):
-                trajectory.score = Failed("environment fault", trajectory.outcome.reason)
-            elif trajectory.score is None:
-                trajectory.score = await self.parts.pool.score(trajectory, group.task)
-            else:  # an environment may have scored what happened in it
-                trajectory.score = placed(trajectory.score, trajectory)
-            if isinstance(trajectory.outcome, PolicyFault) and trajectory.score is None:
-                trajectory.score = Score(0.0, {"policy_fault": 0.0})
-
-        await asyncio.gather(*map(one, group.trajectories))
-
-
-def rollouts_of(parts: Parts) -> Rollouts:
-    """Of the loop itself: samples, and what the row wants beside them."""
-    return Rollouts(parts, parts.job.algo.group_size, parts.job.algo.guides, "greedy" in parts.row.needs)
-
-
-class Demonstrations(Rollouts):
-    """The supervised phase: Generate copies the data set's answers, Score has nothing to ask."""
-
-    async def _one(self, slot: Slot, index: int, policy: str = "policy") -> Trajectory:
-        trajectory = await self._demonstrated(slot, policy)
-        trajectory.score = Score(1.0)
-        return trajectory
-
-
-async def prepare(groups: list[Group]) -> Batch:
-    """What the trainer credits and trains: the scored trajectories of the step."""
-    return batch_of(groups)
-
-
-def prepare_of(parts: Parts) -> Callable[[list[Group]], Awaitable[Batch]]:
-    """The same with what is shown beside. The step's first number chooses it, so that a step done again, or replayed, gets the same."""
-    rollouts = rollouts_of(parts)
-
-    async def with_shown(groups: list[Group]) -> Batch:
-        beside: list[Group] = []
-        for shown in parts.shown:
-            first = min(group.id for group in groups) * shown.groups
-            for number in range(first, first + shown.groups):
-                task = nth(shown.tasks, parts.job.loop.seed, number)
-                trajectory = await Demonstrate(suffix=shown.suffix, system=parts.job.task.system).run(task, rollouts.chat(lambda turn: 0))
-                trajectory.score = Score(1.0)
-                beside.append(Group(-1 - len(beside), task, [trajectory], 0))
-        return batch_of([*groups, *beside])
-
-    return with_shown if parts.shown else prepare

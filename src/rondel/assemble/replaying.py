@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 from rondel.algos.table import SFT
-from rondel.assemble.parts import build, prepare, prepare_of, warmup_settings
+from rondel.assemble.parts import build, warmup_settings
+from rondel.assemble.rollouts import prepare, prepare_of
 from rondel.runtime.devices import keep_memory
 from rondel.runtime.journal import store
 from rondel.train.checkpoint import flaw

@@ -18,7 +18,8 @@ from filelock import FileLock, Timeout
 
 from rondel import loop
 from rondel.algos.table import SFT
-from rondel.assemble.parts import Demonstrations, Parts, Rollouts, build, prepare, prepare_of, rollouts_of, warmup_settings
+from rondel.assemble.parts import Parts, build, warmup_settings
+from rondel.assemble.rollouts import Demonstrations, Rollouts, prepare, prepare_of, rollouts_of
 from rondel.buffer import Buffer
 from rondel.evaluate import evaluate
 from rondel.filter import chain

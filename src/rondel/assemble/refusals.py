@@ -1,0 +1,78 @@
+"""Settings that contradict each other: each is refused by name, with its remedy, before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rondel.words.config import Critic, Job
+from rondel.words.errors import ConfigError
+from rondel.words.types import Sampling
+
+if TYPE_CHECKING:
+    from rondel.algos.table import Algorithm
+
+
+def refuse(job: Job, row: Algorithm, sampling: Sampling) -> None:
+    """What the keys of a recipe cannot know of each other, and the row says."""
+    if sampling.temperature == 0:
+        raise ConfigError(
+            "engine.sampling.temperature = 0 is greedy: every sample of a group is the same, and greedy samples are not trainable. Use 1.0"
+        )
+    refuse_untrainable(sampling)
+    _baseline(job, row)
+    _guides(job, row)
+    _critic(job, row)
+    _teacher(job, row)
+    _reference(job, row)
+
+
+def refuse_untrainable(sampling: Sampling) -> None:
+    """Law 4: what is trained was drawn from a distribution that the trainer can compute again."""
+    if names := sampling.untrainable:
+        raise ConfigError(
+            f"samples drawn with {names} cannot be trained: the trainer recomputes logits and temperature, and nothing else (law 4). Train with "
+            "temperature above 0, top_k = 0, top_p = 1 and no penalties, bias, grammar or min_tokens; task.eval.sampling may use them all"
+        )
+
+
+def _baseline(job: Job, row: Algorithm) -> None:
+    if row.name != "sft" and job.algo.group_size == 1 and getattr(row.advantage, "compares", False):
+        raise ConfigError(
+            f"algo.group_size = 1 gives {row.name} no baseline: every advantage would be 0. Use 4 or more, or kind = 'reinforce'"
+        )
+
+
+def _guides(job: Job, row: Algorithm) -> None:
+    if ("guidance" in row.needs) != (job.algo.guides > 0):
+        raise ConfigError(
+            f"algo.guides = {job.algo.guides} has no effect on kind = '{row.name}', which would train demonstrations as its own samples: use "
+            "kind = 'luffy', or a supervised phase: loop.warmup"
+            if job.algo.guides
+            else f"algo.kind = '{row.name}' learns from demonstrations beside its samples: set algo.guides = 1; tasks need an 'answer'"
+        )
+
+
+def _critic(job: Job, row: Algorithm) -> None:
+    knobs = [name for name, field in Critic.model_fields.items() if getattr(job.trainer.critic, name) != field.default]
+    if knobs and "values" not in row.needs:
+        raise ConfigError(
+            f"trainer.critic.{knobs[0]} has no effect: algo.kind = '{row.name}' has no critic. Remove it, or use kind = 'ppo', "
+            "or algo.advantage = { kind = 'gae' }"
+        )
+
+
+def _teacher(job: Job, row: Algorithm) -> None:
+    if ("teacher_logprobs" in row.needs) != (job.model.teacher is not None):
+        raise ConfigError(
+            f"algo.kind = '{row.name}' learns from a teacher: name one with model.teacher = 'folder or hub id'"
+            if job.model.teacher is None
+            else "model.teacher has no effect: nothing is distilled. Remove it, or set algo.distill = { coef = 1.0 } or algo.kind = 'opd'"
+        )
+
+
+def _reference(job: Job, row: Algorithm) -> None:
+    if job.loop.warmup.steps and row.kl.coef:
+        raise ConfigError(
+            "algo.kl.coef with loop.warmup: the reference would be the model before its supervised phase. Run the warmup as a run of its own "
+            "(loop.steps = 0) and start from its checkpoint with model.path"
+        )

@@ -1,0 +1,176 @@
+"""Generate, Score and what joins them to Train, as functions that the loop calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rondel.assemble.refusals import refuse_untrainable
+from rondel.generate.envs.chat import TokenChat
+from rondel.generate.envs.demonstrate import Demonstrate
+from rondel.generate.envs.sources import TaskSet, load_tasks
+from rondel.generate.envs.stream import nth
+from rondel.score.result import placed
+from rondel.train.pack import Batch, batch_of
+from rondel.words.config import Job
+from rondel.words.errors import ConfigError, DataError, EngineError, EnvError, RondelError
+from rondel.words.types import (
+    DATA,
+    GREEDY,
+    EnvFault,
+    Failed,
+    Group,
+    PolicyFault,
+    Sampling,
+    Score,
+    Slot,
+    Task,
+    Trajectory,
+    sample_key,
+)
+
+if TYPE_CHECKING:
+    from rondel.algos.table import Algorithm
+    from rondel.assemble.parts import Parts
+
+
+@dataclass
+class Rollouts:
+    """Generate and Score for one phase."""
+
+    parts: Parts
+    group_size: int
+    guides: int = 0
+    greedy: bool = False
+
+    async def attempt(self, slot: Slot) -> Group:
+        """G trajectories at once; an environment that breaks is tried once more, then it is a fault, which is data."""
+        asked = [self._one(slot, index) for index in range(self.group_size)]
+        if self.greedy:
+            asked.append(self._one(slot, self.group_size, GREEDY))
+        asked += [self._demonstrated(slot, DATA) for _ in range(self.guides)]
+        return Group(slot.number, slot.task, list(await asyncio.gather(*asked)), slot.born)
+
+    async def _demonstrated(self, slot: Slot, policy: str) -> Trajectory:
+        section = self.parts.job.task
+        return await Demonstrate(suffix=section.suffix, system=section.system, policy=policy).run(slot.task, self.chat(lambda turn: 0))
+
+    async def _one(self, slot: Slot, index: int, policy: str = "policy") -> Trajectory:
+        reason = ""
+        sampling = replace(self.parts.sampling, temperature=0.0) if policy == GREEDY else None
+        for _ in range(2):
+            chat = self.chat(lambda turn: sample_key(self.parts.job.loop.seed, slot.number, index, turn), sampling)
+            try:
+                trajectory = await self.parts.env.run(slot.task, chat)
+                trajectory.policy = policy
+                return trajectory
+            except (EngineError, DataError):
+                raise
+            except (EnvError, Exception) as error:
+                if isinstance(error, RondelError) and not isinstance(error, EnvError):
+                    raise
+                reason = f"{type(error).__name__}: {error}"
+        return Trajectory(outcome=EnvFault(reason), policy=policy)
+
+    def chat(self, key: Callable[[int], int], sampling: Sampling | None = None, namespace: str = "") -> TokenChat:
+        p = self.parts
+
+        async def generate(request):
+            request.namespace = namespace
+            if sampling is None:  # an environment may have changed it
+                refuse_untrainable(request.sampling)
+            if p.trainer.settings.replay_routes:
+                request.wants |= {"experts"}
+            return await p.engine.generate(request)
+
+        return TokenChat(
+            p.loaded.tokenizer,
+            generate,
+            sampling=sampling or p.sampling,
+            key=key,
+            max_context=p.loaded.max_context,
+            system=p.job.task.system,
+        )
+
+    async def score(self, group: Group) -> None:
+        async def one(trajectory: Trajectory) -> None:
+            if isinstance(trajectory.outcome, EnvFault):
+                trajectory.score = Failed("environment fault", trajectory.outcome.reason)
+            elif trajectory.score is None:
+                trajectory.score = await self.parts.pool.score(trajectory, group.task)
+            else:  # an environment may have scored what happened in it
+                trajectory.score = placed(trajectory.score, trajectory)
+            if isinstance(trajectory.outcome, PolicyFault) and trajectory.score is None:
+                trajectory.score = Score(0.0, {"policy_fault": 0.0})
+
+        await asyncio.gather(*map(one, group.trajectories))
+
+
+def rollouts_of(parts: Parts) -> Rollouts:
+    """Of the loop itself: samples, and what the row wants beside them."""
+    return Rollouts(parts, parts.job.algo.group_size, parts.job.algo.guides, "greedy" in parts.row.needs)
+
+
+class Demonstrations(Rollouts):
+    """The supervised phase: Generate copies the data set's answers, Score has nothing to ask."""
+
+    async def _one(self, slot: Slot, index: int, policy: str = "policy") -> Trajectory:
+        trajectory = await self._demonstrated(slot, policy)
+        trajectory.score = Score(1.0)
+        return trajectory
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Demonstrations beside the samples of every step."""
+
+    stream: str
+    tasks: list[Task]
+    row: Algorithm
+    weight: float
+    groups: int  # a step
+    suffix: str
+
+
+def shown_of(job: Job, tasks: TaskSet, rows: list[Algorithm]) -> list[Shown]:
+    """The components of algo.beside, each with its row: from data of their own, or the tasks' own answers."""
+    found = []
+    for i, (b, row) in enumerate(zip(job.algo.beside, rows, strict=True)):
+        if row.needs:
+            raise ConfigError(
+                f"algo.beside: kind = '{b.kind}' learns from rewards or from tokens that the policy drew; what stands beside is shown to it. "
+                "Use kind = 'sft'"
+            )
+        stream, own = f"beside.{i}", b.data is None
+        source = tasks.train if b.data is None else load_tasks(b.data, env=stream).train
+        if lacking := next((t for t in source if "answer" not in t.data), None):
+            raise DataError(f"algo.beside: task {lacking.id} has no 'answer' to show; it has: {', '.join(lacking.data)}")
+        found.append(
+            Shown(stream, [replace(t, env=stream) for t in source], row, b.weight, b.groups_per_step, job.task.suffix if own else "")
+        )
+    return found
+
+
+async def prepare(groups: list[Group]) -> Batch:
+    """What the trainer credits and trains: the scored trajectories of the step."""
+    return batch_of(groups)
+
+
+def prepare_of(parts: Parts) -> Callable[[list[Group]], Awaitable[Batch]]:
+    """The same with what is shown beside. The step's first number chooses it, so that a step done again, or replayed, gets the same."""
+    rollouts = rollouts_of(parts)
+
+    async def with_shown(groups: list[Group]) -> Batch:
+        beside: list[Group] = []
+        for shown in parts.shown:
+            first = min(group.id for group in groups) * shown.groups
+            for number in range(first, first + shown.groups):
+                task = nth(shown.tasks, parts.job.loop.seed, number)
+                trajectory = await Demonstrate(suffix=shown.suffix, system=parts.job.task.system).run(task, rollouts.chat(lambda turn: 0))
+                trajectory.score = Score(1.0)
+                beside.append(Group(-1 - len(beside), task, [trajectory], 0))
+        return batch_of([*groups, *beside])
+
+    return with_shown if parts.shown else prepare
