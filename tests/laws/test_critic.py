@@ -46,7 +46,7 @@ def critic_bits(t) -> list[bytes]:
 
 def gradient(t, b: Batch, algo, *, micro_tokens: int = 10**6, share: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the policy and of the critic, each in one vector; values and returns once for all splits, and a step away from them."""
-    t.settings = replace(t.settings, micro_tokens=micro_tokens, share_prompts=share)
+    t.main = replace(t.main, micro_tokens=micro_tokens, share_prompts=share)
     t.weights.zero_grad()
     t._accumulate(b, algo, Sums(), proximal_noted=False)
     t.critic.accumulate(b, algo, t.settings, Sums())

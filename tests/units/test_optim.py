@@ -267,7 +267,7 @@ def test_the_trainer_is_built_on_the_device_thread(tmp_path, monkeypatch):
     from run_kit import tiny
 
     from rondel.assemble.parts import build
-    from rondel.train import step as module
+    from rondel.train import parallel
 
     made: list[str] = []
 
@@ -276,7 +276,7 @@ def test_the_trainer_is_built_on_the_device_thread(tmp_path, monkeypatch):
             made.append(threading.current_thread().name)
             super().__init__(*args, **settings)
 
-    monkeypatch.setattr(module, "MasterWeights", Noted)
+    monkeypatch.setattr(parallel, "MasterWeights", Noted)
     parts = build(tiny(tmp_path / "run"))
     parts.pool.close()
     parts.device.close()

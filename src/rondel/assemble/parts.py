@@ -109,7 +109,16 @@ def build(job: Job) -> Parts:
         critic = device.call(critic_of, job, loaded, settings) if "values" in row.needs else None
         pupil = device.call(pupil_of, job, draft) if draft else None
         trainer = device.call(
-            lambda: LocalTrainer(loaded, settings, run=device.run, needs=row.needs, draft=pupil, critic=critic, teacher=teacher)
+            lambda: LocalTrainer(
+                loaded,
+                settings,
+                run=device.run,
+                needs=row.needs,
+                draft=pupil,
+                critic=critic,
+                teacher=teacher,
+                warmup=warmup_settings(job, settings) if job.loop.warmup.steps else None,
+            )
         )
         facts = {
             k: f"{v.value} ({v.why})" for k, v in {"loop.window": window, "engine.kv_pages": pages, "trainer.micro_tokens": micro}.items()

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from rondel.algos.table import SFT
-from rondel.assemble.parts import build, warmup_settings
+from rondel.assemble.parts import build
 from rondel.assemble.rollouts import prepare, prepare_of
 from rondel.runtime.devices import keep_memory
 from rondel.runtime.journal import store
@@ -36,10 +36,9 @@ def replay(folder: str | Path, step: int) -> dict[str, float]:
 async def _replay(parts, folder: Path, start: int, step: int, path: Path | None) -> dict[str, float]:
     if path is not None:
         await parts.trainer.load(path)
-    settings, stats = parts.trainer.settings, StepStats(False, {})
+    stats = StepStats(False, {})
     for number in range(start + 1, step + 1):
         warm = number <= parts.job.loop.warmup.steps
-        parts.trainer.settings = warmup_settings(parts.job, settings) if warm else settings
         algo, make = (SFT, prepare) if warm else (parts.algo, prepare_of(parts))
         groups = store.groups_of(store.read_step(folder, number))
         stats = await parts.trainer.step(await make(groups), algo)

@@ -81,7 +81,7 @@ class Rollouts:
             request.namespace = namespace
             if sampling is None:  # an environment may have changed it
                 refuse_untrainable(request.sampling)
-            if p.trainer.settings.replay_routes:
+            if p.trainer.main.replay_routes:
                 request.wants |= {"experts"}
             return await p.engine.generate(request)
 

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from rondel import loop
 from rondel.algos.table import SFT
-from rondel.assemble.parts import Parts, build, warmup_settings
+from rondel.assemble.parts import Parts, build
 from rondel.assemble.rollouts import Demonstrations, Rollouts, prepare, prepare_of, rollouts_of
 from rondel.buffer import Buffer
 from rondel.evaluate import evaluate
@@ -121,11 +121,7 @@ class Run:
         """A supervised phase: the same loop, whose Generate copies answers."""
         parts = self.parts
         buffer = self._buffer(parts.job.loop.warmup.groups_per_step, 0, 1, saved)
-        settings = parts.trainer.settings
-        parts.trainer.settings = warmup_settings(self.job, settings)
-        row = SFT
-        await self._loop(buffer, Demonstrations(parts, 1), chain([]), row, steps)
-        parts.trainer.settings = settings
+        await self._loop(buffer, Demonstrations(parts, 1), chain([]), SFT, steps)
         return steps.stop - 1
 
     async def _reinforce(self, steps: range, saved: dict[str, Any] | None) -> None:

@@ -30,7 +30,7 @@ async def self_test(parts: Parts, groups: list[Group], prepare: Callable[[list[G
     if not scored:
         return [Finding("lr = 0", False, "no scored rollouts to train on", "look at the findings about the reward")]
     trainer = parts.trainer
-    settings, trainer.settings = trainer.settings, trainer.settings.at_rest()
+    settings, trainer.main = trainer.main, trainer.main.at_rest()
     before, seen = _bits(trainer), []
     for _ in range(STEPS):
         stats = await trainer.step(await prepare(scored), parts.row)
@@ -38,7 +38,7 @@ async def self_test(parts: Parts, groups: list[Group], prepare: Callable[[list[G
             return [Finding("lr = 0", False, f"a finite-check refused the step: {stats.note}", "look at the rewards and the model's dtype")]
         seen.append(stats.metrics)
     changed = _bits(trainer) != before
-    trainer.settings = settings
+    trainer.main = settings
     worst = {name: max(metrics[name] for metrics in seen) for name in WATCHED if name in seen[0]}
     return list(_findings(worst, changed=changed, gap=GAP[parts.loaded.dtype.itemsize], most=trainer.alarm.most))
 

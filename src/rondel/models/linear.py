@@ -130,6 +130,16 @@ class Stack:
         return Stack()  # what is packed belongs to the weights it was packed from
 
 
+class Loose(Stack):
+    """Of weights that come and go: nothing is packed, since a copy would outlive them."""
+
+    def carries(self, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> bool:
+        return False
+
+    def __deepcopy__(self, memo: Any) -> Loose:
+        return self
+
+
 def stamp_of(tensor: Tensor) -> tuple[int, int, int]:
     return tensor.data_ptr(), tensor._version, _changes
 
@@ -218,6 +228,15 @@ def adopt(model: nn.Module) -> None:
             _take([module], seen)
         elif type(module) is Conv1D:
             setattr(module, "forward", functools.partial(_transposed, module))  # noqa: B010
+
+
+def loosen(model: nn.Module) -> None:
+    """Undo the packing, keep the products."""
+    for module in model.modules():
+        if isinstance(own := module.__dict__.get("forward"), functools.partial) and isinstance(
+            members := getattr(own.func, "__self__", None), _Members
+        ):
+            members.stack = Loose()
 
 
 def _transposed(layer: Conv1D, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import json
 import os
 import string
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from hashlib import blake2b
@@ -47,6 +48,8 @@ class Loaded:
     max_context: int
     routers: int = 0  # MoE layers whose choice of experts can be recorded and replayed
     aligned: bool = False  # numerics: bits that do not depend on the batch (models/aligned.py)
+    enter: Callable[[Callable[[Head], Any]], Any] | None = None  # how a pass begins where the weights lie in shards
+    compute: torch.dtype | None = None  # what passes compute in, where the masters are the module's own
 
     @property
     def device(self) -> torch.device:
@@ -54,7 +57,11 @@ class Loaded:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.head.weight.dtype
+        return self.compute or self.head.weight.dtype
+
+    def within(self, work: Callable[[Head], Any]) -> Any:
+        """One pass through the module, ending in its head."""
+        return work(self.head) if self.enter is None else self.enter(work)
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, layout: Any, tape: Tape | None = None) -> torch.Tensor:
         """Last hidden states of packed tokens: [T], [T] -> [T, D]. On `tape` routers record their choice, or repeat a recorded one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -58,5 +58,9 @@ def digest(tensor: Tensor) -> str:
 
 def manifest(model: nn.Module, version: int) -> Manifest:
     """Every tensor of `model` with shape, dtype and digest."""
-    rows = (TensorInfo(n, tuple(t.shape), str(t.dtype).removeprefix("torch."), digest(t)) for n, t in weights(model))
+    return manifest_of(weights(model), version)
+
+
+def manifest_of(tensors: Iterable[tuple[str, Tensor]], version: int) -> Manifest:
+    rows = (TensorInfo(n, tuple(t.shape), str(t.dtype).removeprefix("torch."), digest(t)) for n, t in tensors)
     return Manifest(version, tuple(rows))

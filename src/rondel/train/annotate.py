@@ -7,29 +7,48 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rondel.models.head import Head
 from rondel.models.load import Loaded
 from rondel.models.tape import Tape
 from rondel.train.logprobs import logprob_and_entropy
 from rondel.train.pack import Batch, Packed, Sample, micro_batches
+from rondel.train.parallel import ALONE, Alone
 from rondel.words.errors import TrainError
 
 
 def forward(loaded: Loaded, packed: Packed, *, temperature: float, tape: Tape | None = None) -> tuple[Tensor, Tensor]:
     """(logprob [M], entropy [M]) of the trainable tokens of one micro-batch."""
-    hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape)
-    return logprob_and_entropy(hidden.index_select(0, packed.source), packed.target, loaded.head, temperature=temperature)
+
+    def work(head: Head) -> tuple[Tensor, Tensor]:
+        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape)
+        return logprob_and_entropy(hidden.index_select(0, packed.source), packed.target, head, temperature=temperature)
+
+    return loaded.within(work)
 
 
 @torch.no_grad()
 def annotate(
-    loaded: Loaded, batch: Batch, name: str, *, budget: int, temperature: float, share: bool = True, replay: bool = False
+    loaded: Loaded,
+    batch: Batch,
+    name: str,
+    *,
+    budget: int,
+    temperature: float,
+    share: bool = True,
+    replay: bool = False,
+    ranks: Alone = ALONE,
 ) -> Batch:
     """Write the logprobs of `loaded` into every sample's notes under `name`, and the entropy beside "proximal"; `replay` for the policy, other weights route for themselves."""
-    for packed in micro_batches(batch, budget, share=share, device=loaded.device):
+    done: list[int] = []
+    for packed in micro_batches(batch, budget, share=share, device=loaded.device, rank=ranks.rank, ranks=ranks.size):
         logprobs, entropy = forward(loaded, packed, temperature=temperature, tape=replaying(loaded, packed) if replay else None)
+        if packed.idle:
+            continue
+        done += packed.samples
         note(batch, packed, name, logprobs)
         if name == "proximal":
             note(batch, packed, "entropy", entropy)
+    ranks.exchange(batch, done, name, *(["entropy"] if name == "proximal" else []))
     return batch
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from rondel.models import load as models
 from rondel.words.errors import CheckpointError, boundary
@@ -40,7 +40,13 @@ if TYPE_CHECKING:
 def save_trainer(trainer: LocalTrainer, folder: Path) -> None:
     """Model and optimizer into `folder`, then read back what can be checked cheaply."""
     weights = trainer.weights
-    state = _tensors(trainer.loaded.model)
+    state = _tensors(trainer)
+    optimizer = {"rng": torch.get_rng_state(), "numbers": torch.tensor([trainer.step_number, trainer.version, trainer.bad_steps])}
+    if trainer.kl_coef is not None:
+        optimizer["kl_coef"] = torch.tensor(trainer.kl_coef, dtype=torch.float64)
+    masters, moments = _masters(weights), _moments(weights)
+    if not trainer.ranks.leads:  # it gave its shards to the one that writes
+        return
     models.save(trainer.loaded, folder, state)
     with safe_open(folder / "model.safetensors", "pt") as written:
         plain = set(written.keys())  # a mixture's experts are joined in the module and apart in the file, as Hugging Face has them
@@ -51,13 +57,9 @@ def save_trainer(trainer: LocalTrainer, folder: Path) -> None:
         raise CheckpointError(
             f"{arrived} of {sent} numbers reached {folder / 'model.safetensors'}" + (f", first missing {lost[0]}" if lost else "")
         )
-    optimizer = {"rng": torch.get_rng_state(), "numbers": torch.tensor([trainer.step_number, trainer.version, trainer.bad_steps])}
-    if trainer.kl_coef is not None:
-        optimizer["kl_coef"] = torch.tensor(trainer.kl_coef, dtype=torch.float64)
-    for name, parameter, master in zip(weights.names, weights.compute, weights.masters):
-        if parameter is not master or name not in plain:
-            optimizer[f"master.{name}"] = master.detach().cpu()
-    save_file(optimizer | _moments(weights), folder / "optimizer.safetensors")
+    rounded = trainer.loaded.dtype != torch.float32
+    optimizer |= {f"master.{name}": masters[f"master.{name}"] for name in weights.names if rounded or name not in plain}
+    save_file(optimizer | moments, folder / "optimizer.safetensors")
     if trainer.draft is not None:
         save_file(_masters(trainer.draft.weights) | _moments(trainer.draft.weights), folder / "draft.safetensors")
     if trainer.critic is not None:
@@ -66,28 +68,33 @@ def save_trainer(trainer: LocalTrainer, folder: Path) -> None:
 
 
 def _masters(weights: MasterWeights) -> dict[str, Tensor]:
-    return {f"master.{name}": master.detach().cpu() for name, master in zip(weights.names, weights.masters)}
+    return {
+        f"master.{name}": weights.full(i, master.detach()).cpu() for i, (name, master) in enumerate(zip(weights.names, weights.masters))
+    }
 
 
 def _moments(weights: MasterWeights) -> dict[str, Tensor]:
     """AdamW's state as `key.name`."""
-    state = {name: weights.adamw.state.get(master, {}) for name, master in zip(weights.names, weights.masters)}
-    return {f"{key}.{name}": value.detach().cpu() for name, values in state.items() for key, value in values.items()}
+    state = [(name, weights.adamw.state.get(master, {})) for name, master in zip(weights.names, weights.masters)]
+    return {
+        f"{key}.{name}": weights.full(i, value.detach()).cpu() for i, (name, values) in enumerate(state) for key, value in values.items()
+    }
 
 
 def _load_moments(weights: MasterWeights, saved: dict[str, Tensor]) -> None:
-    for name, master in zip(weights.names, weights.masters):
+    for i, (name, master) in enumerate(zip(weights.names, weights.masters)):
         weights.adamw.state.pop(master, None)
-        moments = {k: saved[f"{k}.{name}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}.{name}" in saved}
+        moments = {k: weights.shard(i, saved[f"{k}.{name}"]) for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}.{name}" in saved}
         if moments:  # the fused AdamW counts its steps on the device, too
-            weights.adamw.state[master] = {k: v.to(master.device) for k, v in moments.items()}
+            weights.adamw.state[master] = {k: v.to(master.device, copy=True) for k, v in moments.items()}
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def _tensors(trainer: LocalTrainer) -> dict[str, Tensor]:
     """Parameters, frozen ones too, and persistent buffers; a tied tensor once, under its first name."""
-    first = {name for name, _ in model.named_parameters()}
-    again = {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
-    return {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items() if name not in again}
+    model = trainer.loaded.model
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: t for name, t in model.state_dict().items() if name not in every}
+    return {name: t.detach().cpu().contiguous() for name, t in [*trainer.ranks.whole(model), *buffers.items()]}
 
 
 def load_trainer(trainer: LocalTrainer, folder: Path) -> None:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rondel.models.head import Head
@@ -22,6 +21,7 @@ from rondel.models.load import Loaded
 from rondel.train.annotate import gather, note
 from rondel.train.optim import MasterWeights
 from rondel.train.pack import Batch, Packed, micro_batches
+from rondel.train.parallel import ALONE, Alone
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
@@ -35,15 +35,15 @@ class Critic:
     follows   start as the policy is at the critic's first step (after a supervised phase, say), and not as `loaded` was
     """
 
-    def __init__(self, loaded: Loaded, settings: Settings, *, follows: bool = True) -> None:
+    def __init__(self, loaded: Loaded, settings: Settings, *, follows: bool = True, ranks: Alone = ALONE) -> None:
         model = copy.deepcopy(loaded.model).requires_grad_(True)
         value = nn.Linear(loaded.head.weight.shape[1], 1, device=loaded.device, dtype=torch.float32)
         nn.init.zeros_(value.weight)
         nn.init.zeros_(value.bias)
         model.set_output_embeddings(value)
-        self.loaded = replace(loaded, model=model, head=Head(value.weight, value.bias))
-        self.weights = MasterWeights(model, betas=settings.betas, weight_decay=settings.weight_decay)
-        self.follows = follows
+        self.loaded = ranks.hold(replace(loaded, model=model, head=Head(value.weight, value.bias), compute=loaded.dtype))
+        self.weights = ranks.own(model, betas=settings.betas, weight_decay=settings.weight_decay)
+        self.follows, self.ranks = follows, ranks
         self.steps = 0  # that it took part in
 
     def begin(self, policy: MasterWeights) -> None:
@@ -57,14 +57,23 @@ class Critic:
 
     def values(self, packed: Packed) -> Tensor:
         """V of the states in which the trainable tokens of one micro-batch are chosen.  -> [M] in fp32."""
-        hidden = self.loaded.hidden(packed.tokens, packed.positions, packed.layout)
-        return F.linear(hidden.index_select(0, packed.source).float(), self.loaded.head.weight, self.loaded.head.bias)[:, 0]
+
+        def work(head: Head) -> Tensor:
+            hidden = self.loaded.hidden(packed.tokens, packed.positions, packed.layout)
+            return self.loaded.model.get_output_embeddings()(hidden.index_select(0, packed.source).float())[:, 0]
+
+        return self.loaded.within(work)
 
     @torch.no_grad()
     def annotate(self, batch: Batch, settings: Settings) -> None:
         """Write the values into every sample's notes."""
+        done: list[int] = []
         for packed in self._cut(batch, settings):
-            note(batch, packed, "values", self.values(packed))
+            values = self.values(packed)
+            if not packed.idle:
+                note(batch, packed, "values", values)
+                done += packed.samples
+        self.ranks.exchange(batch, done, "values")
 
     def accumulate(self, batch: Batch, row: Algorithm, settings: Settings, sums: Sums) -> Tensor:
         """The gradient of sum_t w_t·m_t over an update, every weight fixed before its first micro-batch (law 3). -> its norm."""
@@ -72,7 +81,9 @@ class Critic:
         weight_N = row.aggregate(batch.lengths_N).float().to(self.loaded.device)
         for packed in self._cut(batch, settings):
             loss_T, clipped_T = row.value(self.values(packed), gather(batch, packed, "values"), gather(batch, packed, "returns"))
-            (weight_N[packed.sample] * loss_T).sum().backward()
+            (weight_N[packed.sample] * loss_T).sum().mul(not packed.idle).backward()
+            if packed.idle:
+                continue
             sums.add(0.0, {"value": loss_T.detach(), "value_clipped": clipped_T})
         return self.weights.gradient_norm()
 
@@ -91,4 +102,11 @@ class Critic:
         self.weights.move(device)
 
     def _cut(self, batch: Batch, settings: Settings) -> Iterator[Packed]:
-        return micro_batches(batch, settings.micro_tokens, share=settings.share_prompts, device=self.loaded.device)
+        return micro_batches(
+            batch,
+            settings.micro_tokens,
+            share=settings.share_prompts,
+            device=self.loaded.device,
+            rank=self.ranks.rank,
+            ranks=self.ranks.size,
+        )

@@ -20,12 +20,15 @@ class MasterWeights:
 
     def __init__(self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> None:
         self.names, self.compute = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
-        self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.compute]
+        self.masters = self._masters()
         decay = [m for m in self.masters if m.ndim >= 2]
         plain = [m for m in self.masters if m.ndim < 2]
         groups = [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=1e-8, fused=True)
         self._arm()
+
+    def _masters(self) -> list[Tensor]:
+        return [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.compute]
 
     def _arm(self) -> None:
         """In bf16 every gradient moves into its master's fp32 accumulator as soon as autograd is done with it."""
@@ -63,6 +66,9 @@ class MasterWeights:
             group["lr"] = lr
         self.adamw.step()
         weights_changed()  # the fused step does not count as a change of its tensors
+        return self._changed() if lr > 0 else 0.0
+
+    def _changed(self) -> float:
         changed = total = 0
         with torch.no_grad():
             for parameter, master in zip(self.compute, self.masters):
@@ -71,7 +77,15 @@ class MasterWeights:
                     changed += int((fresh != parameter).sum())
                     total += fresh.numel()
                     parameter.copy_(fresh)
-        return changed / total if total else float(lr > 0)
+        return changed / total if total else 1.0
+
+    def full(self, i: int, piece: Tensor) -> Tensor:
+        """The whole of a tensor that is kept like master `i`: a master, one of its moments."""
+        return piece
+
+    def shard(self, i: int, full: Tensor) -> Tensor:
+        """What is kept here of it."""
+        return full
 
     def zero_grad(self) -> None:
         self.adamw.zero_grad(set_to_none=False)

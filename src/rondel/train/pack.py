@@ -163,10 +163,23 @@ class Packed:
     sample: Tensor
     layout: PackedLayout
     routes: Tensor | None = None  # [T,L,K] to be replayed
+    idle: bool = False  # another rank computes it: only the pass counts
 
 
-def micro_batches(batch: Batch, budget: int, *, share: bool = True, device: torch.device | str = "cpu") -> Iterator[Packed]:
-    """Cut by a token budget that cannot change the result. Siblings stay together while they fit, so that they share their prompt."""
+def micro_batches(
+    batch: Batch, budget: int, *, share: bool = True, device: torch.device | str = "cpu", rank: int = 0, ranks: int = 1
+) -> Iterator[Packed]:
+    """Those of one rank, in turn; every rank gets as many, the last ones idle where there are too few."""
+    cuts = _cut(batch, budget, share=share, ranks=ranks)
+    for i in range(rank, -(-len(cuts) // ranks) * ranks, ranks):
+        packed = pack(batch, cuts[i % len(cuts)], share=share, device=device)
+        packed.idle = i >= len(cuts)
+        yield packed
+
+
+def _cut(batch: Batch, budget: int, *, share: bool, ranks: int) -> list[list[int]]:
+    """By a token budget that cannot change the result. Siblings stay together while they fit, so that they share their prompt."""
+    cuts: list[list[int]] = []
     taken: list[int] = []
     cost = 0
     shared: dict[int, int] = {}  # of a whole run of siblings: any part of it shares at least as much
@@ -175,17 +188,17 @@ def micro_batches(batch: Batch, budget: int, *, share: bool = True, device: torc
         shared |= {i: prompt for i in family[1:]}
     sizes = [len(s.tokens) - shared.get(i, 0) for i, s in enumerate(batch.samples)]
     if sizes:  # parts of equal size: a small last one would still pay for a whole pass over the gradients
-        even = -(-sum(sizes) // -(-sum(sizes) // budget))
+        parts = -(-sum(sizes) // budget)
+        even = -(-sum(sizes) // (-(-parts // ranks) * ranks))
         budget = min(budget, even + max(sizes))
     for i, sample in enumerate(batch.samples):
         extra = sizes[i] if taken else len(sample.tokens)
         if taken and cost + extra > budget:
-            yield pack(batch, taken, share=share, device=device)
+            cuts.append(taken)
             taken, cost, extra = [], 0, len(sample.tokens)
         taken.append(i)
         cost += extra
-    if taken:
-        yield pack(batch, taken, share=share, device=device)
+    return [*cuts, taken] if taken else cuts
 
 
 def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.device | str = "cpu") -> Packed:

@@ -25,8 +25,9 @@ from rondel.train import annotate as notes
 from rondel.train import checkpoint
 from rondel.train.credit import credit, kl_of_samples
 from rondel.train.mismatch import DENSE, MIXTURE, Alarm, measure
-from rondel.train.optim import MasterWeights, learning_rate
+from rondel.train.optim import learning_rate
 from rondel.train.pack import Batch, Packed, micro_batches
+from rondel.train.parallel import ALONE, Alone
 from rondel.words.errors import TrainError
 from rondel.words.events import Warned, emit
 from rondel.words.types import Manifest, Route, StepStats
@@ -81,17 +82,25 @@ class LocalTrainer:
         draft: DraftTrainer | None = None,
         critic: Critic | None = None,
         teacher: Loaded | None = None,
+        warmup: Settings | None = None,
+        ranks: Alone = ALONE,
     ) -> None:
-        self.loaded, self.settings, self._run, self.draft, self.critic = loaded, settings, run, draft, critic
-        self.weights = MasterWeights(loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)
+        self.main, self.warmup, self._run, self.draft, self.critic, self.ranks = settings, warmup, run, draft, critic, ranks
+        wants_start = "ref_logprobs" in needs or settings.start_probe > 0
+        self.start = ranks.hold(_frozen(loaded)) if wants_start else None
+        self.teacher = ranks.hold(teacher) if teacher else None
+        self.loaded = ranks.hold(loaded)
+        self.weights = ranks.own(self.loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)
         self.step_number = self.bad_steps = 0
         self.version = 0
         self.alarm = Alarm(MIXTURE if loaded.routers else DENSE)
         self.kl_coef: float | None = None  # where a KL with a target has got to
         self.moved = False  # did the last step write other bits into the weights that the engine reads?
-        wants_start = "ref_logprobs" in needs or settings.start_probe > 0
-        self.start = _frozen(loaded) if wants_start else None
-        self.teacher = teacher
+
+    @property
+    def settings(self) -> Settings:
+        """Those of the step that comes: a supervised phase has its own."""
+        return self.warmup if self.warmup is not None and self.step_number < self.main.first_step else self.main
 
     # -- the verbs of the protocol ---------------------------------------------------------------
 
@@ -108,8 +117,8 @@ class LocalTrainer:
         """Hand the tensors themselves to the route; nothing is copied."""
 
         def work() -> Manifest:
-            route.data.update(names.weights(self.loaded.model))
-            return names.manifest(self.loaded.model, self.version)
+            route.data.update(self.ranks.whole(self.loaded.model))
+            return names.manifest_of(route.data.items(), self.version)
 
         return await self._run(work)
 
@@ -132,7 +141,8 @@ class LocalTrainer:
     # -- on the device's thread ------------------------------------------------------------------
 
     def _annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        how = dict(budget=self.settings.micro_tokens, temperature=self.settings.temperature, share=self.settings.share_prompts)
+        settings = self.settings
+        how = dict(budget=settings.micro_tokens, temperature=settings.temperature, share=settings.share_prompts, ranks=self.ranks)
         for need, source in (
             ("proximal_logprobs", self.loaded),
             ("ref_logprobs", self.start),
@@ -202,6 +212,7 @@ class LocalTrainer:
             self.weights.zero_grad()
             stepped, note = False, f"{fault} (update {taken + 1} of {len(updates)}, {taken} were taken)" if taken else str(fault)
             self._count_bad(note)
+        sums.gather(self.ranks)
         metrics = sums.metrics(len(updates)) | known
         metrics["train/lr"] = rate
         if critic is not None:
@@ -242,10 +253,19 @@ class LocalTrainer:
         weight_N = weight * algo.aggregate(counted(algo, batch.lengths_N, decided)).float().to(self.loaded.device)
         score_N = torch.tensor([s.reward for s in batch.samples], dtype=torch.float32, device=self.loaded.device)
         guided_N = torch.tensor([s.guided for s in batch.samples], dtype=torch.bool, device=self.loaded.device)
-        for packed in micro_batches(batch, self.settings.micro_tokens, share=self.settings.share_prompts, device=self.loaded.device):
+        faults: list[str] = []
+        done: list[int] = []
+        for packed in micro_batches(
+            batch,
+            self.settings.micro_tokens,
+            share=self.settings.share_prompts,
+            device=self.loaded.device,
+            rank=self.ranks.rank,
+            ranks=self.ranks.size,
+        ):
             tape = notes.replaying(self.loaded, packed) if self.settings.replay_routes else None
             logprobs, entropy = notes.forward(self.loaded, packed, temperature=self.settings.temperature, tape=tape)
-            _check("logprob", logprobs, batch, packed)
+            faults += _fault("logprob", logprobs, batch, packed)
             behavior = notes.gather(batch, packed, "behavior") if algo.needs else None  # demonstrations were drawn from no policy
             proximal = notes.gather(batch, packed, "proximal") if proximal_noted else logprobs.detach()
             loss, terms = objective(
@@ -256,24 +276,30 @@ class LocalTrainer:
                 behavior_T=behavior,
                 ref_T=notes.gather(batch, packed, "ref") if "ref_logprobs" in algo.needs else None,
                 advantages_T=notes.gather(batch, packed, "advantages"),
-                weight_T=weight_N[packed.sample],
+                weight_T=weight_N[packed.sample] * (not packed.idle),
                 sample_T=packed.sample,
                 score_T=score_N[packed.sample],
                 guided_T=guided_N[packed.sample],
                 decided=Ahead(**{name: notes.gather(batch, packed, name) for name, known in vars(decided).items() if known is not None}),
             )
-            _check("ratio", terms["ratio"], batch, packed)
+            faults += _fault("ratio", terms["ratio"], batch, packed)
             loss.backward()
+            if packed.idle:
+                continue
+            done += packed.samples
             notes.note(batch, packed, "trained", proximal)  # of the version that began the step, as the gap is
             sums.packed += len(packed.tokens)
             sums.add(loss.detach(), {**terms, "entropy": entropy.detach()})
             if tape is not None:
                 sums.routed(tape.flips)
+        if told := [fault for found in self.ranks.everyone(faults) for fault in found]:  # no rank leaves a pass that the others wait for
+            raise NotFinite(told[0])
+        self.ranks.exchange(batch, done, "trained")
 
     def _kl_to_start(self, batch: Batch) -> float:
         """k3 estimate of KL(policy || starting weights) on the first samples, in nats a token."""
         probe = Batch(batch.samples[: self.settings.start_probe])
-        notes.annotate(self.start, probe, "start", budget=self.settings.micro_tokens, temperature=self.settings.temperature)
+        notes.annotate(self.start, probe, "start", budget=self.main.micro_tokens, temperature=self.main.temperature, ranks=self.ranks)
         return float(k3(torch.cat([torch.from_numpy(s.notes["trained"] - s.notes["start"]) for s in probe.samples])).mean())
 
     def _count_bad(self, note: str) -> None:
@@ -304,6 +330,12 @@ class Sums:
         """Share of each token's own choice of experts that the engine's record does not hold."""
         for layer, flips in enumerate(flips_L):
             self.terms.setdefault(f"flips_{layer}", []).append(flips.cpu())
+
+    def gather(self, ranks: Alone) -> None:
+        """All that the ranks have summed."""
+        told = ranks.everyone((self.loss, self.packed, {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces}))
+        self.loss, self.packed = sum(loss for loss, _, _ in told), sum(packed for _, packed, _ in told)
+        self.terms = {name: [terms[name] for _, _, terms in told if name in terms] for name in {n: 0 for _, _, t in told for n in t}}
 
     def put(self, name: str, value: float) -> None:
         self.values[name] = max(value, self.values.get(name, value))
@@ -383,11 +415,9 @@ def _check_samples(batch: Batch) -> None:
             raise NotFinite(f"{border}: not finite for {_some(batch, bad)}")
 
 
-def _check(border: str, values_M: Tensor, batch: Batch, packed: Packed) -> None:
+def _fault(border: str, values_M: Tensor, batch: Batch, packed: Packed) -> list[str]:
     finite = torch.isfinite(values_M)
-    if not bool(finite.all()):
-        bad = packed.sample[~finite].unique().tolist()
-        raise NotFinite(f"{border}: not finite for {_some(batch, bad)}")
+    return [] if bool(finite.all()) else [f"{border}: not finite for {_some(batch, packed.sample[~finite].unique().tolist())}"]
 
 
 def _some(batch: Batch, samples: Sequence[int]) -> str:

@@ -161,10 +161,8 @@ class Worker:
 
     def _tell(self, event: Event) -> None:
         """Readers of events are not made for threads: they hear it on the event loop that asks this worker."""
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(emit, event) if self._loop else emit(event)
-        except RuntimeError:  # the loop has ended
-            pass
 
     def _settle(self, number: int, kind: str, value: Any) -> None:
         with self._guard:

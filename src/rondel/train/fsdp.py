@@ -1,0 +1,165 @@
+"""More than one rank: parameters, gradients and AdamW's moments in shards (FSDP2), gathered around each pass.  SPEC B2.
+
+master   fp32, a shard a rank     what AdamW moves
+compute  bf16 (the model's dtype), whole, from the gathering before a layer's pass to the end of it
+gradient bf16 in the pass, summed over the ranks in fp32: summed and not averaged, since every weight of the loss is global already
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from rondel.models import linear
+from rondel.models.head import Head
+from rondel.models.load import Loaded
+from rondel.models.names import weights as named
+from rondel.train.optim import MasterWeights
+from rondel.train.parallel import Alone
+
+
+class Sharded(Alone):
+    """`size` ranks of one group; `meeting` is where they find each other: "file:///shared/path" or "tcp://host:port"."""
+
+    def __init__(self, rank: int, size: int, meeting: str, *, device: str = "cpu", patience: float = 600.0) -> None:
+        self.rank, self.size = rank, size
+        dist.init_process_group(
+            "gloo" if device == "cpu" else "nccl",
+            init_method=meeting,
+            rank=rank,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=patience),
+        )
+        self.mesh = init_device_mesh(device.partition(":")[0], (size,))
+
+    def hold(self, loaded: Loaded) -> Loaded:
+        """Each layer is gathered when its pass begins and let go when it ends; embedding, last norm and head stay for the whole pass."""
+        model, dtype = loaded.model, loaded.dtype
+        linear.loosen(model)
+        if any(p.requires_grad for p in model.parameters()):
+            model.float()
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        head = model.get_output_embeddings()
+        if head.weight.shape[0] == 1:  # a critic's: its one number is computed in full precision
+            fully_shard(head, mesh=self.mesh, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32), reshard_after_forward=False)
+        for layer in _layers(model):
+            fully_shard(layer, mesh=self.mesh, mp_policy=policy)
+        fully_shard(model, mesh=self.mesh, mp_policy=policy)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        model.enter = MethodType(_enter, model)
+        register_fsdp_forward_method(model, "enter")
+        head = Head.of(model)
+
+        def within(work: Callable[[Head], Any]) -> Any:
+            return model.enter(lambda: work(replace(head, weight=_now(model).weight, bias=getattr(_now(model), "bias", None))))
+
+        head.stack = linear.Loose()
+        return replace(loaded, model=model, head=head, enter=within, compute=dtype)
+
+    def own(self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> MasterWeights:
+        return ShardedWeights(model, self.mesh, betas=betas, weight_decay=weight_decay)
+
+    def whole(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        dtype = next(m for m in model.modules() if isinstance(m, FSDPModule))._get_fsdp_state()._mp_policy.param_dtype
+        for name, parameter in named(model):
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            yield name, full.to(dtype) if dtype and full.is_floating_point() else full
+
+    def everyone(self, value: Any) -> list[Any]:
+        told: list[Any] = [None] * self.size
+        dist.all_gather_object(told, value)
+        return told
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+class ShardedWeights(MasterWeights):
+    """The shards of one rank. The module's parameters are the masters; a rounded copy of the shard says whether a step moved any bits."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, *, betas: tuple[float, float], weight_decay: float) -> None:
+        self.mesh = mesh
+        self.dtype = next(m for m in model.modules() if isinstance(m, FSDPModule))._get_fsdp_state()._mp_policy.param_dtype
+        super().__init__(model, betas=betas, weight_decay=weight_decay)
+        self._rounded = [m.to(self.dtype, copy=True) for m in self.masters] if self.dtype != torch.float32 else []
+
+    def _masters(self) -> list[Tensor]:
+        return [p.detach().to_local() for p in self.compute]
+
+    def _arm(self) -> None:
+        """FSDP sums gradients in fp32 itself."""
+
+    def gradient_norm(self) -> Tensor:
+        for parameter, master in zip(self.compute, self.masters):
+            master.grad = None if parameter.grad is None else parameter.grad.to_local()
+        square = super().gradient_norm() ** 2
+        dist.all_reduce(square, group=self.mesh.get_group())
+        return square.sqrt()
+
+    def _changed(self) -> float:
+        if not self._rounded:
+            return 1.0
+        counts = torch.zeros(2, dtype=torch.float64)
+        for master, rounded in zip(self.masters, self._rounded):
+            fresh = master.to(self.dtype)
+            counts += torch.tensor([int((fresh != rounded).sum()), fresh.numel()], dtype=torch.float64)
+            rounded.copy_(fresh)
+        dist.all_reduce(counts, group=self.mesh.get_group())
+        return float(counts[0] / counts[1])
+
+    def zero_grad(self) -> None:
+        for parameter, master in zip(self.compute, self.masters):
+            parameter.grad = master.grad = None
+
+    def full(self, i: int, piece: Tensor) -> Tensor:
+        """The whole of a tensor that lies in shards like parameter `i`; every rank asks."""
+        like = self.compute[i]
+        if piece.shape != self.masters[i].shape:
+            return piece  # AdamW's count of steps
+        return DTensor.from_local(
+            piece.contiguous(), self.mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        ).full_tensor()
+
+    def shard(self, i: int, full: Tensor) -> Tensor:
+        """This rank's part of a whole tensor: dimension 0 in equal pieces, the last ones shorter or empty."""
+        like = self.compute[i]
+        if full.shape != like.shape:
+            return full
+        pieces = full.chunk(self.mesh.size(), 0)
+        rank = self.mesh.get_local_rank()
+        return pieces[rank] if rank < len(pieces) else full[:0]
+
+    def load_masters(self, weights: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for i, (name, master) in enumerate(zip(self.names, self.masters)):
+                master.copy_(self.shard(i, weights[name]))
+            for master, rounded in zip(self.masters, self._rounded):
+                rounded.copy_(master)
+
+
+def _enter(model: nn.Module, work: Callable[[], Any]) -> Any:
+    """A pass through the model: FSDP gathers what lies at its root, and lets go of it after the backward pass."""
+    return work()
+
+
+def _now(model: Any) -> nn.Module:
+    return model.get_output_embeddings()
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """What is gathered as one: the blocks that transformers, too, never splits."""
+    blocks = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in blocks and module is not model]

@@ -1,0 +1,62 @@
+"""Who computes which part of a batch. Every rank holds the whole batch, so every denominator is global before any split (law 3).
+
+    micro-batches  0 1 2 3 4      rank 0:  0  2  4      rank 1:  1  3 (0)     idle: makes the pass, since all ranks gather the weights
+                                                                               for it together, and counts nothing
+What one rank found out about its tokens is exchanged, so that all of them go on with the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from rondel.models import names
+from rondel.train.optim import MasterWeights
+
+if TYPE_CHECKING:
+    from rondel.models.load import Loaded
+    from rondel.train.pack import Batch
+
+
+class Alone:
+    """One rank: everything is its own."""
+
+    rank, size = 0, 1
+
+    @property
+    def leads(self) -> bool:
+        """Writes what all of them have."""
+        return self.rank == 0
+
+    def hold(self, loaded: Loaded) -> Loaded:
+        """The model as this rank keeps it."""
+        return loaded
+
+    def own(self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> MasterWeights:
+        """Masters and AdamW of what this rank keeps of a model."""
+        return MasterWeights(model, betas=betas, weight_decay=weight_decay)
+
+    def whole(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, tensor in the compute dtype) of everything a receiver needs."""
+        return names.weights(model)
+
+    def everyone(self, value: Any) -> list[Any]:
+        """What each rank says, in their order."""
+        return [value]
+
+    def exchange(self, batch: Batch, mine: Iterable[int], *notes: str) -> None:
+        """Give the others the notes of the samples that this rank computed."""
+        if self.size == 1:
+            return
+        found = {i: {name: batch.samples[i].notes[name] for name in notes if name in batch.samples[i].notes} for i in set(mine)}
+        for theirs in self.everyone(found):
+            for i, told in theirs.items():
+                batch.samples[i].notes.update(told)
+
+    def close(self) -> None:
+        pass
+
+
+ALONE = Alone()

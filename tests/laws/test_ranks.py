@@ -1,0 +1,245 @@
+"""Two ranks of FSDP2 over gloo are one rank: gradients, steps, metrics, faults and checkpoints, whatever the row (law 3, SPEC B2)."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from algos_kit import lively
+from train_kit import awkward_groups, batch, inline, model, row
+
+from rondel.algos.table import TABLE
+from rondel.models import names
+from rondel.runtime.cluster.process import ProcessCluster
+from rondel.train.credit import credit
+from rondel.train.critic import Critic
+from rondel.train.fsdp import Sharded
+from rondel.train.parallel import ALONE, Alone
+from rondel.train.step import LocalTrainer, Settings, Sums
+from rondel.words.types import Route, Score
+
+MODELS = ("llama", "tied", "qwen3", "gemma3_text")
+
+
+class Rank:
+    """A trainer among its ranks, in a process of its own."""
+
+    def __init__(self, rank: int, size: int, meeting: str) -> None:
+        torch.set_num_threads(1)
+        self.ranks: Alone = Sharded(rank, size, meeting, patience=60) if size > 1 else ALONE
+
+    def make(self, kind: str, dtype: str = "float32", algo=None, *, teacher: bool = False, **settings) -> None:
+        loaded, chosen = model(kind, dtype), Settings(**{"lr": 1e-3, "critic_lr": 1e-3, "start_probe": 0, **settings})
+        needs = algo.needs if algo else frozenset()
+        critic = Critic(copy.deepcopy(loaded), chosen, ranks=self.ranks) if "values" in needs else None
+        self.trainer = LocalTrainer(
+            loaded, chosen, run=inline, needs=needs, critic=critic, teacher=model("tied") if teacher else None, ranks=self.ranks
+        )
+
+    def gradient(self, b, algo, *, micro_tokens: int = 10**6, noted: bool = False) -> np.ndarray:
+        """Of one update, whole, in one vector."""
+        t = self.trainer
+        t.main = replace(t.main, micro_tokens=micro_tokens)
+        t.weights.zero_grad()
+        if not noted:
+            t._annotate(b, algo.needs)
+            credit(b, algo)
+        t._accumulate(b, algo, Sums(), proximal_noted=noted)
+        t.weights.gradient_norm()
+        return self._whole(t.weights)
+
+    def _whole(self, w) -> np.ndarray:
+        grads = [torch.zeros_like(m) if m.grad is None else m.grad for m in w.masters]
+        return torch.cat([w.full(i, g).flatten() for i, g in enumerate(grads)]).double().numpy()
+
+    def step(self, b, algo) -> tuple[bool, dict[str, float], str, list[dict[str, np.ndarray]]]:
+        done = _now(self.trainer.step(b, algo))
+        return done.stepped, done.metrics, done.note, [s.notes for s in b.samples]
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return {name: t.float().numpy().copy() for name, t in self.ranks.whole(self.trainer.loaded.model)}
+
+    def masters(self) -> np.ndarray:
+        w = self.trainer.weights
+        return torch.cat([w.full(i, m.detach()).flatten() for i, m in enumerate(w.masters)]).double().numpy()
+
+    def save(self, path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        _now(self.trainer.save(path))
+
+    def load(self, path) -> None:
+        _now(self.trainer.load(path))
+
+    def published(self) -> tuple[str, dict[str, str]]:
+        route = Route("tensor", {})
+        manifest = _now(self.trainer.publish(route))
+        return manifest.root, {name: names.digest(t) for name, t in route.data.items()}
+
+
+def _now(coroutine):
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("it waited")
+
+
+class Pair:
+    """The same call on both ranks."""
+
+    def __init__(self, ranks) -> None:
+        self.ranks = ranks
+
+    def __getattr__(self, verb):
+        def call(*args, **how):
+            asked = [rank._ask(verb, args, how) for rank in self.ranks]
+            return [answer.result(120) for answer in asked]
+
+        return call
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    cluster = ProcessCluster(folder / "logs")
+    meeting = f"file://{folder}/meeting"
+    yield Pair([cluster.spawn(f"rank-{r}", Rank, r, 2, meeting) for r in range(2)])
+    cluster.close()
+
+
+def apart(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_two_ranks_have_the_gradient_of_one(pair, kind):
+    algo = row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})
+    alone, b = Rank(0, 1, ""), batch(awkward_groups(), algo)
+    alone.make(kind, algo=algo)
+    pair.make(kind, algo=algo)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    for micro_tokens in (1, 40, 10**6):  # an odd and an even number of micro-batches
+        for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
+            assert apart(got, whole) <= 1e-6
+
+
+@pytest.mark.parametrize("name", list(TABLE))
+def test_every_row_has_the_same_gradient_on_two_ranks(pair, name):
+    """As tests/laws/test_split.py has it for micro-batches: a stale batch with demonstrations and singled-out tokens."""
+    algo, rng = lively(TABLE[name]), np.random.default_rng(0)
+    groups = awkward_groups()
+    for x in (x for g in groups for x in g.trajectories):
+        x.score = Score(x.reward + 0.7, {"right": float(rng.integers(2)), "form": float(rng.integers(3))})
+    alone, b = Rank(0, 1, ""), batch(groups, algo) if not algo.needs & {"greedy"} else None
+    if b is None:
+        from rondel.train.pack import batch_of
+
+        b = batch_of(groups)
+        for s in b.samples:
+            s.baseline = 0.3
+    alone.make("llama", algo=algo, teacher=True)
+    alone.trainer._annotate(b, algo.needs | {"proximal_logprobs"})
+    credit(b, algo)
+    for s in b.samples:
+        own = s.notes["proximal"]
+        s.behavior = own + rng.normal(0, 0.2, len(own)).astype(np.float32)
+        s.notes["proximal"] = own + rng.normal(0, 0.2, len(own)).astype(np.float32)
+        s.guided = bool(rng.integers(2))
+    pair.make("llama", algo=algo, teacher=True)
+    whole = alone.gradient(copy.deepcopy(b), algo, noted=True)
+    assert np.linalg.norm(whole) > 1e-3
+    for got in pair.gradient(copy.deepcopy(b), algo, noted=True, micro_tokens=40):
+        assert apart(got, whole) <= 1e-6
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", "float32"), ("tied", "float32"), ("gemma3_text", "float32"), ("llama", "bfloat16")])
+def test_five_steps_on_two_ranks_end_where_one_ends(pair, kind, dtype):
+    algo = row("ppo", kl={"coef": 0.05}) if kind == "llama" else row("grpo", kl={"coef": 0.1})
+    alone = Rank(0, 1, "")
+    how = {"lr": 1e-3, "micro_tokens": 40, "updates_per_step": 2, "start_probe": 8}
+    alone.make(kind, dtype, algo, **how)
+    pair.make(kind, dtype, algo, **how)
+    for number in range(5):
+        groups = awkward_groups(number)
+        one = alone.step(batch(groups, algo), algo)
+        two = pair.step(batch(groups, algo), algo)
+        near = 2e-4 if dtype == "float32" else 0.1
+        assert two[0][0] and {k for k in two[0][1]} == {k for k in one[1]}
+        for name in one[1].keys() - {k for k in one[1] if k.endswith("_s")} - {"train/packed_tokens", "train/weights_changed"}:
+            assert two[0][1][name] == pytest.approx(one[1][name], rel=near, abs=near), name
+            assert two[0][1][name] == two[1][1][name], name
+        for mine, theirs, others in zip(one[3], two[0][3], two[1][3]):
+            assert mine.keys() == theirs.keys() == others.keys()
+            for name in mine:
+                np.testing.assert_allclose(theirs[name], mine[name], atol=near * 5, rtol=near)
+                np.testing.assert_array_equal(theirs[name], others[name])
+    ours = alone.masters()
+    for masters in pair.masters():
+        assert apart(masters, ours) <= (1e-5 if dtype == "float32" else 2e-3)
+
+
+def test_gradients_agree_at_each_step_from_equal_parameters(pair, tmp_path):
+    """AdamW turns rounding of a gradient near zero into a whole step, so parameters are made equal again after every one."""
+    algo, alone = row("grpo"), Rank(0, 1, "")
+    alone.make("llama", algo=algo)
+    pair.make("llama", algo=algo)
+    for number in range(5):
+        b = batch(awkward_groups(number), algo)
+        whole = alone.gradient(copy.deepcopy(b), algo)
+        assert all(apart(got, whole) <= 1e-6 for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=40))
+        alone.step(copy.deepcopy(b), algo)
+        alone.save(tmp_path / str(number))
+        pair.load(tmp_path / str(number))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_of_two_resumes_on_one_and_the_reverse(pair, tmp_path, dtype):
+    algo, alone = row("grpo", kl={"coef": 0.1}), Rank(0, 1, "")
+    alone.make("tied", dtype, algo)
+    pair.make("tied", dtype, algo)
+    for number in range(2):
+        pair.step(batch(awkward_groups(number), algo), algo)
+    pair.save(tmp_path / "two")
+    alone.load(tmp_path / "two")
+    np.testing.assert_array_equal(alone.masters(), pair.masters()[0])
+    assert pair.weights()[0].keys() == alone.weights().keys()
+    for name, tensor in alone.weights().items():
+        np.testing.assert_array_equal(tensor, pair.weights()[0][name])
+    alone.save(tmp_path / "one")
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        from safetensors.torch import load_file
+
+        ours, theirs = load_file(tmp_path / "one" / file), load_file(tmp_path / "two" / file)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[k], theirs[k]) for k in ours if k != "rng")
+    pair.load(tmp_path / "one")
+    for number in range(2, 4):
+        one, two = alone.step(batch(awkward_groups(number), algo), algo), pair.step(batch(awkward_groups(number), algo), algo)
+        assert two[0][1]["train/grad_norm"] == pytest.approx(one[1]["train/grad_norm"], rel=1e-4 if dtype == "float32" else 0.05)
+    shutil.rmtree(tmp_path)
+
+
+def test_what_two_ranks_publish_is_what_one_would(pair):
+    alone = Rank(0, 1, "")
+    alone.make("tied", "bfloat16")
+    pair.make("tied", "bfloat16")
+    assert [told for told in pair.published()] == [alone.published()] * 2
+
+
+def test_a_fault_on_one_rank_is_everyones(pair):
+    """A rank that stopped alone would leave the others waiting in the next gathering."""
+    algo, alone = row("grpo"), Rank(0, 1, "")
+    b = batch(awkward_groups(), algo)
+    b.samples[3].tokens = b.samples[3].tokens.copy()
+    alone.make("llama", algo=algo)
+    pair.make("llama", algo=algo)
+    before = pair.masters()[0]
+    b.samples[3].advantages[:] = 1.0
+    b.samples[3].behavior[:] = -np.inf
+    (stepped, _, note, _), (other, _, same, _) = pair.step(b, row("grpo", correction={"kind": "importance"}))
+    assert (stepped, other) == (False, False) and note == same and "group 3, sample 3" in note
+    np.testing.assert_array_equal(pair.masters()[0], before)
