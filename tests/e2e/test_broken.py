@@ -52,6 +52,8 @@ RECIPES = {
     "demonstrations that nobody reads": (["--algo.guides=1"], "use kind = 'luffy'"),
     "a row without its teacher": (["--algo.kind=opd"], "name one with model.teacher"),
     "a teacher without a row": (['--model.teacher="somewhere"'], "model.teacher has no effect"),
+    "a reference before the supervised phase": (["--algo.kl.coef=0.1", "--loop.warmup.steps=2"], "algo.kl.coef with loop.warmup"),
+    "pairs scored by a reference before it": (["--algo.kind=online_dpo", "--loop.warmup.steps=2"], "kind = 'online_dpo' with loop.warmup"),
     "rewards beside rewards": (['--algo.beside=[{ kind = "grpo" }]'], "Use kind = 'sft'"),
     "a row of parts and a reward without": (["--algo.kind=gdpo"], "reads the parts of the reward, which are: none"),
     "a knob without effect": (["--algo.kl.kind=k2"], "coef"),

@@ -36,7 +36,7 @@ def refuse_untrainable(sampling: Sampling) -> None:
 
 
 def _baseline(job: Job, row: Algorithm) -> None:
-    if row.name != "sft" and job.algo.group_size == 1 and getattr(row.advantage, "compares", False):
+    if job.algo.group_size == 1 and getattr(row.advantage, "compares", False):
         raise ConfigError(
             f"algo.group_size = 1 gives {row.name} no baseline: every advantage would be 0. Use 4 or more, or kind = 'reinforce'"
         )
@@ -71,8 +71,9 @@ def _teacher(job: Job, row: Algorithm) -> None:
 
 
 def _reference(job: Job, row: Algorithm) -> None:
-    if job.loop.warmup.steps and row.kl.coef:
+    if job.loop.warmup.steps and "ref_logprobs" in row.needs:
+        asks = "algo.kl.coef" if row.kl.coef else f"algo.kind = '{row.name}'"
         raise ConfigError(
-            "algo.kl.coef with loop.warmup: the reference would be the model before its supervised phase. Run the warmup as a run of its own "
+            f"{asks} with loop.warmup: the reference would be the model before its supervised phase. Run the warmup as a run of its own "
             "(loop.steps = 0) and start from its checkpoint with model.path"
         )
