@@ -10,7 +10,7 @@ import torch
 
 from rondel.algos.mixture import Mixture
 from rondel.algos.table import Algorithm, resolve
-from rondel.assemble.refusals import refuse
+from rondel.assemble.refusals import refuse, refuse_unanswered, refuse_without_routes
 from rondel.assemble.rollouts import Shown, shown_of
 from rondel.filter import FILTERS, chain
 from rondel.filter.complete import Complete
@@ -83,6 +83,9 @@ def build(job: Job) -> Parts:
     find("trainer", job.trainer.kind, {"fsdp": LocalTrainer})
     name = pick_device(job.place.device)
     tasks = load_tasks(job.task.data, env=job.task.env)
+    for key, shows in (("algo.guides", job.algo.guides), ("loop.warmup", job.loop.warmup.steps)):
+        if shows:
+            refuse_unanswered(key, tasks.train)
     env = env_of(job)
     shown = shown_of(job, tasks, rows_beside(job))
     pool = RewardPool(job.task.reward, workers=job.task.reward_workers, timeout=job.task.reward_timeout)
@@ -183,7 +186,10 @@ def replays(job: Job, loaded: Loaded) -> bool:
     wanted = job.trainer.routing_replay
     if wanted is True and not loaded.routers:
         raise ConfigError(f"trainer.routing_replay = true, but '{loaded.name}' is dense: it has no routers. Leave it at \"auto\"")
-    return loaded.routers > 0 and wanted is not False
+    if not loaded.routers or wanted is False:
+        return False
+    refuse_without_routes(job)
+    return True
 
 
 def replay_fact(job: Job, loaded: Loaded) -> str:

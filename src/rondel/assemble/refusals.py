@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rondel.words.config import Critic, Job
-from rondel.words.errors import ConfigError
-from rondel.words.types import Sampling
+from rondel.words.errors import ConfigError, DataError
+from rondel.words.types import Sampling, Task
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
@@ -32,6 +32,23 @@ def refuse_untrainable(sampling: Sampling) -> None:
         raise ConfigError(
             f"samples drawn with {names} cannot be trained: the trainer recomputes logits and temperature, and nothing else (law 4). Train with "
             "temperature above 0, top_k = 0, top_p = 1 and no penalties, bias, grammar or min_tokens; task.eval.sampling may use them all"
+        )
+
+
+def refuse_unanswered(key: str, tasks: list[Task]) -> None:
+    """A demonstration is the task's own answer."""
+    if lacking := next((t for t in tasks if "answer" not in t.data), None):
+        raise DataError(
+            f"{key}: task {lacking.id} has no 'answer' to show; it has: {', '.join(lacking.data)}. Name its field with answer = '...' in the data"
+        )
+
+
+def refuse_without_routes(job: Job) -> None:
+    """Routing replay needs the engine's record of every token, and no engine wrote a demonstration."""
+    if shown := [key for key in ("guides", "beside") if getattr(job.algo, key)]:
+        raise ConfigError(
+            f"algo.{shown[0]} with routing replay: a demonstration has no recorded routes, since no engine wrote it. "
+            "Set trainer.routing_replay = false"
         )
 
 
