@@ -24,6 +24,7 @@ from rondel.generate.envs.template import Template
 from rondel.models.aligned import align
 from rondel.models.compiled import Compiled
 from rondel.models.load import Loaded, load
+from rondel.models.vocabulary import same_words
 from rondel.planner import resolve as planner
 from rondel.runtime.devices import Device, Shared, pick_device
 from rondel.score.pool import RewardPool
@@ -244,10 +245,7 @@ def critic_of(job: Job, loaded: Loaded, settings: Settings) -> Critic:
     if path is None:
         return Critic(loaded, settings)
     other = load(path, dtype=job.model.dtype, device=str(loaded.device))
-    if other.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
-        raise ConfigError(
-            f"trainer.critic.path = {path!r} has another vocabulary than the policy '{loaded.name}'; it must read the same tokens"
-        )
+    same_words(loaded, other, who=f"trainer.critic.path = {path!r}", remedy="It must read the same tokens: take a model of the same family")
     return Critic(other, settings, follows=False)
 
 
@@ -256,11 +254,8 @@ def teacher_of(job: Job, loaded: Loaded) -> Loaded | None:
     if job.model.teacher is None:
         return None
     teacher = load(job.model.teacher, dtype=job.model.dtype, device=str(loaded.device))
-    if teacher.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
-        raise ConfigError(
-            f"model.teacher = {job.model.teacher!r} has another vocabulary than the policy '{loaded.name}': it cannot say how likely its "
-            "tokens are. Take a teacher of the same family"
-        )
+    remedy = "It cannot say how likely the policy's tokens are: take a teacher of the same family"
+    same_words(loaded, teacher, who=f"model.teacher = {job.model.teacher!r}", remedy=remedy)
     teacher.model.requires_grad_(False)
     return teacher
 
