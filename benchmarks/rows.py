@@ -3,6 +3,7 @@
     rondel bench rows --rows grpo,dr_grpo,dapo,gspo,cispo,rloo,reinforce_pp,ppo,opd --seeds 3 --json
 For every seed one supervised phase, then each row for `--steps` steps from its weights. The number is the mean reward of the last ten
 steps, averaged over the seeds, with the 95 % interval of Student's t over them. opd learns from what grpo has reached with the seed.
+`answers` were drawn in all: a row that drops groups draws more, for them and for those that were on their way.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> None:
 
     rows = a.rows.split(",")
     ends: dict[str, list[float]] = {row: [] for row in rows}
+    answers = dict.fromkeys(rows, 0)
     starts: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
         for seed in range(a.seeds):
@@ -48,23 +50,24 @@ def main(argv: list[str] | None = None) -> None:
                 }
                 if row == "opd":
                     changes |= {"model.teacher": last(home / "grpo")}
-                curve = train(home / row, seed, changes)
+                curve, drawn = train(home / row, seed, changes)
+                answers[row] += drawn
                 ends[row].append(mean(curve[-10:]))
                 if row == rows[0]:
                     starts.append(curve[0])
-                print(f"seed {seed} {row:<14} {curve[0]:.2f} -> {ends[row][-1]:.3f}", file=sys.stderr, flush=True)
+                print(f"seed {seed} {row:<14} {curve[0]:.2f} -> {ends[row][-1]:.3f}   {drawn:,} answers", file=sys.stderr, flush=True)
     table = {
-        row: {"reward": round(mean(values), 3), "plus_minus": half(values), "seeds": [round(v, 3) for v in values]}
+        row: {"reward": round(mean(values), 3), "plus_minus": half(values), "seeds": [round(v, 3) for v in values], "answers": answers[row]}
         for row, values in ends.items()
     }
     if not a.json:
         for row, got in table.items():
-            print(f"{row:<14} {got['reward']:.3f} ± {got['plus_minus']}   {got['seeds']}")
+            print(f"{row:<14} {got['reward']:.3f} ± {got['plus_minus']}   {got['seeds']}   {got['answers']:,} answers")
     report({"steps": a.steps, "start": round(mean(starts), 3), "rows": table}, only_json=True)
 
 
-def train(folder: Path, seed: int, changes: dict[str, Any]) -> list[float]:
-    """One run. -> the mean reward of each of its steps."""
+def train(folder: Path, seed: int, changes: dict[str, Any]) -> tuple[list[float], int]:
+    """One run. -> (the mean reward of each of its steps, answers that were drawn)."""
     from rondel.assemble import train as whole
     from rondel.words.config import Job
 
@@ -79,14 +82,16 @@ def train(folder: Path, seed: int, changes: dict[str, Any]) -> list[float]:
     whole(Job.read(RECIPE, common | changes), quiet=True)
     curve: list[float] = []
     rewards: list[float] = []
+    drawn = 0
     for line in (folder / "journal.jsonl").read_text(encoding="utf-8").splitlines():
         event = json.loads(line)
         if event["kind"] == "GroupFinished":
             rewards += event["rewards"]
+            drawn += len(event["lengths"])
         elif event["kind"] == "StepDone" and rewards:
             curve.append(mean(rewards))
             rewards = []
-    return curve
+    return curve, drawn
 
 
 def last(folder: Path) -> str:

@@ -52,6 +52,8 @@ RECIPES = {
     "demonstrations that nobody reads": (["--algo.guides=1"], "use kind = 'luffy'"),
     "a row without its teacher": (["--algo.kind=opd"], "name one with model.teacher"),
     "a teacher without a row": (['--model.teacher="somewhere"'], "model.teacher has no effect"),
+    "a reference before the supervised phase": (["--algo.kl.coef=0.1", "--loop.warmup.steps=2"], "algo.kl.coef with loop.warmup"),
+    "pairs scored by a reference before it": (["--algo.kind=online_dpo", "--loop.warmup.steps=2"], "kind = 'online_dpo' with loop.warmup"),
     "rewards beside rewards": (['--algo.beside=[{ kind = "grpo" }]'], "Use kind = 'sft'"),
     "a row of parts and a reward without": (["--algo.kind=gdpo"], "reads the parts of the reward, which are: none"),
     "a knob without effect": (["--algo.kl.kind=k2"], "coef"),
@@ -120,6 +122,32 @@ def test_data_files(capfd, tmp_path, name):
         (tmp_path / "tasks.jsonl").write_text(content)
     line = broken(capfd, tmp_path, recipe=recipe(tmp_path, f'{{ kind = "jsonl", path = "{tmp_path / "tasks.jsonl"}" }}'))
     assert said in line, line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["--algo.kind=luffy", "--algo.guides=1"], "algo.guides"),
+        (["--loop.warmup.steps=1"], "loop.warmup"),
+        (["--algo.beside=[{ kind = 'sft' }]"], "algo.beside"),
+    ],
+)
+def test_demonstrations_of_tasks_without_answers(capfd, tmp_path, overrides, key):
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "3 + 4 =", "level": 1}\n{"prompt": "5 + 4 =", "level": 1}\n')
+    data = f'{{ kind = "jsonl", path = "{tmp_path / "tasks.jsonl"}", answer = "" }}'
+    line = broken(capfd, tmp_path, *overrides, recipe=recipe(tmp_path, data))
+    assert f"{key}: task " in line and "has no 'answer' to show; it has: " in line and "level" in line, line
+
+
+MOE = "--model.path={ random = 'qwen3_moe', hidden_size = 32, num_hidden_layers = 1, moe_intermediate_size = 32, num_experts = 4, num_experts_per_tok = 2, num_attention_heads = 4, num_key_value_heads = 2 }"
+
+
+@pytest.mark.parametrize("shown", [["--algo.kind=luffy", "--algo.guides=1"], ["--algo.beside=[{ kind = 'sft' }]"]])
+def test_demonstrations_beside_a_mixture_of_experts_that_replays(capfd, tmp_path, shown):
+    """They have no routes; without the replay the same recipe trains."""
+    line = broken(capfd, tmp_path, MOE, *shown)
+    assert "with routing replay" in line and "trainer.routing_replay = false" in line, line
+    main_ok(capfd, "train", str(TINY), f"--run.folder={tmp_path / 'run'}", *SMALL, MOE, *shown, "--trainer.routing_replay=false", "--quiet")
 
 
 def test_files_that_are_no_recipes(capfd, tmp_path):

@@ -146,3 +146,17 @@ def test_rewards_of_any_size_are_evaluated(tmp_path):
     finally:
         stop()
     assert seen and all(e.low <= e.score <= e.high and e.low < 0 for e in seen)
+
+
+@pytest.mark.parametrize(
+    ("algo", "warned"),
+    [
+        ({"algo__kl": {"kind": "k1", "coef": 0.1, "where": "reward"}}, True),  # reads the behavior's logprobs, and corrects nothing
+        ({"algo__kind": "sft"}, False),
+        ({"algo__kind": "dppo_tv"}, False),
+        (TIS, False),
+    ],
+)
+def test_stale_tokens_without_a_correction_are_said_aloud(tmp_path, algo, warned):
+    run(tmp_path, loop__max_staleness=1, loop__warmup__steps=0, loop__steps=1, **algo)
+    assert any("without a correction" in e["message"] for e in events(tmp_path, "Warned")) is warned

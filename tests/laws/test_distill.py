@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import all_of, ask, engine
-from run_kit import run, tiny
+from run_kit import events, run, tiny
 from train_kit import KINDS, SMALL, batch, model, row, step, trainer
 
 from rondel.algos.scored import Scored
 from rondel.assemble.parts import build
 from rondel.models.attention import PackedLayout, Segment
 from rondel.models.load import load
+from rondel.runtime.journal import store
 from rondel.train.pack import Batch
 from rondel.words.errors import ConfigError
 from rondel.words.types import Group, Score, Task, Trajectory
@@ -109,5 +110,9 @@ def test_a_teacher_without_a_use_and_a_use_without_a_teacher_are_refused(tmp_pat
 
 def test_a_run_learns_from_its_teacher(tmp_path):
     """A whole run, with the supervised phase before it: rewards are computed and reported, and only the teacher is learnt from."""
-    card = run(tmp_path, algo__kind="opd", model__teacher=TEACHER, loop__steps=3)
-    assert card is not None
+    run(tmp_path, algo__kind="opd", model__teacher=TEACHER, loop__steps=3)
+    for event, number in zip(events(tmp_path, "StepDone")[-3:], store.steps(tmp_path)[-3:]):
+        metrics, rows = event["metrics"], store.read_step(tmp_path, number)
+        advantages = [a for r in rows for a, written in zip(r["advantages"], r["mask"]) if written]
+        assert metrics["train/kl_teacher"] == pytest.approx(-np.mean(advantages), rel=1e-4)  # they are the teacher's alone
+        assert np.std(advantages) > 0.05 and {r["reward"] for r in rows} <= {0.0, 1.0}

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from engine_kit import all_of, ask, engine
-from run_kit import run, tiny
+from run_kit import events, run, tiny
 from train_kit import batch, bits, model, row, step, trainer
 
 from rondel.assemble.parts import build
 from rondel.assemble.rollouts import rollouts_of
 from rondel.filter.complete import Complete
 from rondel.models.attention import PackedLayout, Segment
+from rondel.runtime.journal import store
 from rondel.train.pack import batch_of
 from rondel.words.errors import ConfigError
 from rondel.words.types import DATA, GREEDY, Failed, Group, Score, Slot, Task, Trajectory
@@ -127,6 +129,18 @@ def test_demonstrations_nobody_reads_and_readers_without_any_are_refused(tmp_pat
         build(tiny(tmp_path, **changes)).close()
 
 
-@pytest.mark.parametrize("changes", [{"algo__kind": "luffy", "algo__guides": 1}, {"algo__kind": "remax"}])
-def test_whole_runs(tmp_path, changes):
-    assert run(tmp_path, loop__steps=3, **changes) is not None
+@pytest.mark.parametrize(
+    ("changes", "beside", "trained"),
+    [({"algo__kind": "luffy", "algo__guides": 1}, DATA, True), ({"algo__kind": "remax"}, GREEDY, False)],
+)
+def test_whole_runs(tmp_path, changes, beside, trained):
+    """Every group is stored with what stood beside it; a demonstration is trained, a greedy answer is not."""
+    run(tmp_path, loop__steps=3, **changes)
+    for event, number in zip(events(tmp_path, "StepDone")[-3:], store.steps(tmp_path)[-3:]):
+        rows = store.read_step(tmp_path, number)
+        for group in {r["group"] for r in rows}:
+            *own, last = [r for r in rows if r["group"] == group]
+            assert [r["policy"] for r in own] == ["policy"] * 4 and last["policy"] == beside
+            if trained:
+                assert max(last["advantages"]) == pytest.approx(1 - np.mean([r["reward"] for r in (*own, last)]))
+        assert event["metrics"]["train/tokens"] == sum(sum(r["mask"]) for r in rows if r["policy"] == "policy" or trained)

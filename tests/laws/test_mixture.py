@@ -6,12 +6,13 @@ import asyncio
 
 import pytest
 import torch
-from run_kit import run, tiny
+from run_kit import events, run, tiny
 from train_kit import awkward_groups, batch, model, row, step, trainer
 
 from rondel.algos.mixture import Mixture
 from rondel.assemble.parts import build
 from rondel.assemble.rollouts import prepare_of
+from rondel.runtime.journal import store
 from rondel.train.credit import credit
 from rondel.train.pack import Batch
 from rondel.train.step import Sums
@@ -87,7 +88,12 @@ def test_a_run_trains_demonstrations_beside_its_rewards(tmp_path):
         parts.close()
     assert [s.tokens.tolist() for s in made[0]] == [s.tokens.tolist() for s in made[1]], "a step done again must be shown the same"
     assert len(made[0]) == 3 and [s.tokens.tolist() for s in made[0]] != [s.tokens.tolist() for s in other]
-    assert run(tmp_path / "b", algo__beside=[BESIDE], loop__steps=3, loop__warmup__steps=0) is not None
+    run(tmp_path / "b", algo__beside=[BESIDE], loop__steps=3, loop__warmup__steps=0)
+    for event in events(tmp_path / "b", "StepDone"):
+        rows = store.read_step(tmp_path / "b", event["step"])
+        shown = event["metrics"]["train/tokens"] - sum(sum(r["mask"]) for r in rows)
+        assert len({r["group"] for r in rows}) == 4 and {r["policy"] for r in rows} == {"policy"}
+        assert 3 * 2 <= shown <= 3 * 4  # three answers of a digit or two and the end of the turn
 
 
 @pytest.mark.parametrize(

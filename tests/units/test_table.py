@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rondel.algos import advantage, aggregate, bounded, chosen, correction, kl, shaping, surrogate
+from rondel.algos import advantage, aggregate, bounded, chosen, correction, kl, ratio, shaping, surrogate
 from rondel.algos.table import DAPO, DR_GRPO, FAMILIES, GRPO, REINFORCE, RLOO, SFT, TABLE, resolve
 from rondel.words.errors import ConfigError
 
@@ -48,6 +48,18 @@ def test_a_row_needs_what_its_parts_read():
         "opd",
     }
     assert {name for name, row in TABLE.items() if "teacher_logprobs" in row.needs} == {"opd"}
+
+
+def test_what_reads_the_behavior_need_not_correct_for_it():
+    assert {name for name, row in TABLE.items() if row.corrects} == {"dppo_tv", "dppo_kl", "decoupled", "topr", "aipo", "m2po"}
+    charged = replace(GRPO, kl=kl.Kl("k1", 0.1, where="reward"))
+    assert "behavior_logprobs" in charged.needs and not charged.corrects
+    assert replace(charged, correction=correction.OffPolicyMask()).corrects
+    assert replace(GRPO, ratio=ratio.TokenRatio("behavior")).corrects
+
+
+def test_a_teacher_makes_advantages_that_can_be_negative():
+    assert resolve({"kind": "opd", "correction": {"kind": "off_policy_mask"}}).correction == correction.OffPolicyMask()
 
 
 def test_lengths_left_open_become_the_recipes_max_tokens():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rondel.algos.grouping import over_group
 from rondel.algos.ratio import LIMIT, bounded_exp
-from rondel.algos.surrogate import Surrogate
+from rondel.algos.surrogate import Surrogate, check_bounds
 from rondel.algos.tokens import Tokens
 from rondel.words.errors import ConfigError
 from rondel.words.registry import one_of
@@ -34,10 +34,7 @@ class ClippedWeight:
     slope: ClassVar[str] = "-A"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.low <= 1:
-            raise ConfigError(f"low = {self.low}; it must lie in [0, 1]: the ratio is positive")
-        if not self.high >= 0:
-            raise ConfigError(f"high = {self.high}; it must not be negative: the ratio starts at 1")
+        check_bounds(self.low, self.high)
 
     def __call__(self, tokens: Tokens) -> Surrogate:
         ratio_T = bounded_exp(tokens.log_ratio.detach())

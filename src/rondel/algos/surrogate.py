@@ -25,6 +25,14 @@ class Surrogate(NamedTuple):
     clipped_T: Tensor
 
 
+def check_bounds(low: float, high: float) -> None:
+    """A ratio is held to [1 - low, 1 + high]."""
+    if not 0 <= low <= 1:
+        raise ConfigError(f"low = {low}; it must lie in [0, 1]: the ratio is positive")
+    if not high >= 0:
+        raise ConfigError(f"high = {high}; it must not be negative: the ratio starts at 1")
+
+
 @dataclass(frozen=True)
 class Clip:
     """l = max(-r·A, -clip(r, 1-low, 1+high)·A); with `dual`, for A < 0: min(l, -dual·A).  [T], [T], [T] -> [T], [T].
@@ -44,10 +52,7 @@ class Clip:
     slope: ClassVar[str] = "-A"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.low <= 1:
-            raise ConfigError(f"low = {self.low}; it must lie in [0, 1]: the ratio is positive")
-        if not self.high >= 0:
-            raise ConfigError(f"high = {self.high}; it must not be negative: the ratio starts at 1")
+        check_bounds(self.low, self.high)
         if self.dual is not None and not self.dual > 1:
             raise ConfigError(f"dual = {self.dual}; it must be above 1, or on-policy tokens would lose their gradient")
 

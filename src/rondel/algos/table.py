@@ -120,8 +120,7 @@ class Algorithm:
         """What weighs by the behavior does it once; what compares two probabilities of a token gets its own ratio."""
         if getattr(self.surrogate, "token_ratio", False) and type(self.ratio) is not TokenRatio:
             raise ConfigError(f"algo.ratio beside {self.surrogate}: it compares the token's own probabilities. Use ratio.kind = 'token'")
-        whole = "behavior" in getattr(self.surrogate, "reads", ()) or getattr(self.ratio, "anchor", "proximal") == "behavior"
-        if whole and getattr(self.correction, "weighs", False):
+        if self.spans and getattr(self.correction, "weighs", False):
             raise ConfigError(
                 f"algo.correction beside {self.surrogate}: it already reaches from the behavior to the policy, and would be weighed twice. "
                 "Remove the correction, or let ratio.anchor be 'proximal' and the surrogate read the ratio"
@@ -138,6 +137,16 @@ class Algorithm:
         return own.union(*(getattr(part, "needs", ()) for part in self.parts.values()))
 
     @property
+    def spans(self) -> bool:
+        """Whether its ratio, or what the surrogate weighs by, reaches from the behavior to the policy."""
+        return "behavior" in getattr(self.surrogate, "reads", ()) or getattr(self.ratio, "anchor", "proximal") == "behavior"
+
+    @property
+    def corrects(self) -> bool:
+        """Whether tokens that an older policy drew are weighed, masked or dropped for it."""
+        return self.spans or "behavior_logprobs" in getattr(self.correction, "needs", ())
+
+    @property
     def idle(self) -> dict[str, str]:
         """What cannot reach the loss as the row stands, and why: {"advantage": ..., "kl.kind": ...}."""
         reads = getattr(self.surrogate, "reads", frozenset({"advantage", "ratio"}))
@@ -152,7 +161,7 @@ class Algorithm:
             idle["distill"] = idle["advantage"]
         if "values" not in getattr(self.advantage, "needs", ()):
             idle["value"] = "the row has no critic"
-        if isinstance(self.correction, OffPolicyMask) and isinstance(self.advantage, Constant | Accept):
+        if isinstance(self.correction, OffPolicyMask) and isinstance(self.advantage, Constant | Accept) and not self.distill.coef:
             idle["correction"] = "no advantage is negative"
         for family, part in self.parts.items():
             idle |= {f"{family}.{knob}": why for knob, why in getattr(part, "idle", {}).items()}

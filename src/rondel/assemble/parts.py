@@ -10,7 +10,7 @@ import torch
 
 from rondel.algos.mixture import Mixture
 from rondel.algos.table import Algorithm, resolve
-from rondel.assemble.refusals import refuse
+from rondel.assemble.refusals import refuse, refuse_unanswered, refuse_without_routes
 from rondel.assemble.rollouts import Shown, shown_of
 from rondel.filter import FILTERS, chain
 from rondel.filter.complete import Complete
@@ -24,6 +24,7 @@ from rondel.generate.envs.template import Template
 from rondel.models.aligned import align
 from rondel.models.compiled import Compiled
 from rondel.models.load import Loaded, load
+from rondel.models.vocabulary import same_words
 from rondel.planner import resolve as planner
 from rondel.runtime.devices import Device, Shared, pick_device
 from rondel.score.pool import RewardPool
@@ -83,6 +84,9 @@ def build(job: Job) -> Parts:
     find("trainer", job.trainer.kind, {"fsdp": LocalTrainer})
     name = pick_device(job.place.device)
     tasks = load_tasks(job.task.data, env=job.task.env)
+    for key, shows in (("algo.guides", job.algo.guides), ("loop.warmup", job.loop.warmup.steps)):
+        if shows:
+            refuse_unanswered(key, tasks.train)
     env = env_of(job)
     shown = shown_of(job, tasks, rows_beside(job))
     pool = RewardPool(job.task.reward, workers=job.task.reward_workers, timeout=job.task.reward_timeout)
@@ -192,7 +196,10 @@ def replays(job: Job, loaded: Loaded) -> bool:
     wanted = job.trainer.routing_replay
     if wanted is True and not loaded.routers:
         raise ConfigError(f"trainer.routing_replay = true, but '{loaded.name}' is dense: it has no routers. Leave it at \"auto\"")
-    return loaded.routers > 0 and wanted is not False
+    if not loaded.routers or wanted is False:
+        return False
+    refuse_without_routes(job)
+    return True
 
 
 def replay_fact(job: Job, loaded: Loaded) -> str:
@@ -247,10 +254,7 @@ def critic_of(job: Job, loaded: Loaded, settings: Settings) -> Critic:
     if path is None:
         return Critic(loaded, settings)
     other = load(path, dtype=job.model.dtype, device=str(loaded.device))
-    if other.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
-        raise ConfigError(
-            f"trainer.critic.path = {path!r} has another vocabulary than the policy '{loaded.name}'; it must read the same tokens"
-        )
+    same_words(loaded, other, who=f"trainer.critic.path = {path!r}", remedy="It must read the same tokens: take a model of the same family")
     return Critic(other, settings, follows=False)
 
 
@@ -259,11 +263,8 @@ def teacher_of(job: Job, loaded: Loaded) -> Loaded | None:
     if job.model.teacher is None:
         return None
     teacher = load(job.model.teacher, dtype=job.model.dtype, device=str(loaded.device))
-    if teacher.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
-        raise ConfigError(
-            f"model.teacher = {job.model.teacher!r} has another vocabulary than the policy '{loaded.name}': it cannot say how likely its "
-            "tokens are. Take a teacher of the same family"
-        )
+    remedy = "It cannot say how likely the policy's tokens are: take a teacher of the same family"
+    same_words(loaded, teacher, who=f"model.teacher = {job.model.teacher!r}", remedy=remedy)
     teacher.model.requires_grad_(False)
     return teacher
 

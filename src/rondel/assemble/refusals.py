@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rondel.words.config import Critic, Job
-from rondel.words.errors import ConfigError
-from rondel.words.types import Sampling
+from rondel.words.errors import ConfigError, DataError
+from rondel.words.types import Sampling, Task
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
@@ -35,8 +35,25 @@ def refuse_untrainable(sampling: Sampling) -> None:
         )
 
 
+def refuse_unanswered(key: str, tasks: list[Task]) -> None:
+    """A demonstration is the task's own answer."""
+    if lacking := next((t for t in tasks if "answer" not in t.data), None):
+        raise DataError(
+            f"{key}: task {lacking.id} has no 'answer' to show; it has: {', '.join(lacking.data)}. Name its field with answer = '...' in the data"
+        )
+
+
+def refuse_without_routes(job: Job) -> None:
+    """Routing replay needs the engine's record of every token, and no engine wrote a demonstration."""
+    if shown := [key for key in ("guides", "beside") if getattr(job.algo, key)]:
+        raise ConfigError(
+            f"algo.{shown[0]} with routing replay: a demonstration has no recorded routes, since no engine wrote it. "
+            "Set trainer.routing_replay = false"
+        )
+
+
 def _baseline(job: Job, row: Algorithm) -> None:
-    if row.name != "sft" and job.algo.group_size == 1 and getattr(row.advantage, "compares", False):
+    if job.algo.group_size == 1 and getattr(row.advantage, "compares", False):
         raise ConfigError(
             f"algo.group_size = 1 gives {row.name} no baseline: every advantage would be 0. Use 4 or more, or kind = 'reinforce'"
         )
@@ -71,8 +88,9 @@ def _teacher(job: Job, row: Algorithm) -> None:
 
 
 def _reference(job: Job, row: Algorithm) -> None:
-    if job.loop.warmup.steps and row.kl.coef:
+    if job.loop.warmup.steps and "ref_logprobs" in row.needs:
+        asks = "algo.kl.coef" if row.kl.coef else f"algo.kind = '{row.name}'"
         raise ConfigError(
-            "algo.kl.coef with loop.warmup: the reference would be the model before its supervised phase. Run the warmup as a run of its own "
+            f"{asks} with loop.warmup: the reference would be the model before its supervised phase. Run the warmup as a run of its own "
             "(loop.steps = 0) and start from its checkpoint with model.path"
         )

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rondel.assemble.refusals import refuse_untrainable
+from rondel.assemble.refusals import refuse_unanswered, refuse_untrainable
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.demonstrate import Demonstrate
 from rondel.generate.envs.sources import TaskSet, load_tasks
@@ -145,8 +145,7 @@ def shown_of(job: Job, tasks: TaskSet, rows: list[Algorithm]) -> list[Shown]:
             )
         stream, own = f"beside.{i}", b.data is None
         source = tasks.train if b.data is None else load_tasks(b.data, env=stream).train
-        if lacking := next((t for t in source if "answer" not in t.data), None):
-            raise DataError(f"algo.beside: task {lacking.id} has no 'answer' to show; it has: {', '.join(lacking.data)}")
+        refuse_unanswered("algo.beside", source)
         found.append(
             Shown(stream, [replace(t, env=stream) for t in source], row, b.weight, b.groups_per_step, job.task.suffix if own else "")
         )

@@ -127,7 +127,7 @@ class Run:
     async def _reinforce(self, steps: range, saved: dict[str, Any] | None) -> None:
         parts, job = self.parts, self.job
         buffer = self._buffer(job.loop.groups_per_step, job.loop.max_staleness, parts.window, saved)
-        if job.loop.max_staleness and "behavior_logprobs" not in parts.row.needs and parts.row.name != "sft":
+        if job.loop.max_staleness and "advantages" in parts.row.needs and not parts.row.corrects:
             emit(
                 Warned(
                     f"max_staleness = {job.loop.max_staleness} without a correction: stale tokens are trained as if they were fresh. Set algo.correction.kind = 'importance'"

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rondel.models.load import Loaded
 
 REMEDY = "leave engine.compile = false"
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}  # mean logprob difference to the model as it is
 
 
 class Compiled:
@@ -62,9 +63,6 @@ class Compiled:
                 raise ConfigError(
                     f"engine.compile: the compiled '{loaded.name}' differs by {gap:.3g} in logprob (limit {TOLERANCE[loaded.dtype]}); {REMEDY}"
                 )
-
-
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}  # mean logprob difference to the model as it is
 
 
 def _refuse(loaded: Loaded) -> None:

@@ -50,18 +50,6 @@ REASONS = {
 }
 
 
-def parts(setting: Setting) -> Iterator[Part]:
-    yield from _model(setting)
-    yield from _task(setting)
-    yield from _algorithm(setting)
-    yield from _loss(setting)
-    yield from _correction(setting)
-    yield from _loop(setting)
-    yield from _sampling(setting)
-    yield from _optimizer(setting)
-    yield from _running(setting)
-
-
 def _model(s: Setting) -> Iterator[Part]:
     key = "actor.model_name_or_path"
     yield Line("model.path", s[key] or "MODEL", (key,), ask="" if s[key] else "the flags name no model")
@@ -275,4 +263,4 @@ def _running(s: Setting) -> Iterator[Part]:
         yield Line("run.sinks", ["tensorboard"], ("logger.tensorboard_dir",), "it lies in the run folder")
 
 
-OPENRLHF = Peer.of("openrlhf", parts, REASONS)
+OPENRLHF = Peer.of("openrlhf", (_model, _task, _algorithm, _loss, _correction, _loop, _sampling, _optimizer, _running), REASONS)

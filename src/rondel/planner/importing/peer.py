@@ -60,7 +60,7 @@ Part = Line | Same | Gap
 class Peer:
     """A framework whose configs are read: one release, its keys with their defaults, and what they mean here.
 
-    parts     Setting -> the parts of a recipe
+    parts     Setting -> some parts of a recipe, in its order
     reasons   pattern of keys -> why they have no equivalent; the first that fits speaks
     """
 
@@ -68,11 +68,11 @@ class Peer:
     release: str
     defaults: dict[str, Any]
     renamed: dict[str, str]
-    parts: Callable[[Setting], Iterable[Part]]
+    parts: tuple[Callable[[Setting], Iterable[Part]], ...]
     reasons: dict[str, str]
 
     @classmethod
-    def of(cls, name: str, parts: Callable[[Setting], Iterable[Part]], reasons: dict[str, str]) -> Peer:
+    def of(cls, name: str, parts: tuple[Callable[[Setting], Iterable[Part]], ...], reasons: dict[str, str]) -> Peer:
         table = json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))
         return cls(name, table["release"], table["defaults"], table["renamed"], parts, reasons)
 

@@ -60,7 +60,7 @@ def translate(peer: Peer, given: dict[str, Any], rows: Rows) -> Report:
     """Every key of `given` finds its place in the report; a default that differs from ours is written as theirs."""
     setting = Setting(peer, given)
     report = Report(peer, written=setting.written)
-    parts = list(peer.parts(setting))
+    parts = [part for read in peer.parts for part in read(setting)]
     lines, refused = _accepted([_filled(part) for part in parts if isinstance(part, Line)], rows, setting)
     for line, ours in lines:
         theirs = not setting.has(*line.sources) and ours is not MISSING and line.value != ours

@@ -52,16 +52,6 @@ REASONS = {
 }
 
 
-def parts(setting: Setting) -> Iterator[Part]:
-    yield from _model(setting)
-    yield from _task(setting)
-    yield from _algorithm(setting)
-    yield from _batch(setting)
-    yield from _sampling(setting)
-    yield from _optimizer(setting)
-    yield from _running(setting)
-
-
 def _model(s: Setting) -> Iterator[Part]:
     if s["model_name_or_path"]:
         yield Line("model.path", s["model_name_or_path"], ("model_name_or_path",))
@@ -261,4 +251,4 @@ def _running(s: Setting) -> Iterator[Part]:
         yield Line("run.sinks", [x for x in sinks if x == "tensorboard"], ("report_to",), f"no sink here: {others}" * bool(others))
 
 
-TRL = Peer.of("trl", parts, REASONS)
+TRL = Peer.of("trl", (_model, _task, _algorithm, _batch, _sampling, _optimizer, _running), REASONS)

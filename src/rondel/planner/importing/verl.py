@@ -98,18 +98,6 @@ REASONS = {
 }
 
 
-def parts(setting: Setting) -> Iterator[Part]:
-    yield from _model(setting)
-    yield from _task(setting)
-    yield from _algorithm(setting)
-    yield from _loss(setting)
-    yield from _correction(setting)
-    yield from _loop(setting)
-    yield from _sampling(setting)
-    yield from _optimizer(setting)
-    yield from _running(setting)
-
-
 def _model(s: Setting) -> Iterator[Part]:
     yield Line("model.path", _home(s["actor_rollout_ref.model.path"]), ("actor_rollout_ref.model.path",))
     dtypes = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
@@ -414,4 +402,4 @@ def _first(value: Any) -> Any:
     return (value or [""])[0] if isinstance(value, list) else value
 
 
-VERL = Peer.of("verl", parts, REASONS)
+VERL = Peer.of("verl", (_model, _task, _algorithm, _loss, _correction, _loop, _sampling, _optimizer, _running), REASONS)

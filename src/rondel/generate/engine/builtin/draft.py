@@ -26,6 +26,7 @@ from rondel.generate.engine.builtin.request import Live
 from rondel.generate.engine.builtin.sampler import choose, uniform, weights
 from rondel.generate.engine.builtin.speculative import accepts, leftover
 from rondel.models.load import Loaded
+from rondel.models.vocabulary import same_words
 from rondel.words.errors import ConfigError, EngineError
 from rondel.words.events import Warned, emit
 
@@ -46,7 +47,7 @@ class Draft:
 
     def open(self, loaded: Loaded, pages: int) -> None:
         """Pools for an engine of this model and so many pages."""
-        same_words(loaded, self.loaded)
+        _fits(loaded, self.loaded)
         self.keys, self.values = Layers(pages + 1), Layers(pages + 1)
         self.known = np.zeros(pages + 1, bool)
 
@@ -134,16 +135,9 @@ class Draft:
         return tokens, stated.log().clamp_max_(0.0).tolist()
 
 
-def same_words(loaded: Loaded, draft: Loaded) -> None:
-    """A draft's token 17 must be the model's token 17."""
-    ours, theirs = loaded.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-    odd = sorted(word for word in ours.keys() | theirs.keys() if ours.get(word) != theirs.get(word))
-    if odd:
-        raise ConfigError(
-            f"the draft '{draft.name}' has another vocabulary than '{loaded.name}': {len(odd)} words differ, first {odd[0]!r} "
-            f"({theirs.get(odd[0], 'missing')} there, {ours.get(odd[0], 'missing')} here). A draft needs the model's own tokenizer: take a "
-            'smaller model of the same family, or kind = "ngram", which needs none'
-        )
+def _fits(loaded: Loaded, draft: Loaded) -> None:
+    remedy = 'A draft needs the model\'s own tokenizer: take a smaller model of the same family, or kind = "ngram", which needs none'
+    same_words(loaded, draft, who=f"the draft '{draft.name}'", remedy=remedy)
     if draft.max_context < loaded.max_context:
         raise ConfigError(
             f"the draft '{draft.name}' carries {draft.max_context} positions and '{loaded.name}' {loaded.max_context}: it must carry as many"

@@ -1,0 +1,147 @@
+"""One decode step of the engine in milliseconds: the module as it is and the compiled serving pass, in turn (A B A B), and where it goes.
+
+    rondel bench decode --model FOLDER --dtype bfloat16 --json
+N requests with contexts of their own, `--context` tokens at first, write `--new` tokens each. A step is what lies between two tokens of the
+first request while all of them decode; the number is the median over `--new` steps, of each round. Shares are of a step under torch's
+profiler, by kind of operation: `other` is small operations, or the fused loops of the compiled pass, and `between` lies in none. The
+profiler itself costs most where operations are small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+KINDS = {  # kind of operation -> what its name has
+    "linear": ("mkldnn::", "linear", "addmm", "aten::mm"),
+    "gather": ("index", "gather"),
+    "attention": ("bmm", "baddbmm", "softmax", "scaled_dot_product", "flash"),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="rondel bench decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", help="folder, hub id or smollm2-135m")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--running", default="1,2,8,30,64", help="requests that decode together")
+    parser.add_argument("--context", type=int, default=100, help="tokens of each when it begins")
+    parser.add_argument("--new", type=int, default=20, help="tokens of each, so steps of a round")
+    parser.add_argument("--rounds", type=int, default=2, help="of module and compiled in turn")
+    parser.add_argument("--profile", type=int, default=8, help="requests running where shares are taken; 0 is none")
+    parser.add_argument("--threads", type=int, default=0, help="0 is all cores")
+    parser.add_argument("--json", action="store_true")
+    a = parser.parse_args(argv)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of its every start
+
+    from _work import median, opened, report
+
+    from rondel.generate.engine.builtin.engine import BuiltinEngine
+    from rondel.models.compiled import Compiled
+
+    device, loaded = opened(a.model, a.dtype, a.threads)
+    sizes = [int(n) for n in a.running.split(",")]
+    most = max(*sizes, a.profile)
+    engine = BuiltinEngine(loaded, run=device.run, kv_pages=most * (a.context + a.new + 64), max_running=most)
+    passes = {"module": loaded.hidden, "compiled": device.call(Compiled, loaded).hidden}
+
+    def round_of(name: str, running: int, seed: int) -> float:
+        engine.runner.hidden = passes[name]
+        engine.scheduler.drop_cache()
+        return median(asyncio.run(steps(engine, running, a.context, a.new, seed)))
+
+    table: dict[int, dict[str, list[float]]] = {}
+    for n in sizes:
+        table[n] = {name: [] for name in passes}
+        for seed in range(a.rounds + 1):  # the first one warms up
+            for name in passes:
+                spent = round_of(name, n, seed)
+                table[n][name] += [round(1e3 * spent, 2)] * (seed > 0)
+        if not a.json:
+            print(f"{n:>4} requests   " + "   ".join(f"{name} {told} ms" for name, told in table[n].items()), flush=True)
+    shares = {}
+    if a.profile:
+        for name in passes:
+            with profiled(engine.runner) as shares[name]:
+                round_of(name, a.profile, 99)
+            if not a.json:
+                print(f"{a.profile:>4} requests   {name} {shares[name]}", flush=True)
+    report(
+        {
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "context": a.context,
+            "ms": {str(n): row for n, row in table.items()},
+            "profiled": a.profile,
+            "shares": shares,
+            "threads": device.threads,
+        },
+        only_json=a.json,
+    )
+    device.close()
+
+
+async def steps(engine: Any, running: int, context: int, new: int, seed: int) -> list[float]:
+    """Seconds between the tokens of the first request, from where all requests have one."""
+    from rondel.words.types import Request, Sampling, sample_key
+
+    vocab = engine.loaded.head.weight.shape[0]
+    begun, told = set(), []
+
+    def heard(row: int) -> None:
+        begun.add(row)
+        if row == 0 and len(begun) == running:
+            told.append(time.perf_counter())
+
+    def request(row: int) -> Request:
+        tokens = [(7919 * (row + 1) + 31 * seed + 13 * t) % vocab for t in range(context)]
+        return Request(tokens, Sampling(max_tokens=new + filling, ignore_eos=True), key=sample_key(seed, row, 0))
+
+    filling = -(-running * context // engine.scheduler.prefill_tokens)  # steps in which only some decode
+    await asyncio.gather(*(engine.generate(request(row), on_token=lambda *_, row=row: heard(row)) for row in range(running)))
+    return [after - before for before, after in pairwise(told)][-new:]
+
+
+@contextmanager
+def profiled(runner: Any) -> Iterator[dict[str, float]]:
+    """Shares of the steps in which everyone decodes, by kind of operation; known at the end. The profiler sees the thread that it is in."""
+    from torch.profiler import ProfilerActivity, profile
+
+    spent: Counter[str] = Counter()
+    shares: dict[str, float] = {}
+    plain = runner.step
+
+    def step(plan: Any) -> Any:
+        if plan.chunks:
+            return plain(plan)
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            began = time.perf_counter()
+            out = plain(plan)
+            whole = 1e6 * (time.perf_counter() - began)
+        for event in seen.key_averages():
+            spent[next((kind for kind, parts in KINDS.items() if any(part in event.key for part in parts)), "other")] += (
+                event.self_cpu_time_total
+            )
+            whole -= event.self_cpu_time_total
+        spent["between"] += whole
+        return out
+
+    runner.step = step
+    try:
+        yield shares
+    finally:
+        del runner.step
+        total = sum(spent.values())
+        shares |= {kind: round(spent[kind] / total, 3) for kind in (*KINDS, "other", "between")}
+
+
+if __name__ == "__main__":
+    main()
