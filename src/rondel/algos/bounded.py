@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.grouping import over_group
-from rondel.algos.ratio import LIMIT, bounded_exp
 from rondel.algos.surrogate import Surrogate, check_bounds
 from rondel.algos.tokens import Tokens
 from rondel.words.errors import ConfigError

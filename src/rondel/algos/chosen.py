@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rondel.algos.entropy import highest
-from rondel.algos.ratio import LIMIT, bounded_exp
+from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.surrogate import Clip, Surrogate
 from rondel.algos.tokens import Tokens
 from rondel.words.errors import ConfigError

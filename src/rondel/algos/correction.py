@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from rondel.algos.exponent import bounded_exp
 from rondel.algos.grouping import over_group, sizes
-from rondel.algos.ratio import bounded_exp
 from rondel.words.errors import ConfigError
 from rondel.words.registry import one_of
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rondel.algos.ratio import LIMIT, bounded_exp
+from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.words.errors import ConfigError
 from rondel.words.registry import one_of
 

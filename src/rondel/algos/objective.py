@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from rondel.algos.ahead import NOTHING, Ahead, tokens_of
-from rondel.algos.ratio import bounded_exp
+from rondel.algos.exponent import bounded_exp
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm

@@ -13,13 +13,7 @@ from torch import Tensor
 from rondel.algos.grouping import over_group
 from rondel.words.registry import one_of
 
-LIMIT = 20.0  # of a log-ratio: exp(20) = 5e8 is already absurd, and a hundred more would overflow
 ANCHORS = ("proximal", "behavior")
-
-
-def bounded_exp(log_T: Tensor) -> Tensor:
-    """exp(clamp(x, ±20)).  [T] -> [T].  Finite for every finite x; beyond the limit no gradient passes."""
-    return log_T.clamp(-LIMIT, LIMIT).exp()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from rondel.algos.ratio import LIMIT, bounded_exp
+from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.tokens import Tokens
 from rondel.words.errors import ConfigError
 

@@ -12,7 +12,7 @@ from rondel.assemble.self_test import self_test
 from rondel.planner.resolve import free_memory
 from rondel.runtime.devices import keep_memory
 from rondel.score.preflight import Finding, check_reward
-from rondel.train.checkpoint import Checkpoints, bytes_needed
+from rondel.train.checkpoint import Checkpoints
 from rondel.words.config import Job
 from rondel.words.errors import CheckpointError, RondelError
 from rondel.words.types import Failed, Group, Slot
@@ -27,11 +27,11 @@ def check(job: Job, *, asked: bool = False) -> list[Finding]:
     """
     keep_memory()
     try:
-        parts = build(job)
+        parts = build(job.on_one_device())
     except RondelError as error:
         return [Finding("recipe", False, str(error))]
     try:
-        found = [Finding("recipe", True, f"{parts.row.name} on {parts.loaded.name}: {batch_line(job)}"), _tasks(parts)]
+        found = [Finding("recipe", True, f"{parts.row.name} on {parts.known.name}: {batch_line(job)}"), _tasks(parts)]
         found += asyncio.run(_live(parts, asked=asked))
         return [*found, _memory(parts), _disk(parts)]
     finally:
@@ -98,9 +98,9 @@ def _signal(parts: Parts, groups: list[Group]) -> list[Finding]:
 
 
 def _memory(parts: Parts) -> Finding:
-    modules = [parts.loaded.model, *([parts.trainer.critic.loaded.model] if parts.trainer.critic else [])]
+    modules = [parts.trainer.loaded.model, *([parts.trainer.critic.loaded.model] if parts.trainer.critic else [])]
     weights = sum(p.numel() for module in modules for p in module.parameters())
-    compute = parts.loaded.dtype.itemsize
+    compute = parts.known.dtype.itemsize
     state = weights * (16 + (compute if compute < 4 else 0))  # master, gradient, two moments, compute copy
     free = free_memory()
     needed = max(0, state - weights * compute)  # the compute copy is loaded already
@@ -111,7 +111,7 @@ def _memory(parts: Parts) -> Finding:
 def _disk(parts: Parts) -> Finding:
     folder = Path(parts.job.run.folder)
     existing = next((p for p in [folder, *folder.parents] if p.is_dir()), Path(tempfile.gettempdir()))
-    needed = bytes_needed(parts.trainer)
+    needed = parts.placed.checkpoint_bytes
     try:
         Checkpoints(existing, parts.job.run.checkpoint.keep).check_disk(needed)
     except CheckpointError as error:

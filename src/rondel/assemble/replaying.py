@@ -26,7 +26,7 @@ def replay(folder: str | Path, step: int) -> dict[str, float]:
     missing = sorted(set(range(start + 1, step + 1)) - set(store.steps(folder)))
     if missing:
         raise UserError(f"the rollouts of step {missing[0]} are not stored in {folder}, so step {step} cannot be reached from step {start}")
-    parts = build(job)
+    parts = build(job.on_one_device())
     try:
         return asyncio.run(_replay(parts, folder, start, step, path))
     finally:

@@ -81,16 +81,16 @@ class Rollouts:
             request.namespace = namespace
             if sampling is None:  # an environment may have changed it
                 refuse_untrainable(request.sampling)
-            if p.trainer.main.replay_routes:
+            if p.routes and sampling is None:
                 request.wants |= {"experts"}
             return await p.engine.generate(request)
 
         return TokenChat(
-            p.loaded.tokenizer,
+            p.known.tokenizer,
             generate,
             sampling=sampling or p.sampling,
             key=key,
-            max_context=p.loaded.max_context,
+            max_context=p.known.max_context,
             system=p.job.task.system,
         )
 

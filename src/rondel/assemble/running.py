@@ -31,7 +31,7 @@ from rondel.runtime.telemetry.card import write_card
 from rondel.runtime.telemetry.metrics import StepMetrics
 from rondel.runtime.telemetry.progress import Progress
 from rondel.runtime.telemetry.sinks import open_sinks
-from rondel.train.checkpoint import Checkpoints, bytes_needed
+from rondel.train.checkpoint import Checkpoints
 from rondel.train.pack import Batch
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError
@@ -67,7 +67,7 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
         ends.callback(parts.close)
         if built:
             built(parts)
-        checkpoints.check_disk(bytes_needed(parts.trainer))
+        checkpoints.check_disk(parts.placed.checkpoint_bytes)
         interrupted = not found and (folder / FILE).is_file()  # before its first checkpoint
         journal = Journal(folder, job.run.durability)
         ends.callback(journal.close)
@@ -105,7 +105,6 @@ class Run:
             await parts.trainer.load(path)
             done = saved["step"]
             emit(Resumed(done, saved["buffer"]["version"], str(path)))
-        parts.trainer.version = parts.engine.version = saved["buffer"]["version"] if saved else 0
         await parts.sync(parts.trainer, parts.engine)  # the initial sync
         parts.sync.moved = lambda: parts.trainer.moved
         if done == 0:
@@ -156,7 +155,7 @@ class Run:
         tasks = stream(parts.tasks.train, seed=self.job.loop.seed, start=buffer.admitted)
         await loop.run(
             tasks, buffer, attempt=rollouts.attempt, score=rollouts.score, judge=judge, prepare=prepare, trainer=parts.trainer,
-            engine=parts.engine, devices=parts.devices, sync=parts.sync, algo=algo, steps=steps, milestone=self.milestone,
+            engine=parts.engine, devices=parts.placed.devices, sync=parts.sync, algo=algo, steps=steps, milestone=self.milestone,
         )  # fmt: skip
 
     # -- between two versions --------------------------------------------------------------------
@@ -194,7 +193,7 @@ def facts_of(parts: Parts) -> dict[str, Any]:
     """What the run card says about the machine and the software, as measured or read."""
     from importlib.metadata import version
 
-    job, parameters = parts.job, sum(p.numel() for p in parts.loaded.model.parameters())
+    job, known = parts.job, parts.known
     p, g, u = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step
     return {
         "versions": {
@@ -203,10 +202,12 @@ def facts_of(parts: Parts) -> dict[str, Any]:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "device": torch.cuda.get_device_name() if parts.device.name.startswith("cuda") else f"cpu ({platform.machine()})",
-        "threads": parts.device.threads,
-        "dtypes": {"compute": str(parts.loaded.dtype).removeprefix("torch."), "master": "float32", "logprobs": "float32"},
-        "model": {"name": parts.loaded.name, "parameters": parameters},
+        "device": torch.cuda.get_device_name()
+        if torch.cuda.is_available() and parts.job.place.device != "cpu"
+        else f"cpu ({platform.machine()})",
+        "place": parts.placed.where,
+        "dtypes": {"compute": str(known.dtype).removeprefix("torch."), "master": "float32", "logprobs": "float32"},
+        "model": {"name": known.name, "parameters": known.parameters},
         "batch": f"{p} groups x {g} samples = {p * g} trajectories a step, {u} optimizer update{'s' * (u > 1)}",
         "tasks": {
             "train": len(parts.tasks.train),

@@ -24,7 +24,7 @@ WATCHED = ("train/ratio_max_deviation", "train/clip_fraction", "train/grad_norm"
 
 async def self_test(parts: Parts, groups: list[Group], prepare: Callable[[list[Group]], Awaitable[Any]], *, asked: bool) -> list[Finding]:
     """One finding each: the ratio is 1, nothing is clipped, every weight keeps its bits, trainer and engine agree."""
-    weights, scored = sum(p.numel() for p in parts.loaded.model.parameters()), [g for g in groups if g.rewards]
+    weights, scored = parts.known.parameters, [g for g in groups if g.rewards]
     if weights > SMALL and not asked:
         return [Finding("lr = 0", True, f"not run on {weights / 1e9:.1f} billion weights; rondel check --self-test runs it")]
     if not scored:
@@ -40,7 +40,7 @@ async def self_test(parts: Parts, groups: list[Group], prepare: Callable[[list[G
     changed = _bits(trainer) != before
     trainer.main = settings
     worst = {name: max(metrics[name] for metrics in seen) for name in WATCHED if name in seen[0]}
-    return list(_findings(worst, changed=changed, gap=GAP[parts.loaded.dtype.itemsize], most=trainer.alarm.most))
+    return list(_findings(worst, changed=changed, gap=GAP[parts.known.dtype.itemsize], most=trainer.alarm.most))
 
 
 def _findings(worst: dict[str, float], *, changed: bool, gap: float, most: float) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rondel.assemble.parts import page_bytes
+from rondel.assemble.hosts import page_bytes
 from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import Speculation

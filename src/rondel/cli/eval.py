@@ -30,7 +30,7 @@ def run(
         raise UserError(f"give a model or run, then at most one recipe; {len(names)} were given: {', '.join(names)}")
     model, recipe = names[0], (names[1] if len(names) > 1 else "")
     overrides |= {} if n is None else {"task.eval.n": n}
-    from rondel.evaluate import evaluate_checkpoint
+    from rondel.assemble import evaluate_checkpoint
 
     result = evaluate_checkpoint(model, recipe or None, overrides)
     if as_json:

@@ -141,7 +141,7 @@ def align(loaded: Loaded) -> None:
             f"engine.numerics = 'aligned': '{loaded.name}' is a mixture of experts, and what an expert computes depends on how many tokens it "
             "gets; use numerics = 'fast' with routing replay"
         )
-    loaded.aligned = True
+    loaded.aligned, loaded.align = True, aligned
     prove(loaded)
 
 

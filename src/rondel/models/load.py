@@ -26,7 +26,6 @@ from transformers import (
 from transformers import logging as hf_logging
 
 from rondel.models import linear
-from rondel.models.aligned import aligned
 from rondel.models.attention import NAME, PackedLayout, Segment, attending
 from rondel.models.head import Head
 from rondel.models.tape import Tape, arm, taping
@@ -48,6 +47,7 @@ class Loaded:
     max_context: int
     routers: int = 0  # MoE layers whose choice of experts can be recorded and replayed
     aligned: bool = False  # numerics: bits that do not depend on the batch (models/aligned.py)
+    align: Callable[[Any], Any] | None = None  # a layout as those numerics compute it
     enter: Callable[[Callable[[Head], Any]], Any] | None = None  # how a pass begins where the weights lie in shards
     compute: torch.dtype | None = None  # what passes compute in, where the masters are the module's own
 
@@ -65,7 +65,7 @@ class Loaded:
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, layout: Any, tape: Tape | None = None) -> torch.Tensor:
         """Last hidden states of packed tokens: [T], [T] -> [T, D]. On `tape` routers record their choice, or repeat a recorded one."""
-        with attending(aligned(layout) if self.aligned else layout), taping(tape):
+        with attending(self.align(layout) if self.aligned and self.align else layout), taping(tape):
             out = self.model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         return out.last_hidden_state[0]
 

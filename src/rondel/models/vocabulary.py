@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from rondel.models.load import Loaded
+from typing import TYPE_CHECKING
+
 from rondel.words.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rondel.models.load import Loaded
 
 
 def same_words(loaded: Loaded, other: Loaded, *, who: str, remedy: str) -> None:

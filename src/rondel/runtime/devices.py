@@ -95,3 +95,11 @@ class Shared:
             await self.trainer.sleep(("optimizer",))
         await self.engine.wake(self.frees)
         await self.engine.resume()
+
+
+class Split:
+    """Trainer and engine on devices of their own: nobody waits, the update itself pauses what it must."""
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        yield

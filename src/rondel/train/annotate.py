@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from rondel.models.attention import PackedLayout, Segment
 from rondel.models.head import Head
-from rondel.models.load import Loaded
 from rondel.models.tape import Tape
 from rondel.train.logprobs import logprob_and_entropy
 from rondel.train.pack import Batch, Packed, Sample, micro_batches
 from rondel.train.parallel import ALONE, Alone
 from rondel.words.errors import TrainError
+
+if TYPE_CHECKING:
+    from rondel.models.load import Loaded
 
 
 def forward(loaded: Loaded, packed: Packed, *, temperature: float, tape: Tape | None = None) -> tuple[Tensor, Tensor]:
@@ -50,6 +54,18 @@ def annotate(
             note(batch, packed, "entropy", entropy)
     ranks.exchange(batch, done, name, *(["entropy"] if name == "proximal" else []))
     return batch
+
+
+@torch.no_grad()
+def logprobs_of(loaded: Loaded, tokens: list[int]) -> list[float]:
+    """Of every token of one text; 0 for the first."""
+    ids = torch.tensor(tokens, device=loaded.device)
+
+    def work(head: Head) -> Tensor:
+        hidden = loaded.hidden(ids, torch.arange(len(ids), device=loaded.device), PackedLayout([Segment(0, len(ids))], loaded.device))
+        return logprob_and_entropy(hidden[:-1], ids[1:], head)[0]
+
+    return [0.0, *loaded.within(work).tolist()]
 
 
 def replaying(loaded: Loaded, packed: Packed) -> Tape:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from rondel.models.head import Head
-from rondel.models.load import Loaded
 from rondel.train.annotate import gather, note
 from rondel.train.optim import MasterWeights
 from rondel.train.pack import Batch, Packed, micro_batches
@@ -25,6 +24,7 @@ from rondel.train.parallel import ALONE, Alone
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
+    from rondel.models.load import Loaded
     from rondel.train.step import Settings, Sums
 
 

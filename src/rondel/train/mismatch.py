@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.kl import k3
-from rondel.algos.ratio import LIMIT, bounded_exp
 from rondel.train.pack import Sample
 
 TENTHS = 10  # parts of an answer, by position

@@ -20,7 +20,6 @@ from rondel.algos.mixture import Mixture
 from rondel.algos.objective import objective
 from rondel.models import names
 from rondel.models.head import Head
-from rondel.models.load import Loaded
 from rondel.train import annotate as notes
 from rondel.train import checkpoint
 from rondel.train.credit import credit, kl_of_samples
@@ -34,6 +33,7 @@ from rondel.words.types import Manifest, Route, StepStats
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
+    from rondel.models.load import Loaded
     from rondel.train.critic import Critic
     from rondel.train.draft import DraftTrainer
 
@@ -121,6 +121,10 @@ class LocalTrainer:
             return names.manifest_of(route.data.items(), self.version)
 
         return await self._run(work)
+
+    async def logprobs(self, tokens: list[int]) -> list[float]:
+        """Of one text, through the training path at temperature 1: what a probe of the engine must agree with."""
+        return await self._run(notes.logprobs_of, self.loaded, tokens)
 
     async def save(self, path: Path) -> None:
         await self._run(checkpoint.save_trainer, self, path)

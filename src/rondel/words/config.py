@@ -195,10 +195,26 @@ class Trainer(Section):
 
 
 class Place(Section):
-    kind: Literal["shared"] = "shared"
-    cluster: Literal["local"] = "local"
+    kind: Literal["shared", "split"] = Field("shared", description="engine and trainer on one device, or on devices of their own")
+    cluster: Literal["auto", "local", "process"] = Field(
+        "auto", description="where they run: in this process, or in processes of their own; auto: local if shared, process if split"
+    )
+    engines: int = Field(1, ge=1, description="engines of a split run")
+    ranks: int = Field(1, ge=1, description="processes among which the trainer's weights lie in shards (FSDP2)")
+    patience: float = Field(60.0, gt=0, description="seconds without a sign of life after which a process counts as stuck")
     device: str = Field("auto", description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one')
     threads: int | Literal["auto"] = "auto"
+
+    @model_validator(mode="after")
+    def _what_goes_together(self) -> Place:
+        mine = self.__dict__
+        if mine["cluster"] == "auto":
+            object.__setattr__(self, "cluster", "process" if mine["kind"] == "split" else "local")
+        if mine["kind"] == "shared" and mine["cluster"] != "local":
+            raise ValueError(f'cluster = "{mine["cluster"]}" needs kind = "split": a shared device is in one process')
+        if mine["cluster"] == "local" and (mine["engines"], mine["ranks"]) != (1, 1):
+            raise ValueError('more than one engine or rank needs kind = "split" and cluster = "process"')
+        return self
 
 
 class Sync(Section):
@@ -256,6 +272,12 @@ class Job(Section):
     def tree(self) -> dict[str, Any]:
         """Every final value, as plain data."""
         return self.model_dump(mode="json")
+
+    def on_one_device(self) -> Job:
+        """The same for a command that looks into the parts: whole in this process."""
+        return self.model_copy(
+            update={"place": self.place.model_copy(update={"kind": "shared", "cluster": "local", "engines": 1, "ranks": 1})}
+        )
 
     def digest(self) -> str:
         """What must be equal for a folder to be continued: everything but where the run lives and how long it goes on."""

@@ -22,19 +22,19 @@ from rondel.words.events import subscribe
 
 def main() -> None:
     pipe = Connection(int(sys.argv[1]))
-    parent, name, cores = pickle.loads(pipe.recv_bytes())
+    parent, name, cores, tells = pickle.loads(pipe.recv_bytes())
     _die_with(parent)
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when a run ends
-    asyncio.run(Child(pipe, name).serve())
+    asyncio.run(Child(pipe, name, tells).serve())
 
 
 class Child:
     """One object and the calls on it; what they do to the event loop is what they would do in process."""
 
-    def __init__(self, pipe: Connection, name: str) -> None:
-        self.pipe, self.name = pipe, name
+    def __init__(self, pipe: Connection, name: str, tells: bool) -> None:
+        self.pipe, self.name, self.tells = pipe, name, tells
         self.object: Any = None
         self.calls: dict[int, asyncio.Task] = {}
         self.outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -42,7 +42,8 @@ class Child:
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
-        subscribe(lambda event: self.put(0, "event", event))
+        if self.tells:
+            subscribe(lambda event: self.put(0, "event", event))
         for work in (self._send, self._pulse):
             threading.Thread(target=work, daemon=True).start()
         threading.Thread(target=self._hear, args=(loop,), daemon=True).start()

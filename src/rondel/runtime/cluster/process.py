@@ -46,13 +46,13 @@ class ProcessCluster:
         self.logs, self.patience = logs, patience
         self.workers: list[Worker] = []
 
-    def spawn(self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = ()) -> Worker:
-        """`cores`: the only ones the child may use."""
+    def spawn(self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = (), tells: bool = True) -> Worker:
+        """`cores`: the only ones the child may use. `tells`: whether its events are heard here."""
         log = None
         if self.logs is not None:
             self.logs.mkdir(parents=True, exist_ok=True)
             log = self.logs / f"{name}.log"
-        worker = Worker(name, make, args, cores=tuple(cores), log=log, patience=self.patience)
+        worker = Worker(name, make, args, cores=tuple(cores), tells=tells, log=log, patience=self.patience)
         self.workers.append(worker)
         return worker
 
@@ -65,7 +65,15 @@ class Worker:
     """A proxy: every public name is an awaitable verb of the object in the child. `now` asks from code without an event loop."""
 
     def __init__(
-        self, name: str, make: Callable[..., Any], args: tuple[Any, ...], *, cores: tuple[int, ...], log: Path | None, patience: float
+        self,
+        name: str,
+        make: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        cores: tuple[int, ...],
+        tells: bool,
+        log: Path | None,
+        patience: float,
     ) -> None:
         self._name, self._log, self._patience = name, log, patience
         ours, theirs = socket.socketpair()
@@ -89,7 +97,7 @@ class Worker:
         self._end = weakref.finalize(self, _end, self._process)
         for work in (self._send, self._hear, self._watch):
             threading.Thread(target=work, name=f"{name}-{work.__name__[1:]}", daemon=True).start()
-        self._put((os.getpid(), name, cores))
+        self._put((os.getpid(), name, cores, tells))
         self._made = self._ask("", (make, args), {})
 
     def __getattr__(self, verb: str) -> Callable[..., Any]:

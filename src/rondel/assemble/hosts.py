@@ -1,0 +1,280 @@
+"""Engine and trainer of one run, each with what it needs: in one process, or as hosts that can live anywhere.
+
+shared    one device and one module for both
+split     EngineHost and TrainerHost: a device and weights of their own, in this process or in another, on this machine or another
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rondel.assemble.refusals import refuse_without_routes
+from rondel.generate.engine.builtin.draft import Draft
+from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.generate.engine.builtin.speculative import Speculation
+from rondel.models.aligned import align
+from rondel.models.compiled import Compiled
+from rondel.models.load import Loaded, load
+from rondel.models.vocabulary import same_words
+from rondel.planner import resolve as planner
+from rondel.runtime.devices import Device
+from rondel.train.checkpoint import bytes_needed
+from rondel.train.critic import Critic
+from rondel.train.draft import DraftTrainer
+from rondel.train.pack import Batch
+from rondel.train.parallel import ALONE, Alone
+from rondel.train.step import LocalTrainer, Settings
+from rondel.words.config import Job
+from rondel.words.errors import ConfigError
+from rondel.words.types import Sampling, StepStats
+
+if TYPE_CHECKING:
+    from rondel.algos.table import Algorithm
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a process without the weights knows of the model."""
+
+    name: str
+    tokenizer: Any
+    max_context: int
+    routers: int
+    parameters: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, loaded: Loaded) -> Known:
+        parameters = sum(p.numel() for p in loaded.model.parameters())
+        return cls(loaded.name, loaded.tokenizer, loaded.max_context, loaded.routers, parameters, loaded.dtype)
+
+
+def engine_of(
+    job: Job, loaded: Loaded, device: Device, longest: int, speculation: Speculation | None
+) -> tuple[BuiltinEngine, dict[str, str]]:
+    """-> the engine, and what was resolved for it."""
+    draft = speculation.draft if speculation else None
+    pages = pages_of(job, [loaded, draft.loaded] if draft else [loaded], longest)
+    engine = BuiltinEngine(
+        loaded,
+        run=device.run,
+        kv_pages=pages.value,
+        max_running=job.engine.max_running,
+        prefill_tokens=job.engine.prefill_tokens,
+        routes=replays(job, loaded),
+        speculation=speculation,
+        compiled=device.call(Compiled, loaded) if job.engine.compile else None,
+    )
+    return engine, {
+        "engine.kv_pages": f"{pages.value} ({pages.why})",
+        "engine.numerics": job.engine.numerics,
+        "engine.compile": "on" if job.engine.compile else "off",
+        "engine.speculative": speculation_fact(job, draft),
+    }
+
+
+def trainer_of(
+    job: Job, row: Algorithm, sampling: Sampling, loaded: Loaded, device: Device, *, draft: Draft | None = None, ranks: Alone = ALONE
+) -> tuple[LocalTrainer, dict[str, str]]:
+    """-> the trainer, and what was resolved for it."""
+    micro = planner.micro_tokens(job.trainer.micro_tokens, on_gpu=device.name.startswith("cuda"))
+    settings = settings_of(job, sampling, micro.value, replay_routes=replays(job, loaded))
+
+    def make() -> LocalTrainer:
+        return LocalTrainer(
+            loaded,
+            settings,
+            run=device.run,
+            needs=row.needs,
+            draft=pupil_of(job, draft) if draft else None,
+            critic=critic_of(job, loaded, settings, ranks) if "values" in row.needs else None,
+            teacher=teacher_of(job, loaded),
+            warmup=warmup_settings(job, settings) if job.loop.warmup.steps else None,
+            ranks=ranks,
+        )
+
+    trainer = device.call(make)
+    return trainer, {
+        "trainer.micro_tokens": f"{micro.value} ({micro.why})",
+        "routing_replay": replay_fact(job, loaded),
+        "model.teacher": trainer.teacher.name if trainer.teacher else "none",
+        "trainer.critic": critic_fact(job) if trainer.critic else "none",
+    }
+
+
+class EngineHost:
+    """An engine with a device and weights of its own; its verbs are the engine's."""
+
+    def __init__(self, job: Job, device: str, threads: int | None) -> None:
+        self.job, self.device = job, Device(device, threads)
+        self.loaded = self.device.call(policy_of, job, device)
+
+    def open(self, longest: int) -> dict[str, str]:
+        """Ready for requests of at most `longest` tokens. -> what was resolved."""
+        speculation = self.device.call(speculation_of, self.job, self.device.name)
+        self.engine, resolved = engine_of(self.job, self.loaded, self.device, longest, speculation)
+        return resolved
+
+    def __getattr__(self, verb: str) -> Any:
+        if verb == "engine":
+            raise AttributeError("open() comes first")
+        return getattr(self.engine, verb)
+
+    def close(self) -> None:
+        self.device.close()
+
+
+class TrainerHost:
+    """One rank of the trainer with a device and weights of its own. What it learns of a batch is told, for the batch came as a copy."""
+
+    def __init__(self, job: Job, row: Algorithm, sampling: Sampling, device: str, threads: int | None, ranks: Callable[[], Alone]) -> None:
+        self.device = Device(device, threads)
+        self.ranks = self.device.call(ranks)
+        loaded = self.device.call(policy_of, job, device)
+        self.known = Known.of(loaded)
+        self.trainer, self.resolved = trainer_of(job, row, sampling, loaded, self.device, ranks=self.ranks)
+
+    def facts(self) -> tuple[Known, dict[str, str], int]:
+        """Of the model, of what was resolved, and the size of a checkpoint."""
+        return self.known, self.resolved, bytes_needed(self.trainer)
+
+    async def annotate(self, batch: Batch, needs: frozenset[str], model: str = "policy") -> list[dict[str, Any]]:
+        await self.trainer.annotate(batch, needs, model)
+        return self._told(batch)
+
+    async def step(self, batch: Batch, algo: Any, model: str = "policy") -> tuple[StepStats, bool, list[dict[str, Any]]]:
+        stats = await self.trainer.step(batch, algo, model)
+        return stats, self.trainer.moved, self._told(batch)
+
+    def _told(self, batch: Batch) -> list[dict[str, Any]]:
+        return [{"notes": s.notes, "advantages": s.advantages} for s in batch.samples] if self.ranks.leads else []
+
+    def at(self) -> int:
+        """The version of its weights."""
+        return self.trainer.version
+
+    def __getattr__(self, verb: str) -> Any:
+        if verb == "trainer":
+            raise AttributeError(verb)
+        return getattr(self.trainer, verb)
+
+    def close(self) -> None:
+        self.ranks.close()
+        self.device.close()
+
+
+# -- what they are made of -------------------------------------------------------------------------
+
+
+def policy_of(job: Job, device: str) -> Loaded:
+    loaded = load(job.model.path, dtype=job.model.dtype, device=device)
+    if job.engine.numerics == "aligned":
+        align(loaded)
+    return loaded
+
+
+def replays(job: Job, loaded: Loaded | Known) -> bool:
+    """Whether the trainer sends every token to the experts that the engine sent it to."""
+    wanted = job.trainer.routing_replay
+    if wanted is True and not loaded.routers:
+        raise ConfigError(f"trainer.routing_replay = true, but '{loaded.name}' is dense: it has no routers. Leave it at \"auto\"")
+    if not loaded.routers or wanted is False:
+        return False
+    refuse_without_routes(job)
+    return True
+
+
+def replay_fact(job: Job, loaded: Loaded) -> str:
+    if not loaded.routers:
+        return "none: a dense model"
+    return f"{'on' if replays(job, loaded) else 'OFF by trainer.routing_replay'}: {loaded.routers} routers"
+
+
+def speculation_of(job: Job, device: str) -> Speculation | None:
+    """What guesses ahead, if anything; the engine refuses a draft with other words."""
+    wanted = job.engine.speculative
+    wanted._read.update(type(wanted).model_fields)  # what has no effect was refused when the recipe was read
+    if wanted.kind == "off":
+        return None
+    if wanted.model is None:
+        return Speculation(wanted.k)
+    return Speculation(wanted.k, Draft(load(wanted.model, dtype=job.model.dtype, device=device)))
+
+
+def pupil_of(job: Job, draft: Draft) -> DraftTrainer | None:
+    lr = job.engine.speculative.lr
+    return DraftTrainer(draft.loaded, lr=lr) if lr else None
+
+
+def speculation_fact(job: Job, draft: Draft | None) -> str:
+    wanted = job.engine.speculative
+    if draft is None:
+        return wanted.kind if wanted.kind == "off" else f"{wanted.kind}, at most {wanted.k} guesses"
+    return f"draft {draft.loaded.name}, at most {wanted.k} guesses, " + (f"trained with lr {wanted.lr:g}" if wanted.lr else "frozen")
+
+
+def settings_of(job: Job, sampling: Sampling, micro_tokens: int, *, replay_routes: bool = False) -> Settings:
+    t = job.trainer
+    return Settings(
+        lr=t.lr, temperature=sampling.temperature, schedule=t.schedule, warmup_steps=t.warmup_steps, steps=job.loop.steps, clip=t.clip,
+        weight_decay=t.weight_decay, betas=t.betas, micro_tokens=micro_tokens, updates_per_step=job.loop.updates_per_step,
+        max_bad_steps=t.max_bad_steps, first_step=job.loop.warmup.steps, replay_routes=replay_routes,
+        critic_lr=t.critic.lr, critic_warmup=t.critic.warmup,
+    )  # fmt: skip
+
+
+def warmup_settings(job: Job, settings: Settings) -> Settings:
+    """The supervised phase: its own learning rate, constant."""
+    return replace(
+        settings, lr=job.loop.warmup.lr, schedule="constant", warmup_steps=0, updates_per_step=1, first_step=0, start_probe=0, replay_routes=False
+    )  # fmt: skip
+
+
+def critic_of(job: Job, loaded: Loaded, settings: Settings, ranks: Alone) -> Critic:
+    """A copy of the policy as it will be at the critic's first step, or a model of its own that reads the same tokens."""
+    path = job.trainer.critic.path
+    if path is None:
+        return Critic(loaded, settings, ranks=ranks)
+    other = load(path, dtype=job.model.dtype, device=str(loaded.device))
+    same_words(loaded, other, who=f"trainer.critic.path = {path!r}", remedy="It must read the same tokens: take a model of the same family")
+    return Critic(other, settings, follows=False, ranks=ranks)
+
+
+def teacher_of(job: Job, loaded: Loaded) -> Loaded | None:
+    """Any model that reads the same tokens; nothing trains it."""
+    if job.model.teacher is None:
+        return None
+    teacher = load(job.model.teacher, dtype=job.model.dtype, device=str(loaded.device))
+    remedy = "It cannot say how likely the policy's tokens are: take a teacher of the same family"
+    same_words(loaded, teacher, who=f"model.teacher = {job.model.teacher!r}", remedy=remedy)
+    teacher.model.requires_grad_(False)
+    return teacher
+
+
+def critic_fact(job: Job) -> str:
+    c = job.trainer.critic
+    first = f", alone for {c.warmup} steps" if c.warmup else ""
+    return f"{c.path or 'a copy of the policy at its first step'}, lr {c.lr:g}{first}"
+
+
+def pages_of(job: Job, models: list[Loaded], longest: int) -> planner.Resolved:
+    """Cache pages for requests of at most `longest` tokens, whose keys and values all these models keep."""
+    return planner.kv_pages(
+        job.engine.kv_pages,
+        max_running=job.engine.max_running,
+        longest=longest,
+        page_bytes=sum(map(page_bytes, models)),
+        free_bytes=torch.cuda.mem_get_info()[0] if models[0].device.type == "cuda" else planner.free_memory(),
+    )
+
+
+def page_bytes(loaded: Loaded) -> int:
+    """Keys and values of one token in all layers."""
+    c = loaded.model.config.get_text_config()
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    return 2 * c.num_hidden_layers * heads * size * torch.finfo(loaded.dtype).bits // 8
