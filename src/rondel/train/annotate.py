@@ -9,24 +9,40 @@ from torch import Tensor
 
 from rondel.models.load import Loaded
 from rondel.models.tape import Tape
-from rondel.train.logprobs import logprob_and_entropy
+from rondel.train.logprobs import Kept, logprob_and_entropy
 from rondel.train.pack import Batch, Packed, Sample, micro_batches
 from rondel.words.errors import TrainError
 
 
-def forward(loaded: Loaded, packed: Packed, *, temperature: float, tape: Tape | None = None) -> tuple[Tensor, Tensor]:
-    """(logprob [M], entropy [M]) of the trainable tokens of one micro-batch."""
+def forward(
+    loaded: Loaded, packed: Packed, *, temperature: float, tape: Tape | None = None, kept: Kept | None = None
+) -> tuple[Tensor, Tensor]:
+    """(logprob [M], entropy [M]) of the trainable tokens of one micro-batch, of what `kept` left of their distributions."""
     hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape)
-    return logprob_and_entropy(hidden.index_select(0, packed.source), packed.target, loaded.head, temperature=temperature)
+    return logprob_and_entropy(hidden.index_select(0, packed.source), packed.target, loaded.head, temperature=temperature, kept=kept)
 
 
 @torch.no_grad()
 def annotate(
-    loaded: Loaded, batch: Batch, name: str, *, budget: int, temperature: float, share: bool = True, replay: bool = False
+    loaded: Loaded,
+    batch: Batch,
+    name: str,
+    *,
+    budget: int,
+    temperature: float,
+    share: bool = True,
+    replay: bool = False,
+    drawn: bool = False,
 ) -> Batch:
-    """Write the logprobs of `loaded` into every sample's notes under `name`, and the entropy beside "proximal"; `replay` for the policy, other weights route for themselves."""
+    """Write the logprobs of `loaded` into every sample's notes under `name`, and the entropy beside "proximal".
+
+    replay    repeat the engine's routes: for the policy; other weights route for themselves
+    drawn     the distribution that the engine drew from, which top-k and top-p may have cut: for whatever enters a ratio with the behavior.
+              A reference or teacher drew nothing and keeps its whole vocabulary, so x = log pi - log pi_ref is that of the cut policy
+    """
     for packed in micro_batches(batch, budget, share=share, device=loaded.device):
-        logprobs, entropy = forward(loaded, packed, temperature=temperature, tape=replaying(loaded, packed) if replay else None)
+        tape = replaying(loaded, packed) if replay else None
+        logprobs, entropy = forward(loaded, packed, temperature=temperature, tape=tape, kept=packed.kept if drawn else None)
         note(batch, packed, name, logprobs)
         if name == "proximal":
             note(batch, packed, "entropy", entropy)

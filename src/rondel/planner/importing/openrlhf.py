@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rondel.planner.importing.peer import DEVICE, ENGINE, FOLDER, LAUNCHER, MEMORY, PACKED, Gap, Line, Part, Peer, Same, Setting
+from rondel.planner.importing.peer import DEVICE, ENGINE, FOLDER, KEPT, LAUNCHER, MEMORY, PACKED, Gap, Line, Part, Peer, Same, Setting
 
 ROWS = {  # algo.advantage.estimator -> (row, advantage laid over it, its eps)
     "gae": ("ppo", None, None),
@@ -223,8 +223,7 @@ def _sampling(s: Setting) -> Iterator[Part]:
     if s["rollout.top_p"] == 1:
         yield Same(("rollout.top_p",), "it changes nothing at this value")
     else:
-        why = "the trainer could not recompute the logprobs, so training samples from the whole distribution (law 4)"
-        yield Gap(("rollout.top_p",), why)
+        yield Line("engine.sampling.top_p", s.number("rollout.top_p"), ("rollout.top_p",), KEPT)
     yield Line("task.eval.temperature", float(s.number("eval.temperature")), ("eval.temperature",))
 
 

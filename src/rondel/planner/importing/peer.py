@@ -17,6 +17,7 @@ PACKED = "samples are always packed, so there is no padding"
 ENGINE = "it steers another engine; the one here is built in"
 LAUNCHER = "it belongs to what starts the processes, not to the run"
 FOLDER = "run.folder names the run and holds what it writes"
+KEPT = "here the trainer's logprob runs over the kept tokens too, and not over all"
 MACHINE = frozenset({DEVICE, MEMORY, PACKED, ENGINE, LAUNCHER, FOLDER})  # reasons of keys that no result depends on
 
 

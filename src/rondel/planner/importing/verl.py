@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rondel.planner.importing.peer import DEVICE, ENGINE, FOLDER, LAUNCHER, MEMORY, PACKED, Gap, Line, Part, Peer, Same, Setting
+from rondel.planner.importing.peer import DEVICE, ENGINE, FOLDER, KEPT, LAUNCHER, MEMORY, PACKED, Gap, Line, Part, Peer, Same, Setting
 from rondel.words.errors import ConfigError
 
 ACTOR, ROLLOUT, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.optim"
@@ -324,7 +324,7 @@ def _sampling(s: Setting) -> Iterator[Part]:
         if s[key] in off:
             yield Same((key,), "it changes nothing at this value")
         else:
-            yield Gap((key,), "the trainer could not recompute the logprobs, so training samples from the whole distribution (law 4)")
+            yield Line(f"engine.sampling.{end}", s.number(key), (key,), KEPT)
     yield Line("engine.sampling.ignore_eos", bool(s[f"{ROLLOUT}.ignore_eos"]), (f"{ROLLOUT}.ignore_eos",))
     if s.has(f"{ROLLOUT}.max_num_seqs"):
         yield Line("engine.max_running", s.whole(f"{ROLLOUT}.max_num_seqs"), (f"{ROLLOUT}.max_num_seqs",), "speed only")
