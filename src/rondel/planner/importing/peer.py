@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,7 +17,6 @@ PACKED = "samples are always packed, so there is no padding"
 ENGINE = "it steers another engine; the one here is built in"
 LAUNCHER = "it belongs to what starts the processes, not to the run"
 FOLDER = "run.folder names the run and holds what it writes"
-KEPT = "here the trainer's logprob runs over the kept tokens too, and not over all"
 MACHINE = frozenset({DEVICE, MEMORY, PACKED, ENGINE, LAUNCHER, FOLDER})  # reasons of keys that no result depends on
 
 
@@ -138,3 +137,16 @@ class Setting:
     def choice(self, key: str, known: dict[str, Any]) -> Any:
         """What a word of theirs means here; None if it has no meaning here."""
         return known.get(str(self[key]))
+
+
+def truncation(setting: Setting, key: str) -> Iterator[Part]:
+    """Their top_p or top_k of training samples."""
+    name = key.rpartition(".")[2]
+    if setting[key] in ((1, None) if name == "top_p" else (0, -1, None)):
+        yield Same((key,), "it changes nothing at this value")
+        return
+    value = setting.number(key)
+    if 0 < value < 1 if name == "top_p" else value > 0 and float(value).is_integer():
+        yield Line(f"engine.sampling.{name}", value, (key,), "the trainer's logprob runs over the tokens that were kept, and not over all")
+    else:
+        yield Gap((key,), f"it cannot be {value!r}")
