@@ -65,7 +65,7 @@ RECIPES = {
     "an unknown engine": (["--engine.kind=vlm"], "engine 'vlm' does not exist"),
     "an unknown kind of data": (["--task.data={ kind = 'josnl', path = 'x' }"], "Did you mean 'jsonl'?"),
     "greedy rollouts": (["--engine.sampling.temperature=0.0"], "Use 1.0"),
-    "truncated sampling": (["--engine.sampling.top_p=0.9"], "drawn with top_p cannot be trained"),
+    "a truncation that leaves nearly all": (["--engine.sampling.top_k=5000"], "top_k = 5000; at most 4096 are recorded for the trainer"),
     "penalised sampling": (["--engine.sampling.repetition_penalty=1.1"], "repetition_penalty is not for training"),
     "a grammar in training": (["--engine.sampling.grammar={ regex = '[0-9]+' }"], "task.eval.sampling = { grammar = ... }"),
     "an unknown way to sample": (["--task.eval.sampling={ topp = 0.9 }"], "Did you mean 'top_p'?"),

@@ -267,7 +267,7 @@ def test_values_that_mean_nothing(how, says):
 def test_what_cannot_be_trained_is_named():
     assert Sampling(temperature=0.7, stop=("x", 3), ignore_eos=True, n=4, seed=3).untrainable == ""
     assert Sampling(**EVERYTHING | {"min_tokens": 0}).untrainable == (
-        "top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias"
+        "min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias"
     )
     assert Sampling(temperature=0, min_tokens=2, grammar={"regex": "a"}).untrainable == "temperature, min_tokens, grammar"
 
@@ -281,7 +281,7 @@ def test_training_refuses_what_evaluation_may_use():
     s = profile(Evaluation(temperature=0.5, sampling=more), Sampling(max_tokens=9, stop=("y",)))
     assert s == Sampling(temperature=0.5, max_tokens=9, top_p=0.9, logit_bias={5: 1.0}, repetition_penalty=1.1, stop=("x", 7))
     assert profile(Evaluation(), Sampling(max_tokens=9, stop=("y",))) == Sampling(temperature=0, max_tokens=9, stop=("y",))
-    with pytest.raises(ConfigError, match="drawn with top_p, repetition_penalty, logit_bias cannot be trained"):
+    with pytest.raises(ConfigError, match="drawn with repetition_penalty, logit_bias cannot be trained"):
         refuse_untrainable(s)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rondel.words.config import Critic, Job
 from rondel.words.errors import ConfigError, DataError
-from rondel.words.types import Sampling, Task
+from rondel.words.types import Sampling, Task, Trajectory
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
+
+
+WIDEST = 4096  # tokens that one is drawn from where others were cut: 16 kB a token of an answer
 
 
 def refuse(job: Job, row: Algorithm, sampling: Sampling) -> None:
@@ -30,9 +33,32 @@ def refuse_untrainable(sampling: Sampling) -> None:
     """Law 4: what is trained was drawn from a distribution that the trainer can compute again."""
     if names := sampling.untrainable:
         raise ConfigError(
-            f"samples drawn with {names} cannot be trained: the trainer recomputes logits and temperature, and nothing else (law 4). Train with "
-            "temperature above 0, top_k = 0, top_p = 1 and no penalties, bias, grammar or min_tokens; task.eval.sampling may use them all"
+            f"samples drawn with {names} cannot be trained: the trainer recomputes logits, temperature, top_k and top_p, and nothing else (law 4). "
+            "Train with temperature above 0 and no min_p, penalties, bias, grammar or min_tokens; task.eval.sampling may use them all"
         )
+    if sampling.top_k > WIDEST:
+        raise ConfigError(f"engine.sampling.top_k = {sampling.top_k}; {_recorded()}")
+
+
+def refuse_wide(support: list[Any | None], sampling: Sampling) -> None:
+    """The trainer reads which tokens could be drawn, of every token: what is nearly the vocabulary would fill the memory."""
+    widest = max((len(ids) for ids in support if ids is not None), default=0)
+    if widest > WIDEST:
+        raise ConfigError(
+            f"engine.sampling.top_k = {sampling.top_k}, top_p = {sampling.top_p} left {widest} tokens to draw one from; {_recorded()}"
+        )
+
+
+def refuse_without_support(trajectory: Trajectory, sampling: Sampling) -> None:
+    if sampling.truncated and trajectory.support is None and trajectory.written and trajectory.policy == "policy":
+        raise DataError(
+            "a trajectory without the tokens that its own were drawn from, under top_k or top_p: an environment that builds trajectories itself "
+            "must hand Completion.support to extend(); or set engine.sampling.top_k = 0 and top_p = 1"
+        )
+
+
+def _recorded() -> str:
+    return f"at most {WIDEST} are recorded for the trainer. Set engine.sampling.top_k = {WIDEST // 2}, or top_k = 0 and top_p = 1 for the whole vocabulary"
 
 
 def refuse_unanswered(key: str, tasks: list[Task]) -> None:

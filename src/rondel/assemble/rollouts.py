@@ -7,7 +7,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rondel.assemble.refusals import refuse_unanswered, refuse_untrainable
+import numpy as np
+
+from rondel.assemble.refusals import refuse_unanswered, refuse_untrainable, refuse_wide, refuse_without_support
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.demonstrate import Demonstrate
 from rondel.generate.envs.sources import TaskSet, load_tasks
@@ -65,6 +67,7 @@ class Rollouts:
             try:
                 trajectory = await self.parts.env.run(slot.task, chat)
                 trajectory.policy = policy
+                refuse_without_support(trajectory, self.parts.sampling)
                 return trajectory
             except (EngineError, DataError):
                 raise
@@ -83,7 +86,13 @@ class Rollouts:
                 refuse_untrainable(request.sampling)
             if p.routes and sampling is None:
                 request.wants |= {"experts"}
-            return await p.engine.generate(request)
+            if sampling is not None or not (p.sampling.truncated or request.sampling.truncated):
+                return await p.engine.generate(request)
+            request.wants |= {"support"}
+            done = await p.engine.generate(request)
+            refuse_wide(done.support or [], request.sampling)
+            done.support = [None if ids is None else np.asarray(ids, np.int32) for ids in done.support or []]
+            return done
 
         return TokenChat(
             p.known.tokenizer,

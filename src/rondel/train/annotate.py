@@ -11,6 +11,7 @@ from torch import Tensor
 from rondel.models.attention import PackedLayout, Segment
 from rondel.models.head import Head
 from rondel.models.tape import Tape
+from rondel.train.kept import Kept
 from rondel.train.logprobs import logprob_and_entropy
 from rondel.train.pack import Batch, Packed, Sample, micro_batches
 from rondel.train.parallel import ALONE, Alone
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
     from rondel.models.load import Loaded
 
 
-def forward(loaded: Loaded, packed: Packed, *, temperature: float, tape: Tape | None = None) -> tuple[Tensor, Tensor]:
-    """(logprob [M], entropy [M]) of the trainable tokens of one micro-batch."""
+def forward(
+    loaded: Loaded, packed: Packed, *, temperature: float, tape: Tape | None = None, kept: Kept | None = None
+) -> tuple[Tensor, Tensor]:
+    """(logprob [M], entropy [M]) of the trainable tokens of one micro-batch, of what `kept` left of their distributions."""
 
     def work(head: Head) -> tuple[Tensor, Tensor]:
         hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape)
-        return logprob_and_entropy(hidden.index_select(0, packed.source), packed.target, head, temperature=temperature)
+        return logprob_and_entropy(hidden.index_select(0, packed.source), packed.target, head, temperature=temperature, kept=kept)
 
     return loaded.within(work)
 
@@ -40,12 +43,19 @@ def annotate(
     temperature: float,
     share: bool = True,
     replay: bool = False,
+    drawn: bool = False,
     ranks: Alone = ALONE,
 ) -> Batch:
-    """Write the logprobs of `loaded` into every sample's notes under `name`, and the entropy beside "proximal"; `replay` for the policy, other weights route for themselves."""
+    """Write the logprobs of `loaded` into every sample's notes under `name`, and the entropy beside "proximal".
+
+    replay    repeat the engine's routes: for the policy; other weights route for themselves
+    drawn     the distribution that the engine drew from, which top-k and top-p may have cut: for whatever enters a ratio with the behavior.
+              A reference or teacher drew nothing and keeps its whole vocabulary, so x = log pi - log pi_ref is that of the cut policy
+    """
     done: list[int] = []
     for packed in micro_batches(batch, budget, share=share, device=loaded.device, rank=ranks.rank, ranks=ranks.size):
-        logprobs, entropy = forward(loaded, packed, temperature=temperature, tape=replaying(loaded, packed) if replay else None)
+        tape = replaying(loaded, packed) if replay else None
+        logprobs, entropy = forward(loaded, packed, temperature=temperature, tape=tape, kept=packed.kept if drawn else None)
         if packed.idle:
             continue
         done += packed.samples

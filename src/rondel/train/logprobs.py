@@ -2,6 +2,9 @@
 
 With z = logits / temperature, p = softmax(z):   logprob = z[target] - lse(z),   entropy = lse(z) - sum p z
     d logprob / dz = onehot(target) - p           d entropy / dz = -p (log p + entropy)
+
+A token that was drawn from a part of the vocabulary (top-k, top-p) has that part's distribution: lse, p and entropy run over the ids that
+its draw kept, as recorded (law 4). The same ids at every later version: what the policy would cut today does not change the past draw.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from rondel.models.head import Head, chosen
 from rondel.models.linear import matmul
+from rondel.train.kept import Kept
 
 LOGITS = 1 << 25  # entries of a chunk of logits: 128 MB in fp32
 
@@ -24,14 +28,18 @@ def _chunks(rows: int, vocab: int) -> list[slice]:
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, target: Tensor, temperature: float):
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, target: Tensor, temperature: float, kept: Kept | None
+    ):
         ctx.save_for_backward(hidden, weight, bias, target)
-        ctx.head, ctx.temperature = head, temperature
+        ctx.head, ctx.temperature, ctx.kept = head, temperature, kept
         logprobs, entropies = [], []
         for rows in _chunks(len(hidden), len(weight)):
             z = head.logits(hidden[rows])
             if temperature != 1.0:
                 z.div_(temperature)
+            if kept is not None:
+                z = kept.cut(z, rows)
             logprob, shifted, e, total = chosen(z, target[rows])
             logprobs.append(logprob)
             entropies.append((total.log() - shifted.mul_(e).sum(-1, keepdim=True) / total)[:, 0])
@@ -49,7 +57,8 @@ class _Chunked(torch.autograd.Function):
         for rows in _chunks(len(hidden), len(weight)):
             h = hidden[rows]
             logits = head.logits(h)
-            p = torch.softmax(logits / temperature if temperature != 1.0 else logits, -1)
+            z = logits / temperature if temperature != 1.0 else logits
+            p = torch.softmax(z if ctx.kept is None else ctx.kept.cut(z, rows), -1)
             if uses_entropy:
                 grad = p.clamp_min(1e-38).log_().add_(ctx.entropy[rows, None]).mul_(grad_entropy[rows, None])
                 grad.add_(grad_logprob[rows, None]).mul_(p).neg_()
@@ -70,9 +79,11 @@ class _Chunked(torch.autograd.Function):
             grad_weight = piece if grad_weight is None else grad_weight.float().add_(piece)
         if grad_weight is None:
             grad_weight = torch.zeros_like(weight)
-        return grad_hidden, grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None
 
 
-def logprob_and_entropy(hidden: Tensor, target: Tensor, head: Head, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """hidden [M,D], target [M] -> (logprob [M], entropy [M]) in fp32, of the distribution softmax(logits / temperature)."""
-    return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature)
+def logprob_and_entropy(
+    hidden: Tensor, target: Tensor, head: Head, *, temperature: float = 1.0, kept: Kept | None = None
+) -> tuple[Tensor, Tensor]:
+    """hidden [M,D], target [M] -> (logprob [M], entropy [M]) in fp32, of the distribution softmax(logits / temperature) over what was kept."""
+    return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, kept)

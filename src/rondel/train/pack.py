@@ -20,6 +20,7 @@ from torch import Tensor
 from rondel.algos.mixture import Mixture
 from rondel.algos.scored import Scored
 from rondel.models.attention import PackedLayout, Segment
+from rondel.train.kept import Kept
 from rondel.words.types import GREEDY, Group, Score, Trajectory
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Sample:
     guided: bool = False  # a demonstration among the policy's own samples
     baseline: float | None = None  # the reward of the greedy answer to its prompt, where the row wants it
     experts: np.ndarray | None = None  # [t-1,L,K] of a MoE: where the engine sent each token
+    support: list[np.ndarray | None] | None = None  # [m] the ids that a token was drawn from, where others were cut
     notes: dict[str, np.ndarray] = field(
         default_factory=dict
     )  # annotations by name: "proximal", "entropy", "ref", "trained", and what `ahead` decided
@@ -75,6 +77,7 @@ class Sample:
             guided=trajectory.guided,
             baseline=baseline,
             experts=None if trajectory.experts is None else np.asarray(trajectory.experts),
+            support=None if trajectory.support is None else _support(trajectory, trainable, f"group {group}, sample {index}"),
         )
 
     @property
@@ -163,6 +166,7 @@ class Packed:
     sample: Tensor
     layout: PackedLayout
     routes: Tensor | None = None  # [T,L,K] to be replayed
+    kept: Kept | None = None  # of the M tokens, where truncation cut some of the vocabulary off
     idle: bool = False  # another rank computes it: only the pass counts
 
 
@@ -246,6 +250,27 @@ def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.d
         torch.repeat_interleave(torch.tensor(chosen), torch.tensor(counts)).to(device),
         PackedLayout(segments, device),
         _tensor(routes, device).long() if routes else None,
+        _kept([batch.samples[i] for i in chosen], device),
+    )
+
+
+def _support(trajectory: Trajectory, trainable: np.ndarray, name: str) -> list[np.ndarray | None]:
+    """The recorded ids of the trainable tokens, each of which must be among its own."""
+    assert trajectory.support is not None
+    found = [None if (ids := trajectory.support[t]) is None else np.asarray(ids, np.int32) for t in trainable]
+    for t, ids in zip(trainable, found):
+        if ids is not None and trajectory.tokens[t] not in ids:
+            raise ValueError(f"{name}: token {trajectory.tokens[t]} at position {t} is none of the {len(ids)} that it was drawn from")
+    return found
+
+
+def _kept(samples: list[Sample], device: torch.device | str) -> Kept | None:
+    rows = [ids for s in samples for ids in s.support or [None] * len(s.trainable)]
+    if all(ids is None for ids in rows):
+        return None
+    counts = [0 if ids is None else len(ids) for ids in rows]
+    return Kept(
+        _tensor([ids for ids in rows if ids is not None], device), torch.tensor(np.repeat(np.arange(len(rows)), counts), device=device)
     )
 
 

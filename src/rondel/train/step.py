@@ -155,8 +155,8 @@ class LocalTrainer:
         ):
             if need in needs:
                 assert source is not None, f"the row needs {need}, and the trainer was built without that model"
-                replay = self.settings.replay_routes and source is self.loaded
-                notes.annotate(source, batch, need.removesuffix("_logprobs"), replay=replay, **how)
+                own = source is self.loaded
+                notes.annotate(source, batch, need.removesuffix("_logprobs"), replay=self.settings.replay_routes and own, drawn=own, **how)
         if "values" in needs:
             assert self.critic is not None, "the row needs values, and the trainer was built without a critic"
             self.critic.annotate(batch, self.settings)
@@ -268,7 +268,7 @@ class LocalTrainer:
             ranks=self.ranks.size,
         ):
             tape = notes.replaying(self.loaded, packed) if self.settings.replay_routes else None
-            logprobs, entropy = notes.forward(self.loaded, packed, temperature=self.settings.temperature, tape=tape)
+            logprobs, entropy = notes.forward(self.loaded, packed, temperature=self.settings.temperature, tape=tape, kept=packed.kept)
             faults += _fault("logprob", logprobs, batch, packed)
             behavior = notes.gather(batch, packed, "behavior") if algo.needs else None  # demonstrations were drawn from no policy
             proximal = notes.gather(batch, packed, "proximal") if proximal_noted else logprobs.detach()

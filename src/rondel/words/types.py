@@ -121,6 +121,7 @@ class Trajectory:
     logprobs  [T] float  log pi_behavior(token) when it was drawn; 0 elsewhere
     versions  [T] int    the weights of `policy` that wrote it; -1 elsewhere
     experts   [T-1,L,K]  routed experts of a MoE; None for a dense model
+    support   [T] ids    what the token was drawn from, where truncation cut the rest; None where nothing was cut, and for all if nothing ever was
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -128,6 +129,7 @@ class Trajectory:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     experts: Any | None = None
+    support: list[Any | None] | None = None
     policy: str = "policy"
     parent: int | None = None
     score: Score | Failed | None = None
@@ -142,6 +144,7 @@ class Trajectory:
         *,
         logprobs: list[float] | None = None,
         versions: list[int] | None = None,
+        support: list[Any | None] | None = None,
     ) -> None:
         """Append tokens: given ones (no logprobs) or ones the policy wrote (logprobs and versions). The only writer."""
         n = len(tokens)
@@ -149,8 +152,15 @@ class Trajectory:
             raise ValueError("a policy's tokens need both logprobs and versions; given tokens need neither")
         if logprobs is not None and versions is not None and not (n == len(logprobs) == len(versions)):
             raise ValueError(f"{n} tokens, {len(logprobs)} logprobs, {len(versions)} versions: lengths must agree")
+        if support is not None and (logprobs is None or len(support) != n):
+            raise ValueError(
+                f"a support of {len(support)} entries for {n} {'given' if logprobs is None else 'drawn'} tokens: one a drawn token"
+            )
         if logprobs is not None and any(not lp <= 1e-6 for lp in logprobs):  # NaN fails too
             raise ValueError(f"a log-probability above 0 or NaN: {max(logprobs)}")
+        if support is not None or self.support is not None:
+            before = [None] * len(self.tokens) if self.support is None else self.support
+            self.support = before + ([None] * n if support is None else support)
         self.tokens += tokens
         self.mask += [logprobs is not None] * n
         self.logprobs += logprobs if logprobs is not None else [0.0] * n
@@ -292,7 +302,7 @@ class Sampling:
 
     @property
     def truncated(self) -> bool:
-        """True where the support is cut: the trainer then cannot recompute the logprob without a recorded support."""
+        """True where the support is cut: the trainer then cannot recompute the logprob without the recorded one."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
@@ -307,14 +317,14 @@ class Sampling:
 
     @property
     def untrainable(self) -> str:
-        """The settings whose samples cannot be trained, by name: the trainer recomputes logits and temperature, nothing else (law 4)."""
+        """The settings whose samples cannot be trained, by name: the trainer recomputes logits, temperature and top-k and top-p (law 4)."""
         names = [f.name for f in fields(self) if f.name in UNTRAINABLE and getattr(self, f.name) != UNTRAINABLE[f.name]]
         return ", ".join([*["temperature"] * (self.temperature == 0), *names])
 
 
 # What the trainer does not recompute, each with the value that changes nothing.
 UNTRAINABLE: dict[str, Any] = {
-    "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {},
+    "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {},
     "min_tokens": 0, "grammar": None,
 }  # fmt: skip
 

@@ -76,7 +76,7 @@ class TokenChat:
         sampling = replace(self.sampling, max_tokens=limit, min_tokens=min(self.sampling.min_tokens, limit))
         tokens = list(self.trajectory.tokens)
         done = await self.generate(Request(tokens, sampling, key=self.key(self.turn), policy=self.trajectory.policy))
-        self.trajectory.extend(done.tokens, logprobs=done.logprobs, versions=done.versions)
+        self.trajectory.extend(done.tokens, logprobs=done.logprobs, versions=done.versions, support=done.support)
         if done.experts is not None:
             self.trajectory.experts = done.experts  # of the whole stream: every turn's request carries all tokens so far
         for what, seconds in done.timings.items():

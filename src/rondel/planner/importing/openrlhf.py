@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rondel.planner.importing.peer import DEVICE, ENGINE, FOLDER, LAUNCHER, MEMORY, PACKED, Gap, Line, Part, Peer, Same, Setting
+from rondel.planner.importing.peer import DEVICE, ENGINE, FOLDER, LAUNCHER, MEMORY, PACKED, Gap, Line, Part, Peer, Same, Setting, truncation
 
 ROWS = {  # algo.advantage.estimator -> (row, advantage laid over it, its eps)
     "gae": ("ppo", None, None),
@@ -220,11 +220,7 @@ def _sampling(s: Setting) -> Iterator[Part]:
     else:
         ask = f"there an answer may fill what its prompt leaves of {s[whole]} tokens; here all answers have one limit"
         yield Line("engine.sampling.max_tokens", s.whole(whole), (whole,), ask=ask)
-    if s["rollout.top_p"] == 1:
-        yield Same(("rollout.top_p",), "it changes nothing at this value")
-    else:
-        why = "the trainer could not recompute the logprobs, so training samples from the whole distribution (law 4)"
-        yield Gap(("rollout.top_p",), why)
+    yield from truncation(s, "rollout.top_p")
     yield Line("task.eval.temperature", float(s.number("eval.temperature")), ("eval.temperature",))
 
 

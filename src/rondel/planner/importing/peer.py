@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -137,3 +137,16 @@ class Setting:
     def choice(self, key: str, known: dict[str, Any]) -> Any:
         """What a word of theirs means here; None if it has no meaning here."""
         return known.get(str(self[key]))
+
+
+def truncation(setting: Setting, key: str) -> Iterator[Part]:
+    """Their top_p or top_k of training samples."""
+    name = key.rpartition(".")[2]
+    if setting[key] in ((1, None) if name == "top_p" else (0, -1, None)):
+        yield Same((key,), "it changes nothing at this value")
+        return
+    value = setting.number(key)
+    if 0 < value < 1 if name == "top_p" else value > 0 and float(value).is_integer():
+        yield Line(f"engine.sampling.{name}", value, (key,), "the trainer's logprob runs over the tokens that were kept, and not over all")
+    else:
+        yield Gap((key,), f"it cannot be {value!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rondel.planner.importing.peer import DEVICE, ENGINE, FOLDER, LAUNCHER, MEMORY, Gap, Line, Part, Peer, Same, Setting
+from rondel.planner.importing.peer import DEVICE, ENGINE, FOLDER, LAUNCHER, MEMORY, Gap, Line, Part, Peer, Same, Setting, truncation
 
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes", "steps_per_generation", "generation_batch_size")
 REWARDS: dict[str, Any] = {"accuracy_reward": "math", "think_format_reward": {"kind": "format", "tag": "think"}}
@@ -204,7 +204,9 @@ def _batch(s: Setting) -> Iterator[Part]:
 def _sampling(s: Setting) -> Iterator[Part]:
     yield Line("engine.sampling.temperature", float(s.number("temperature")), ("temperature",))
     yield Line("engine.sampling.max_tokens", s.whole("max_completion_length"), ("max_completion_length",))
-    for key, off in (("top_p", (1, None)), ("top_k", (0, -1, None)), ("min_p", (0, None)), ("repetition_penalty", (1, None))):
+    yield from truncation(s, "top_p")
+    yield from truncation(s, "top_k")
+    for key, off in (("min_p", (0, None)), ("repetition_penalty", (1, None))):
         if s[key] in off:
             yield Same((key,), "it changes nothing at this value")
         else:

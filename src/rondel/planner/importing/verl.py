@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rondel.planner.importing.peer import DEVICE, ENGINE, FOLDER, LAUNCHER, MEMORY, PACKED, Gap, Line, Part, Peer, Same, Setting
+from rondel.planner.importing.peer import DEVICE, ENGINE, FOLDER, LAUNCHER, MEMORY, PACKED, Gap, Line, Part, Peer, Same, Setting, truncation
 from rondel.words.errors import ConfigError
 
 ACTOR, ROLLOUT, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.optim"
@@ -319,12 +319,8 @@ def _sampling(s: Setting) -> Iterator[Part]:
     else:
         yield Line("engine.sampling.max_tokens", s.whole(own), (own,))
         yield from (Gap((key,), f"it has no effect there: {own} comes first") for key in (whole,) if s.has(key))
-    for end, off in (("top_p", (1, None)), ("top_k", (0, -1, None))):
-        key = f"{ROLLOUT}.{end}"
-        if s[key] in off:
-            yield Same((key,), "it changes nothing at this value")
-        else:
-            yield Gap((key,), "the trainer could not recompute the logprobs, so training samples from the whole distribution (law 4)")
+    yield from truncation(s, f"{ROLLOUT}.top_p")
+    yield from truncation(s, f"{ROLLOUT}.top_k")
     yield Line("engine.sampling.ignore_eos", bool(s[f"{ROLLOUT}.ignore_eos"]), (f"{ROLLOUT}.ignore_eos",))
     if s.has(f"{ROLLOUT}.max_num_seqs"):
         yield Line("engine.max_running", s.whole(f"{ROLLOUT}.max_num_seqs"), (f"{ROLLOUT}.max_num_seqs",), "speed only")

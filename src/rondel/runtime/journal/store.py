@@ -101,6 +101,7 @@ def _row(group: Group, sample: int, t: Trajectory) -> dict[str, Any]:
         "behavior_logprobs": t.logprobs,
         "versions": t.versions,
         "experts": t.experts,
+        "support": t.support,
         "reward": t.reward,
         "reward_parts": t.score.parts if isinstance(t.score, Score) else {},
         "step_positions": [position for position, _ in t.score.steps] if isinstance(t.score, Score) else [],
@@ -125,7 +126,7 @@ def _schema() -> Any:
         "group": pa.int64(), "sample": pa.int32(), "task": pa.string(), "env": pa.string(), "task_data": pa.string(),
         "born": pa.int64(), "trained_at": pa.int64(), "tokens": integers, "mask": pa.list_(pa.bool_()),
         "behavior_logprobs": numbers, "trainer_logprobs": numbers, "advantages": numbers, "versions": integers,
-        "experts": pa.binary(), "reward": pa.float64(), "reward_parts": pa.string(), "step_positions": integers,
+        "experts": pa.binary(), "support": pa.list_(integers), "reward": pa.float64(), "reward_parts": pa.string(), "step_positions": integers,
         "step_rewards": pa.list_(pa.float64()), "failed": pa.string(),
         "failed_detail": pa.string(), "outcome": pa.string(), "outcome_reason": pa.string(), "finish_reason": pa.string(),
         "text": pa.string(), "timings": pa.string(), "policy": pa.string(), "parent": pa.int64(),
@@ -221,6 +222,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
     for written, run in groupby(zip(*columns), key=lambda token: token[1]):
         tokens, _, logprobs, versions = (list(column) for column in zip(*run))
         t.extend(tokens, logprobs=logprobs if written else None, versions=versions if written else None)
+    t.support = row["support"]
     return t
 
 
