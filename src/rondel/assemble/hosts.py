@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from rondel.models.load import Loaded, load
 from rondel.models.vocabulary import same_words
 from rondel.planner import resolve as planner
 from rondel.runtime.devices import Device
+from rondel.runtime.journal.wal import TokenLog
 from rondel.train.checkpoint import bytes_needed
 from rondel.train.critic import Critic
 from rondel.train.draft import DraftTrainer
@@ -54,9 +56,9 @@ class Known:
 
 
 def engine_of(
-    job: Job, loaded: Loaded, device: Device, longest: int, speculation: Speculation | None
+    job: Job, loaded: Loaded, device: Device, longest: int, speculation: Speculation | None, log: Path | None = None
 ) -> tuple[BuiltinEngine, dict[str, str]]:
-    """-> the engine, and what was resolved for it."""
+    """`log`: where drawn tokens are kept for a life after a crash. -> the engine, and what was resolved for it."""
     draft = speculation.draft if speculation else None
     pages = pages_of(job, [loaded, draft.loaded] if draft else [loaded], longest)
     engine = BuiltinEngine(
@@ -68,6 +70,7 @@ def engine_of(
         routes=replays(job, loaded),
         speculation=speculation,
         compiled=device.call(Compiled, loaded) if job.engine.compile else None,
+        log=TokenLog(log, durable=job.run.durability == "disk") if log else None,
     )
     return engine, {
         "engine.kv_pages": f"{pages.value} ({pages.why})",
@@ -109,14 +112,14 @@ def trainer_of(
 class EngineHost:
     """An engine with a device and weights of its own; its verbs are the engine's."""
 
-    def __init__(self, job: Job, device: str, threads: int | None) -> None:
-        self.job, self.device = job, Device(device, threads)
+    def __init__(self, job: Job, device: str, threads: int | None, log: Path | None) -> None:
+        self.job, self.device, self.log = job, Device(device, threads), log
         self.loaded = self.device.call(policy_of, job, device)
 
     def open(self, longest: int) -> dict[str, str]:
         """Ready for requests of at most `longest` tokens. -> what was resolved."""
         speculation = self.device.call(speculation_of, self.job, self.device.name)
-        self.engine, resolved = engine_of(self.job, self.loaded, self.device, longest, speculation)
+        self.engine, resolved = engine_of(self.job, self.loaded, self.device, longest, speculation, self.log)
         return resolved
 
     def __getattr__(self, verb: str) -> Any:

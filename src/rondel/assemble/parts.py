@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,8 +81,8 @@ class Parts:
         self.placed.close()
 
 
-def build(job: Job) -> Parts:
-    """Every fault that can be known before the model is loaded is raised before."""
+def build(job: Job, folder: Path | None = None) -> Parts:
+    """Every fault that can be known before the model is loaded is raised before. `folder`: of a run that may be continued after a crash."""
     row, sampling = row_of(job), sampling_of(job)
     refuse(job, row, sampling)
     window = planner.window(job.loop.window, max_staleness=job.loop.max_staleness, groups_per_step=job.loop.groups_per_step)
@@ -95,7 +96,7 @@ def build(job: Job) -> Parts:
     shown = shown_of(job, tasks, rows_beside(job))
     pool = RewardPool(job.task.reward, workers=job.task.reward_workers, timeout=job.task.reward_timeout)
     try:
-        placed = place(job, row, sampling, lambda known: longest_prompt(job, tasks, known, sampling) + sampling.max_tokens)
+        placed = place(job, row, sampling, lambda known: longest_prompt(job, tasks, known, sampling) + sampling.max_tokens, folder)
         facts = {"loop.window": f"{window.value} ({window.why})", **placed.resolved}
         facts["sync.kind"] = "tensor (one process, one module: 0 bytes move)" if job.sync.kind == "auto" else job.sync.kind
         sync = sync_of(job, placed.known, placed.trainer)

@@ -45,29 +45,31 @@ class Placed:
     close: Callable[[], None]
 
 
-def place(job: Job, row: Algorithm, sampling: Sampling, longest: Callable[[Known], int]) -> Placed:
-    """`longest`: the most tokens of a request, once the tokenizer is known."""
+def place(job: Job, row: Algorithm, sampling: Sampling, longest: Callable[[Known], int], folder: Path | None) -> Placed:
+    """`longest`: the most tokens of a request, once the tokenizer is known. `folder`: of the run, for what survives a crash; None keeps nothing."""
     where = job.place
     name = pick_device(where.device)
     threads = None if where.threads == "auto" else where.threads
     with ExitStack() as ends:
         if where.kind == "shared":
-            placed = _shared(job, row, sampling, longest, name, threads, ends)
+            placed = _shared(job, row, sampling, longest, name, threads, folder, ends)
         elif where.cluster == "local":
-            placed = _split_here(job, row, sampling, longest, name, threads, ends)
+            placed = _split_here(job, row, sampling, longest, name, threads, folder, ends)
         else:
-            placed = _split(job, row, sampling, longest, name, threads, ends)
+            placed = _split(job, row, sampling, longest, name, threads, folder, ends)
         placed.close = ends.pop_all().close
         return placed
 
 
-def _shared(job: Job, row: Algorithm, sampling: Sampling, longest: Callable, name: str, threads: int | None, ends: ExitStack) -> Placed:
+def _shared(
+    job: Job, row: Algorithm, sampling: Sampling, longest: Callable, name: str, threads: int | None, folder: Path | None, ends: ExitStack
+) -> Placed:
     device = Device(name, threads)
     ends.callback(device.close)
     loaded = device.call(policy_of, job, name)
     known = Known.of(loaded)
     speculation = device.call(speculation_of, job, name)
-    engine, ours = engine_of(job, loaded, device, longest(known), speculation)
+    engine, ours = engine_of(job, loaded, device, longest(known), speculation, _log(folder))
     trainer, theirs = trainer_of(job, row, sampling, loaded, device, draft=speculation.draft if speculation else None)
     where = f"one process, {_threads(device.threads)} on {name} for engine and trainer"
     return Placed(
@@ -75,12 +77,14 @@ def _shared(job: Job, row: Algorithm, sampling: Sampling, longest: Callable, nam
     )
 
 
-def _split_here(job: Job, row: Algorithm, sampling: Sampling, longest: Callable, name: str, threads: int | None, ends: ExitStack) -> Placed:
+def _split_here(
+    job: Job, row: Algorithm, sampling: Sampling, longest: Callable, name: str, threads: int | None, folder: Path | None, ends: ExitStack
+) -> Placed:
     each = threads or max(1, len(cores()) // 2)
     first, second = _names(name, 2)
     trainer = TrainerHost(job, row, sampling, first, each, _alone)
     ends.callback(trainer.close)
-    engine = EngineHost(job, second, each)
+    engine = EngineHost(job, second, each, _log(folder))
     ends.callback(engine.close)
     known, resolved, size = trainer.facts()
     resolved |= engine.open(longest(known))
@@ -88,19 +92,20 @@ def _split_here(job: Job, row: Algorithm, sampling: Sampling, longest: Callable,
     return Placed(known, engine.engine, trainer.trainer, Split(), resolved, where, size, engine.close)
 
 
-def _split(job: Job, row: Algorithm, sampling: Sampling, longest: Callable, name: str, threads: int | None, ends: ExitStack) -> Placed:
+def _split(
+    job: Job, row: Algorithm, sampling: Sampling, longest: Callable, name: str, threads: int | None, folder: Path | None, ends: ExitStack
+) -> Placed:
     if job.place.engines != 1:
         raise ConfigError(f"place.engines = {job.place.engines}: one engine so far")
     for section in (job.model, job.engine, job.engine.speculative, job.trainer, job.trainer.critic):
         section._read.update(type(section).model_fields)  # by the hosts
     ranks, workers = job.place.ranks, job.place.ranks + job.place.engines
-    cluster = ProcessCluster(Path(job.run.folder) / "logs", patience=job.place.patience)
+    cluster = ProcessCluster(folder / "logs" if folder else None, patience=job.place.patience)
     ends.callback(cluster.close)
     shares = _shares(workers) if name == "cpu" else [()] * workers
     names = _names(name, workers)
     each = threads or (max(1, len(cores()) // workers) if name == "cpu" else None)
-    folder = ends.enter_context(tempfile.TemporaryDirectory(prefix="rondel-"))
-    meeting = f"file://{folder}/meeting"
+    meeting = f"file://{ends.enter_context(tempfile.TemporaryDirectory(prefix='rondel-'))}/meeting"
     trainers = [
         cluster.spawn(
             f"trainer-{rank}",
@@ -116,13 +121,17 @@ def _split(job: Job, row: Algorithm, sampling: Sampling, longest: Callable, name
         )
         for rank in range(ranks)
     ]
-    engine = cluster.spawn("engine-0", EngineHost, job, names[ranks], each, cores=shares[ranks])
+    engine = cluster.spawn("engine-0", EngineHost, job, names[ranks], each, _log(folder), cores=shares[ranks])
     for worker in (*trainers, engine):
         worker.now()
     known, resolved, size = trainers[0].now("facts")
     resolved |= engine.now("open", longest(known))
     where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {job.place.engines} of the engine"
     return Placed(known, RemoteEngine(engine), RemoteTrainer(trainers), Split(), resolved, where, size, cluster.close)
+
+
+def _log(folder: Path | None) -> Path | None:
+    return folder / "wal" / "engine-0" if folder else None
 
 
 def _alone() -> Alone:

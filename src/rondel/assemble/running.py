@@ -63,7 +63,7 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
                 f"{folder} is complete: {found[1]['step']} of {total} steps. To go on, set --loop.steps higher; the card is in {folder / 'card.md'}"
             )
             return write_card(folder)
-        parts = build(job)
+        parts = build(job, folder)
         ends.callback(parts.close)
         if built:
             built(parts)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from rondel.generate.engine.builtin.channels import open_channels
 from rondel.generate.engine.builtin.grammar import Grammars
@@ -29,6 +29,9 @@ from rondel.words.errors import EngineError, LawError, StalledError, SyncError, 
 from rondel.words.events import Generating, Speculated, Warned, emit
 from rondel.words.protocols import Interrupt, Tags
 from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Manifest, Message, Request, Route, Scored
+
+if TYPE_CHECKING:
+    from rondel.runtime.journal.wal import TokenLog
 
 HEARTBEAT = 0.5
 
@@ -48,6 +51,7 @@ class BuiltinEngine:
         routes: bool = False,
         speculation: Speculation | None = None,
         compiled: Compiled | None = None,
+        log: TokenLog | None = None,
     ) -> None:
         self.loaded, self._run = loaded, run
         self.pages = Pages(kv_pages)
@@ -58,6 +62,7 @@ class BuiltinEngine:
         draft = speculation.draft if speculation else None
         self.runner = Runner(loaded, self.pages, max_running, records=routes, draft=draft, compiled=compiled)
         self.grammars = Grammars(loaded)
+        self.log = log
         self.version = version
         self.bytes_copied = 0
         self.seconds = 0.0  # spent in steps
@@ -93,6 +98,8 @@ class BuiltinEngine:
 
         live = Live(request, finish, list(request.tokens), len(request.tokens), heard=on_token)
         await self._equip(live)
+        if live.mark and (reason := self._remember(live)):
+            return self._completed(live, reason)
         self.scheduler.waiting.append(live)
         self._wake_pump()
         try:
@@ -116,6 +123,17 @@ class BuiltinEngine:
         if request.sampling.grammar is not None:
             live.constraint = await self._run(self.grammars.start, request.sampling.grammar, own)
             self._refuse_if_broken()
+        elif self.log is not None and request.key and not request.namespace and not request.wants:
+            live.mark = self.log.mark(request.tokens[: len(request.tokens) - request.continuation])
+
+    def _remember(self, live: Live) -> FinishReason | None:
+        """The tokens that this sample had drawn before a crash. -> why it needs no more, if so."""
+        assert self.log is not None
+        for token, logprob, version in self.log.written(live.request.key, live.mark, first=live.request.continuation):
+            live.recall(token, logprob, version)
+            if reason := live.done():
+                return reason
+        return None
 
     async def score(self, request: Request) -> Scored:
         self._refuse_if_broken()
@@ -212,6 +230,8 @@ class BuiltinEngine:
             self.speculation.propose(plan, self.scheduler)
         began = time.perf_counter()
         drawn = await self._run(self.runner.step, plan)
+        if self.log is not None:
+            self._write(drawn)
         if self.speculation is not None:
             self.speculation.note(plan, drawn, time.perf_counter() - began)
         self.scheduler.computed(plan)
@@ -222,6 +242,17 @@ class BuiltinEngine:
         self._let_go()
         self.scheduler.check()
         return len(drawn)
+
+    def _write(self, drawn: list[tuple[Live, int, float]]) -> None:
+        """All tokens of the step, before anyone sees one. Guesses that are drawn behind an end are passed over when they are read."""
+        assert self.log is not None
+        more: dict[Live, int] = {}
+        rows = []
+        for live, token, logprob in drawn:
+            if live.mark and live.fault is None:
+                more[live] = at = more.get(live, live.drawn - 1) + 1
+                rows.append((live.request.key, at, live.mark, logprob, token, self.version))
+        self.log.write(rows)
 
     async def _settle(self) -> None:
         """Let everyone who is about to ask, ask: the first batch then does not depend on the order of wake-ups."""
@@ -250,13 +281,17 @@ class BuiltinEngine:
 
     def _finish(self, live: Live, reason: FinishReason) -> None:
         live.keep_routes(self.pages.routes)
+        completion = self._completed(live, reason)
+        self.scheduler.release(live, self.version)
+        live.finish(completion)
+
+    def _completed(self, live: Live, reason: FinishReason) -> Completion:
         completion = live.completion(reason)
         if "experts" in live.request.wants:
             completion.experts = live.routes
         decode = self.loaded.tokenizer.decode
         completion.text = live.said if live.said is not None else decode(completion.tokens, skip_special_tokens=True)
-        self.scheduler.release(live, self.version)
-        live.finish(completion)
+        return completion
 
     def _leave(self, live: Live) -> None:
         """Its caller is gone. The device thread may be reading it, so a running request leaves between two steps."""
@@ -440,6 +475,8 @@ class BuiltinEngine:
         linear.weights_changed()
         self.version = commit.version
         self.scheduler.new_version(self.version)
+        if self.log is not None:
+            self.log.committed(self.version, commit.root)
         if self.speculation is not None and self.speculation.draft is not None:
             self.speculation.draft.forget()  # it learns with the policy
         self._update, self._broken = None, ""

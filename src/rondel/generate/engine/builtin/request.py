@@ -52,6 +52,7 @@ class Live:
     constraint: Constraint | None = None
     channels: Channels | None = None
     grams: Grams | None = None  # where its runs of tokens occurred before, for guesses
+    mark: int = 0  # what it answers, for the token log; 0: its tokens are not logged
     fault: Exception | None = None  # why its newest token is worth nothing
     heard: Heard | None = None
     arrived: float = field(default_factory=time.perf_counter)
@@ -84,6 +85,10 @@ class Live:
         """The next drawn token. Behind another one of the same step it says that the guess before it was right: its page stays."""
         if self.pending:
             self.pages.append(self.ahead.pop(0))
+        self.recall(token, logprob, version)
+
+    def recall(self, token: int, logprob: float, version: int) -> None:
+        """A token that it drew in an earlier life; its page is computed with the prompt's."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
