@@ -3,6 +3,7 @@
 #   make train     installs into .venv once, then runs recipes/quickstart.toml; an interrupted run is continued by the same command
 #   make check     lint, types, layers and the fast tests: before every commit
 #   make test      lint, types, and all tests with those of the documentation and the slow ones
+#   make parity    the tests that need TRL and verl, with both in an environment of their own (downloads, some minutes)
 #   make install   only .venv          make clean   removes .venv and caches, never runs/
 #
 # Other choices: make train PYTHON=/path/to/python PINS=/dev/null   (PINS: the pinned versions; /dev/null takes the newest)
@@ -13,9 +14,14 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 p
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH_CPU := https://download.pytorch.org/whl/cpu
+REACHES_TORCH := import urllib.request as u; u.urlopen('$(TORCH_CPU)/torch/', timeout=5)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 
-.PHONY: train test check install clean lint types
+# what `make parity` compares with: TRL beside the transformers that its table of keys is of; what verl imports, for verl asks for an older one
+PEERS := trl==1.16.0 transformers==$(shell sed -n 's/^transformers==//p' constraints.txt) "tensordict<=0.10" hydra-core omegaconf codetiming \
+	torchdata ray orjson pytest hypothesis pydantic pyarrow rich tomli-w typer
+
+.PHONY: train test check parity install clean lint types
 .DELETE_ON_ERROR:
 
 train: install
@@ -28,6 +34,15 @@ test: install lint types
 check: install lint types
 	@echo "tests     the fast ones"
 	@$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4
+
+parity:
+	@set -e; home=$$(mktemp -d); trap 'rm -rf "$$home"' EXIT; echo "peers     TRL and verl, in $$home while it lasts"; \
+		$(PYTHON) -m venv $$home; pip="$$home/bin/python -m pip --disable-pip-version-check --no-input -qq install"; \
+		index=; if $$home/bin/python -c "$(REACHES_TORCH)" 2>/dev/null; then index="--extra-index-url $(TORCH_CPU)"; fi; \
+		$$pip $$index "torch==$(TORCH)+cpu" 2>/dev/null || true; \
+		$$pip "torch==$(TORCH)" $(PEERS); \
+		$$pip --no-deps verl==0.9.1; \
+		PYTHONPATH=src $$home/bin/python -m pytest -rs tests/parity/algos tests/parity/test_peer_tables.py
 
 lint: install
 	@echo "lint      ruff"
@@ -53,7 +68,7 @@ install: .venv/installed
 		echo "torch     $(TORCH)"; \
 	else \
 		echo "torch     $(TORCH), the CPU build (no nvidia-smi)"; \
-		index=; if $(BIN)/python -c "import urllib.request as u; u.urlopen('$(TORCH_CPU)/torch/', timeout=5)" 2>/dev/null; \
+		index=; if $(BIN)/python -c "$(REACHES_TORCH)" 2>/dev/null; \
 			then index="--extra-index-url $(TORCH_CPU)"; fi; \
 		$(PIP) install $$index -c $(PINS) "torch==$(TORCH)+cpu" 2>/dev/null || \
 			echo "          no CPU build found: pip takes what it finds, which may be the CUDA build (2.6 GB)"; \

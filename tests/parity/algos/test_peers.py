@@ -1,4 +1,4 @@
-"""The peers' own functions on the same numbers, where they are installed: `pip install trl`; `pip install --no-deps verl` and what it imports.
+"""The peers' own functions on the same numbers, where they are installed: `make parity` installs them beside each other and runs this.
 
 Where they disagree, the test holds the difference, and docs/papers.md says who is right.
 """
@@ -286,7 +286,8 @@ def test_losses_are_those_of_trl(loss_type, knobs, row, batch):
 def test_masks_are_those_of_trl_on_the_first_update():
     """There the policy is the proximal one; later TRL looks at the moved policy, and we at the anchor."""
     own = BATCH.logits_TV.log_softmax(-1)[:, 0]
-    first = replace(BATCH, others_3T=torch.stack([own, BATCH.others_3T[1], BATCH.others_3T[2]]))
+    nobody = torch.zeros_like(BATCH.guided_N)  # is a demonstration: TRL has none
+    first = replace(BATCH, others_3T=torch.stack([own, BATCH.others_3T[1], BATCH.others_3T[2]]), guided_N=nobody)
     row = row_of(surrogate.Clip(1.0, 99.0), correction=correction.OffPolicyMask(0.02))
     assert 0 < float((first.loss(row)[2][0]["correction"] == 0).double().mean()) < 1
     # TRL's ratio stays at its old anchor, so only what is masked can be compared
