@@ -352,6 +352,21 @@ def test_accidents_that_keep_the_sum_of_words():
         assert len(seen) >= 9 + 38
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("n", [1022, 1023, 2046, 4092, 8184, 65536])
+def test_flipped_signs_of_all_or_of_every_second_number(dtype, n):
+    """Only the highest bit of a float64 flips: what a sum modulo 2^64 sees as an even number of nothing."""
+    t = torch.randn(n, generator=torch.Generator().manual_seed(6)).to(dtype)
+    assert len({names.digest(t * sign) for sign in (1, -1, torch.arange(n) % 2 * -2 + 1, torch.arange(n) % 4 // 2 * -2 + 1)}) == 4
+
+
+def test_the_digest_of_a_gpu_is_that_of_a_cpu():
+    """Both ways to multiply, on random rows."""
+    rows = torch.randint(-(2**63), 2**63 - 1, (5, names._ROW), generator=torch.Generator().manual_seed(7))
+    odd = names._multipliers(rows.device, names._ROW, names._INSIDE)
+    assert torch.equal(names._inside(rows, odd), (rows * odd).sum(1))
+
+
 @pytest.mark.parametrize("bit", [15, 31, 47, 62, 63])
 def test_two_flips_of_the_same_high_bit_do_not_cancel(bit):
     """A multiplication modulo 2^64 carries only upwards: without the fold, two flipped signs at odd places would be invisible."""
