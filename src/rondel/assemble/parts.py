@@ -187,7 +187,9 @@ def build(job: Job) -> Parts:
         critic = device.call(critic_of, job, loaded, settings) if "values" in row.needs else None
         pupil = device.call(lambda: DraftTrainer(draft.loaded, lr=lr)) if draft and (lr := job.engine.speculative.lr) else None
         trainer = device.call(
-            lambda: LocalTrainer(loaded, settings, run=device.run, needs=row.needs, draft=pupil, critic=critic, teacher=teacher)
+            lambda: LocalTrainer(
+                loaded, settings, run=device.run, needs=row.needs, draft=pupil, critic=critic, teacher=teacher, transport=FromTensor()
+            )
         )
         probe = Template(loaded.tokenizer).opening([{"role": "user", "content": "One, two, three."}])[:PROBE] if job.sync.probe else []
         sync = Update(

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
     from rondel.train.critic import Critic
     from rondel.train.draft import DraftTrainer
+    from rondel.words.protocols import Transport, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,10 @@ class LocalTrainer:
         draft: DraftTrainer | None = None,
         critic: Critic | None = None,
         teacher: Loaded | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self.loaded, self.settings, self._run, self.draft, self.critic = loaded, settings, run, draft, critic
+        self.transport = transport
         self.weights = MasterWeights(loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)
         self.step_number = self.bad_steps = 0
         self.version = 0
@@ -104,14 +107,17 @@ class LocalTrainer:
             stats.metrics |= await self._run(self.draft.step, batch, self.settings)
         return stats
 
-    async def publish(self, route: Route) -> Manifest:
-        """Hand the tensors themselves to the route; nothing is copied."""
+    async def publish(self, route: Route) -> tuple[Manifest, Route]:
+        """The transport takes the tensors one by one: itself, into shared memory, into files, or only their digests."""
+        assert self.transport is not None, "the trainer was built without a transport"
+        return await self._run(self.transport.publish, route, self.version, self._weights())
 
-        def work() -> Manifest:
-            route.data.update(names.weights(self.loaded.model))
-            return names.manifest(self.loaded.model, self.version)
+    async def send(self, route: Route) -> None:
+        assert self.transport is not None, "the trainer was built without a transport"
+        await self._run(self.transport.send, route, self._weights())
 
-        return await self._run(work)
+    def _weights(self) -> Weights:
+        return names.described(names.weights(self.loaded.model))
 
     async def save(self, path: Path) -> None:
         await self._run(checkpoint.save_trainer, self, path)
