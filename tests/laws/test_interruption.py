@@ -28,7 +28,7 @@ class Publisher:
         return self.transport.publish(route, self.version, names.described(names.weights(self.loaded.model)))
 
     async def send(self, route):
-        await asyncio.to_thread(self.transport.send, route, names.described(names.weights(self.loaded.model)))
+        await asyncio.to_thread(self.transport.send, route, names.weights(self.loaded.model))
 
     def train(self, size=0.15):
         """Another direction each time, the same for equal versions."""

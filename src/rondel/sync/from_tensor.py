@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from rondel.words.protocols import Engine, Trainer, Weights
+from rondel.words.protocols import Engine, Tensors, Trainer, Weights
 from rondel.words.types import Manifest, Route
 
 
@@ -21,7 +21,7 @@ class FromTensor:
         held = [(row, tensor) for row, tensor in weights]
         return Manifest(version, tuple(row for row, _ in held)), Route("tensor", {row.name: tensor for row, tensor in held})
 
-    def send(self, route: Route, weights: Weights) -> None: ...
+    def send(self, route: Route, weights: Tensors) -> None: ...
 
     def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from route.data.items()

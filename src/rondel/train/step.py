@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
     from rondel.train.critic import Critic
     from rondel.train.draft import DraftTrainer
-    from rondel.words.protocols import Transport, Weights
+    from rondel.words.protocols import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +110,11 @@ class LocalTrainer:
     async def publish(self, route: Route) -> tuple[Manifest, Route]:
         """The transport takes the tensors one by one: itself, into shared memory, into files, or only their digests."""
         assert self.transport is not None, "the trainer was built without a transport"
-        return await self._run(self.transport.publish, route, self.version, self._weights())
+        return await self._run(self.transport.publish, route, self.version, names.described(names.weights(self.loaded.model)))
 
     async def send(self, route: Route) -> None:
         assert self.transport is not None, "the trainer was built without a transport"
-        await self._run(self.transport.send, route, self._weights())
-
-    def _weights(self) -> Weights:
-        return names.described(names.weights(self.loaded.model))
+        await self._run(self.transport.send, route, names.weights(self.loaded.model))
 
     async def save(self, path: Path) -> None:
         await self._run(checkpoint.save_trainer, self, path)

@@ -26,7 +26,8 @@ from rondel.words.types import (
 Interrupt = Literal["hold", "drain", "abort"]
 Earned = float | list[tuple[int, float]]
 Tags = tuple[str, ...]  # "weights", "kv_cache", "cuda_graph"
-Weights = Iterable[tuple[TensorInfo, Any]]  # each tensor whole, one at a time
+Tensors = Iterable[tuple[str, Any]]  # each whole and under its HF name, one at a time: a gathered tensor can go when its turn is over
+Weights = Iterable[tuple[TensorInfo, Any]]  # the same with shape, dtype and digest
 
 
 class Engine(Protocol):
@@ -89,7 +90,7 @@ class Transport(Protocol):
 
     async def route(self, trainer: Trainer, engines: list[Engine]) -> Route: ...  # the driver's end
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]: ...  # the trainer's
-    def send(self, route: Route, weights: Weights) -> None: ...
+    def send(self, route: Route, weights: Tensors) -> None: ...
     def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Any]) -> Iterator[tuple[str, Any]]: ...  # the engine's
     def close(self) -> None: ...
 

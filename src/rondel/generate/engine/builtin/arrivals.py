@@ -9,10 +9,9 @@ Between two tensors the device is free: an engine that is not parked goes on dec
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from rondel.models import names
@@ -74,20 +73,24 @@ class Arrivals:
         if route.base and route.base != self.root:
             raise SyncError(f"the data changes weights with root {route.base[:8]}; those that serve have {self.root[:8] or 'none yet'}")
         mine = dict(names.weights(self.loaded.model))
-        stream = self._open(route, self._begun.manifest, mine)
         self.bytes_copied = 0
-        while await run(self._some, stream, mine):
-            pass
+        stream = self._open(route, self._begun.manifest, mine)
+        try:
+            while await run(self._some, stream, mine):
+                pass
+        finally:
+            await run(stream.close)  # there, because a cancelled wait leaves the thread inside it
         if self._awaited:
             raise SyncError(f"{len(self._awaited)} tensors were announced but did not travel, first {min(self._awaited)}")
         self._came, self.bytes_copied = True, route.bytes or self.bytes_copied
 
-    def _open(self, route: Route, manifest: Manifest, mine: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _open(self, route: Route, manifest: Manifest, mine: dict[str, Tensor]) -> Generator[tuple[str, Tensor], None, None]:
         if isinstance(route.data, dict):  # the tensors themselves
-            return iter(route.data.items())
-        if route.kind not in self._transports:
+            yield from route.data.items()
+        elif route.kind in self._transports:
+            yield from self._transports[route.kind].receive(route, manifest, mine)
+        else:
             raise SyncError(f"weights come by '{route.kind}'; this engine takes them by {', '.join(sorted(self.kinds))}")
-        return self._transports[route.kind].receive(route, manifest, mine)
 
     def _some(self, stream: Iterator[tuple[str, Tensor]], mine: dict[str, Tensor]) -> bool:
         """Tensors for a few milliseconds. -> is there more?"""
