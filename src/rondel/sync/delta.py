@@ -64,7 +64,7 @@ def _planes(values: Tensor) -> bytes:
 
 
 def _joined(planes: Tensor, dtype: torch.dtype) -> Tensor:
-    return planes.view(dtype.itemsize, -1).t().contiguous().view(-1).view(dtype)
+    return planes.view(dtype.itemsize, -1).t().clone(memory_format=torch.contiguous_format).view(-1).view(dtype)
 
 
 class Delta:

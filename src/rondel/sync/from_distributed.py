@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -80,12 +81,27 @@ class Group:
             self.group: Any = dist.ProcessGroupNCCL(own, rank, meeting.size, options)  # type: ignore[attr-defined]
         else:
             self.group = dist.ProcessGroupGloo(own, rank, meeting.size, wait)
-        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)).wait()  # the first collective of a group costs seconds
+        self._sent: list[Any] = [None, None]
+        self.broadcast(0, torch.zeros(1, dtype=torch.uint8, device=device))  # the first collective of a group costs seconds
+        self.wait(0)
 
-    def broadcast(self, buffer: Tensor) -> Any:
+    def broadcast(self, i: int, buffer: Tensor) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        return self.group.broadcast([buffer], options)
+        self._sent[i % 2] = self.group.broadcast([buffer], options)
+
+    def wait(self, i: int) -> None:
+        """Until what was begun as number i has arrived, if anything was."""
+        work, self._sent[i % 2] = self._sent[i % 2], None
+        try:
+            if work is not None:
+                work.wait()
+        finally:
+            del work  # a traceback would keep it, and it the connections
+
+    def leave(self) -> None:
+        """Gloo closes its connections with the last reference to them, and no sooner."""
+        self.group, self._sent = None, [None, None]
 
 
 class FromDistributed:
@@ -103,6 +119,10 @@ class FromDistributed:
         self._made = 0
         self._rows: tuple[TensorInfo, ...] = ()
         self._one = threading.Lock()  # broadcasts of one group never overlap
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process go the knobs alone."""
+        return partial(FromDistributed, bucket=self.bucket, deadline=self.deadline), (self.host,)
 
     async def route(self, trainer: Trainer, engines: list[Engine]) -> Route:
         return Route("distributed", len(engines))
@@ -126,19 +146,17 @@ class FromDistributed:
             plan, stream = buckets(self._rows, self.bucket), iter(weights)
             name, tensor = next(stream)
             group = self._join(route.data, tensor.device, sends=True)
-            pair, sent = _two(plan, group.device), [None, None]  # type: list[Tensor], list[Any]
+            pair = _two(plan, group.device)
             for i, bucket in enumerate(plan):
-                if (before := sent[i % 2]) is not None:
-                    before.wait()
+                group.wait(i)  # the broadcast before the last: its buffer is filled again
                 for row, slot in slots(bucket, pair[i % 2]):
                     if name != row.name:
                         raise SyncError(f"{row.name} was published, and {name or 'nothing'} is sent in its place")
                     slot.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
                     name, tensor = next(stream, ("", tensor))
-                sent[i % 2] = group.broadcast(_used(bucket, pair[i % 2]))
-            for work in sent:
-                if work is not None:
-                    work.wait()
+                group.broadcast(i, _used(bucket, pair[i % 2]))
+            group.wait(0)
+            group.wait(1)
 
     # -- the engine's ----------------------------------------------------------------------------
 
@@ -147,11 +165,11 @@ class FromDistributed:
             plan, device = buckets(manifest.tensors, self.bucket), next(iter(mine.values())).device
             group = self._join(route.data, device, sends=False)
             pair = _two(plan, device)
-            work = group.broadcast(_used(plan[0], pair[0]))
+            group.broadcast(0, _used(plan[0], pair[0]))
             for i, bucket in enumerate(plan):
-                work.wait()
+                group.wait(i)
                 if i + 1 < len(plan):
-                    work = group.broadcast(_used(plan[i + 1], pair[(i + 1) % 2]))
+                    group.broadcast(i + 1, _used(plan[i + 1], pair[(i + 1) % 2]))
                 for row, slot in slots(bucket, pair[i % 2]):
                     yield row.name, slot.view(getattr(torch, row.dtype)).view(row.shape)
 
@@ -172,6 +190,8 @@ class FromDistributed:
         try:
             yield
         except BaseException as error:
+            if self._group is not None:
+                self._group.leave()
             self._group = None
             if not isinstance(error, RuntimeError):
                 raise

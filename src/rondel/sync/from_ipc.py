@@ -131,6 +131,12 @@ class Segment:
             Path(self.path).unlink(missing_ok=True)
 
 
+def _release(fd: int) -> None:
+    """Python's map keeps a copy of the descriptor, and the lock would stay with it."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
 def reap() -> list[str]:
     """Remove named segments whose writer is gone. -> their names."""
     dead = [path for path in SHARED.glob("rondel-*-*") if (pid := path.name.split("-")[1]).isdecimal() and not _alive(int(pid))]
@@ -222,9 +228,9 @@ class FromIpc:
             if (number := int.from_bytes(memoryview(memory)[:8], "little")) != place.number:
                 raise SyncError(f"{place.path} holds publication {number} by now, and not {place.number}")
         except BaseException:
-            os.close(fd)
+            _release(fd)
             raise
-        weakref.finalize(memory, os.close, fd)
+        weakref.finalize(memory, _release, fd)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def _map(self, fd: int, stat: os.stat_result) -> mmap.mmap:
