@@ -218,7 +218,9 @@ class Place(Section):
 
 
 class Sync(Section):
-    kind: Literal["auto", "tensor"] = "auto"
+    kind: Literal["auto", "tensor", "ipc", "disk", "delta", "distributed"] = Field(
+        "auto", description="how weights travel: see docs/sync.md; auto: by where trainer and engine are"
+    )
     probe: bool = True
 
 
