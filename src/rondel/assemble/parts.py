@@ -170,4 +170,4 @@ def sync_of(job: Job, placed: Placed) -> Update:
     """The same probe through engine and trainer after every update."""
     known = placed.known
     probe = Template(known.tokenizer).opening([{"role": "user", "content": "One, two, three."}])[:PROBE] if job.sync.probe else []
-    return Update(placed.transport, probe=probe, score=placed.trainer.logprobs, tolerance=TOLERANCE[known.dtype])
+    return Update(placed.transport, probe=probe, score=placed.trainer.logprobs, tolerance=TOLERANCE[known.dtype], how=job.loop.in_flight)

@@ -4,6 +4,7 @@ place.kind   place.cluster
 shared       local            one device, one module, 0 bytes move
 split        local            two devices of this process, a module each
 split        process          place.ranks + place.engines processes of this machine, each on cores (or a GPU) of its own
+split        ray              the same as actors of a Ray cluster, on any of its machines
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ from rondel.sync.from_distributed import FromDistributed
 from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
 from rondel.train.checkpoint import bytes_needed
-from rondel.train.parallel import ALONE, Alone
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError
 from rondel.words.protocols import Transport
@@ -92,6 +91,21 @@ class Plan:
             return FromDistributed()
         return (FromDisk if self.kind == "disk" else Delta)(scratch / "weights")
 
+    def cluster(self, workers: int, threads: int | None) -> Any:
+        """What starts the workers."""
+        where = self.job.place
+        if where.cluster == "process":
+            return ProcessCluster(self.folder / "logs" if self.folder else None, patience=where.patience)
+        try:
+            from rondel.runtime.cluster.ray import RayCluster
+        except ImportError as error:
+            raise ConfigError('place.cluster = "ray" needs Ray: pip install "rondel[cluster]"') from error
+        return RayCluster(workers, cpus=threads or 1, gpus=self.device != "cpu", address=where.address, patience=where.patience)
+
+    def names(self, workers: int) -> list[str]:
+        """The device of each worker; a Ray actor sees only its own."""
+        return [self.device.partition(":")[0]] * workers if self.job.place.cluster == "ray" else _names(self.device, workers)
+
     @property
     def log(self) -> Path | None:
         return self.folder / "wal" / "engine-0" if self.folder else None
@@ -122,11 +136,11 @@ def _shared(plan: Plan) -> Placed:
 def _split_here(plan: Plan) -> Placed:
     each = plan.threads or max(1, len(cores()) // 2)
     first, second = _names(plan.device, 2)
-    trainer = TrainerHost(plan.job, plan.row, plan.sampling, first, each, plan.transport(), _alone)
+    trainer = TrainerHost(plan.job, plan.row, plan.sampling, first, each, plan.transport())
     plan.ends.callback(trainer.close)
     engine = EngineHost(plan.job, second, each, {plan.kind: plan.transport()}, plan.log)
     plan.ends.callback(engine.close)
-    known, resolved, size = trainer.facts()
+    known, resolved, size = trainer.join()
     resolved |= engine.open(plan.longest(known))
     where = f"one process, {_threads(each)} each for engine and trainer"
     return Placed(known, engine.engine, trainer.trainer, Split(), resolved, where, size, plan.transport())
@@ -139,17 +153,16 @@ def _split(plan: Plan) -> Placed:
     for section in (job.model, job.engine, job.engine.speculative, job.trainer, job.trainer.critic):
         section._read.update(type(section).model_fields)  # by the hosts
     workers = ranks + job.place.engines
-    cluster = ProcessCluster(plan.folder / "logs" if plan.folder else None, patience=job.place.patience)
-    plan.ends.callback(cluster.close)
-    on_cpu, names = plan.device == "cpu", _names(plan.device, workers)
+    on_cpu, names = plan.device == "cpu", plan.names(workers)
     shares = _shares(workers) if on_cpu else [()] * workers
     each = plan.threads or (max(1, len(cores()) // workers) if on_cpu else None)
-    meeting = f"file://{plan.ends.enter_context(tempfile.TemporaryDirectory(prefix='rondel-'))}/meeting"
+    cluster = plan.cluster(workers, each)
+    plan.ends.callback(cluster.close)
     trainers = [
         cluster.spawn(
             f"trainer-{rank}",
             TrainerHost,
-            *(job, plan.row, plan.sampling, names[rank], each, plan.transport(), partial(_rank, rank, ranks, meeting, names[rank])),
+            *(job, plan.row, plan.sampling, names[rank], each, plan.transport()),
             cores=shares[rank],
             tells=rank == 0,
         )
@@ -158,22 +171,12 @@ def _split(plan: Plan) -> Placed:
     engine = cluster.spawn("engine-0", EngineHost, job, names[ranks], each, {plan.kind: plan.transport()}, plan.log, cores=shares[ranks])
     for worker in (*trainers, engine):
         worker.now()
-    known, resolved, size = trainers[0].now("facts")
+    address = trainers[0].now("meet", trainers[0].host) if ranks > 1 else None
+    joined = [trainer.ask("join", rank, ranks, address) for rank, trainer in enumerate(trainers)]
+    (known, resolved, size), *_ = [answer.result() for answer in joined]
     resolved |= engine.now("open", plan.longest(known))
     where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {job.place.engines} of the engine"
     return Placed(known, RemoteEngine(engine), RemoteTrainer(trainers), Split(), resolved, where, size, plan.transport())
-
-
-def _alone() -> Alone:
-    return ALONE
-
-
-def _rank(rank: int, size: int, meeting: str, device: str) -> Alone:
-    if size == 1:
-        return ALONE
-    from rondel.train.fsdp import Sharded
-
-    return Sharded(rank, size, meeting, device=device)
 
 
 def cores() -> list[int]:

@@ -46,6 +46,8 @@ def transport(wanted: str, *, kind: str, cluster: str) -> tuple[str, str]:
         return wanted, "set"
     if cluster == "local":
         return "tensor", "one process, one module: 0 bytes move" if kind == "shared" else "one process: copied from memory to memory"
+    if cluster == "ray":
+        return "distributed", "workers may be on other machines: broadcast in buckets"
     return "ipc", "processes of one machine: shared memory"
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from rondel.words.errors import StalledError, SyncError
 from rondel.words.events import Synced, emit
-from rondel.words.protocols import Engine, Trainer, Transport
+from rondel.words.protocols import Engine, Interrupt, Trainer, Transport
 from rondel.words.types import Abort, Begin, Commit, Manifest, Message, Request, Route
 
 LEASE = 600.0  # seconds after which a paused engine that nobody resumes goes on by itself
@@ -33,6 +33,7 @@ class Update:
     tolerance  largest allowed mean difference in nats a token
     moved      asked after a step with lr > 0: must the weights have changed since the last update?
     deadline   seconds that a message, or the data, may take
+    how        what happens to requests in flight where the engines must stand still: hold, drain, abort
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class Update:
         tolerance: float,
         moved: Callable[[], bool] = lambda: False,
         deadline: float = 600.0,
+        how: Interrupt = "hold",
     ) -> None:
         self.transport, self.probe, self.score, self.tolerance, self.moved = transport, probe, score, tolerance, moved
-        self.deadline = deadline
+        self.deadline, self.how = deadline, how
         self.root: str | None = None
         self._one = asyncio.Lock()
 
@@ -102,7 +104,7 @@ class Update:
     async def _park(self, engines: Sequence[Engine]) -> list[Engine]:
         """-> those that were decoding, between two steps now."""
         serving = [engine for engine in engines if (await engine.status()).state == "serving"]
-        await self._together({f"engine {i}": engine.pause("hold", LEASE) for i, engine in enumerate(serving)}, "a pause")
+        await self._together({f"engine {i}": engine.pause(self.how, LEASE) for i, engine in enumerate(serving)}, "a pause")
         return serving
 
     async def _resume(self, parked: Sequence[Engine], since: float) -> float:
