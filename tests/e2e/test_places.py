@@ -117,3 +117,22 @@ def test_no_process_and_no_segment_is_left(tmp_path):
 def test_places_that_cannot_be_are_refused_by_name(tmp_path, changes, said):
     with pytest.raises(ConfigError, match=said):
         run(tmp_path, **changes)
+
+
+@pytest.fixture
+def with_ray():
+    pytest.importorskip("ray")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_runs_on_ray(tmp_path, with_ray, mode):
+    changes = {"loop__steps": 4, "loop__warmup__steps": 0, **{k: v for k, v in MODES[mode].items() if k != "loop__steps"}}
+    run(tmp_path, **changes, place__kind="split", place__cluster="ray")
+    check(tmp_path, staleness=changes.get("loop__max_staleness", 0), total=4)
+    assert "distributed (workers may be on other machines" in json.loads((tmp_path / "card.json").read_text())["facts"]["resolved"]["sync.kind"]
+
+
+def test_two_ranks_on_ray(tmp_path, with_ray):
+    run(tmp_path, loop__steps=3, place__kind="split", place__cluster="ray", place__ranks=2)
+    check(tmp_path, staleness=0, total=9)

@@ -11,12 +11,12 @@ import contextlib
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -93,8 +93,10 @@ class Host:
             events.append(self.told.get_nowait())
         return events
 
-    async def call(self, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> tuple[str, Any]:
+    async def call(self, verb: str, words: bytes) -> tuple[str, Any]:
+        """`words` are packed here and not by Ray, whose arrays cannot be written to."""
         try:
+            args, how = cloudpickle.loads(words)
             if not verb:
                 make, made_of = args
                 self.object = make(*made_of)
@@ -116,8 +118,11 @@ class RayWorker:
         self._over = ""
         self._waiting: dict[Future[Any], str] = {}
         self._made = self.ask("", make, args)
-        for work in (self._watch, *([self._listen] if tells else [])):
-            threading.Thread(target=work, name=f"{name}-{work.__name__[1:]}", daemon=True).start()
+        self._closed = threading.Event()
+        works = (self._watch, *([self._listen] if tells else []))
+        self._threads = [threading.Thread(target=work, name=f"{name}-{work.__name__[1:]}", daemon=True) for work in works]
+        for thread in self._threads:
+            thread.start()
 
     def __getattr__(self, verb: str) -> Callable[..., Any]:
         if verb.startswith("_"):
@@ -132,7 +137,7 @@ class RayWorker:
     def ask(self, verb: str, *args: Any, **how: Any) -> Future[Any]:
         if self._over:
             raise WorkerError(self._over)
-        ref, answer = self._actor.call.remote(verb, args, how), Future[Any]()
+        ref, answer = self._actor.call.remote(verb, cloudpickle.dumps((args, how))), Future[Any]()
         self._waiting[answer] = verb or "build"
         ref.future().add_done_callback(lambda done: self._settle(answer, done))
         answer.add_done_callback(lambda done: ray.cancel(ref) if done.cancelled() and not self._over else None)
@@ -152,8 +157,11 @@ class RayWorker:
 
     def close(self) -> None:
         self._lost(f"worker {self._name} was closed")
+        self._closed.set()
         with contextlib.suppress(RayError):
             ray.kill(self._actor)
+        for thread in self._threads:  # one that asked after the shutdown would start another Ray
+            thread.join(10)
 
     def _settle(self, answer: Future[Any], done: Future[Any]) -> None:
         self._waiting.pop(answer, None)
@@ -171,22 +179,21 @@ class RayWorker:
         while not self._over:
             try:
                 events = ray.get(self._actor.listen.remote())
-            except (RayError, RuntimeError):
+            except Exception:
                 return
             for event in events:
                 with contextlib.suppress(RuntimeError):  # the loop has ended
                     self._loop.call_soon_threadsafe(emit, event) if self._loop else emit(event)
 
     def _watch(self) -> None:
-        while not self._over:
-            time.sleep(self._patience / 4)
+        while not self._closed.wait(self._patience / 4) and not self._over:
             try:
                 ray.get(self._actor.ping.remote(), timeout=self._patience)
             except GetTimeoutError:
                 if self._waiting:
                     asked = ", ".join(sorted(set(self._waiting.values())))
                     self._lost(f"worker {self._name} gives no sign of life for {self._patience:g} s, asked for: {asked}", StalledError)
-            except (RayError, RuntimeError):
+            except Exception:
                 return
 
     def _lost(self, why: str, error: type[Exception] = WorkerError) -> None:
