@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from rondel.models import names
 def serve(pipe, make, kind, transport) -> None:
     from engine_kit import engine
 
-    os.environ["OMP_NUM_THREADS"] = "1"
     e = engine(make(), transports={kind: transport})
 
     async def main():

@@ -29,7 +29,7 @@ from rondel.planner import resolve as planner
 from rondel.runtime.devices import Device, Shared, pick_device
 from rondel.score.pool import RewardPool
 from rondel.score.result import placed
-from rondel.sync.from_tensor import FromTensor
+from rondel.sync import transport_of
 from rondel.sync.update import Update
 from rondel.train.critic import Critic
 from rondel.train.draft import DraftTrainer
@@ -147,7 +147,8 @@ def build(job: Job) -> Parts:
     window = planner.window(job.loop.window, max_staleness=job.loop.max_staleness, groups_per_step=job.loop.groups_per_step)
     find("engine", job.engine.kind, {"builtin": BuiltinEngine})
     find("trainer", job.trainer.kind, {"fsdp": LocalTrainer})
-    numerics, sync_kind = job.engine.numerics, job.sync.kind
+    numerics, way = job.engine.numerics, planner.transport(job.sync.kind, apart="module")
+    transport = transport_of(way.value, folder=f"{job.run.folder}/weights")
     name = pick_device(job.place.device)
     tasks = load_tasks(job.task.data, env=job.task.env)
     env = env_of(job)
@@ -188,12 +189,12 @@ def build(job: Job) -> Parts:
         pupil = device.call(lambda: DraftTrainer(draft.loaded, lr=lr)) if draft and (lr := job.engine.speculative.lr) else None
         trainer = device.call(
             lambda: LocalTrainer(
-                loaded, settings, run=device.run, needs=row.needs, draft=pupil, critic=critic, teacher=teacher, transport=FromTensor()
+                loaded, settings, run=device.run, needs=row.needs, draft=pupil, critic=critic, teacher=teacher, transport=transport
             )
         )
         probe = Template(loaded.tokenizer).opening([{"role": "user", "content": "One, two, three."}])[:PROBE] if job.sync.probe else []
         sync = Update(
-            FromTensor(),
+            transport,
             probe=probe,
             score=lambda tokens: device.run(trainer_logprobs, loaded, tokens),
             tolerance=TOLERANCE[loaded.dtype],
@@ -206,7 +207,7 @@ def build(job: Job) -> Parts:
             "engine.speculative": speculation_fact(job, draft),
             "model.teacher": teacher.name if teacher else "none",
             "trainer.critic": critic_fact(job) if critic else "none",
-            "sync.kind": "tensor (one process, one module: 0 bytes move)" if sync_kind == "auto" else sync_kind,
+            "sync.kind": f"{way.value} ({way.why})",
         }
         return Parts(
             job, row, tasks, sampling, pool, device, loaded, engine, trainer, Shared(engine, trainer, how=job.loop.in_flight), sync, window.value,

@@ -202,7 +202,7 @@ class Place(Section):
 
 
 class Sync(Section):
-    kind: Literal["auto", "tensor"] = "auto"
+    kind: Literal["auto", "tensor", "ipc", "disk", "distributed", "delta"] = "auto"
     probe: bool = True
 
 
