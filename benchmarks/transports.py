@@ -3,6 +3,7 @@
     rondel bench transports --size 135m --json
     rondel bench transports --size 1.5b --kinds ipc,distributed --json
     rondel bench transports --step smollm2-135m --json        the delta after one real RL step at lr 1e-6, instead
+    rondel bench transports --pause smollm2-135m --json       how long an engine that decodes stands still, instead
 Random bf16 weights of the size's shapes; every update publishes other bits, is taken by a second process, and each tensor's digest is
 computed at both ends. `moved` leaves the digests out. The limit is torch's copy of 1 GB, measured in between by the same thread.
 """
@@ -225,6 +226,63 @@ def after_a_step(model: str, lr: float) -> dict[str, float]:
     }  # fmt: skip
 
 
+def pause(model: str, updates: int) -> dict[str, float]:
+    """How long an engine that decodes stands still for an update through shared memory, and the longest gap between two of its tokens."""
+    import asyncio
+
+    from _work import median, opened
+
+    from rondel.generate.engine.builtin.engine import BuiltinEngine
+    from rondel.models import names
+    from rondel.sync.from_ipc import FromIpc
+    from rondel.sync.update import Update
+    from rondel.words.events import Synced, subscribe
+    from rondel.words.types import Request, Sampling
+
+    device, loaded = opened(model, "bfloat16", 0)
+    weights = {n: t.clone() for n, t in names.weights(loaded.model)}
+
+    class Trainer:
+        version, transport = 0, FromIpc()
+
+        async def publish(self, route):
+            self.version += 1
+            next(iter(weights.values())).view(-1)[self.version] += 1
+            return await device.run(self.transport.publish, route, self.version, names.described(weights.items()))
+
+        async def send(self, route): ...
+
+    async def run() -> None:
+        engine = BuiltinEngine(loaded, run=device.run, kv_pages=4096, transports={"ipc": FromIpc()})
+        trainer = Trainer()
+        sync = Update(trainer.transport, probe=[], score=None, tolerance=0.0, moved=lambda: True)
+        wanted = [Request([1 + i], Sampling(max_tokens=400, ignore_eos=True), key=i) for i in range(4)]
+        heard: list[float] = []
+        jobs = [asyncio.create_task(engine.generate(r, on_token=lambda *_: heard.append(time.perf_counter()))) for r in wanted]
+        while len(heard) < 40:
+            await asyncio.sleep(0.01)
+        usual.append(median([b - a for a, b in zip(heard[::4], heard[4::4])]))
+        for _ in range(updates):
+            await sync(trainer, engine)
+            n = len(heard)
+            while len(heard) < n + 20:
+                await asyncio.sleep(0.01)
+            gaps.append(max(b - a for a, b in zip(heard[n - 8 :], heard[n - 7 :])))
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+
+    paused, gaps, usual = [], [], []
+    stop = subscribe(lambda event: paused.append(event.paused) if isinstance(event, Synced) else None)
+    try:
+        asyncio.run(run())
+    finally:
+        stop()
+        device.close()
+    rows = {"paused_ms": median(paused), "paused_most_ms": max(paused), "usual_step_ms": median(usual), "longest_gap_ms": max(gaps)}
+    return {name: round(1000 * value, 2) for name, value in rows.items()}
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="rondel bench transports", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -233,6 +291,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--kinds", default="ipc,disk,distributed,delta")
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--step", metavar="MODEL", default="", help="only the delta after one RL step of this model")
+    parser.add_argument("--pause", metavar="MODEL", default="", help="only how long an engine that decodes stands still")
     parser.add_argument("--lr", type=float, default=1e-6, help="of that step")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)
@@ -244,6 +303,8 @@ def main(argv: list[str] | None = None) -> None:
 
     if a.step:
         return report({"bench": "transports", **after_a_step(a.step, a.lr)}, only_json=a.json)
+    if a.pause:
+        return report({"bench": "transports", **pause(a.pause, a.updates)}, only_json=a.json)
     out = {"bench": "transports", "size": a.size}
     for kind in a.kinds.split(","):
         with tempfile.TemporaryDirectory() as folder:
