@@ -25,6 +25,7 @@ from test_interruption import Publisher, wrote
 from transport_kit import bits, listening, remote, same, shared_files
 
 from rondel.models import names
+from rondel.models.compiled import Compiled
 from rondel.models.load import load
 from rondel.sync import delta, from_disk, from_distributed, from_ipc
 from rondel.sync.delta import Delta
@@ -283,6 +284,23 @@ def test_the_engine_decodes_until_the_commit(kind, tmp_path):
     close(trainer, e)
 
 
+@pytest.mark.parametrize("kind", ["ipc", "disk"])
+def test_a_compiled_pass_reads_what_the_module_points_to(kind, tmp_path):
+    trainer, e, sync = ends(kind, tmp_path, tiny())
+    e.runner.hidden = Compiled(e.loaded).hidden
+
+    async def main():
+        before = await e.generate(ask(prompt(4, 12)))
+        trainer.train()
+        await sync(trainer, e)
+        after = await e.generate(ask(prompt(4, 12)))
+        truth = await engine(twin(trainer.loaded)).generate(ask(prompt(4, 12)))
+        assert before.tokens != after.tokens == truth.tokens and after.logprobs == pytest.approx(truth.logprobs, abs=1e-5)
+
+    asyncio.run(main())
+    close(trainer, e)
+
+
 def test_an_engine_that_starts_late_joins_from_disk(tmp_path):
     trainer, e, sync = ends("disk", tmp_path, tiny(), keep=2)
 
@@ -504,8 +522,8 @@ def test_who_fails_wakes_the_other_and_the_engine_refuses_until_a_good_update(wh
             tensors = list(names.weights(trainer.loaded.model))
             await asyncio.to_thread(trainer.transport.send, route, tensors[:5])
 
-        def strange(name, tensor, mine):
-            accept(name, tensor, mine)
+        def strange(*one):
+            accept(*one)
             raise SyncError("no room")
 
         trainer.send = half if who == "trainer" else send
