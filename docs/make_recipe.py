@@ -64,7 +64,7 @@ MEANING = {
     "place.kind": "engine and trainer share one device; the only one so far",
     "place.cluster": "one process; the only one so far",
     "place.threads": 'CPU threads; "auto" is all that this process may use',
-    "sync.kind": '"auto" is tensor: one process, one module, nothing is copied',
+    "sync.kind": '"auto" is tensor in one process, where nothing is copied; else see sync.md',
     "sync.probe": "score a fixed prompt on both sides after every update",
     "run.folder": "where the run lives",
     "run.checkpoint.every": "steps between two checkpoints; 0 is only at the end",

@@ -130,7 +130,10 @@ def test_every_mode_runs_on_ray(tmp_path, with_ray, mode):
     changes = {"loop__steps": 4, "loop__warmup__steps": 0, **{k: v for k, v in MODES[mode].items() if k != "loop__steps"}}
     run(tmp_path, **changes, place__kind="split", place__cluster="ray")
     check(tmp_path, staleness=changes.get("loop__max_staleness", 0), total=4)
-    assert "distributed (workers may be on other machines" in json.loads((tmp_path / "card.json").read_text())["facts"]["resolved"]["sync.kind"]
+    assert (
+        "distributed (workers may be on other machines"
+        in json.loads((tmp_path / "card.json").read_text())["facts"]["resolved"]["sync.kind"]
+    )
 
 
 def test_two_ranks_on_ray(tmp_path, with_ray):

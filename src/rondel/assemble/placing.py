@@ -22,10 +22,7 @@ from rondel.assemble.remote import RemoteEngine, RemoteTrainer
 from rondel.planner import resolve as planner
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device, Shared, Split, pick_device
-from rondel.sync.delta import Delta
-from rondel.sync.from_disk import FromDisk
-from rondel.sync.from_distributed import FromDistributed
-from rondel.sync.from_ipc import FromIpc
+from rondel.sync import transport_of
 from rondel.sync.from_tensor import FromTensor
 from rondel.train.checkpoint import bytes_needed
 from rondel.words.config import Job
@@ -71,25 +68,17 @@ class Plan:
         where = self.job.place
         self.device = pick_device(where.device)
         self.threads = None if where.threads == "auto" else where.threads
-        kind, why = planner.transport(self.job.sync.kind, kind=where.kind, cluster=where.cluster)
-        self.kind, self.resolved = kind, {"sync.kind": f"{kind} ({why})"}
+        apart = "module" if where.kind == "shared" else {"local": "device", "process": "process"}.get(where.cluster, "machine")
+        way = planner.transport(self.job.sync.kind, apart=apart, room=planner.shared_memory())
+        self.kind, self.resolved = way.value, {"sync.kind": f"{way.value} ({way.why})"}
 
-    def transport(self) -> Transport:
+    def transport(self, host: str = "127.0.0.1") -> Transport:
         """Driver, trainer and engine have an instance each."""
-        where, scratch = self.job.place, self.folder or Path(tempfile.gettempdir()) / f"rondel-{os.getpid()}"
-        if self.kind == "tensor":
-            if where.cluster != "local":
-                raise ConfigError('sync.kind = "tensor" hands over memory of one process: use "ipc", or leave it at "auto"')
-            return FromTensor("never" if where.kind == "shared" else "begin")
-        if where.kind == "shared":
-            raise ConfigError(
-                f'sync.kind = "{self.kind}" with place.kind = "shared": engine and trainer have one module. Leave it at "auto"'
-            )
-        if self.kind == "ipc":
-            return FromIpc()
-        if self.kind == "distributed":
-            return FromDistributed()
-        return (FromDisk if self.kind == "disk" else Delta)(scratch / "weights")
+        folder = self.folder or Path(tempfile.gettempdir()) / f"rondel-{os.getpid()}"
+        transport = transport_of(self.kind, folder=folder / "weights", host=host)
+        if isinstance(transport, FromTensor) and self.job.place.kind == "split":
+            transport.holds = "begin"
+        return transport
 
     def cluster(self, workers: int, threads: int | None) -> Any:
         """What starts the workers."""

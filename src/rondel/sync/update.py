@@ -57,16 +57,16 @@ class Update:
             began = time.perf_counter()
             manifest, route = await trainer.publish(await self.transport.route(trainer, list(engines)))
             self._check_moved(manifest)
-            paused, gap = await self._deliver(manifest, route, engines, send=trainer.send, probe=self.probe)
+            paused, gap = await self._deliver(manifest, route, engines, holds=self.transport.holds, send=trainer.send, probe=self.probe)
             self.root = manifest.root
             copied = sum([(await engine.status()).bytes_copied for engine in engines])
             emit(Synced(manifest.version, manifest.root, time.perf_counter() - began, copied, gap, paused))
         return manifest.version
 
     async def join(self, engine: Engine, manifest: Manifest, route: Route) -> int:
-        """An engine that comes late takes what was published before, from where it lies."""
+        """An engine that comes late takes what was published before, from where it lies: `join(engine, *newest(folder))`."""
         async with self._one:
-            await self._deliver(manifest, route, [engine])
+            await self._deliver(manifest, route, [engine], holds="commit")
         return manifest.version
 
     async def _deliver(
@@ -75,11 +75,13 @@ class Update:
         route: Route,
         engines: Sequence[Engine],
         *,
+        holds: str,
         send: Callable[[Route], Awaitable[None]] | None = None,
         probe: Sequence[int] = (),
     ) -> tuple[float, float]:
         """-> seconds in which the engines stood still, and the gap on the probe."""
-        holds, parked, since, paused, gap = self.transport.holds, [], 0.0, 0.0, 0.0
+        parked: list[Engine] = []
+        since = paused = gap = 0.0
         try:
             if holds == "begin":
                 parked, since = await self._park(engines), time.perf_counter()

@@ -220,7 +220,7 @@ class Place(Section):
 
 
 class Sync(Section):
-    kind: Literal["auto", "tensor", "ipc", "disk", "delta", "distributed"] = Field(
+    kind: Literal["auto", "tensor", "ipc", "disk", "distributed", "delta"] = Field(
         "auto", description="how weights travel: see docs/sync.md; auto: by where trainer and engine are"
     )
     probe: bool = True
