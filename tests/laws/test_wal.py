@@ -48,6 +48,22 @@ def test_a_sample_goes_on_from_its_tokens(folder):
     assert said(log, 99) == []
 
 
+def test_a_sample_goes_on_at_another_engine_from_one_log_alone(folder, tmp_path_factory):
+    """Where two engines have drawn it, the longer one counts: a mixture of both was drawn by nobody."""
+    mine = tmp_path_factory.mktemp("other")
+    log = TokenLog(mine)
+    log.committed(4, "root-4")
+    log.write([(1, i, 7, -1.0, 900 + i, 4) for i in range(3)])
+    log.close()
+    log = TokenLog(mine, beside=[folder, mine])
+    log.committed(4, "root-4")
+    assert said(log, 1) == list(range(100, 107)) and said(log, 1) == []
+    assert said(log, 3) == [100, 101]
+    shorter = TokenLog(mine, beside=[folder])
+    shorter.committed(4, "root-4")
+    assert said(shorter, 1, first=5) == [105, 106] and said(shorter, 2) == [100, 101, 102]
+
+
 def test_what_a_lost_life_had_trained_does_not_count(folder):
     """Resumed at version 3, the weights of version 4 are other ones until they have been trained again, bit for bit."""
     log = TokenLog(folder)

@@ -79,7 +79,7 @@ def engine_of(
         speculation=speculation,
         compiled=device.call(Compiled, loaded) if job.engine.compile else None,
         transports=transports,
-        log=TokenLog(log, durable=job.run.durability == "disk") if log else None,
+        log=TokenLog(log, durable=job.run.durability == "disk", beside=log.parent.glob("engine-*")) if log else None,
     )
     return engine, {
         "engine.kv_pages": f"{pages.value} ({pages.why})",

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rondel.algos.mixture import Mixture
 from rondel.algos.table import Algorithm, resolve
 from rondel.assemble.hosts import Known, replays
-from rondel.assemble.placing import Placed, place
+from rondel.assemble.placing import TOLERANCE, Placed, place
 from rondel.assemble.refusals import refuse, refuse_unanswered
 from rondel.assemble.rollouts import Shown, shown_of
 from rondel.filter import FILTERS, chain
@@ -33,7 +31,6 @@ from rondel.words.types import Group, Sampling, Task, Trajectory, Verdict
 
 ENVS = {"single_turn": SingleTurn}
 PROBE = 24  # tokens of the first prompt that are scored on both sides after every sync
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # mean nats a token of the probe
 
 
 @dataclass

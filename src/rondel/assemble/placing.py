@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rondel.assemble.hosts import EngineHost, Known, TrainerHost, engine_of, policy_of, speculation_of, trainer_of
 from rondel.assemble.remote import RemoteEngine, RemoteTrainer
+from rondel.generate.engine.router import Router
 from rondel.planner import resolve as planner
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device, Shared, Split, pick_device
@@ -32,6 +35,8 @@ from rondel.words.types import Sampling
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # mean nats a token of what two sides score
 
 
 @dataclass
@@ -95,9 +100,8 @@ class Plan:
         """The device of each worker; a Ray actor sees only its own."""
         return [self.device.partition(":")[0]] * workers if self.job.place.cluster == "ray" else _names(self.device, workers)
 
-    @property
-    def log(self) -> Path | None:
-        return self.folder / "wal" / "engine-0" if self.folder else None
+    def log(self, engine: int = 0) -> Path | None:
+        return self.folder / "wal" / f"engine-{engine}" if self.folder else None
 
 
 def place(job: Job, row: Algorithm, sampling: Sampling, longest: Callable[[Known], int], folder: Path | None) -> Placed:
@@ -115,7 +119,7 @@ def _shared(plan: Plan) -> Placed:
     loaded = device.call(policy_of, job, plan.device)
     known, speculation, transport = Known.of(loaded), device.call(speculation_of, job, plan.device), plan.transport()
     draft = speculation.draft if speculation else None
-    engine, ours = engine_of(job, loaded, device, plan.longest(known), speculation, transports={}, log=plan.log)
+    engine, ours = engine_of(job, loaded, device, plan.longest(known), speculation, transports={}, log=plan.log())
     trainer, theirs = trainer_of(job, plan.row, plan.sampling, loaded, device, draft=draft, transport=transport)
     where = f"one process, {_threads(device.threads)} on {plan.device} for engine and trainer"
     devices = Shared(engine, trainer, how=job.loop.in_flight)
@@ -127,7 +131,7 @@ def _split_here(plan: Plan) -> Placed:
     first, second = _names(plan.device, 2)
     trainer = TrainerHost(plan.job, plan.row, plan.sampling, first, each, plan.transport())
     plan.ends.callback(trainer.close)
-    engine = EngineHost(plan.job, second, each, {plan.kind: plan.transport()}, plan.log)
+    engine = EngineHost(plan.job, second, each, {plan.kind: plan.transport()}, plan.log())
     plan.ends.callback(engine.close)
     known, resolved, size = trainer.join()
     resolved |= engine.open(plan.longest(known))
@@ -137,8 +141,6 @@ def _split_here(plan: Plan) -> Placed:
 
 def _split(plan: Plan) -> Placed:
     job, ranks = plan.job, plan.job.place.ranks
-    if job.place.engines != 1:
-        raise ConfigError(f"place.engines = {job.place.engines}: one engine so far")
     for section in (job.model, job.engine, job.engine.speculative, job.trainer, job.trainer.critic):
         section._read.update(type(section).model_fields)  # by the hosts
     workers = ranks + job.place.engines
@@ -157,15 +159,31 @@ def _split(plan: Plan) -> Placed:
         )
         for rank in range(ranks)
     ]
-    engine = cluster.spawn("engine-0", EngineHost, job, names[ranks], each, {plan.kind: plan.transport()}, plan.log, cores=shares[ranks])
-    for worker in (*trainers, engine):
+    engines = {
+        f"engine-{i}": cluster.spawn(
+            f"engine-{i}",
+            EngineHost,
+            *(job, names[ranks + i], each, {plan.kind: plan.transport()}, plan.log(i)),
+            cores=shares[ranks + i],
+        )
+        for i in range(job.place.engines)
+    }
+    for worker in (*trainers, *engines.values()):
         worker.now()
     address = trainers[0].now("meet", trainers[0].host) if ranks > 1 else None
     joined = [trainer.ask("join", rank, ranks, address) for rank, trainer in enumerate(trainers)]
     (known, resolved, size), *_ = [answer.result() for answer in joined]
-    resolved |= engine.now("open", plan.longest(known))
+    longest = plan.longest(known)
+    for worker in engines.values():
+        resolved |= worker.now("open", longest)
+    remotes = {name: RemoteEngine(worker) for name, worker in engines.items()}
+    engine = _routed(remotes, job, known) if len(remotes) > 1 else remotes["engine-0"]
     where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {job.place.engines} of the engine"
-    return Placed(known, RemoteEngine(engine), RemoteTrainer(trainers), Split(), resolved, where, size, plan.transport())
+    return Placed(known, engine, RemoteTrainer(trainers), Split(), resolved, where, size, plan.transport())
+
+
+def _routed(engines: Mapping[str, Any], job: Job, known: Known) -> Router:
+    return Router(engines, max_inflight=job.engine.max_running, apart=TOLERANCE[known.dtype], patience=job.place.patience)
 
 
 def cores() -> list[int]:
@@ -183,8 +201,6 @@ def _names(device: str, workers: int) -> list[str]:
     """One device each, in the order of their numbers: the trainer's ranks first."""
     if device == "cpu":
         return ["cpu"] * workers
-    import torch
-
     first = int(device.partition(":")[2] or 0)
     if first + workers > torch.cuda.device_count():
         raise ConfigError(

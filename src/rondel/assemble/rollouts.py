@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,7 +65,8 @@ class Rollouts:
         reason = ""
         sampling = replace(self.parts.sampling, temperature=0.0) if policy == GREEDY else None
         for _ in range(2):
-            chat = self.chat(lambda turn: sample_key(self.parts.job.loop.seed, slot.number, index, turn), sampling)
+            key = partial(sample_key, self.parts.job.loop.seed, slot.number, index)
+            chat = self.chat(key, sampling, group=f"group-{slot.number}")
             try:
                 trajectory = await self.parts.env.run(slot.task, chat)
                 trajectory.policy = policy
@@ -78,11 +80,11 @@ class Rollouts:
                 reason = f"{type(error).__name__}: {error}"
         return Trajectory(outcome=EnvFault(reason), policy=policy)
 
-    def chat(self, key: Callable[[int], int], sampling: Sampling | None = None, namespace: str = "") -> TokenChat:
+    def chat(self, key: Callable[[int], int], sampling: Sampling | None = None, namespace: str = "", group: str = "") -> TokenChat:
         p = self.parts
 
         async def generate(request):
-            request.namespace = namespace
+            request.namespace, request.id = namespace, group
             if sampling is None:  # an environment may have changed it
                 refuse_untrainable(request.sampling)
             if p.routes and sampling is None:

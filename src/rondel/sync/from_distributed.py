@@ -125,7 +125,7 @@ class FromDistributed:
         return partial(FromDistributed, bucket=self.bucket, deadline=self.deadline), (self.host,)
 
     async def route(self, trainer: Trainer, engines: list[Engine]) -> Route:
-        return Route("distributed", len(engines))
+        return Route("distributed", sum([(await engine.status()).replicas for engine in engines]))
 
     # -- the trainer's end -----------------------------------------------------------------------
 

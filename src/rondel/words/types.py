@@ -339,7 +339,7 @@ def sample_key(seed: int, admission: int, sample: int, turn: int = 0) -> int:
 class Request:
     """Tokens in. `continuation` says that the last tokens were already drawn by the policy, so token t goes on from there.
 
-    `id` is what a client calls it, to abort it by; samples of one call share it.
+    `id` is what a client calls it, to abort it by; samples of one call share it, and go to one replica.
     """
 
     tokens: list[int]
@@ -402,6 +402,7 @@ class EngineStatus:
     capabilities: frozenset[str] = frozenset()
     root: str = ""  # of the weights that the last update brought; "" before the first
     bytes_copied: int = 0  # by that update
+    replicas: int = 1  # that this is the status of
 
 
 # -- weights on their way ------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, takewhile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,18 +33,24 @@ class TokenLog:
 
     durable   fsync each block: it survives the machine and not only the process
     keep      segments (versions) that stay on disk
+    beside    logs of the other engines: a sample may go on elsewhere than it began
     """
 
-    def __init__(self, folder: Path, *, durable: bool = False, keep: int = 64) -> None:
+    def __init__(self, folder: Path, *, durable: bool = False, keep: int = 64, beside: Iterable[Path] = ()) -> None:
         self.folder, self.durable, self.keep = folder, durable, keep
         folder.mkdir(parents=True, exist_ok=True)
         self._past: dict[int, str] = {}  # version -> root
-        self._lost: dict[bytes, list[tuple[np.void, str]]] = {}  # key -> rows of earlier lives, each with the root that drew it
+        self._lost: dict[
+            bytes, dict[Path, list[tuple[np.void, str]]]
+        ] = {}  # key -> log -> rows of earlier lives, with the root that drew each
         self._whole: dict[Path, int] = {}  # bytes of each segment before what is torn
         self._began = False
         self._segment: BinaryIO | None = None
-        for path in sorted(folder.glob("*.bin")):
-            self._read(path)
+        for log in {folder, *beside}:
+            for path in sorted(log.glob("*.bin")):
+                whole = self._read(path)
+                if log == folder:
+                    self._whole[path] = whole
 
     def committed(self, version: int, root: str) -> None:
         """Another version serves. The first one of a life says which past it has: what was trained after it is lost."""
@@ -74,14 +81,16 @@ class TokenLog:
 
     def written(self, key: int, prompt: int, *, first: int = 0) -> Iterator[tuple[int, float, int]]:
         """(token, logprob, version) that a sample had drawn from its token `first` on, as far as this life's past reaches."""
-        rows = self._lost.get(_bytes(key), [])
-        mine = {int(row["index"]): row for row, root in rows if row["prompt"] == prompt and self._past.get(int(row["version"])) == root}
-        if mine:
+        found = [self._run(rows, prompt, first) for rows in self._lost.get(_bytes(key), {}).values()]
+        longest = max(found, key=len, default=[])  # of one log alone: another may have drawn it, too
+        if longest:
             del self._lost[_bytes(key)]
-        while first in mine:
-            row = mine[first]
+        for row in longest:
             yield int(row["token"]), float(row["logprob"]), int(row["version"])
-            first += 1
+
+    def _run(self, rows: list[tuple[np.void, str]], prompt: int, first: int) -> list[np.void]:
+        mine = {int(row["index"]): row for row, root in rows if row["prompt"] == prompt and self._past.get(int(row["version"])) == root}
+        return [mine[at] for at in takewhile(mine.__contains__, count(first))]
 
     @staticmethod
     def mark(tokens: Sequence[int]) -> int:
@@ -93,7 +102,8 @@ class TokenLog:
             self._segment.close()
         self._segment = None
 
-    def _read(self, path: Path) -> None:
+    def _read(self, path: Path) -> int:
+        """-> bytes before what is torn."""
         data, at, root = path.read_bytes(), 0, ""
         while at + HEAD.itemsize <= len(data):
             head = np.frombuffer(data, HEAD, 1, at)[0]
@@ -104,10 +114,10 @@ class TokenLog:
             at += HEAD.itemsize + size
             if head["rows"]:
                 for row in np.frombuffer(body, ROW):
-                    self._lost.setdefault(bytes(row["key"]), []).append((row, root))
+                    self._lost.setdefault(bytes(row["key"]), {}).setdefault(path.parent, []).append((row, root))
             else:
                 root = self._past[int(path.stem)] = body.decode().strip()
-        self._whole[path] = at
+        return at
 
 
 def _bytes(key: int) -> bytes:

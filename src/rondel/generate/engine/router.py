@@ -1,0 +1,341 @@
+"""Many engines behind the verbs of one: replicas that serve the same weights, joined and lost while requests run.
+
+    generate ──> its group's replica, while that is not `lean` requests ahead of the least loaded ──> else the least loaded
+                 all full: wait, first come first served                replica dies: elsewhere, before those that wait
+
+A group's requests go where its prompt lies already. A request that is sent again keeps its key, so that under the same weights it
+draws the same tokens. What changes weights, memory or pauses goes to all; whoever is lost on the way is named and left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rondel.words.errors import EngineError, LawError, StalledError, WorkerError
+from rondel.words.events import Warned, emit
+from rondel.words.protocols import Engine, Interrupt, Tags
+from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, Message, Request, Scored
+
+REMEMBERED = 10_000  # groups whose replica is known
+STATES = ("serving", "held", "asleep", "refusing")  # of several, the first that one of them is in
+
+
+@dataclass(eq=False, slots=True)
+class Replica:
+    """
+    load     requests that it has, never more than the cap
+    fault    why it refuses; a commit heals it
+    leaving  it gets nothing new
+    """
+
+    name: str
+    engine: Engine
+    load: int = 0
+    fault: str = ""
+    leaving: bool = False
+    tasks: set[asyncio.Future[Any]] = field(default_factory=set)
+
+
+@dataclass(eq=False, slots=True)
+class Waiting:
+    """A request's place in the queue; what it waits for is a replica, or None when everything is aborted."""
+
+    group: Any
+    place: asyncio.Future[Replica | None]
+
+
+class Router:
+    """`Router({"engine-0": e0, "engine-1": e1}, max_inflight=64)`. All replicas serve one version.
+
+    max_inflight  requests of one replica; more wait here
+    lean          by how many requests a replica may be ahead of the least loaded one before its groups go elsewhere
+    apart         nats a token by which replicas may differ on what they score
+    patience      seconds in which a replica says that it lives
+    deadline      seconds that a newcomer waits for its turn
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        *,
+        max_inflight: int,
+        version: int = 0,
+        lean: int = 16,
+        apart: float = 1e-3,
+        patience: float = 30.0,
+        deadline: float = 600.0,
+    ) -> None:
+        self.replicas = {name: Replica(name, engine) for name, engine in engines.items()}
+        self.max_inflight, self.lean, self.apart, self.patience, self.deadline = max_inflight, lean, apart, patience, deadline
+        self.version = version
+        self.lost: dict[str, str] = {}  # who died, and of what
+        self._homes: OrderedDict[Any, Replica] = OrderedDict()
+        self._queue: deque[Waiting] = deque()
+        self._still = asyncio.Condition()
+        self._busy: set[str] = set()  # "update", "pause", "sleep": nobody joins meanwhile
+        self._members: list[Replica] = []  # of the update that is on its way
+
+    # -- generate and score ----------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Completion:
+        group = (request.policy, request.adapter, request.namespace, request.id or tuple(request.tokens))
+        again = False
+        while True:
+            try:
+                async with asyncio.timeout(request.deadline):
+                    replica = await self._place(group, first=again)
+            except TimeoutError as error:
+                raise StalledError(
+                    f"a request waits for a replica since {request.deadline} s; each of {len(self.replicas)} has {self.max_inflight} already"
+                ) from error
+            if replica is None:
+                return Completion([], [], [], "abort", prompt_tokens=len(request.tokens))
+            try:
+                done = await self._ask(replica, request)
+            finally:
+                replica.load -= 1
+                self._assign()
+            if done is not None:
+                return done
+            again = True
+
+    async def _ask(self, replica: Replica, request: Request) -> Completion | None:
+        """-> None if the replica is no longer there to answer."""
+        task = asyncio.ensure_future(replica.engine.generate(request))
+        replica.tasks.add(task)
+        try:
+            await asyncio.wait([task])
+        finally:
+            replica.tasks.discard(task)
+            task.cancel()
+        if task.cancelled():  # it left, and its patience with it
+            return None
+        try:
+            return task.result()
+        except (EngineError, WorkerError, StalledError) as error:
+            if await self._serves(replica, error):
+                raise
+            return None
+
+    async def score(self, request: Request) -> Scored:
+        """Of all, who must agree: what one of them alone gets wrong would go unseen (law 6)."""
+        told = [answer for answer in await self._all(lambda engine: engine.score(request), self._healthy())]
+        for other in told[1:]:
+            gap = float(np.abs(np.subtract(other.logprobs, told[0].logprobs)).mean()) if request.tokens else 0.0
+            if other.version != told[0].version or not gap <= self.apart:
+                raise EngineError(
+                    f"replicas at versions {told[0].version} and {other.version} differ by {gap:.3g} nats a token (limit {self.apart}; law 6)"
+                )
+        return told[0]
+
+    # -- who gets a request ----------------------------------------------------------------------
+
+    async def _place(self, group: Any, *, first: bool) -> Replica | None:
+        """A replica with room, whose load already counts this request. `first`: it had one before."""
+        self._refuse_if_alone()
+        mine = Waiting(group, asyncio.get_running_loop().create_future())
+        self._queue.appendleft(mine) if first else self._queue.append(mine)
+        self._assign()
+        try:
+            return await mine.place
+        except asyncio.CancelledError:
+            if mine in self._queue:
+                self._queue.remove(mine)
+            elif mine.place.done() and not mine.place.cancelled() and not mine.place.exception() and (got := mine.place.result()):
+                got.load -= 1
+                self._assign()
+            raise
+
+    def _assign(self) -> None:
+        """Give out what room there is, in the order of the queue."""
+        while self._queue and (replica := self._choose(self._queue[0].group)):
+            mine = self._queue.popleft()
+            if not mine.place.done():
+                replica.load += 1
+                mine.place.set_result(replica)
+
+    def _choose(self, group: Any) -> Replica | None:
+        able = [r for r in self._healthy() if not r.leaving and r.load < self.max_inflight]
+        if not able:
+            return None
+        least = min(able, key=lambda r: r.load)
+        home = self._homes.get(group)
+        if home not in able:
+            if home is None or home.leaving or home.fault or home.name in self.lost:
+                self._homes[group] = least
+            chosen = least
+        else:
+            chosen = home if home.load < least.load + self.lean else least
+        self._homes.move_to_end(group)
+        while len(self._homes) > REMEMBERED:
+            self._homes.popitem(last=False)
+        return chosen
+
+    def _healthy(self) -> list[Replica]:
+        return [replica for replica in self.replicas.values() if not replica.fault]
+
+    # -- join, leave, die ------------------------------------------------------------------------
+
+    async def join(self, name: str, engine: Engine, bring: Callable[[Engine], Awaitable[int]]) -> None:
+        """`bring` gives it the weights that serve, and says which; it is admitted between updates, at the version of all others."""
+        if name in self.replicas:
+            raise EngineError(f"there is a replica '{name}' already; give the new one another name")
+        try:
+            async with asyncio.timeout(self.deadline):
+                while (await bring(engine)) != self.version or self._busy:
+                    async with self._still:
+                        await self._still.wait_for(lambda: not self._busy)
+        except TimeoutError as error:
+            waits = ", ".join(sorted(self._busy)) or f"version {self.version}"
+            raise StalledError(f"replica '{name}' waits to join since {self.deadline:g} s: {waits}") from error
+        self.lost.pop(name, None)
+        self.replicas[name] = Replica(name, engine)
+        self._assign()
+
+    async def leave(self, name: str, patience: float = 0.0) -> Engine:
+        """It gets nothing new; what it has not ended after `patience` seconds is sent elsewhere. -> the engine, with nothing to do."""
+        replica = self.replicas[name]
+        replica.leaving = True
+        try:
+            if replica.tasks and patience > 0:
+                await asyncio.wait(list(replica.tasks), timeout=patience)
+        finally:
+            self._drop(replica, "it left")
+            for task in list(replica.tasks):
+                task.cancel()
+        return replica.engine
+
+    async def _serves(self, replica: Replica, error: BaseException) -> bool:
+        """Whether an error concerns one request, or the replica: one that refuses stays, one that is silent goes."""
+        if self.replicas.get(replica.name) is not replica:
+            return False
+        try:
+            async with asyncio.timeout(self.patience):
+                state = (await replica.engine.status()).state
+        except Exception:
+            self._drop(replica, f"{type(error).__name__}: {error}")
+            emit(Warned(f"replica '{replica.name}' is lost: {error}; {len(self.replicas)} are left, and what it had is sent to them"))
+            return False
+        if state == "refusing":
+            replica.fault = str(error)
+            self._fail_if_alone()
+        return not replica.fault
+
+    def _drop(self, replica: Replica, why: str) -> None:
+        if self.replicas.get(replica.name) is replica:
+            del self.replicas[replica.name]
+            self.lost[replica.name] = why
+            self._fail_if_alone()
+
+    def _fail_if_alone(self) -> None:
+        """Nobody is left to serve those who wait."""
+        try:
+            self._refuse_if_alone()
+        except EngineError as error:
+            for mine in self._queue:
+                if not mine.place.done():
+                    mine.place.set_exception(error)
+            self._queue.clear()
+
+    def _refuse_if_alone(self) -> None:
+        if not self._healthy():
+            causes = self.lost | {r.name: r.fault for r in self.replicas.values()}
+            raise EngineError(f"no engine is left: {'; '.join(f'{name}: {why}' for name, why in causes.items()) or 'none has joined'}")
+
+    # -- what goes to all ------------------------------------------------------------------------
+
+    async def status(self) -> EngineStatus:
+        """Sums; a state is that of the first in `STATES` that anyone is in."""
+        self._refuse_if_gone()
+        told: list[EngineStatus] = await self._all(lambda engine: engine.status(), list(self.replicas.values()))
+        roots = {s.root for s in told}
+        return EngineStatus(
+            version=self.version,
+            state=min((s.state for s in told), key=STATES.index),
+            running=sum(s.running for s in told),
+            waiting=sum(s.waiting for s in told) + len(self._queue),
+            parked=sum(s.parked for s in told),
+            pages_free=sum(s.pages_free for s in told),
+            pages_cached=sum(s.pages_cached for s in told),
+            pages_total=sum(s.pages_total for s in told),
+            capabilities=frozenset.intersection(*(s.capabilities for s in told)),
+            root=roots.pop() if len(roots) == 1 else "",
+            bytes_copied=sum(s.bytes_copied for s in told),
+            replicas=sum(s.replicas for s in told),
+        )
+
+    async def pause(self, how: Interrupt = "hold", lease: float = 600.0) -> None:
+        self._busy.add("pause")
+        await self._all(lambda engine: engine.pause(how, lease), list(self.replicas.values()))
+        if how == "abort":
+            for mine in self._queue:
+                if not mine.place.done():
+                    mine.place.set_result(None)
+            self._queue.clear()
+
+    async def resume(self) -> None:
+        await self._all(lambda engine: engine.resume(), list(self.replicas.values()))
+        await self._over("pause")
+
+    async def sleep(self, tags: Tags) -> None:
+        self._busy |= {"sleep"} if tags else set()
+        await self._all(lambda engine: engine.sleep(tags), list(self.replicas.values()))
+
+    async def wake(self, tags: Tags) -> None:
+        await self._all(lambda engine: engine.wake(tags), list(self.replicas.values()))
+        await self._over("sleep")
+
+    async def receive(self, message: Message) -> int:
+        """To all who heard its beginning. -> the version that all of them serve."""
+        if isinstance(message, Begin):
+            self._refuse_if_gone()
+            self._busy.add("update")
+            self._members = list(self.replicas.values())
+        members = self._members = [r for r in self._members if self.replicas.get(r.name) is r]
+        try:
+            served = set(await self._all(lambda engine: engine.receive(message), members))
+        finally:
+            if isinstance(message, Commit | Abort):
+                await self._over("update")
+        if len(served) > 1:
+            raise LawError(f"after {type(message).__name__} the replicas serve versions {sorted(served)}; they must serve one (law 6)")
+        if isinstance(message, Commit):
+            self.version = served.pop()
+            for replica in members:
+                replica.fault = ""
+            self._assign()
+        return self.version
+
+    async def _over(self, what: str) -> None:
+        self._busy.discard(what)
+        async with self._still:
+            self._still.notify_all()
+
+    async def _all(self, ask: Callable[[Engine], Awaitable[Any]], replicas: list[Replica]) -> list[Any]:
+        """The answers of those who live. A fault of a living one is everyone's; the dead are dropped, until none is left."""
+        answers = await asyncio.gather(*(ask(r.engine) for r in replicas), return_exceptions=True)
+        good, fault = [], None
+        for replica, answer in zip(replicas, answers):
+            if not isinstance(answer, BaseException):
+                good.append(answer)
+            elif not isinstance(answer, EngineError | WorkerError | StalledError) or await self._lives(replica, answer):
+                fault = fault or answer
+        if fault is not None:
+            raise fault
+        if not good:
+            self._refuse_if_alone()
+        return good
+
+    async def _lives(self, replica: Replica, error: BaseException) -> bool:
+        await self._serves(replica, error)
+        return self.replicas.get(replica.name) is replica
+
+    def _refuse_if_gone(self) -> None:
+        if not self.replicas:
+            self._refuse_if_alone()
