@@ -95,6 +95,8 @@ def build(job: Job, folder: Path | None = None) -> Parts:
         placed = place(job, row, sampling, lambda known: longest_prompt(job, tasks, known, sampling) + sampling.max_tokens, folder)
         facts = {"loop.window": f"{window.value} ({window.why})", **placed.resolved}
         sync = sync_of(job, placed)
+        for remote in placed.remotes:
+            remote.catch_up = sync.catch_up
         return Parts(job, row, tasks, sampling, pool, placed, sync, window.value, judge_of(job, row), env, facts, shown)
     except BaseException:
         pool.close()

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,12 @@ class Placed:
     where: str
     checkpoint_bytes: int
     transport: Transport
+    remotes: list[RemoteEngine] = field(default_factory=list)  # engines that may end and be started again
     close: Callable[[], None] = lambda: None
+
+    async def heal(self) -> bool:
+        """Start again what has ended. -> was there any?"""
+        return any([await remote.whole() for remote in self.remotes])
 
 
 @dataclass
@@ -159,27 +165,24 @@ def _split(plan: Plan) -> Placed:
         )
         for rank in range(ranks)
     ]
-    engines = {
-        f"engine-{i}": cluster.spawn(
-            f"engine-{i}",
-            EngineHost,
-            *(job, names[ranks + i], each, {plan.kind: plan.transport()}, plan.log(i)),
-            cores=shares[ranks + i],
-        )
-        for i in range(job.place.engines)
-    }
-    for worker in (*trainers, *engines.values()):
+
+    def start(i: int) -> Any:
+        made_of = (job, names[ranks + i], each, {plan.kind: plan.transport()}, plan.log(i))
+        return cluster.spawn(f"engine-{i}", EngineHost, *made_of, cores=shares[ranks + i])
+
+    engines = [start(i) for i in range(job.place.engines)]
+    for worker in (*trainers, *engines):
         worker.now()
     address = trainers[0].now("meet", trainers[0].host) if ranks > 1 else None
     joined = [trainer.ask("join", rank, ranks, address) for rank, trainer in enumerate(trainers)]
     (known, resolved, size), *_ = [answer.result() for answer in joined]
     longest = plan.longest(known)
-    for worker in engines.values():
+    for worker in engines:
         resolved |= worker.now("open", longest)
-    remotes = {name: RemoteEngine(worker) for name, worker in engines.items()}
-    engine = _routed(remotes, job, known) if len(remotes) > 1 else remotes["engine-0"]
+    remotes = [RemoteEngine(worker, partial(start, i), longest) for i, worker in enumerate(engines)]
+    engine = _routed({f"engine-{i}": remote for i, remote in enumerate(remotes)}, job, known) if len(remotes) > 1 else remotes[0]
     where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {job.place.engines} of the engine"
-    return Placed(known, engine, RemoteTrainer(trainers), Split(), resolved, where, size, plan.transport())
+    return Placed(known, engine, RemoteTrainer(trainers), Split(), resolved, where, size, plan.transport(), remotes)
 
 
 def _routed(engines: Mapping[str, Any], job: Job, known: Known) -> Router:

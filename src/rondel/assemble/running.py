@@ -34,7 +34,7 @@ from rondel.runtime.telemetry.sinks import open_sinks
 from rondel.train.checkpoint import Checkpoints
 from rondel.train.pack import Batch
 from rondel.words.config import Job
-from rondel.words.errors import ConfigError
+from rondel.words.errors import ConfigError, StalledError, SyncError, WorkerError
 from rondel.words.events import Checkpointed, Resumed, RunEnded, RunStarted, Warned, emit, subscribe
 
 
@@ -105,7 +105,7 @@ class Run:
             await parts.trainer.load(path)
             done = saved["step"]
             emit(Resumed(done, saved["buffer"]["version"], str(path)))
-        await parts.sync(parts.trainer, parts.engine)  # the initial sync
+        await self.sync(parts.trainer, parts.engine)  # the initial sync
         parts.sync.moved = lambda: parts.trainer.moved
         if done == 0:
             await self._evaluate(0)
@@ -155,8 +155,17 @@ class Run:
         tasks = stream(parts.tasks.train, seed=self.job.loop.seed, start=buffer.admitted)
         await loop.run(
             tasks, buffer, attempt=rollouts.attempt, score=rollouts.score, judge=judge, prepare=prepare, trainer=parts.trainer,
-            engine=parts.engine, devices=parts.placed.devices, sync=parts.sync, algo=algo, steps=steps, milestone=self.milestone,
+            engine=parts.engine, devices=parts.placed.devices, sync=self.sync, algo=algo, steps=steps, milestone=self.milestone,
         )  # fmt: skip
+
+    async def sync(self, trainer: Any, engine: Any) -> int:
+        """The update, once more if an engine ended in the middle of it."""
+        while True:
+            try:
+                return await self.parts.sync(trainer, engine)
+            except (WorkerError, StalledError, SyncError):
+                if not await self.parts.placed.heal():
+                    raise
 
     # -- between two versions --------------------------------------------------------------------
 

@@ -50,6 +50,7 @@ class Update:
         self.transport, self.probe, self.score, self.tolerance, self.moved = transport, probe, score, tolerance, moved
         self.deadline, self.how = deadline, how
         self.root: str | None = None
+        self._last: tuple[Manifest, Route, Trainer] | None = None
         self._one = asyncio.Lock()
 
     async def __call__(self, trainer: Trainer, *engines: Engine) -> int:
@@ -58,13 +59,24 @@ class Update:
             manifest, route = await trainer.publish(await self.transport.route(trainer, list(engines)))
             self._check_moved(manifest)
             paused, gap = await self._deliver(manifest, route, engines, holds=self.transport.holds, send=trainer.send, probe=self.probe)
-            self.root = manifest.root
+            self.root, self._last = manifest.root, (manifest, route, trainer)
             copied = sum([(await engine.status()).bytes_copied for engine in engines])
             emit(Synced(manifest.version, manifest.root, time.perf_counter() - began, copied, gap, paused))
         return manifest.version
 
+    async def catch_up(self, engine: Engine) -> int:
+        """An engine that comes late takes what was published last from where it lies, or has it sent once more. -> its version."""
+        async with self._one:
+            if self._last is None:
+                return (await engine.status()).version
+            manifest, route, trainer = self._last
+            if self.transport.holds == "begin":
+                manifest, route = await trainer.publish(await self.transport.route(trainer, [engine]))
+            await self._deliver(manifest, route, [engine], holds=self.transport.holds, send=trainer.send)
+        return manifest.version
+
     async def join(self, engine: Engine, manifest: Manifest, route: Route) -> int:
-        """An engine that comes late takes what was published before, from where it lies: `join(engine, *newest(folder))`."""
+        """The same for an engine that no trainer knows: `join(engine, *newest(folder))`."""
         async with self._one:
             await self._deliver(manifest, route, [engine], holds="commit")
         return manifest.version

@@ -34,6 +34,7 @@ class RayCluster:
     def __init__(self, workers: int, *, cpus: int = 1, gpus: int = 0, address: str | None = None, patience: float = 60.0) -> None:
         self.patience, self.cpus, self.gpus = patience, cpus, gpus
         self.workers: list[RayWorker] = []
+        self._bundles: dict[str, int] = {}  # one that is started again goes where it was
         self._mine = not ray.is_initialized()
         if self._mine:
             path = os.pathsep.join(p or os.getcwd() for p in sys.path)
@@ -50,9 +51,15 @@ class RayCluster:
 
     def spawn(self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = (), tells: bool = True) -> RayWorker:
         """`cores` are this machine's and mean nothing on another: Ray places by its own count."""
-        bundle = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=len(self.workers))
+        bundle = PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=self._bundles.setdefault(name, len(self._bundles))
+        )
         actor = ray.remote(Host).options(
-            name=f"rondel-{os.getpid()}-{name}", num_cpus=self.cpus, num_gpus=self.gpus, max_concurrency=4096, scheduling_strategy=bundle
+            name=f"rondel-{os.getpid()}-{name}-{len(self.workers)}",
+            num_cpus=self.cpus,
+            num_gpus=self.gpus,
+            max_concurrency=4096,
+            scheduling_strategy=bundle,
         )
         worker = RayWorker(name, actor.remote(name, tells), make, args, tells=tells, patience=self.patience)
         self.workers.append(worker)
@@ -145,6 +152,9 @@ class RayWorker:
 
     def now(self, verb: str = "", *args: Any, **how: Any) -> Any:
         return (self.ask(verb, *args, **how) if verb else self._made).result()
+
+    async def ready(self) -> None:
+        await asyncio.wrap_future(self._made)
 
     @property
     def host(self) -> str:
