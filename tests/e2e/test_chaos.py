@@ -25,9 +25,9 @@ def children(of: str) -> list[int]:
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as line, open(f"/proc/{pid}/stat") as stat:
                 words = stat.read().rpartition(")")[2].split()
-                if b"rondel.runtime.cluster.child" in line.read() and int(words[1]) == os.getpid() and words[0] != "Z":
-                    if of in os.readlink(f"/proc/{pid}/fd/1"):
-                        found.append(int(pid))
+                mine = b"rondel.runtime.cluster.child" in line.read() and int(words[1]) == os.getpid() and words[0] != "Z"
+            if mine and of in os.readlink(f"/proc/{pid}/fd/1"):
+                found.append(int(pid))
         except OSError:
             continue
     return found

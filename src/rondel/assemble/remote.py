@@ -55,7 +55,7 @@ class RemoteEngine:
         """Start it again if it has ended. -> had it?"""
         if (worker := self._worker).alive:
             return False
-        await self._again(worker, WorkerError("it was found dead"))
+        await self._again(worker, WorkerError(worker.fate))
         return True
 
     async def _again(self, dead: Remote, why: Exception) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import platform
 import time
@@ -36,6 +37,8 @@ from rondel.train.pack import Batch
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError, StalledError, SyncError, WorkerError
 from rondel.words.events import Checkpointed, Resumed, RunEnded, RunStarted, Warned, emit, subscribe
+
+RESTARTS = 3  # of a run that lost a rank of its trainer
 
 
 def train(job: Job, *, quiet: bool = False, built: Callable[[Parts], Any] | None = None) -> dict[str, Any]:
@@ -85,8 +88,35 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
         run = Run(job, parts, folder, checkpoints)
         if interrupted:
             emit(Resumed(0, 0, ""))
-        asyncio.run(run.all(found))
-        return write_card(folder)
+        for restarts in itertools.count(1):
+            try:
+                asyncio.run(run.all(found))
+                return write_card(folder)
+            except BaseException as error:
+                lost = lost_worker(error)
+                if lost is None or restarts > RESTARTS:
+                    raise
+                found = checkpoints.latest()
+                emit(
+                    Warned(
+                        f"{lost}\nThe run goes on from {'the last checkpoint' if found else 'its beginning'} ({restarts} of at most {RESTARTS} times)"
+                    )
+                )
+            parts.close()
+            parts = build(job, folder)
+            ends.callback(parts.close)
+            run = Run(job, parts, folder, checkpoints)
+            if not found:
+                emit(Resumed(0, 0, ""))
+        raise AssertionError
+
+
+def lost_worker(error: BaseException) -> WorkerError | StalledError | None:
+    """The worker that ended, if that is all that went wrong."""
+    if isinstance(error, BaseExceptionGroup):
+        found = [lost_worker(inner) for inner in error.exceptions]
+        return next((one for one in found if one), None) if all(found) else None
+    return error if isinstance(error, WorkerError) else None
 
 
 class Run:

@@ -131,6 +131,11 @@ class Worker:
     def alive(self) -> bool:
         return not self._over
 
+    @property
+    def fate(self) -> str:
+        """Why it is not alive."""
+        return self._over
+
     def close(self) -> None:
         """End the child: asked first, then killed."""
         self._lost(f"worker {self._name} was closed")

@@ -165,6 +165,11 @@ class RayWorker:
     def alive(self) -> bool:
         return not self._over
 
+    @property
+    def fate(self) -> str:
+        """Why it is not alive."""
+        return self._over
+
     def close(self) -> None:
         self._lost(f"worker {self._name} was closed")
         self._closed.set()
