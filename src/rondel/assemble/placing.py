@@ -97,7 +97,7 @@ def _split(
 ) -> Placed:
     if job.place.engines != 1:
         raise ConfigError(f"place.engines = {job.place.engines}: one engine so far")
-    for section in (job.model, job.engine, job.engine.speculative, job.trainer, job.trainer.critic):
+    for section in (job.model, job.model.adapter, job.engine, job.engine.speculative, job.trainer, job.trainer.critic):
         section._read.update(type(section).model_fields)  # by the hosts
     ranks, workers = job.place.ranks, job.place.ranks + job.place.engines
     cluster = ProcessCluster(folder / "logs" if folder else None, patience=job.place.patience)

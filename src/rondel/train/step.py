@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,7 +18,6 @@ from rondel.algos.kl import k3
 from rondel.algos.mixture import Mixture
 from rondel.algos.objective import objective
 from rondel.models import names
-from rondel.models.head import Head
 from rondel.train import annotate as notes
 from rondel.train import checkpoint
 from rondel.train.credit import credit, kl_of_samples
@@ -118,7 +116,7 @@ class LocalTrainer:
 
         def work() -> Manifest:
             route.data.update(self.ranks.whole(self.loaded.model))
-            return names.manifest_of(route.data.items(), self.version)
+            return names.manifest_of(route.data.items(), self.version, names.base(self.loaded.model))
 
         return await self._run(work)
 
@@ -378,9 +376,12 @@ class Sums:
 
 
 def _frozen(loaded: Loaded) -> Loaded:
-    """A copy of the starting weights that nothing trains."""
-    model = copy.deepcopy(loaded.model).requires_grad_(False)
-    return replace(loaded, model=model, head=Head.of(model))
+    """The starting weights, which nothing trains: a copy, or under an adapter that is still zero the base itself."""
+    if loaded.adapter is not None and loaded.adapter.fresh:
+        return replace(loaded, bare=True)
+    start = loaded.copied()
+    start.model.requires_grad_(False)
+    return start
 
 
 def _decide(batch: Batch, algo: Algorithm) -> Ahead:

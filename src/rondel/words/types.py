@@ -415,15 +415,20 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Every tensor of one weight version: what `begin` announces and `commit` must have received in full."""
+    """Every tensor of one weight version: what `begin` announces and `commit` must have received in full.
+
+    base   digest of the frozen weights under an adapter, which do not travel and must be the same on both sides; "" without one
+    """
 
     version: int
     tensors: tuple[TensorInfo, ...]
+    base: str = ""
 
     @property
     def root(self) -> str:
         """One digest over all; equal roots mean equal weights."""
         rows = sorted(f"{t.name}|{t.shape}|{t.dtype}|{t.digest}" for t in self.tensors)
+        rows += [f"base|{self.base}"] * bool(self.base)
         return blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
 
     def with_version(self, version: int) -> Manifest:

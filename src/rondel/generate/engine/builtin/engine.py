@@ -466,6 +466,8 @@ class BuiltinEngine:
                 f"version {commit.version} with root {commit.root[:8]} is committed, but {begun.version} with {begun.root[:8]} was begun"
             )
         arrived = await self._run(names.manifest, self.loaded.model, commit.version)
+        if arrived.base != begun.base:
+            raise SyncError("the adapter belongs to another base than the one that serves: their frozen weights have other bits")
         if arrived.root != commit.root:
             sent = {t.name: t.digest for t in begun.tensors}
             wrong = [t.name for t in arrived.tensors if sent[t.name] != t.digest]
