@@ -19,8 +19,8 @@ from rondel.models import adapters, linear, names
 from rondel.models.aligned import align
 from rondel.models.compiled import Compiled
 from rondel.models.load import Loaded, load
-from rondel.models.load import save as save_model
 from rondel.models.merge import merge
+from rondel.models.save import save as save_model
 from rondel.train.annotate import annotate
 from rondel.train.checkpoint import flaw, load_trainer, save_trainer
 from rondel.words.errors import ConfigError, EngineError, ModelError, SyncError
@@ -506,8 +506,18 @@ def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path):
     assert steps(tmp_path / "run") == steps(whole)
 
 
+def test_engine_and_trainer_apart_make_the_same_run(whole, tmp_path):
+    """Law 2: each side adapts a base of its own, and the adapter travels."""
+    run(tmp_path / "run", **LORA, place__kind="split", place__cluster="local", place__threads=1)
+    ours, theirs = final(tmp_path / "run"), final(whole)
+    assert [n for n in ours if not torch.equal(ours[n], theirs[n])] == []
+    newest = sorted((whole / "checkpoints").glob("step-*"))[-1]
+    sent = sum(t.numel() * 4 for t in load_file(newest / adapters.WEIGHTS).values())
+    assert {e["bytes_copied"] for e in events(tmp_path / "run", "Synced")} == {sent}
+
+
 def test_eval_of_its_checkpoint_is_the_number_of_the_run(whole):
-    from rondel.evaluate import evaluate_checkpoint
+    from rondel.assemble.evaluating import evaluate_checkpoint
 
     last = events(whole, "Evaluated")[-1]
     for target in (whole, sorted((whole / "checkpoints").glob("step-*"))[-1]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import json
 import os
 import string
 import tempfile
@@ -351,15 +350,3 @@ def _random(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, str]:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return model.to(dtype), tokenizer, f"random-{kind}"
-
-
-def save(loaded: Loaded, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
-    """Plain Hugging Face files: safetensors, config, tokenizer. `weights` replaces the module's own (fp32 masters, say)."""
-    state = weights if weights is not None else loaded.model.state_dict()
-    dtype = next(iter(state.values())).dtype
-    loaded.model.save_pretrained(folder, state_dict=dict(state))
-    loaded.tokenizer.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("_attn_implementation", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2))

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from rondel.models.adapters import NAME, is_adapter
-from rondel.models.load import load, save
+from rondel.models.load import load
+from rondel.models.save import save
 from rondel.words.errors import ModelError
 
 

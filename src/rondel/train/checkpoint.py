@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rondel.models import adapters, names
-from rondel.models import load as models
+from rondel.models.save import save
 from rondel.words.errors import CheckpointError, boundary
 from rondel.words.events import Warned, emit
 
@@ -52,7 +52,7 @@ def save_trainer(trainer: LocalTrainer, folder: Path) -> None:
     masters, moments = _masters(weights), _moments(weights)
     if not trainer.ranks.leads:  # it gave its shards to the one that writes
         return
-    models.save(loaded, folder, state) if loaded.adapter is None else adapters.save(loaded, folder)
+    save(loaded, folder, state) if loaded.adapter is None else adapters.save(loaded, folder)
     with safe_open(folder / file, "pt") as written:
         plain = set(written.keys())  # a mixture's experts are joined in the module and apart in the file, as Hugging Face has them
         arrived = sum(math.prod(written.get_slice(name).get_shape()) for name in plain)
