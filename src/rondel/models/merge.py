@@ -16,8 +16,8 @@ from rondel.words.errors import ModelError
 def merge(adapter: str | Path, folder: str | Path, *, dtype: str = "float32") -> float:
     """Write the model that `adapter` (a checkpoint, say) makes of its base to `folder`. -> the share of the adapter that rounding lost.
 
-    |W' as stored - W - alpha/r · B A| / |alpha/r · B A| over all layers, in the 2-norm: about 1e-6 in float32, and in bfloat16 more the
-    smaller the adapter is beside its base.
+    |W' as stored - W - alpha/r · B A| / |alpha/r · B A| over all layers, in the 2-norm. bfloat16 is coarser than most of an adapter's changes:
+    of recipes/lora.toml's it loses 54 %, float32 1e-5 (9f9671a, `merge("runs/lora/checkpoints/step-000024", ...)`).
     """
     if not is_adapter(adapter):
         raise ModelError(f"'{adapter}' is no adapter: a folder with adapter_config.json is, as checkpoints of a run with model.adapter are")
