@@ -131,6 +131,9 @@ def adapt(loaded: Loaded, *, rank: int, alpha: int, targets: str | list[str] = A
             ),
             seed,
         )
+        assert loaded.adapter is not None
+        if odd := sorted(loaded.adapter.layers.keys() ^ found.keys()):
+            raise ModelError(f"peft adapts other layers than were asked for, first {odd[0]}: name them in full in model.adapter.targets")
 
 
 def require() -> None:
