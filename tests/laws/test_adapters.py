@@ -11,7 +11,6 @@ import torch
 from engine_kit import SIZE, all_of, ask, engine, plain_logprobs, prompt
 from run_kit import events, final, run, run_and_die, steps, tiny
 from safetensors.torch import load_file
-from test_interruption import Publisher
 from test_sync_transaction import update
 from train_kit import awkward_groups, batch, model, row, step, trainer
 
@@ -21,6 +20,7 @@ from rondel.models.compiled import Compiled
 from rondel.models.load import Loaded, load
 from rondel.models.merge import merge
 from rondel.models.save import save as save_model
+from rondel.sync.from_tensor import FromTensor
 from rondel.train.annotate import annotate
 from rondel.train.checkpoint import flaw, load_trainer, save_trainer
 from rondel.words.errors import ConfigError, EngineError, ModelError, SyncError
@@ -310,14 +310,20 @@ def test_only_the_adapter_travels():
 def test_an_engine_with_a_base_of_its_own_gets_the_adapter():
     theirs, mine = adapted(), adapted()
     noise(mine, size=0.0)
-    p, e = Publisher(theirs), engine(mine)
+    p, e = publisher(theirs), engine(mine)
     sync = update(p, score=lambda tokens: _scored(theirs, tokens))
     for version in (1, 2):
         noise(theirs, seed=version)
         p.version = version
         assert asyncio.run(sync(p, e)) == version
-        assert e.bytes_copied == bytes_of(names.manifest(mine.model, 0)) == 4 * theirs.adapter.numbers
+        assert e.arrivals.bytes_copied == bytes_of(names.manifest(mine.model, 0)) == 4 * theirs.adapter.numbers
         assert trained(mine, [prompt(1, 20)]) == trained(theirs, [prompt(1, 20)])
+
+
+def publisher(loaded: Loaded):
+    t = trainer(loaded, row())
+    t.transport = FromTensor()
+    return t
 
 
 async def _scored(loaded, tokens):
@@ -330,7 +336,7 @@ def test_an_adapter_of_another_base_is_refused():
         mine.model.model.norm.weight[0] += 1e-3
     e = engine(mine)
     with pytest.raises(SyncError, match="another base"):
-        asyncio.run(update(Publisher(theirs), score=lambda tokens: _scored(theirs, tokens))(Publisher(theirs), e))
+        asyncio.run(update(publisher(theirs), score=lambda tokens: _scored(theirs, tokens))(publisher(theirs), e))
     with pytest.raises(EngineError, match="refuses"):
         asyncio.run(e.generate(ask(prompt(0, 5))))
 
@@ -506,9 +512,10 @@ def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path):
     assert steps(tmp_path / "run") == steps(whole)
 
 
-def test_engine_and_trainer_apart_make_the_same_run(whole, tmp_path):
+@pytest.mark.parametrize("cluster", ["local", pytest.param("process", marks=pytest.mark.slow)])
+def test_engine_and_trainer_apart_make_the_same_run(whole, tmp_path, cluster):
     """Law 2: each side adapts a base of its own, and the adapter travels."""
-    run(tmp_path / "run", **LORA, place__kind="split", place__cluster="local", place__threads=1)
+    run(tmp_path / "run", **LORA, place__kind="split", place__cluster=cluster, place__threads=1)
     ours, theirs = final(tmp_path / "run"), final(whole)
     assert [n for n in ours if not torch.equal(ours[n], theirs[n])] == []
     newest = sorted((whole / "checkpoints").glob("step-*"))[-1]

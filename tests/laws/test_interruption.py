@@ -21,12 +21,14 @@ from rondel.words.types import Abort, Begin, Commit, Route
 class Publisher:
     """The ten-line trainer: its weights, and a version that counts."""
 
-    def __init__(self, loaded, version=0):
-        self.loaded, self.version = loaded, version
+    def __init__(self, loaded, version=0, transport=None):
+        self.loaded, self.version, self.transport = loaded, version, transport or FromTensor()
 
     async def publish(self, route):
-        route.data.update(names.weights(self.loaded.model))
-        return names.manifest(self.loaded.model, self.version)
+        return self.transport.publish(route, self.version, names.described(names.weights(self.loaded.model)))
+
+    async def send(self, route):
+        await asyncio.to_thread(self.transport.send, route, names.weights(self.loaded.model))
 
     def train(self, size=0.15):
         """Another direction each time, the same for equal versions."""
@@ -143,9 +145,9 @@ def test_a_request_that_arrives_during_an_update_waits_for_its_commit():
     trainer = Publisher(twin(model))
 
     async def main():
-        e, route = engine(model), Route("tensor", {})
+        e = engine(model)
         trainer.train()
-        manifest = await trainer.publish(route)
+        manifest, route = await trainer.publish(Route("tensor"))
         await e.receive(Begin(manifest))
         task = asyncio.create_task(e.generate(ask(prompt(1, 10))))
         await e.resume()
@@ -273,9 +275,9 @@ def test_a_lease_that_ends_during_an_update_serves_only_after_its_commit():
     trainer = Publisher(twin(model))
 
     async def main():
-        e, route = engine(model), Route("tensor", {})
+        e = engine(model)
         trainer.train()
-        manifest = await trainer.publish(route)
+        manifest, route = await trainer.publish(Route("tensor"))
         task = asyncio.create_task(e.generate(ask(prompt(1, 10), n=20)))
         await wrote(e, 2)
         await e.pause("hold", lease=0.02)

@@ -6,7 +6,6 @@ split     EngineHost and TrainerHost: a device and weights of their own, in this
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,11 +27,13 @@ from rondel.runtime.journal.wal import TokenLog
 from rondel.train.checkpoint import bytes_needed
 from rondel.train.critic import Critic
 from rondel.train.draft import DraftTrainer
+from rondel.train.fsdp import Meeting, Sharded
 from rondel.train.pack import Batch
 from rondel.train.parallel import ALONE, Alone
 from rondel.train.step import LocalTrainer, Settings
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError
+from rondel.words.protocols import Transport
 from rondel.words.types import Sampling, StepStats
 
 if TYPE_CHECKING:
@@ -57,7 +58,14 @@ class Known:
 
 
 def engine_of(
-    job: Job, loaded: Loaded, device: Device, longest: int, speculation: Speculation | None, log: Path | None = None
+    job: Job,
+    loaded: Loaded,
+    device: Device,
+    longest: int,
+    speculation: Speculation | None,
+    *,
+    transports: dict[str, Transport],
+    log: Path | None = None,
 ) -> tuple[BuiltinEngine, dict[str, str]]:
     """`log`: where drawn tokens are kept for a life after a crash. -> the engine, and what was resolved for it."""
     draft = speculation.draft if speculation else None
@@ -71,6 +79,7 @@ def engine_of(
         routes=replays(job, loaded),
         speculation=speculation,
         compiled=device.call(Compiled, loaded) if job.engine.compile else None,
+        transports=transports,
         log=TokenLog(log, durable=job.run.durability == "disk") if log else None,
     )
     return engine, {
@@ -82,7 +91,15 @@ def engine_of(
 
 
 def trainer_of(
-    job: Job, row: Algorithm, sampling: Sampling, loaded: Loaded, device: Device, *, draft: Draft | None = None, ranks: Alone = ALONE
+    job: Job,
+    row: Algorithm,
+    sampling: Sampling,
+    loaded: Loaded,
+    device: Device,
+    *,
+    draft: Draft | None = None,
+    ranks: Alone = ALONE,
+    transport: Transport,
 ) -> tuple[LocalTrainer, dict[str, str]]:
     """-> the trainer, and what was resolved for it."""
     micro = planner.micro_tokens(job.trainer.micro_tokens, on_gpu=device.name.startswith("cuda"))
@@ -99,6 +116,7 @@ def trainer_of(
             teacher=teacher_of(job, loaded),
             warmup=warmup_settings(job, settings) if job.loop.warmup.steps else None,
             ranks=ranks,
+            transport=transport,
         )
 
     trainer = device.call(make)
@@ -114,14 +132,16 @@ def trainer_of(
 class EngineHost:
     """An engine with a device and weights of its own; its verbs are the engine's."""
 
-    def __init__(self, job: Job, device: str, threads: int | None, log: Path | None) -> None:
-        self.job, self.device, self.log = job, Device(device, threads), log
+    def __init__(self, job: Job, device: str, threads: int | None, transports: dict[str, Transport], log: Path | None) -> None:
+        self.job, self.device, self.transports, self.log = job, Device(device, threads), transports, log
         self.loaded = self.device.call(policy_of, job, device)
 
     def open(self, longest: int) -> dict[str, str]:
         """Ready for requests of at most `longest` tokens. -> what was resolved."""
         speculation = self.device.call(speculation_of, self.job, self.device.name)
-        self.engine, resolved = engine_of(self.job, self.loaded, self.device, longest, speculation, self.log)
+        self.engine, resolved = engine_of(
+            self.job, self.loaded, self.device, longest, speculation, transports=self.transports, log=self.log
+        )
         return resolved
 
     def __getattr__(self, verb: str) -> Any:
@@ -136,16 +156,32 @@ class EngineHost:
 class TrainerHost:
     """One rank of the trainer with a device and weights of its own. What it learns of a batch is told, for the batch came as a copy."""
 
-    def __init__(self, job: Job, row: Algorithm, sampling: Sampling, device: str, threads: int | None, ranks: Callable[[], Alone]) -> None:
-        self.device = Device(device, threads)
-        self.ranks = self.device.call(ranks)
-        loaded = self.device.call(policy_of, job, device)
-        self.known = Known.of(loaded)
-        self.trainer, self.resolved = trainer_of(job, row, sampling, loaded, self.device, ranks=self.ranks)
+    def __init__(
+        self,
+        job: Job,
+        row: Algorithm,
+        sampling: Sampling,
+        device: str,
+        threads: int | None,
+        transport: Transport,
+    ) -> None:
+        self.device, self.ranks = Device(device, threads), ALONE
+        self.loaded = self.device.call(policy_of, job, device)
+        self.transport, self.made_of = transport, (job, row, sampling, self.loaded, self.device)
 
-    def facts(self) -> tuple[Known, dict[str, str], int]:
-        """Of the model, of what was resolved, and the size of a checkpoint."""
-        return self.known, self.resolved, bytes_needed(self.trainer)
+    def meet(self, host: str) -> tuple[str, int]:
+        """Where the other ranks find this one."""
+        self.meeting = Meeting(host)
+        return self.meeting.address
+
+    def join(self, rank: int = 0, size: int = 1, address: tuple[str, int] | None = None) -> tuple[Known, dict[str, str], int]:
+        """Returns when all ranks have. -> facts of the model, what was resolved, and the size of a checkpoint."""
+        known = Known.of(self.loaded)
+        if address is not None:
+            meeting = self.meeting if rank == 0 else Meeting.at(address)
+            self.ranks = self.device.call(lambda: Sharded(rank, size, meeting, device=self.device.name))
+        self.trainer, resolved = trainer_of(*self.made_of, ranks=self.ranks, transport=self.transport)
+        return known, resolved, bytes_needed(self.trainer)
 
     async def annotate(self, batch: Batch, needs: frozenset[str], model: str = "policy") -> list[dict[str, Any]]:
         await self.trainer.annotate(batch, needs, model)

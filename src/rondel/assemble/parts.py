@@ -25,7 +25,6 @@ from rondel.generate.envs.template import Template
 from rondel.models import adapters
 from rondel.planner import resolve as planner
 from rondel.score.pool import RewardPool
-from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import Update
 from rondel.train.step import LocalTrainer
 from rondel.words.config import OF_GROUPS, Job
@@ -101,8 +100,7 @@ def build(job: Job, folder: Path | None = None) -> Parts:
     try:
         placed = place(job, row, sampling, lambda known: longest_prompt(job, tasks, known, sampling) + sampling.max_tokens, folder)
         facts = {"loop.window": f"{window.value} ({window.why})", **placed.resolved}
-        facts["sync.kind"] = "tensor (one process, one module: 0 bytes move)" if job.sync.kind == "auto" else job.sync.kind
-        sync = sync_of(job, placed.known, placed.trainer)
+        sync = sync_of(job, placed)
         return Parts(job, row, tasks, sampling, pool, placed, sync, window.value, judge_of(job, row), env, facts, shown)
     except BaseException:
         pool.close()
@@ -171,7 +169,8 @@ def longest_prompt(job: Job, tasks: TaskSet, known: Known, sampling: Sampling) -
     return longest
 
 
-def sync_of(job: Job, known: Known, trainer: Any) -> Update:
+def sync_of(job: Job, placed: Placed) -> Update:
     """The same probe through engine and trainer after every update."""
+    known = placed.known
     probe = Template(known.tokenizer).opening([{"role": "user", "content": "One, two, three."}])[:PROBE] if job.sync.probe else []
-    return Update(FromTensor(), probe=probe, score=trainer.logprobs, tolerance=TOLERANCE[known.dtype])
+    return Update(placed.transport, probe=probe, score=placed.trainer.logprobs, tolerance=TOLERANCE[known.dtype], how=job.loop.in_flight)

@@ -3,7 +3,8 @@
 place.kind   place.cluster
 shared       local            one device, one module, 0 bytes move
 split        local            two devices of this process, a module each
-split        process          place.engines + place.ranks processes of this machine, each on cores (or a GPU) of its own
+split        process          place.ranks + place.engines processes of this machine, each on cores (or a GPU) of its own
+split        ray              the same as actors of a Ray cluster, on any of its machines
 """
 
 from __future__ import annotations
@@ -12,19 +13,24 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rondel.assemble.hosts import EngineHost, Known, TrainerHost, engine_of, policy_of, speculation_of, trainer_of
 from rondel.assemble.remote import RemoteEngine, RemoteTrainer
+from rondel.planner import resolve as planner
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device, Shared, Split, pick_device
+from rondel.sync.delta import Delta
+from rondel.sync.from_disk import FromDisk
+from rondel.sync.from_distributed import FromDistributed
+from rondel.sync.from_ipc import FromIpc
+from rondel.sync.from_tensor import FromTensor
 from rondel.train.checkpoint import bytes_needed
-from rondel.train.parallel import ALONE, Alone
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError
+from rondel.words.protocols import Transport
 from rondel.words.types import Sampling
 
 if TYPE_CHECKING:
@@ -42,108 +48,135 @@ class Placed:
     resolved: dict[str, str]
     where: str
     checkpoint_bytes: int
-    close: Callable[[], None]
+    transport: Transport
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass
+class Plan:
+    """What all placements are made from.
+
+    longest   the most tokens of a request, once the tokenizer is known
+    folder    of the run, for what survives a crash; None keeps nothing
+    """
+
+    job: Job
+    row: Algorithm
+    sampling: Sampling
+    longest: Callable[[Known], int]
+    folder: Path | None
+    ends: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        where = self.job.place
+        self.device = pick_device(where.device)
+        self.threads = None if where.threads == "auto" else where.threads
+        kind, why = planner.transport(self.job.sync.kind, kind=where.kind, cluster=where.cluster)
+        self.kind, self.resolved = kind, {"sync.kind": f"{kind} ({why})"}
+
+    def transport(self) -> Transport:
+        """Driver, trainer and engine have an instance each."""
+        where, scratch = self.job.place, self.folder or Path(tempfile.gettempdir()) / f"rondel-{os.getpid()}"
+        if self.kind == "tensor":
+            if where.cluster != "local":
+                raise ConfigError('sync.kind = "tensor" hands over memory of one process: use "ipc", or leave it at "auto"')
+            return FromTensor("never" if where.kind == "shared" else "begin")
+        if where.kind == "shared":
+            raise ConfigError(
+                f'sync.kind = "{self.kind}" with place.kind = "shared": engine and trainer have one module. Leave it at "auto"'
+            )
+        if self.kind == "ipc":
+            return FromIpc()
+        if self.kind == "distributed":
+            return FromDistributed()
+        return (FromDisk if self.kind == "disk" else Delta)(scratch / "weights")
+
+    def cluster(self, workers: int, threads: int | None) -> Any:
+        """What starts the workers."""
+        where = self.job.place
+        if where.cluster == "process":
+            return ProcessCluster(self.folder / "logs" if self.folder else None, patience=where.patience)
+        try:
+            from rondel.runtime.cluster.ray import RayCluster
+        except ImportError as error:
+            raise ConfigError('place.cluster = "ray" needs Ray: pip install "rondel[cluster]"') from error
+        return RayCluster(workers, cpus=threads or 1, gpus=self.device != "cpu", address=where.address, patience=where.patience)
+
+    def names(self, workers: int) -> list[str]:
+        """The device of each worker; a Ray actor sees only its own."""
+        return [self.device.partition(":")[0]] * workers if self.job.place.cluster == "ray" else _names(self.device, workers)
+
+    @property
+    def log(self) -> Path | None:
+        return self.folder / "wal" / "engine-0" if self.folder else None
 
 
 def place(job: Job, row: Algorithm, sampling: Sampling, longest: Callable[[Known], int], folder: Path | None) -> Placed:
-    """`longest`: the most tokens of a request, once the tokenizer is known. `folder`: of the run, for what survives a crash; None keeps nothing."""
-    where = job.place
-    name = pick_device(where.device)
-    threads = None if where.threads == "auto" else where.threads
-    with ExitStack() as ends:
-        if where.kind == "shared":
-            placed = _shared(job, row, sampling, longest, name, threads, folder, ends)
-        elif where.cluster == "local":
-            placed = _split_here(job, row, sampling, longest, name, threads, folder, ends)
-        else:
-            placed = _split(job, row, sampling, longest, name, threads, folder, ends)
+    plan = Plan(job, row, sampling, longest, folder)
+    with plan.ends as ends:
+        placed = (_shared if job.place.kind == "shared" else _split_here if job.place.cluster == "local" else _split)(plan)
+        placed.resolved |= plan.resolved
         placed.close = ends.pop_all().close
         return placed
 
 
-def _shared(
-    job: Job, row: Algorithm, sampling: Sampling, longest: Callable, name: str, threads: int | None, folder: Path | None, ends: ExitStack
-) -> Placed:
-    device = Device(name, threads)
-    ends.callback(device.close)
-    loaded = device.call(policy_of, job, name)
-    known = Known.of(loaded)
-    speculation = device.call(speculation_of, job, name)
-    engine, ours = engine_of(job, loaded, device, longest(known), speculation, _log(folder))
-    trainer, theirs = trainer_of(job, row, sampling, loaded, device, draft=speculation.draft if speculation else None)
-    where = f"one process, {_threads(device.threads)} on {name} for engine and trainer"
-    return Placed(
-        known, engine, trainer, Shared(engine, trainer, how=job.loop.in_flight), ours | theirs, where, bytes_needed(trainer), device.close
-    )
+def _shared(plan: Plan) -> Placed:
+    job, device = plan.job, Device(plan.device, plan.threads)
+    plan.ends.callback(device.close)
+    loaded = device.call(policy_of, job, plan.device)
+    known, speculation, transport = Known.of(loaded), device.call(speculation_of, job, plan.device), plan.transport()
+    draft = speculation.draft if speculation else None
+    engine, ours = engine_of(job, loaded, device, plan.longest(known), speculation, transports={}, log=plan.log)
+    trainer, theirs = trainer_of(job, plan.row, plan.sampling, loaded, device, draft=draft, transport=transport)
+    where = f"one process, {_threads(device.threads)} on {plan.device} for engine and trainer"
+    devices = Shared(engine, trainer, how=job.loop.in_flight)
+    return Placed(known, engine, trainer, devices, ours | theirs, where, bytes_needed(trainer), transport)
 
 
-def _split_here(
-    job: Job, row: Algorithm, sampling: Sampling, longest: Callable, name: str, threads: int | None, folder: Path | None, ends: ExitStack
-) -> Placed:
-    each = threads or max(1, len(cores()) // 2)
-    first, second = _names(name, 2)
-    trainer = TrainerHost(job, row, sampling, first, each, _alone)
-    ends.callback(trainer.close)
-    engine = EngineHost(job, second, each, _log(folder))
-    ends.callback(engine.close)
-    known, resolved, size = trainer.facts()
-    resolved |= engine.open(longest(known))
+def _split_here(plan: Plan) -> Placed:
+    each = plan.threads or max(1, len(cores()) // 2)
+    first, second = _names(plan.device, 2)
+    trainer = TrainerHost(plan.job, plan.row, plan.sampling, first, each, plan.transport())
+    plan.ends.callback(trainer.close)
+    engine = EngineHost(plan.job, second, each, {plan.kind: plan.transport()}, plan.log)
+    plan.ends.callback(engine.close)
+    known, resolved, size = trainer.join()
+    resolved |= engine.open(plan.longest(known))
     where = f"one process, {_threads(each)} each for engine and trainer"
-    return Placed(known, engine.engine, trainer.trainer, Split(), resolved, where, size, engine.close)
+    return Placed(known, engine.engine, trainer.trainer, Split(), resolved, where, size, plan.transport())
 
 
-def _split(
-    job: Job, row: Algorithm, sampling: Sampling, longest: Callable, name: str, threads: int | None, folder: Path | None, ends: ExitStack
-) -> Placed:
+def _split(plan: Plan) -> Placed:
+    job, ranks = plan.job, plan.job.place.ranks
     if job.place.engines != 1:
         raise ConfigError(f"place.engines = {job.place.engines}: one engine so far")
     for section in (job.model, job.model.adapter, job.engine, job.engine.speculative, job.trainer, job.trainer.critic):
         section._read.update(type(section).model_fields)  # by the hosts
-    ranks, workers = job.place.ranks, job.place.ranks + job.place.engines
-    cluster = ProcessCluster(folder / "logs" if folder else None, patience=job.place.patience)
-    ends.callback(cluster.close)
-    shares = _shares(workers) if name == "cpu" else [()] * workers
-    names = _names(name, workers)
-    each = threads or (max(1, len(cores()) // workers) if name == "cpu" else None)
-    meeting = f"file://{ends.enter_context(tempfile.TemporaryDirectory(prefix='rondel-'))}/meeting"
+    workers = ranks + job.place.engines
+    on_cpu, names = plan.device == "cpu", plan.names(workers)
+    shares = _shares(workers) if on_cpu else [()] * workers
+    each = plan.threads or (max(1, len(cores()) // workers) if on_cpu else None)
+    cluster = plan.cluster(workers, each)
+    plan.ends.callback(cluster.close)
     trainers = [
         cluster.spawn(
             f"trainer-{rank}",
             TrainerHost,
-            job,
-            row,
-            sampling,
-            names[rank],
-            each,
-            partial(_rank, rank, ranks, meeting, names[rank]),
+            *(job, plan.row, plan.sampling, names[rank], each, plan.transport()),
             cores=shares[rank],
             tells=rank == 0,
         )
         for rank in range(ranks)
     ]
-    engine = cluster.spawn("engine-0", EngineHost, job, names[ranks], each, _log(folder), cores=shares[ranks])
+    engine = cluster.spawn("engine-0", EngineHost, job, names[ranks], each, {plan.kind: plan.transport()}, plan.log, cores=shares[ranks])
     for worker in (*trainers, engine):
         worker.now()
-    known, resolved, size = trainers[0].now("facts")
-    resolved |= engine.now("open", longest(known))
+    address = trainers[0].now("meet", trainers[0].host) if ranks > 1 else None
+    joined = [trainer.ask("join", rank, ranks, address) for rank, trainer in enumerate(trainers)]
+    (known, resolved, size), *_ = [answer.result() for answer in joined]
+    resolved |= engine.now("open", plan.longest(known))
     where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {job.place.engines} of the engine"
-    return Placed(known, RemoteEngine(engine), RemoteTrainer(trainers), Split(), resolved, where, size, cluster.close)
-
-
-def _log(folder: Path | None) -> Path | None:
-    return folder / "wal" / "engine-0" if folder else None
-
-
-def _alone() -> Alone:
-    return ALONE
-
-
-def _rank(rank: int, size: int, meeting: str, device: str) -> Alone:
-    if size == 1:
-        return ALONE
-    from rondel.train.fsdp import Sharded
-
-    return Sharded(rank, size, meeting, device=device)
+    return Placed(known, RemoteEngine(engine), RemoteTrainer(trainers), Split(), resolved, where, size, plan.transport())
 
 
 def cores() -> list[int]:

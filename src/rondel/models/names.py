@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from rondel.words.types import Manifest, TensorInfo
 
-_ROW = 1 << 15
+_ROW = 1023  # words; odd, so that flipping the highest bit of every word of a row shows
+_ROWS = 128  # at a time: 1 MB, which the second pass finds in the cache
 _INSIDE, _ACROSS = 20261121, 20261122  # seeds of the multipliers of words in a row, and of rows
 LORA = ".lora_"
 _bases: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]], str]] = WeakKeyDictionary()
@@ -60,30 +61,47 @@ def _hash(words: Tensor, odd: Tensor) -> Tensor:
     return ((words ^ (words >> 29 & (1 << 35) - 1)) * odd[: len(words)]).sum()
 
 
-def digest(tensor: Tensor) -> str:
-    """A fast fingerprint of the bits, wherever they live: a multilinear hash modulo 2^64 over 8-byte words.
+def _inside(rows: Tensor, odd: Tensor) -> Tensor:
+    """sum_i odd_i w_ri of every row r, modulo 2^64. A GPU has no product of integer matrices."""
+    return torch.mv(rows, odd) if rows.device.type == "cpu" else (rows * odd).sum(1)
 
-    Any single changed word changes it (the fold is a bijection, the multipliers are odd). A check against accidents, not adversaries.
+
+def digest(tensor: Tensor) -> str:
+    """A fast fingerprint of the bits, wherever they live. A check against accidents, not adversaries.
+
+    8-byte words w[r, c] in rows of 1023 -> the hash over r of sum_c odd_c w[r, c], beside the hash over c of sum_r w[r, c], modulo 2^64.
+    One or two changed words change it: in two columns both column sums move; in one column two rows move, each by an odd multiple.
     """
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if raw.storage_offset() % 8:
         raw = raw.clone()
-    whole = raw[: raw.numel() // 8 * 8].view(torch.int64)
-    cut = whole.numel() // _ROW * _ROW
-    inside = _multipliers(raw.device, _ROW, _INSIDE)
-    total = _hash(whole[cut:], inside)
-    if cut:
-        rows = torch.stack([_hash(row, inside) for row in whole[:cut].view(-1, _ROW)])
-        total = total + _hash(rows, _multipliers(raw.device, len(rows), _ACROSS))
-    tail = int.from_bytes(bytes(raw[whole.numel() * 8 :].tolist()), "little")
-    return f"{(int(total.item()) + tail * 0x9E3779B97F4A7C15 + raw.numel()) & (2**64 - 1):016x}"
+    words = raw[: raw.numel() // 8 * 8].view(torch.int64)
+    whole = words[: len(words) // _ROW * _ROW].view(-1, _ROW)
+    rest = words[whole.numel() :]
+    odd = _multipliers(raw.device, _ROW, _INSIDE)
+    columns = torch.zeros_like(odd)
+    columns[: len(rest)] = rest
+    rows = [(rest * odd[: len(rest)]).sum()[None]]
+    for some in whole.split(_ROWS):
+        rows.append(_inside(some, odd))
+        columns += some.sum(0)
+    row_hashes = torch.cat(rows)
+    across = _hash(row_hashes, _multipliers(raw.device, len(row_hashes), _ACROSS))
+    tail = int.from_bytes(bytes(raw[words.numel() * 8 :].tolist()), "little")
+    first = int(across.item()) + tail * 0x9E3779B97F4A7C15 + raw.numel()
+    return f"{first & (2**64 - 1):016x}{int(_hash(columns, odd).item()) & (2**64 - 1):016x}"
+
+
+def info(name: str, tensor: Tensor) -> TensorInfo:
+    return TensorInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), digest(tensor))
+
+
+def described(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[TensorInfo, Tensor]]:
+    """Each tensor with its name, shape, dtype and digest, one at a time: a gathered tensor can go when its turn is over."""
+    for name, tensor in tensors:
+        yield info(name, tensor), tensor
 
 
 def manifest(model: nn.Module, version: int) -> Manifest:
     """Every tensor of `model` that travels, with shape, dtype and digest; of those under an adapter one digest."""
-    return manifest_of(weights(model), version, base(model))
-
-
-def manifest_of(tensors: Iterable[tuple[str, Tensor]], version: int, base: str) -> Manifest:
-    rows = (TensorInfo(n, tuple(t.shape), str(t.dtype).removeprefix("torch."), digest(t)) for n, t in tensors)
-    return Manifest(version, tuple(rows), base)
+    return Manifest(version, tuple(row for row, _ in described(weights(model))), base(model))

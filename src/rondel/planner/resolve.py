@@ -40,6 +40,17 @@ def micro_tokens(wanted: int | str, *, on_gpu: bool) -> Resolved:
     )
 
 
+def transport(wanted: str, *, kind: str, cluster: str) -> tuple[str, str]:
+    """How weights travel, and why."""
+    if wanted != "auto":
+        return wanted, "set"
+    if cluster == "local":
+        return "tensor", "one process, one module: 0 bytes move" if kind == "shared" else "one process: copied from memory to memory"
+    if cluster == "ray":
+        return "distributed", "workers may be on other machines: broadcast in buckets"
+    return "ipc", "processes of one machine: shared memory"
+
+
 def free_memory() -> int:
     """Bytes of host memory that a new allocation can have."""
     try:

@@ -1,29 +1,39 @@
-"""The one state machine of a weight update: begin -> data -> commit -> version -> probe. It is a transaction (law 6).
+"""The one state machine of a weight update: publish -> begin -> data -> commit -> version -> probe. It is a transaction (law 6).
 
-Whatever the transport, 100 % of the names are acknowledged before data moves, digests are compared before the version
-changes, and a fixed probe is scored on both sides afterwards. Anything else is an abort.
+Whatever the transport and however many the engines, 100 % of the names are acknowledged by all before data moves, digests are
+compared before a version changes, and a fixed probe is scored on both sides afterwards. Anything else is an abort, for all of them.
+
+    holds "never"    begin ── data ── commit ── probe                         who calls has parked the engines
+    holds "begin"    pause ── begin ── data ── commit ── probe ── resume      failed: the engine refuses until a good update
+    holds "commit"   begin ── data ── pause ── commit ── resume ── probe      failed before the commit: the old version goes on serving
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from rondel.words.errors import SyncError
+from rondel.words.errors import StalledError, SyncError
 from rondel.words.events import Synced, emit
-from rondel.words.protocols import Engine, Trainer, Transport
-from rondel.words.types import Abort, Begin, Commit, Manifest, Request
+from rondel.words.protocols import Engine, Interrupt, Trainer, Transport
+from rondel.words.types import Abort, Begin, Commit, Manifest, Message, Request, Route
+
+LEASE = 600.0  # seconds after which a paused engine that nobody resumes goes on by itself
 
 
 class Update:
-    """`version = await Update(transport, ...)(trainer, engine)`.
+    """`version = await Update(transport, ...)(trainer, *engines)`. One at a time: a second call waits for the first.
 
     probe      tokens whose logprobs both sides must agree on after the commit; empty switches the probe off
     score      the trainer's logprobs of the probe
     tolerance  largest allowed mean difference in nats a token
     moved      asked after a step with lr > 0: must the weights have changed since the last update?
+    deadline   seconds that a message, or the data, may take
+    how        what happens to requests in flight where the engines must stand still: hold, drain, abort
     """
 
     def __init__(
@@ -34,28 +44,97 @@ class Update:
         score: Callable[[list[int]], Awaitable[list[float]]],
         tolerance: float,
         moved: Callable[[], bool] = lambda: False,
+        deadline: float = 600.0,
+        how: Interrupt = "hold",
     ) -> None:
         self.transport, self.probe, self.score, self.tolerance, self.moved = transport, probe, score, tolerance, moved
+        self.deadline, self.how = deadline, how
         self.root: str | None = None
+        self._one = asyncio.Lock()
 
-    async def __call__(self, trainer: Trainer, engine: Engine) -> int:
-        began = time.perf_counter()
-        route = self.transport.route(trainer, [engine])
-        manifest = await trainer.publish(route)
-        self._check_moved(manifest)
+    async def __call__(self, trainer: Trainer, *engines: Engine) -> int:
+        async with self._one:
+            began = time.perf_counter()
+            manifest, route = await trainer.publish(await self.transport.route(trainer, list(engines)))
+            self._check_moved(manifest)
+            paused, gap = await self._deliver(manifest, route, engines, send=trainer.send, probe=self.probe)
+            self.root = manifest.root
+            copied = sum([(await engine.status()).bytes_copied for engine in engines])
+            emit(Synced(manifest.version, manifest.root, time.perf_counter() - began, copied, gap, paused))
+        return manifest.version
+
+    async def join(self, engine: Engine, manifest: Manifest, route: Route) -> int:
+        """An engine that comes late takes what was published before, from where it lies."""
+        async with self._one:
+            await self._deliver(manifest, route, [engine])
+        return manifest.version
+
+    async def _deliver(
+        self,
+        manifest: Manifest,
+        route: Route,
+        engines: Sequence[Engine],
+        *,
+        send: Callable[[Route], Awaitable[None]] | None = None,
+        probe: Sequence[int] = (),
+    ) -> tuple[float, float]:
+        """-> seconds in which the engines stood still, and the gap on the probe."""
+        holds, parked, since, paused, gap = self.transport.holds, [], 0.0, 0.0, 0.0
         try:
-            await engine.receive(Begin(manifest))
-            await engine.receive(route)
-            version = await engine.receive(Commit(manifest.version, manifest.root))
-            if version != manifest.version:
-                raise SyncError(f"the engine says it serves version {version}, but {manifest.version} was committed (law 6)")
-            gap = await self._probe_gap(engine, manifest)
+            if holds == "begin":
+                parked, since = await self._park(engines), time.perf_counter()
+            await self._tell(engines, Begin(manifest, beside=holds == "commit"))
+            await self._tell(engines, route, also={"the trainer": send(route)} if send and holds == "begin" else {})
+            if holds == "commit":
+                parked, since = await self._park(engines), time.perf_counter()
+            for version in await self._tell(engines, Commit(manifest.version, manifest.root)):
+                if version != manifest.version:
+                    raise SyncError(f"the engine says it serves version {version}, but {manifest.version} was committed (law 6)")
+            if holds == "commit":
+                paused, parked = await self._resume(parked, since), []
+            if probe:
+                gap = max([await self._probe_gap(engine, manifest) for engine in engines])
         except BaseException as error:  # a cancelled update is an aborted one, too
-            await engine.receive(Abort(f"{type(error).__name__}: {error}"))
+            await self._tell(engines, Abort(f"{type(error).__name__}: {error}"))
             raise
-        self.root = manifest.root
-        emit(Synced(version, manifest.root, time.perf_counter() - began, getattr(engine, "bytes_copied", 0), gap))
-        return version
+        finally:
+            paused = await self._resume(parked, since) if parked else paused
+        return paused, gap
+
+    async def _park(self, engines: Sequence[Engine]) -> list[Engine]:
+        """-> those that were decoding, between two steps now."""
+        serving = [engine for engine in engines if (await engine.status()).state == "serving"]
+        await self._together({f"engine {i}": engine.pause(self.how, LEASE) for i, engine in enumerate(serving)}, "a pause")
+        return serving
+
+    async def _resume(self, parked: Sequence[Engine], since: float) -> float:
+        await self._together({f"engine {i}": engine.resume() for i, engine in enumerate(parked)}, "its resumption")
+        return time.perf_counter() - since if parked else 0.0
+
+    async def _tell(self, engines: Sequence[Engine], message: Message, also: dict[str, Awaitable[Any]] | None = None) -> list[int]:
+        """The same message to every engine at once. -> the version that each serves."""
+        waits = {f"engine {i}": engine.receive(message) for i, engine in enumerate(engines)}
+        return (await self._together({**waits, **(also or {})}, type(message).__name__.lower()))[: len(engines)]
+
+    async def _together(self, waits: dict[str, Awaitable[Any]], what: str) -> list[Any]:
+        """All of them, or the first fault; the others end by themselves, because whoever waits has a deadline of its own."""
+        tasks = {asyncio.ensure_future(wait): name for name, wait in waits.items()}
+        if not tasks:
+            return []
+        try:
+            ended, late = await asyncio.wait(tasks, timeout=self.deadline, return_when=asyncio.FIRST_EXCEPTION)
+            failed = [task for task in ended if task.cancelled() or task.exception()]
+            if failed and late:
+                _, late = await asyncio.wait(late, timeout=self.deadline)
+            if failed:
+                failed[0].result()
+            if late:
+                names = ", ".join(sorted(tasks[task] for task in late))
+                raise StalledError(f"{names}: no answer to {what} for {self.deadline:g} s; the update is aborted (law 10)")
+        finally:
+            for task in tasks:
+                task.cancel()
+        return [task.result() for task in tasks]
 
     def _check_moved(self, manifest: Manifest) -> None:
         """The digest changes if and only if a non-zero update was applied."""
@@ -67,9 +146,7 @@ class Update:
             raise SyncError("no update was applied, but the published weights changed (law 6)")
 
     async def _probe_gap(self, engine: Engine, manifest: Manifest) -> float:
-        if not self.probe:
-            return 0.0
-        theirs = (await engine.score(Request(self.probe))).logprobs
+        theirs = (await engine.score(Request(list(self.probe)))).logprobs
         ours = await self.score(self.probe)
         if len(theirs) != len(ours):
             raise SyncError(

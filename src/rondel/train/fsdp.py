@@ -29,14 +29,26 @@ from rondel.train.parallel import Alone
 from rondel.words.errors import ConfigError
 
 
-class Sharded(Alone):
-    """`size` ranks of one group; `meeting` is where they find each other: "file:///shared/path" or "tcp://host:port"."""
+class Meeting:
+    """Where ranks find each other: the first one opens it, on a port that the system chooses."""
 
-    def __init__(self, rank: int, size: int, meeting: str, *, device: str = "cpu", patience: float = 600.0) -> None:
+    def __init__(self, host: str, port: int = 0, *, opens: bool = True) -> None:
+        self.store = dist.TCPStore(host, port, is_master=opens, wait_for_workers=False)
+        self.address = (host, self.store.port)
+
+    @classmethod
+    def at(cls, address: tuple[str, int]) -> Meeting:
+        return cls(*address, opens=False)
+
+
+class Sharded(Alone):
+    """One of `size` ranks that meet there."""
+
+    def __init__(self, rank: int, size: int, meeting: Meeting, *, device: str = "cpu", patience: float = 600.0) -> None:
         self.rank, self.size = rank, size
         dist.init_process_group(
             "gloo" if device == "cpu" else "nccl",
-            init_method=meeting,
+            store=meeting.store,
             rank=rank,
             world_size=size,
             timeout=datetime.timedelta(seconds=patience),

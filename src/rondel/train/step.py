@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rondel.models.load import Loaded
     from rondel.train.critic import Critic
     from rondel.train.draft import DraftTrainer
+    from rondel.words.protocols import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,10 @@ class LocalTrainer:
         teacher: Loaded | None = None,
         warmup: Settings | None = None,
         ranks: Alone = ALONE,
+        transport: Transport | None = None,
     ) -> None:
         self.main, self.warmup, self._run, self.draft, self.critic, self.ranks = settings, warmup, run, draft, critic, ranks
+        self.transport = transport
         wants_start = "ref_logprobs" in needs or settings.start_probe > 0
         self.start = ranks.hold(_frozen(loaded)) if wants_start else None
         self.teacher = ranks.hold(teacher) if teacher else None
@@ -111,14 +114,12 @@ class LocalTrainer:
             stats.metrics |= await self._run(self.draft.step, batch, self.settings)
         return stats
 
-    async def publish(self, route: Route) -> Manifest:
-        """Hand the tensors themselves to the route; nothing is copied."""
+    async def publish(self, route: Route) -> tuple[Manifest, Route]:
+        """The transport takes the tensors one by one: itself, into shared memory, into files, or only their digests."""
+        return await self._run(self._publish, route)
 
-        def work() -> Manifest:
-            route.data.update(self.ranks.whole(self.loaded.model))
-            return names.manifest_of(route.data.items(), self.version, names.base(self.loaded.model))
-
-        return await self._run(work)
+    async def send(self, route: Route) -> None:
+        await self._run(self._send, route)
 
     async def logprobs(self, tokens: list[int]) -> list[float]:
         """Of one text, through the training path at temperature 1: what a probe of the engine must agree with."""
@@ -141,6 +142,31 @@ class LocalTrainer:
             await self._run(self.critic.wake, str(self.loaded.device))
 
     # -- on the device's thread ------------------------------------------------------------------
+
+    def _publish(self, route: Route) -> tuple[Manifest, Route] | None:
+        tensors = self._gathered()
+        if not self.ranks.leads:
+            return None
+        manifest, route = self._transport.publish(route, self.version, names.described(tensors))
+        return replace(manifest, base=names.base(self.loaded.model)), route
+
+    def _send(self, route: Route) -> None:
+        tensors = self._gathered()
+        if self.ranks.leads:
+            self._transport.send(route, tensors)
+
+    @property
+    def _transport(self) -> Transport:
+        assert self.transport is not None, "the trainer was built without a transport"
+        return self.transport
+
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors, one at a time. The ranks that do not lead give their shards at once."""
+        tensors = self.ranks.whole(self.loaded.model)
+        if not self.ranks.leads:
+            for _ in tensors:
+                pass
+        return tensors
 
     def _annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         settings = self.settings

@@ -227,11 +227,13 @@ class Trainer(Section):
 
 class Place(Section):
     kind: Literal["shared", "split"] = Field("shared", description="engine and trainer on one device, or on devices of their own")
-    cluster: Literal["auto", "local", "process"] = Field(
-        "auto", description="where they run: in this process, or in processes of their own; auto: local if shared, process if split"
+    cluster: Literal["auto", "local", "process", "ray"] = Field(
+        "auto",
+        description="where they run: in this process, in processes of their own, as Ray actors; auto: local if shared, process if split",
     )
     engines: int = Field(1, ge=1, description="engines of a split run")
     ranks: int = Field(1, ge=1, description="processes among which the trainer's weights lie in shards (FSDP2)")
+    address: str | None = Field(None, description='of a running Ray cluster: "auto", "ray://host:10001"; unset, one is started')
     patience: float = Field(60.0, gt=0, description="seconds without a sign of life after which a process counts as stuck")
     device: str = Field("auto", description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one')
     threads: int | Literal["auto"] = "auto"
@@ -249,7 +251,9 @@ class Place(Section):
 
 
 class Sync(Section):
-    kind: Literal["auto", "tensor"] = "auto"
+    kind: Literal["auto", "tensor", "ipc", "disk", "delta", "distributed"] = Field(
+        "auto", description="how weights travel: see docs/sync.md; auto: by where trainer and engine are"
+    )
     probe: bool = True
 
 

@@ -78,6 +78,7 @@ class Synced(Event):
     seconds: float
     bytes_copied: int
     probe_gap: float
+    paused: float = 0.0  # seconds in which the engines stood still for it; 0 where they stood still anyway
 
 
 @dataclass(slots=True)

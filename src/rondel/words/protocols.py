@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -17,6 +18,7 @@ from rondel.words.types import (
     Scored,
     StepStats,
     Task,
+    TensorInfo,
     Trajectory,
     Verdict,
 )
@@ -24,6 +26,8 @@ from rondel.words.types import (
 Interrupt = Literal["hold", "drain", "abort"]
 Earned = float | list[tuple[int, float]]
 Tags = tuple[str, ...]  # "weights", "kv_cache", "cuda_graph"
+Tensors = Iterable[tuple[str, Any]]  # each whole and under its HF name, one at a time: a gathered tensor can go when its turn is over
+Weights = Iterable[tuple[TensorInfo, Any]]  # the same with shape, dtype and digest
 
 
 class Engine(Protocol):
@@ -44,7 +48,8 @@ class Trainer(Protocol):
 
     async def annotate(self, batch: Any, needs: frozenset[str], model: str = "policy") -> Any: ...
     async def step(self, batch: Any, algo: Any, model: str = "policy") -> StepStats: ...
-    async def publish(self, route: Route) -> Manifest: ...
+    async def publish(self, route: Route) -> tuple[Manifest, Route]: ...  # -> what there is, and where
+    async def send(self, route: Route) -> None: ...  # while the engines receive it: only where both must meet
     async def save(self, path: Path) -> None: ...
     async def load(self, path: Path) -> None: ...
     async def sleep(self, tags: Tags) -> None: ...
@@ -75,9 +80,19 @@ class Filter(Protocol):
 
 
 class Transport(Protocol):
-    """Moves bytes and owes nothing else; the transaction around it is sync/update.py."""
+    """Moves bytes and owes nothing else; the transaction around it is sync/update.py. Driver, trainer and engine have an instance each.
 
-    def route(self, trainer: Trainer, engines: list[Engine]) -> Route: ...
+    holds   when the engines stand still. "never": who calls has parked them. "begin": while data moves over the weights that serve.
+            "commit": all data is written when `publish` returns and is read beside those weights
+    """
+
+    holds: Literal["never", "begin", "commit"]
+
+    async def route(self, trainer: Trainer, engines: list[Engine]) -> Route: ...  # the driver's end
+    def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]: ...  # the trainer's
+    def send(self, route: Route, weights: Tensors) -> None: ...
+    def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Any]) -> Iterator[tuple[str, Any]]: ...  # the engine's
+    def close(self) -> None: ...
 
 
 class Remote(Protocol):

@@ -400,6 +400,8 @@ class EngineStatus:
     pages_cached: int
     pages_total: int
     capabilities: frozenset[str] = frozenset()
+    root: str = ""  # of the weights that the last update brought; "" before the first
+    bytes_copied: int = 0  # by that update
 
 
 # -- weights on their way ------------------------------------------------------------------------
@@ -428,7 +430,6 @@ class Manifest:
     def root(self) -> str:
         """One digest over all; equal roots mean equal weights."""
         rows = sorted(f"{t.name}|{t.shape}|{t.dtype}|{t.digest}" for t in self.tensors)
-        rows += [f"base|{self.base}"] * bool(self.base)
         return blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
 
     def with_version(self, version: int) -> Manifest:
@@ -437,15 +438,24 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
+    """`beside`: the data will lie beside the weights that serve, which go on serving until the commit; else it is written over them."""
+
     manifest: Manifest
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where the bytes travel. `data` belongs to the transport: handles, an address, a folder."""
+    """Where the bytes are. `data` belongs to the transport: the tensors themselves, a segment, a folder, an address.
+
+    base    root of the weights that the data changes; "" where it needs none
+    bytes   that travel to each engine, where the transport counts them
+    """
 
     kind: str
     data: Any = None
+    base: str = ""
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

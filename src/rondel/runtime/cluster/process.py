@@ -81,7 +81,7 @@ class Worker:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rondel.runtime.cluster.child", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
+                env={"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -98,7 +98,7 @@ class Worker:
         for work in (self._send, self._hear, self._watch):
             threading.Thread(target=work, name=f"{name}-{work.__name__[1:]}", daemon=True).start()
         self._put((os.getpid(), name, cores, tells))
-        self._made = self._ask("", (make, args), {})
+        self._made = self.ask("", make, args)
 
     def __getattr__(self, verb: str) -> Callable[..., Any]:
         if verb.startswith("_"):
@@ -106,17 +106,22 @@ class Worker:
 
         async def call(*args: Any, **how: Any) -> Any:
             self._loop = asyncio.get_running_loop()
-            return await asyncio.wrap_future(self._ask(verb, args, how))
+            return await asyncio.wrap_future(self.ask(verb, *args, **how))
 
         return call
 
     def now(self, verb: str = "", *args: Any, **how: Any) -> Any:
         """The same, waiting for the answer; without a verb it waits until the object is built."""
-        return (self._ask(verb, args, how) if verb else self._made).result()
+        return (self.ask(verb, *args, **how) if verb else self._made).result()
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def host(self) -> str:
+        """By which other workers reach it."""
+        return "127.0.0.1"
 
     @property
     def alive(self) -> bool:
@@ -135,7 +140,8 @@ class Worker:
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def _ask(self, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> Future[Any]:
+    def ask(self, verb: str, *args: Any, **how: Any) -> Future[Any]:
+        """The call itself, for code that waits for several."""
         number, answer = next(self._numbers), Future[Any]()
         with self._guard:
             if self._over:

@@ -52,6 +52,7 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "train/weights_changed": ("share", "weights the update changed; 0 means that nothing was learned"),
     "sync/seconds": ("s", "the weights' way from trainer to engine"),
     "sync/bytes_copied": ("bytes", "moved on that way; 0 when both share one copy"),
+    "sync/paused": ("s", "in which the engines stood still for it alone"),
     "sync/probe_gap": ("nats", "difference of both sides on the probe prompt after the sync"),
     "loop/lag_mean": ("versions", "weights' age at training: version trained minus version at admission"),
     "loop/lag_max": ("versions", "largest of the same; never above loop.max_staleness"),
@@ -134,7 +135,8 @@ class StepMetrics:
             case GroupsTaken():
                 self._row |= from_taken(event)
             case Synced():
-                self._row |= {"sync/seconds": event.seconds, "sync/bytes_copied": event.bytes_copied, "sync/probe_gap": event.probe_gap}
+                self._row |= {"sync/seconds": event.seconds, "sync/bytes_copied": event.bytes_copied}
+                self._row |= {"sync/probe_gap": event.probe_gap, "sync/paused": event.paused}
             case Evaluated():
                 self._write(event.step, {"eval/score": event.score, "eval/low": event.low, "eval/high": event.high})
             case StepDone():

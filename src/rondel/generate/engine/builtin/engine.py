@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
+from rondel.generate.engine.builtin.arrivals import Arrivals
 from rondel.generate.engine.builtin.channels import open_channels
 from rondel.generate.engine.builtin.grammar import Grammars
 from rondel.generate.engine.builtin.pages import Pages
@@ -22,12 +23,12 @@ from rondel.generate.engine.builtin.runner import Runner
 from rondel.generate.engine.builtin.scheduler import Scheduler
 from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.generate.engine.builtin.text import open_reader, split_stops
-from rondel.models import linear, names
+from rondel.models import linear
 from rondel.models.compiled import Compiled
 from rondel.words.errors import EngineError, LawError, StalledError, SyncError, UserError
 from rondel.words.events import Generating, Speculated, Warned, emit
-from rondel.words.protocols import Interrupt, Tags
-from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Manifest, Message, Request, Route, Scored
+from rondel.words.protocols import Interrupt, Tags, Transport
+from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Message, Request, Route, Scored
 
 if TYPE_CHECKING:
     from rondel.models.load import Loaded
@@ -51,9 +52,11 @@ class BuiltinEngine:
         routes: bool = False,
         speculation: Speculation | None = None,
         compiled: Compiled | None = None,
+        transports: Mapping[str, Transport] | None = None,
         log: TokenLog | None = None,
     ) -> None:
         self.loaded, self._run = loaded, run
+        self.arrivals = Arrivals(loaded, transports or {})
         self.pages = Pages(kv_pages)
         self.scheduler = Scheduler(self.pages, max_running=max_running, prefill_tokens=prefill_tokens)
         self.speculation = speculation
@@ -64,12 +67,10 @@ class BuiltinEngine:
         self.grammars = Grammars(loaded)
         self.log = log
         self.version = version
-        self.bytes_copied = 0
         self.seconds = 0.0  # spent in steps
         self._held = False
         self._asleep: set[str] = set()  # memory tags given back
         self._broken = ""  # why it refuses
-        self._update: Manifest | None = None  # begun and not yet committed
         self._admits = True  # False while it drains
         self._gone: list[Live] = []  # running requests whose callers left: a step may still be computing them
         self._aborted: list[Live] = []  # and those that shall return what they have
@@ -82,7 +83,7 @@ class BuiltinEngine:
             return "refusing"
         if self._asleep:
             return "asleep"
-        return "held" if self._held or self._update else "serving"
+        return "held" if self._held or self.arrivals.overwrites else "serving"
 
     # -- generate and score ----------------------------------------------------------------------
 
@@ -137,7 +138,7 @@ class BuiltinEngine:
 
     async def score(self, request: Request) -> Scored:
         self._refuse_if_broken()
-        if self._update:
+        if self.arrivals.overwrites:
             raise EngineError("new weights are arriving: score before the update begins or after its commit")
         if request.wants:
             raise UserError(f"score gives log-probabilities and nothing else, not {', '.join(sorted(request.wants))}")
@@ -333,7 +334,9 @@ class BuiltinEngine:
             pages_free=self.pages.free,
             pages_cached=s.tree.cached,
             pages_total=self.pages.count,
-            capabilities=frozenset({"logprobs", "hold", "drain", "abort", "update_tensor", "update_disk", "score"}),
+            capabilities=frozenset({"logprobs", "hold", "drain", "abort", "score", *(f"update_{kind}" for kind in self.arrivals.kinds)}),
+            root=self.arrivals.root,
+            bytes_copied=self.arrivals.bytes_copied,
         )
 
     async def pause(self, how: Interrupt = "hold", lease: float = float("inf")) -> None:
@@ -408,70 +411,36 @@ class BuiltinEngine:
     # -- weights ---------------------------------------------------------------------------------
 
     async def receive(self, message: Message) -> int:
-        """begin -> route -> commit, or abort. Tensors are written in place: if anything fails, the engine refuses until a good update."""
-        if self._busy and not isinstance(message, Abort):
+        """begin -> route -> commit, or abort. -> the version served.
+
+        Data beside the weights that serve: whatever fails before the commit leaves the old version serving, and requests run until then.
+        Data over them: requests are parked first, and if anything fails, the engine refuses until a good update.
+        """
+        beside = message.beside if isinstance(message, Begin) else isinstance(message, Route) and not self.arrivals.overwrites
+        if self._busy and not beside and not isinstance(message, Abort):
             raise SyncError("weights arrived while requests run: pause the engine first")
         try:
             match message:
-                case Begin(manifest=manifest):
-                    self._begin(manifest)
-                case Route(data=tensors):
-                    if self._update is None:
-                        raise SyncError("data without begin")
-                    await self._run(self._copy_in, tensors)
+                case Begin():
+                    self.arrivals.begin(message, self.version)
+                case Route():
+                    await self.arrivals.take(message, self._run)
                 case Commit():
                     await self._commit(message)
-                case Abort(reason=reason):
+                case Abort(reason=reason) if not self.arrivals.drop():
                     self._break(f"the update was aborted ({reason})")
         except BaseException as error:
-            self._break(str(error) or type(error).__name__)
+            why = str(error) or type(error).__name__
+            if self.arrivals.drop():
+                raise error if isinstance(error, SyncError | asyncio.CancelledError) else SyncError(why) from error
+            self._break(why)
             if not isinstance(error, Exception):
                 raise
             raise SyncError(f"{self._broken}; the engine refuses to generate until a good update (law 6)") from error
         return self.version
 
-    def _begin(self, manifest: Manifest) -> None:
-        self.check_manifest(manifest)
-        self._update = manifest
-
-    def check_manifest(self, manifest: Manifest) -> None:
-        """Asked before the begin, a transport whose data is staged elsewhere learns of a fault while the old version goes on serving."""
-        mine = {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in names.weights(self.loaded.model)}
-        theirs = {t.name: (t.shape, t.dtype) for t in manifest.tensors}
-        missing, unknown = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
-        wrong = sorted(n for n in set(mine) & set(theirs) if mine[n] != theirs[n])
-        for what, found in (("missing", missing), ("unknown", unknown), ("of another shape or dtype", wrong)):
-            if found:
-                raise SyncError(f"{len(found)} tensors are {what}, first {found[0]}")
-        if manifest.version < self.version:
-            raise SyncError(f"version {manifest.version} is older than {self.version}, which the engine serves")
-
-    def _copy_in(self, tensors: dict[str, Any]) -> None:
-        self.bytes_copied = 0
-        mine = dict(names.weights(self.loaded.model))
-        for what, odd in (("announced but did not travel", mine.keys() - tensors.keys()), ("not announced", tensors.keys() - mine.keys())):
-            if odd:
-                raise SyncError(f"{len(odd)} tensors were {what}, first {min(odd)}")
-        for name, tensor in mine.items():
-            if tensors[name].data_ptr() != tensor.data_ptr() or tensors[name].device != tensor.device:
-                tensor.copy_(tensors[name])
-                self.bytes_copied += tensor.numel() * tensor.element_size()
-
     async def _commit(self, commit: Commit) -> None:
-        begun = self._update
-        if begun is None:
-            raise SyncError("commit without begin")
-        if (commit.version, commit.root) != (begun.version, begun.root):
-            raise SyncError(
-                f"version {commit.version} with root {commit.root[:8]} is committed, but {begun.version} with {begun.root[:8]} was begun"
-            )
-        arrived = await self._run(names.manifest, self.loaded.model, commit.version)
-        if arrived.base != begun.base:
-            raise SyncError("the adapter belongs to another base than the one that serves: their frozen weights have other bits")
-        if arrived.root != commit.root:
-            sent = {t.name: t.digest for t in begun.tensors}
-            wrong = [t.name for t in arrived.tensors if sent[t.name] != t.digest]
-            raise SyncError(f"{len(wrong)} tensors arrived with other bits than were sent, first {wrong[0]}")
+        await self._run(self.arrivals.commit, commit)
         if commit.version == self.version:
             self.scheduler.drop_cache()  # other weights under the same name: nothing computed so far may be matched
         linear.weights_changed()
@@ -481,11 +450,11 @@ class BuiltinEngine:
             self.log.committed(self.version, commit.root)
         if self.speculation is not None and self.speculation.draft is not None:
             self.speculation.draft.forget()  # it learns with the policy
-        self._update, self._broken = None, ""
+        self._broken = ""
         self._wake_pump()
 
     def _break(self, why: str) -> None:
-        self._update, self._broken = None, why
+        self._broken = why
 
     def _refuse_if_broken(self) -> None:
         if self._broken:

@@ -1,7 +1,7 @@
 """Weights that are read whole and checked beside those that serve: a bad folder or a bad body leaves the old version serving.
 
-read ──> every name, shape, dtype, finite ──> pause, begin, copy, commit ──> as it was before, at the new version
-  └── anything wrong: nothing has changed          └── fails here: half of it may be written, so the engine refuses (law 6)
+read ──> every name, shape, dtype, finite ──> pause, commit ──> as it was before, at the new version
+  └── anything wrong: the old version goes on serving (law 6)
 """
 
 from __future__ import annotations
@@ -102,15 +102,14 @@ async def update(
         return Manifest(version, tuple(rows), names.base(engine.loaded.model)), tensors
 
     manifest, tensors = await run(stage)
-    engine.check_manifest(manifest)
-    serving = engine.state == "serving"
-    if serving:
-        await engine.pause("hold")  # else it is paused already, and its lease goes on
+    serving = False
     try:
+        await engine.receive(Begin(manifest, beside=True))
+        await engine.receive(Route("tensor", tensors))
+        if serving := engine.state == "serving":
+            await engine.pause("hold")  # else it is paused already, and its lease goes on
         if not keep:
             await engine.flush()
-        await engine.receive(Begin(manifest))
-        await engine.receive(Route("staged", tensors))
         return await engine.receive(Commit(version, manifest.root))
     except BaseException as error:
         await engine.receive(Abort(f"{type(error).__name__}: {error}"))

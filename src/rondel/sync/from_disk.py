@@ -1,0 +1,102 @@
+"""A folder a version: safetensors, and the manifest last. Whoever can read the folder can follow, also an engine that starts late.
+
+weights/v-000012/00000.safetensors ... manifest.json        appears whole, by one rename; the oldest go
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rondel.sync.from_ipc import size_of
+from rondel.words.errors import SyncError, boundary
+from rondel.words.protocols import Engine, Tensors, Trainer, Weights
+from rondel.words.types import Manifest, Route, TensorInfo
+
+
+class FromDisk:
+    """folder  where versions lie, on storage that the engines see under the same name
+    keep    versions
+    file    bytes of one file: what is held in memory beside the model while it is written
+    """
+
+    holds: Literal["commit"] = "commit"
+
+    def __init__(self, folder: str | Path, *, keep: int = 2, file: int = 1 << 30) -> None:
+        self.folder, self.keep, self.file = Path(folder), keep, file
+
+    async def route(self, trainer: Trainer, engines: list[Engine]) -> Route:
+        return Route("disk")
+
+    def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]:
+        place = self.folder / f"v-{version:06d}"
+        draft = place.with_name(f".{place.name}.tmp")
+        with boundary(SyncError, f"writing the weights to {place}"):
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            manifest = Manifest(version, tuple(self._write(draft, weights)))
+            files = {path.name: path.stat().st_size for path in draft.iterdir()}
+            (draft / "manifest.json").write_text(_to_json(manifest))
+            shutil.rmtree(place, ignore_errors=True)
+            os.replace(draft, place)
+            for old in versions(self.folder)[: -self.keep]:
+                if old != place:
+                    shutil.rmtree(old, ignore_errors=True)
+        return manifest, Route("disk", str(place), bytes=sum(files.values()))
+
+    def _write(self, folder: Path, weights: Weights) -> Iterator[TensorInfo]:
+        held: dict[str, Tensor] = {}
+        size = number = 0
+        for row, tensor in weights:
+            if held and size + size_of(row) > self.file:
+                save_file(held, folder / f"{number:05d}.safetensors")
+                held, size, number = {}, 0, number + 1
+            held[row.name], size = tensor.detach().cpu().contiguous(), size + size_of(row)
+            yield row
+        save_file(held, folder / f"{number:05d}.safetensors")
+
+    def send(self, route: Route, weights: Tensors) -> None: ...
+
+    def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        with boundary(SyncError, f"reading the weights in {route.data}"):
+            for path in sorted(Path(route.data).glob("*.safetensors")):
+                with safe_open(path, "pt") as file:
+                    for name in file.keys():  # noqa: SIM118  no mapping
+                        yield name, file.get_tensor(name)
+
+    def close(self) -> None: ...
+
+
+def versions(folder: Path) -> list[Path]:
+    """Whole ones, oldest first."""
+    return sorted(path for path in folder.glob("v-*") if (path / "manifest.json").is_file())
+
+
+def newest(folder: str | Path) -> tuple[Manifest, Route]:
+    """What an engine that starts late takes first: `update.join(engine, *newest(folder))`."""
+    found = versions(Path(folder))
+    if not found:
+        raise SyncError(f"no version of the weights lies in {folder}")
+    with boundary(SyncError, f"reading {found[-1] / 'manifest.json'}"):
+        return _from_json((found[-1] / "manifest.json").read_text()), Route("disk", str(found[-1]))
+
+
+def _to_json(manifest: Manifest) -> str:
+    rows = [[t.name, list(t.shape), t.dtype, t.digest] for t in manifest.tensors]
+    return json.dumps({"version": manifest.version, "root": manifest.root, "tensors": rows})
+
+
+def _from_json(text: str) -> Manifest:
+    tree: dict[str, Any] = json.loads(text)
+    manifest = Manifest(tree["version"], tuple(TensorInfo(n, tuple(shape), dtype, digest) for n, shape, dtype, digest in tree["tensors"]))
+    if manifest.root != tree["root"]:
+        raise SyncError(f"the manifest says root {tree['root'][:8]}, and its rows have {manifest.root[:8]}")
+    return manifest

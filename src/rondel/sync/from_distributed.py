@@ -1,0 +1,212 @@
+"""Over the network: one broadcast a bucket, from the trainer to all engines at once, in a group of their own.
+
+    trainer   fill A | send A, fill B | send B, fill A | ...        a bucket: tensors one behind the other, as bytes
+    engine           | recv A         | recv B, copy A | ...        two of them, so that copying and sending overlap
+
+Which tensor lies in which bucket follows from the manifest, so no other word travels. The group belongs to the weights alone (the
+trainer's collectives know nothing of it); it is made at the first update, warmed up, kept, and made anew after a fault or when the
+number of engines changes: a group cannot be resized. Everyone waits with a deadline, and who fails leaves, which wakes the others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rondel.sync.from_ipc import size_of
+from rondel.words.errors import StalledError, SyncError
+from rondel.words.protocols import Engine, Tensors, Trainer, Weights
+from rondel.words.types import Manifest, Route, TensorInfo
+
+BUCKET = 64 << 20  # bytes; a larger tensor has a bucket of its own
+ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the group of `size` members meets; `name` is another one for every group."""
+
+    host: str
+    port: int
+    name: str
+    size: int
+
+
+def buckets(rows: Iterable[TensorInfo], most: int) -> list[list[TensorInfo]]:
+    """In order, as many as fit into `most` bytes; both sides compute the same."""
+    out: list[list[TensorInfo]] = []
+    room = 0
+    for row in rows:
+        if not out or size_of(row) > room:
+            out.append([])
+            room = most
+        out[-1].append(row)
+        room -= _aligned(row)
+    return out
+
+
+def _aligned(row: TensorInfo) -> int:
+    return -(-size_of(row) // ALIGN) * ALIGN
+
+
+def slots(bucket: list[TensorInfo], buffer: Tensor) -> Iterator[tuple[TensorInfo, Tensor]]:
+    """Each tensor's bytes in the buffer."""
+    at = 0
+    for row in bucket:
+        yield row, buffer[at : at + size_of(row)]
+        at += _aligned(row)
+
+
+class Group:
+    """A process group beside the default one: rank 0 sends, the others are numbered as they come."""
+
+    def __init__(self, meeting: Meeting, store: dist.TCPStore, device: torch.device, deadline: float, *, sends: bool) -> None:
+        self.meeting, self.device = meeting, device
+        rank = 0 if sends else store.add(f"{meeting.name}/joined", 1)
+        if rank >= meeting.size:
+            raise SyncError(f"group {meeting.name} has {meeting.size - 1} engines, and one more wants to receive")
+        own, wait = dist.PrefixStore(meeting.name, store), timedelta(seconds=deadline)
+        if device.type == "cuda":  # not yet run on hardware
+            options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+            options._timeout = wait
+            self.group: Any = dist.ProcessGroupNCCL(own, rank, meeting.size, options)  # type: ignore[attr-defined]
+        else:
+            self.group = dist.ProcessGroupGloo(own, rank, meeting.size, wait)
+        self._sent: list[Any] = [None, None]
+        self.broadcast(0, torch.zeros(1, dtype=torch.uint8, device=device))  # the first collective of a group costs seconds
+        self.wait(0)
+
+    def broadcast(self, i: int, buffer: Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._sent[i % 2] = self.group.broadcast([buffer], options)
+
+    def wait(self, i: int) -> None:
+        """Until what was begun as number i has arrived, if anything was."""
+        work, self._sent[i % 2] = self._sent[i % 2], None
+        try:
+            if work is not None:
+                work.wait()
+        finally:
+            del work  # a traceback would keep it, and it the connections
+
+    def leave(self) -> None:
+        """Gloo closes its connections with the last reference to them, and no sooner."""
+        self.group, self._sent = None, [None, None]
+
+
+class FromDistributed:
+    """host      an address of the trainer that the engines reach
+    bucket    bytes of one broadcast
+    deadline  seconds that anyone waits for the others
+    """
+
+    holds: Literal["begin"] = "begin"
+
+    def __init__(self, host: str = "127.0.0.1", *, bucket: int = BUCKET, deadline: float = 300.0) -> None:
+        self.host, self.bucket, self.deadline = host, bucket, deadline
+        self._store: dist.TCPStore | None = None
+        self._group: Group | None = None
+        self._made = 0
+        self._rows: tuple[TensorInfo, ...] = ()
+        self._one = threading.Lock()  # broadcasts of one group never overlap
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process go the knobs alone."""
+        return partial(FromDistributed, bucket=self.bucket, deadline=self.deadline), (self.host,)
+
+    async def route(self, trainer: Trainer, engines: list[Engine]) -> Route:
+        return Route("distributed", len(engines))
+
+    # -- the trainer's end -----------------------------------------------------------------------
+
+    def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]:
+        """Only says what there is: the data travels when all engines are there to take it."""
+        self._rows = tuple(row for row, _ in weights)
+        if self._store is None:
+            wait = timedelta(seconds=self.deadline)
+            self._store = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=wait)
+        size = route.data + 1
+        if self._group is None or self._group.meeting.size != size:
+            self._group, self._made = None, self._made + 1
+        meeting = Meeting(self.host, self._store.port, f"weights-{self._made}", size)
+        return Manifest(version, self._rows), Route("distributed", meeting, bytes=sum(map(size_of, self._rows)))
+
+    def send(self, route: Route, weights: Tensors) -> None:
+        with self._one, self._leaving("the trainer sends weights"):
+            plan, stream = buckets(self._rows, self.bucket), iter(weights)
+            name, tensor = next(stream)
+            group = self._join(route.data, tensor.device, sends=True)
+            pair = _two(plan, group.device)
+            for i, bucket in enumerate(plan):
+                group.wait(i)  # the broadcast before the last: its buffer is filled again
+                for row, slot in slots(bucket, pair[i % 2]):
+                    if name != row.name:
+                        raise SyncError(f"{row.name} was published, and {name or 'nothing'} is sent in its place")
+                    slot.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+                    name, tensor = next(stream, ("", tensor))
+                group.broadcast(i, _used(bucket, pair[i % 2]))
+            group.wait(0)
+            group.wait(1)
+
+    # -- the engine's ----------------------------------------------------------------------------
+
+    def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        with self._one, self._leaving("an engine receives weights"):
+            plan, device = buckets(manifest.tensors, self.bucket), next(iter(mine.values())).device
+            group = self._join(route.data, device, sends=False)
+            pair = _two(plan, device)
+            group.broadcast(0, _used(plan[0], pair[0]))
+            for i, bucket in enumerate(plan):
+                group.wait(i)
+                if i + 1 < len(plan):
+                    group.broadcast(i + 1, _used(plan[i + 1], pair[(i + 1) % 2]))
+                for row, slot in slots(bucket, pair[i % 2]):
+                    yield row.name, slot.view(getattr(torch, row.dtype)).view(row.shape)
+
+    # -- both ------------------------------------------------------------------------------------
+
+    def _join(self, meeting: Meeting, device: torch.device, *, sends: bool) -> Group:
+        if self._group is None or self._group.meeting != meeting:
+            self._group = None
+            wait = timedelta(seconds=self.deadline)
+            store = self._store if sends else dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=wait)
+            assert store is not None, "send before publish"
+            self._group = Group(meeting, store, device, self.deadline, sends=sends)
+        return self._group
+
+    @contextmanager
+    def _leaving(self, what: str) -> Iterator[None]:
+        """Whoever fails leaves the group: connections close, and who waits at the other end fails too, long before the deadline."""
+        try:
+            yield
+        except BaseException as error:
+            if self._group is not None:
+                self._group.leave()
+            self._group = None
+            if not isinstance(error, RuntimeError):
+                raise
+            if "timeout" in (said := str(error).lower()) or "timed out" in said:
+                raise StalledError(f"{what}: no answer for {self.deadline:g} s, the last word was: {error} (law 10)") from error
+            raise SyncError(f"{what}: {error}") from error
+
+    def close(self) -> None:
+        self._group = self._store = None
+
+
+def _used(bucket: list[TensorInfo], buffer: Tensor) -> Tensor:
+    return buffer[: sum(map(_aligned, bucket))]
+
+
+def _two(plan: list[list[TensorInfo]], device: torch.device) -> list[Tensor]:
+    most = max(sum(map(_aligned, bucket)) for bucket in plan)
+    return [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(min(2, len(plan)))] * 2

@@ -1,0 +1,249 @@
+"""Through memory that both processes map: written once by the trainer, read in place by the engine, which then serves from it.
+
+    trainer  writes segment A | serves nothing      A: version 2, exclusive lock while it is written
+    engine   points into B    | shared lock on B    B: version 1, until the last tensor that points there is gone
+
+A segment is written only while nobody reads it: readers hold a shared lock on the file for as long as a tensor lives in it, the writer
+asks for an exclusive one and takes another segment if it cannot have it. So two segments take turns, a third one appears when an
+engine stays behind, and no read is ever torn. Its first words say which publication it holds: a late reader sees that it is another.
+
+A segment is a memfd, opened by others as /proc/PID/fd/N: it has no name and is gone with its last user (law 14). Where there is no
+memfd it is a file in shared memory with the writer's pid in its name, removed by its writer or else by the next one that starts.
+Tensors on a GPU lie in a buffer there, of which the segment carries CUDA's handle; this way has not been run on hardware yet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import pickle
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rondel.words.errors import SyncError, boundary
+from rondel.words.protocols import Engine, Tensors, Trainer, Weights
+from rondel.words.types import Manifest, Route, TensorInfo
+
+HEAD, ALIGN = 4096, 64  # bytes: of the first words; of where a tensor may begin
+SHARED = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """`path` opens the segment of `size` bytes; its first word must be `number`. `cuda` is the handle of a buffer, pickled."""
+
+    path: str
+    size: int
+    number: int
+    cuda: bytes = b""
+
+
+def offsets(rows: tuple[TensorInfo, ...]) -> list[int]:
+    """Where each tensor begins, and the end: a fact of the manifest alone, so that both sides know it."""
+    at = [HEAD]
+    for row in rows:
+        at.append(-(-(at[-1] + size_of(row)) // ALIGN) * ALIGN)
+    return at
+
+
+def size_of(row: TensorInfo) -> int:
+    n = getattr(torch, row.dtype).itemsize
+    for side in row.shape:
+        n *= side
+    return n
+
+
+class Segment:
+    """The writer's side of one piece of shared memory. It grows while the first version is written, and then keeps its size."""
+
+    def __init__(self, *, named: bool) -> None:
+        if named:
+            self.fd, self.path = tempfile.mkstemp(prefix=f"rondel-{os.getpid()}-", dir=SHARED)
+        else:
+            self.fd = os.memfd_create("rondel-weights", os.MFD_CLOEXEC)
+            self.path = f"/proc/{os.getpid()}/fd/{self.fd}"
+        self.named = named
+        os.ftruncate(self.fd, HEAD)
+        self.map = mmap.mmap(self.fd, HEAD)
+        self.cuda: Tensor | None = None
+
+    def lock(self) -> bool:
+        """For writing; False while anyone reads."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def unlock(self) -> None:
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+
+    @property
+    def number(self) -> int:
+        return int.from_bytes(self.map[:8], "little")
+
+    @number.setter
+    def number(self, value: int) -> None:
+        self.map[:8] = value.to_bytes(8, "little")
+
+    def write(self, at: int, tensor: Tensor) -> None:
+        raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        if raw.is_cuda:
+            self._on_gpu(at + len(raw), raw.device)[at : at + len(raw)].copy_(raw)
+        elif len(raw):
+            if at + len(raw) > len(self.map):
+                self.map.resize(max(at + len(raw), 2 * len(self.map)))
+            torch.frombuffer(self.map, dtype=torch.uint8, count=len(raw), offset=at).copy_(raw)
+
+    def _on_gpu(self, size: int, device: torch.device) -> Tensor:
+        if self.cuda is None or len(self.cuda) < size:
+            old, self.cuda = self.cuda, torch.empty(2 * size, dtype=torch.uint8, device=device)
+            if old is not None:
+                self.cuda[: len(old)] = old
+        return self.cuda
+
+    def handle(self) -> bytes:
+        if self.cuda is None:
+            return b""
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        torch.cuda.synchronize(self.cuda.device)
+        return pickle.dumps(reduce_tensor(self.cuda))
+
+    def end(self, size: int) -> None:
+        """All is written: no byte more than announced."""
+        if self.cuda is None and len(self.map) != size:
+            self.map.resize(size)
+
+    def close(self) -> None:
+        self.map.close()
+        os.close(self.fd)
+        if self.named:
+            Path(self.path).unlink(missing_ok=True)
+
+
+def _release(fd: int) -> None:
+    """Python's map keeps a copy of the descriptor, and the lock would stay with it."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def reap() -> list[str]:
+    """Remove named segments whose writer is gone. -> their names."""
+    dead = [path for path in SHARED.glob("rondel-*-*") if (pid := path.name.split("-")[1]).isdecimal() and not _alive(int(pid))]
+    for path in dead:
+        path.unlink(missing_ok=True)
+    return [path.name for path in dead]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+class FromIpc:
+    """`named`: a file in shared memory instead of a memfd."""
+
+    holds: Literal["commit"] = "commit"
+
+    def __init__(self, *, named: bool = not hasattr(os, "memfd_create")) -> None:
+        self.named = named
+        self._segments: list[Segment] = []
+        self._published = 0
+        self._maps: dict[tuple[int, int], mmap.mmap] = {}
+
+    async def route(self, trainer: Trainer, engines: list[Engine]) -> Route:
+        return Route("ipc")
+
+    def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]:
+        segment, rows, at = self._free(), [], HEAD
+        try:
+            segment.number = 0
+            for row, tensor in weights:
+                segment.write(at, tensor)
+                rows.append(row)
+                at = -(-(at + size_of(row)) // ALIGN) * ALIGN
+            segment.end(at)
+            self._published += 1
+            segment.number = self._published
+        finally:
+            segment.unlock()
+        place = Place(segment.path, len(segment.map), self._published, segment.handle())
+        return Manifest(version, tuple(rows)), Route("ipc", place, bytes=sum(map(size_of, rows)))
+
+    def _free(self) -> Segment:
+        """A segment that nobody reads, locked: never the one that was published last, which an engine may be about to open."""
+        for segment in sorted(self._segments, key=lambda s: s.number)[: len(self._segments) - 1]:
+            if segment.lock():
+                return segment
+        if self.named and not self._segments:
+            reap()
+        self._segments.append(Segment(named=self.named))
+        assert self._segments[-1].lock()
+        return self._segments[-1]
+
+    def send(self, route: Route, weights: Tensors) -> None: ...
+
+    def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Views of the segment; on a GPU copies, because nobody would know when the last view is gone."""
+        place, at = route.data, offsets(manifest.tensors)
+        with boundary(SyncError, f"opening the trainer's memory {place.path}"):
+            base = self._open(place)
+        buffer = base
+        if place.cuda:
+            rebuild, arguments = pickle.loads(place.cuda)  # made by torch in the trainer's process, and carried by our own channel
+            buffer = rebuild(*arguments)
+        if at[-1] > len(buffer):
+            raise SyncError(f"the trainer's memory has {len(buffer)} bytes, and the announced tensors need {at[-1]}")
+        for row, start in zip(manifest.tensors, at):
+            tensor = buffer[start : start + size_of(row)].view(getattr(torch, row.dtype)).view(row.shape)
+            yield row.name, tensor.clone() if place.cuda else tensor
+
+    def _open(self, place: Place) -> Tensor:
+        """All bytes as one tensor; the shared lock ends with the last tensor that shares its storage."""
+        fd = os.open(place.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            stat = os.fstat(fd)
+            if stat.st_size != place.size:
+                raise SyncError(f"{place.path} has {stat.st_size} bytes and not {place.size}")
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError as error:
+                raise SyncError(f"{place.path} is being written: this route is an old one") from error
+            memory = (ctypes.c_char * place.size).from_buffer(self._map(fd, stat))
+            if (number := int.from_bytes(memoryview(memory)[:8], "little")) != place.number:
+                raise SyncError(f"{place.path} holds publication {number} by now, and not {place.number}")
+        except BaseException:
+            _release(fd)
+            raise
+        weakref.finalize(memory, _release, fd)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _map(self, fd: int, stat: os.stat_result) -> mmap.mmap:
+        """Private, so that a write of this process stays its own; kept, because mapping again costs a fault for each page."""
+        key = (stat.st_ino, stat.st_size)
+        if key not in self._maps:
+            while len(self._maps) > 2:
+                self._maps.pop(next(iter(self._maps)))
+            self._maps[key] = mmap.mmap(fd, stat.st_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return self._maps[key]
+
+    def close(self) -> None:
+        for segment in self._segments:
+            segment.close()
+        self._segments.clear()
+        self._maps.clear()

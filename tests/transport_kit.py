@@ -1,0 +1,92 @@
+"""An engine in a process of its own, spoken to over a pipe: what a cluster does, in thirty lines."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from rondel.models import names
+
+
+def serve(pipe, make, kind, transport) -> None:
+    from engine_kit import engine
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    e = engine(make(), transports={kind: transport})
+
+    async def main():
+        while (call := await asyncio.to_thread(pipe.recv)) is not None:
+            verb, args = call
+            try:
+                if verb == "bits":
+                    pipe.send((True, {n: t.clone() for n, t in names.weights(e.loaded.model)}))
+                else:
+                    pipe.send((True, await getattr(e, verb)(*args)))
+            except Exception as error:
+                pipe.send((False, type(error)(str(error))))
+
+    asyncio.run(main())
+    transport.close()
+
+
+class Remote:
+    def __init__(self, pipe) -> None:
+        self.pipe, self.one = pipe, asyncio.Lock()
+
+    def __getattr__(self, verb):
+        async def call(*args):
+            async with self.one:
+                self.pipe.send((verb, args))
+                good, value = await asyncio.to_thread(self.pipe.recv)
+            if not good:
+                raise value
+            return value
+
+        return call
+
+
+@contextmanager
+def remote(make, kind, transport):
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=serve, args=(theirs, make, kind, transport), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        yield Remote(ours), child
+    finally:
+        if child.is_alive():
+            ours.send(None)
+        child.join(20)
+        if child.exitcode is None:
+            child.kill()
+            child.join()
+    assert child.exitcode is not None
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(names.digest(a[n]) == names.digest(b[n]) for n in a)
+
+
+def bits(loaded) -> dict[str, torch.Tensor]:
+    return dict(names.weights(loaded.model))
+
+
+def shared_files() -> set[str]:
+    return {p.name for p in Path("/dev/shm").glob("rondel-*")}
+
+
+def listening(pid: int | None = None) -> set[int]:
+    """Ports on which this machine listens."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            part = row.split()
+            if part[3] == "0A":
+                found.add(int(part[1].rsplit(":", 1)[1], 16))
+    return found
