@@ -22,6 +22,7 @@ MEANING = {
     "task.reward_workers": "processes that compute rewards",
     "task.eval.temperature": "0 is greedy",
     "model.teacher": "whom algo.distill learns from: as model.path, with the same tokenizer",
+    "model.adapter.targets": 'names of linear layers, `["q_proj", "v_proj"]`, or "all-linear": all but the head',
     "algo.guides": "how many times the task's own answer joins each group as a demonstration, beside the G answers; for luffy",
     "algo.kind": 'a row of papers.md (grpo, dapo, gspo, rloo, sft, ...), or "module:name"',
     "algo.group_size": "G, answers to one task",

@@ -16,6 +16,7 @@ from rondel.assemble.refusals import refuse_without_routes
 from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import Speculation
+from rondel.models import adapters
 from rondel.models.aligned import align
 from rondel.models.compiled import Compiled
 from rondel.models.load import Loaded, load
@@ -122,6 +123,7 @@ def trainer_of(
     return trainer, {
         "trainer.micro_tokens": f"{micro.value} ({micro.why})",
         "routing_replay": replay_fact(job, loaded),
+        "model.adapter": adapter_fact(loaded),
         "model.teacher": trainer.teacher.name if trainer.teacher else "none",
         "trainer.critic": critic_fact(job) if trainer.critic else "none",
     }
@@ -210,10 +212,24 @@ class TrainerHost:
 
 
 def policy_of(job: Job, device: str) -> Loaded:
-    loaded = load(job.model.path, dtype=job.model.dtype, device=device)
+    """As the recipe wants it: adapted, aligned."""
+    loaded, wanted = load(job.model.path, dtype=job.model.dtype, device=device), job.model.adapter
+    wanted._read.update(type(wanted).model_fields)  # what has no effect was refused when the recipe was read
+    if wanted.kind == "lora":
+        adapters.adapt(loaded, rank=wanted.rank, alpha=wanted.alpha, targets=wanted.targets, seed=job.loop.seed)
     if job.engine.numerics == "aligned":
         align(loaded)
     return loaded
+
+
+def adapter_fact(loaded: Loaded) -> str:
+    if (adapter := loaded.adapter) is None:
+        return "none: every weight is trained"
+    whole = sum(p.numel() for p in loaded.model.parameters())
+    return (
+        f"lora of rank {adapter.config.r}, alpha {adapter.config.lora_alpha}, on {len(adapter.layers)} layers: "
+        f"{adapter.numbers} of {whole} numbers are trained ({adapter.numbers / whole:.1%})"
+    )
 
 
 def replays(job: Job, loaded: Loaded | Known) -> bool:

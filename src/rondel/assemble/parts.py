@@ -20,6 +20,7 @@ from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, load_tasks
 from rondel.generate.envs.template import Template
+from rondel.models import adapters
 from rondel.planner import resolve as planner
 from rondel.score.pool import RewardPool
 from rondel.sync.update import Update
@@ -81,6 +82,8 @@ def build(job: Job, folder: Path | None = None) -> Parts:
     """Every fault that can be known before the model is loaded is raised before. `folder`: of a run that may be continued after a crash."""
     row, sampling = row_of(job), sampling_of(job)
     refuse(job, row, sampling)
+    if job.model.adapter.kind == "lora":
+        adapters.require()
     window = planner.window(job.loop.window, max_staleness=job.loop.max_staleness, groups_per_step=job.loop.groups_per_step)
     find("engine", job.engine.kind, {"builtin": BuiltinEngine})
     find("trainer", job.trainer.kind, {"fsdp": LocalTrainer})

@@ -147,7 +147,7 @@ def _split_here(plan: Plan) -> Placed:
 
 def _split(plan: Plan) -> Placed:
     job, ranks = plan.job, plan.job.place.ranks
-    for section in (job.model, job.engine, job.engine.speculative, job.trainer, job.trainer.critic):
+    for section in (job.model, job.model.adapter, job.engine, job.engine.speculative, job.trainer, job.trainer.critic):
         section._read.update(type(section).model_fields)  # by the hosts
     workers = ranks + job.place.engines
     on_cpu, names = plan.device == "cpu", plan.names(workers)

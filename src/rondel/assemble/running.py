@@ -245,7 +245,12 @@ def facts_of(parts: Parts) -> dict[str, Any]:
         if torch.cuda.is_available() and parts.job.place.device != "cpu"
         else f"cpu ({platform.machine()})",
         "place": parts.placed.where,
-        "dtypes": {"compute": str(known.dtype).removeprefix("torch."), "master": "float32", "logprobs": "float32"},
+        "dtypes": {
+            "compute": str(known.dtype).removeprefix("torch."),
+            "master": "float32",
+            "logprobs": "float32",
+            "adapter": parts.resolved["model.adapter"],
+        },
         "model": {"name": known.name, "parameters": known.parameters},
         "batch": f"{p} groups x {g} samples = {p * g} trajectories a step, {u} optimizer update{'s' * (u > 1)}",
         "tasks": {

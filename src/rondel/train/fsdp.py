@@ -26,6 +26,7 @@ from rondel.models.load import Loaded
 from rondel.models.names import weights as named
 from rondel.train.optim import MasterWeights
 from rondel.train.parallel import Alone
+from rondel.words.errors import ConfigError
 
 
 class Meeting:
@@ -57,6 +58,8 @@ class Sharded(Alone):
     def hold(self, loaded: Loaded) -> Loaded:
         """Each layer is gathered when its pass begins and let go when it ends; embedding, last norm and head stay for the whole pass."""
         model, dtype = loaded.model, loaded.dtype
+        if loaded.adapter is not None:
+            raise ConfigError(f"'{loaded.name}' has an adapter, and adapters are trained on one rank so far")
         linear.loosen(model)
         if any(p.requires_grad for p in model.parameters()):
             model.float()

@@ -125,6 +125,8 @@ class Arrivals:
             raise SyncError(f"version {commit.version} with root {commit.root[:8]} is committed, but {version} with {root[:8]} was begun")
         if not self._came:
             raise SyncError("commit without data")
+        if names.base(self.loaded.model) != begun.manifest.base:
+            raise SyncError("the adapter belongs to another base than the one that serves: their frozen weights have other bits")
         if not begun.beside or self._point():
             self._compare(begun.manifest)
         self.root, self._untouched = root, False
@@ -134,7 +136,8 @@ class Arrivals:
         """The module's parameters become the tensors beside; those of another device are copied. -> were any copied?"""
         copied = False
         for name, parameter in self.loaded.model.named_parameters():
-            tensor = self._beside[name]
+            if (tensor := self._beside.get(names.sent(name))) is None:
+                continue  # it lies under an adapter and did not travel
             if tensor.device == parameter.device:
                 parameter.data = tensor
             else:

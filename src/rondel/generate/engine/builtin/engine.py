@@ -25,13 +25,13 @@ from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.generate.engine.builtin.text import open_reader, split_stops
 from rondel.models import linear
 from rondel.models.compiled import Compiled
-from rondel.models.load import Loaded
 from rondel.words.errors import EngineError, LawError, StalledError, SyncError, UserError
 from rondel.words.events import Generating, Speculated, Warned, emit
 from rondel.words.protocols import Interrupt, Tags, Transport
 from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Message, Request, Route, Scored
 
 if TYPE_CHECKING:
+    from rondel.models.load import Loaded
     from rondel.runtime.journal.wal import TokenLog
 
 HEARTBEAT = 0.5
