@@ -4,6 +4,8 @@ place.kind   place.cluster
 shared       local            one device, one module, 0 bytes move
 split        local            two devices of this process, a module each
 split        process          place.ranks + place.engines processes of this machine, each on cores (or a GPU) of its own
+
+An engine of others is where its url says; then only the trainer's ranks are processes of ours.
 """
 
 from __future__ import annotations
@@ -20,8 +22,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rondel.assemble.hosts import EngineHost, Known, TrainerHost, engine_of, policy_of, speculation_of, trainer_of
+from rondel.assemble.refusals import refuse_routes_of
 from rondel.assemble.remote import RemoteEngine, RemoteTrainer
+from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.generate.engine.foreign import ForeignEngine
 from rondel.generate.engine.router import Router
+from rondel.generate.engine.sglang import Sglang
+from rondel.generate.engine.vllm import Vllm
 from rondel.planner import resolve as planner
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device, Shared, Split, pick_device
@@ -35,11 +42,13 @@ from rondel.train.parallel import ALONE, Alone
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError
 from rondel.words.protocols import Transport
+from rondel.words.registry import find
 from rondel.words.types import Sampling
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
 
+ENGINES = {"builtin": BuiltinEngine, "sglang": Sglang, "vllm": Vllm}
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # mean nats a token of what two sides score
 
 
@@ -77,7 +86,7 @@ class Plan:
         where = self.job.place
         self.device = pick_device(where.device)
         self.threads = None if where.threads == "auto" else where.threads
-        kind, why = planner.transport(self.job.sync.kind, kind=where.kind, cluster=where.cluster)
+        kind, why = planner.transport(self.job.sync.kind, kind=where.kind, cluster=where.cluster, engine=self.job.engine.kind)
         self.kind, self.resolved = kind, {"sync.kind": f"{kind} ({why})"}
 
     def transport(self) -> Transport:
@@ -95,7 +104,7 @@ class Plan:
             return FromIpc()
         if self.kind == "distributed":
             return FromDistributed()
-        return (FromDisk if self.kind == "disk" else Delta)(scratch / "weights")
+        return (FromDisk if self.kind == "disk" else Delta)((scratch / "weights").resolve())  # others read it from where they are
 
     def log(self, engine: int = 0) -> Path | None:
         return self.folder / "wal" / f"engine-{engine}" if self.folder else None
@@ -137,10 +146,11 @@ def _split_here(plan: Plan) -> Placed:
 
 
 def _split(plan: Plan) -> Placed:
-    job, ranks = plan.job, plan.job.place.ranks
-    for section in (job.model, job.engine, job.engine.speculative, job.trainer, job.trainer.critic):
+    job, ranks, mine = plan.job, plan.job.place.ranks, plan.job.engine.kind == "builtin"
+    for section in (job.model, job.trainer, job.trainer.critic, *([job.engine, job.engine.speculative] if mine else [])):
         section._read.update(type(section).model_fields)  # by the hosts
-    workers = ranks + job.place.engines
+    engines = job.place.engines if mine else 0
+    workers = ranks + engines
     cluster = ProcessCluster(plan.folder / "logs" if plan.folder else None, patience=job.place.patience)
     plan.ends.callback(cluster.close)
     on_cpu, names = plan.device == "cpu", _names(plan.device, workers)
@@ -157,25 +167,45 @@ def _split(plan: Plan) -> Placed:
         )
         for rank in range(ranks)
     ]
-    engines = {
+    hosts = {
         f"engine-{i}": cluster.spawn(
             f"engine-{i}",
             EngineHost,
             *(job, names[ranks + i], each, {plan.kind: plan.transport()}, plan.log(i)),
             cores=shares[ranks + i],
         )
-        for i in range(job.place.engines)
+        for i in range(engines)
     }
-    for worker in (*trainers, *engines.values()):
+    for worker in (*trainers, *hosts.values()):
         worker.now()
     known, resolved, size = trainers[0].now("facts")
     longest = plan.longest(known)
-    for worker in engines.values():
+    for worker in hosts.values():
         resolved |= worker.now("open", longest)
-    remotes = {name: RemoteEngine(worker) for name, worker in engines.items()}
-    engine = _routed(remotes, job, known) if len(remotes) > 1 else remotes["engine-0"]
-    where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {job.place.engines} of the engine"
+    where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {engines} of the engine"
+    if mine:
+        remotes: dict[str, Any] = {name: RemoteEngine(worker) for name, worker in hosts.items()}
+    else:
+        remotes = _elsewhere(plan, known, longest)
+        where += f", which is {job.engine.kind} at {', '.join(remotes)}"
+    engine = remotes["engine-0"] if mine and engines == 1 else _routed(remotes, job, known)
     return Placed(known, engine, RemoteTrainer(trainers), Split(), resolved, where, size, plan.transport())
+
+
+def _elsewhere(plan: Plan, known: Known, longest: int) -> dict[str, ForeignEngine]:
+    """Engines of others, each asked whether it can carry this run."""
+    job, urls = plan.job, plan.job.engine.url or []
+    refuse_routes_of(job, known.routers)
+    engines = {}
+    for url in [urls] if isinstance(urls, str) else urls:
+        server = find("engine", job.engine.kind, ENGINES)(url)
+        if (room := server.open(plan.sampling)) < longest:
+            raise ConfigError(
+                f"the longest prompt and its answer have {longest} tokens, and {job.engine.kind} at {url} carries {room}: "
+                "start it with a longer context, or lower engine.sampling.max_tokens"
+            )
+        engines[url] = ForeignEngine(server)
+    return engines
 
 
 def _routed(engines: Mapping[str, Any], job: Job, known: Known) -> Router:

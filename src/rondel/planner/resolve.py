@@ -40,10 +40,12 @@ def micro_tokens(wanted: int | str, *, on_gpu: bool) -> Resolved:
     )
 
 
-def transport(wanted: str, *, kind: str, cluster: str) -> tuple[str, str]:
+def transport(wanted: str, *, kind: str, cluster: str, engine: str = "builtin") -> tuple[str, str]:
     """How weights travel, and why."""
     if wanted != "auto":
         return wanted, "set"
+    if engine != "builtin":
+        return "disk", f"a folder that {engine} reads"
     if cluster == "local":
         return "tensor", "one process, one module: 0 bytes move" if kind == "shared" else "one process: copied from memory to memory"
     return "ipc", "processes of one machine: shared memory"
