@@ -282,7 +282,7 @@ def test_faults_name_the_address_what_came_back_and_the_remedy():
 
 def test_vllm_is_asked_whether_it_can_carry_the_run():
     def opened(temperature, mode="raw_logprobs", dev=200):
-        config = {"vllm_config": {"model_config": {"logprobs_mode": mode}}}
+        config = {"vllm_config": {"model_config": {"logprobs_mode": mode}, "device_config": {"device": "cuda"}}}
         models = {"data": [{"id": "m", "max_model_len": 512}]}
         server, _ = scripted(Vllm("http://a"), {"/server_info": (dev, config), "/v1/models": (200, models)})
         return server.open(Sampling(temperature=temperature))
@@ -294,7 +294,7 @@ def test_vllm_is_asked_whether_it_can_carry_the_run():
         opened(1.0, dev=404)
 
 
-def test_vllm_takes_weights_in_order_and_forgets_its_cache():
+def test_vllm_takes_weights_in_order_and_forgets_its_cache(tmp_path):
     async def work():
         replies = {path: (200, {"success": True}) for path in ("/collective_rpc", "/reset_prefix_cache", "/update_weight_version")}
         server, asked = scripted(Vllm("http://a"), replies)
@@ -307,5 +307,9 @@ def test_vllm_takes_weights_in_order_and_forgets_its_cache():
         replies["/reset_prefix_cache"] = (200, {"success": False})
         with pytest.raises(EngineError, match="requests of somebody else"):
             await server.load("/weights/v-4", "4")
+        server.packs = True
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "a"}}))
+        with pytest.raises(EngineError, match="whose head is tied"):
+            await server.load(str(tmp_path), "5")
 
     asyncio.run(work())

@@ -167,7 +167,7 @@ class EngineSection(Section):
     numerics: Literal["fast", "aligned"] = "fast"
     compile: bool = False
     kv_pages: int | Literal["auto"] = "auto"
-    max_running: int = Field(64, ge=1, description="requests decoded together")
+    max_running: int = Field(64, ge=1, description="requests decoded together; in flight, where an engine is one of several or somebody else's")
     prefill_tokens: int = Field(2048, ge=16, description="prompt tokens computed in one engine step")
     sampling: SamplingSection = SamplingSection()
     speculative: Speculative = Speculative()

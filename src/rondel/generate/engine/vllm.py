@@ -1,11 +1,14 @@
 """vLLM over HTTP: /v1/completions by token ids; weights from a folder through the endpoints of its development mode.
 
 Its logprobs are raw by default; other temperatures than 1 and everything that shapes logits need `--logprobs-mode processed_logprobs`,
-which is asked for at the start. A request that /abort_requests ends returns what it has written.
+which is asked for at the start. A request that /abort_requests ends returns what it has written. On a CPU it computes with packed
+copies of the weights, and that of a head that is tied to the embeddings stays as it was (0.32.0): refused at the first update.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from rondel.generate.engine.foreign import Piece
@@ -15,6 +18,7 @@ from rondel.words.types import FinishReason, Sampling
 
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 PROCESSED = "processed_logprobs"
+HEAD = "lm_head.weight"
 
 
 class Vllm:
@@ -25,7 +29,7 @@ class Vllm:
 
     def __init__(self, url: str) -> None:
         self.link = Link(url, remedy=f"is a server running there? {self.__doc__}")
-        self.model = ""
+        self.model, self.packs = "", False
 
     def open(self, sampling: Sampling) -> int:
         try:
@@ -40,6 +44,7 @@ class Vllm:
                 f"engine.sampling.temperature = {sampling.temperature}, but this vLLM tells logprobs of temperature 1 (law 4): "
                 f"start it with --logprobs-mode {PROCESSED}, or use 1.0"
             )
+        self.packs = config["device_config"]["device"] == "cpu"
         found = self.link.now("/v1/models")["data"][0]
         self.model = found["id"]
         return int(found["max_model_len"])
@@ -60,6 +65,11 @@ class Vllm:
         await self.link.post("/abort_requests", {})
 
     async def load(self, folder: str, version: str) -> None:
+        if self.packs and HEAD not in json.loads((Path(folder) / "model.safetensors.index.json").read_text())["weight_map"]:
+            raise EngineError(
+                f"vLLM on a CPU would go on with the old {HEAD} of a model whose head is tied to its embeddings: train a copy that was saved "
+                'with tie_word_embeddings = false, or use a GPU or engine.kind = "sglang"'
+            )
         rpc = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         await self.link.post("/collective_rpc", rpc, deadline=None)
         if not (told := await self.link.post("/reset_prefix_cache"))["success"]:
