@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 
+import pytest
+from engine_kit import SIZE, ask, plain_logprobs, prompt, twin
+from engine_kit import tiny as tiny_model
 from run_kit import balances, events, run, tiny
 
 from rondel.assemble import train
+from rondel.generate.engine.foreign import ForeignEngine
+from rondel.generate.engine.sglang import Sglang
+from rondel.models import linear, names
+from rondel.models import load as loading
+from rondel.sync.from_disk import FromDisk
+from rondel.sync.update import Update
+from rondel.words.errors import ConfigError, EngineError, SyncError
 from rondel.words.events import StepDone, subscribe
+from rondel.words.types import TensorInfo
+
+serve_kit = pytest.importorskip("serve_kit")
 
 SHORT = {"loop__warmup__steps": 2, "loop__steps": 3, "loop__max_staleness": 1, "loop__window": "auto"}
 
@@ -45,3 +59,149 @@ def test_a_run_survives_the_death_of_an_engine(tmp_path):
     ended_well(tmp_path, 5)
     assert "SIGKILL" in alive[0].lost["engine-1"] and list(alive[0].replicas) == ["engine-0"]
     assert any("'engine-1' is lost" in e["message"] for e in events(tmp_path, "Warned"))
+
+
+# -- over HTTP --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    loading.save(tiny_model("llama", **{**SIZE, "max_position_embeddings": 512}), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    running = serve_kit.Server(folder, tmp_path_factory.mktemp("server"), "--kv-pages", "8192")
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def url(server):
+    return f"http://127.0.0.1:{server.port}"
+
+
+class Trainer:
+    """Weights that are multiplied by a little at each version."""
+
+    def __init__(self, folder, weights) -> None:
+        self.loaded, self.disk, self.version = loading.load(str(folder), dtype="float32"), FromDisk(weights, file=100_000), 0
+
+    async def publish(self, route):
+        if self.version:
+            for p in self.loaded.model.parameters():
+                p.data.mul_(1.02)
+            linear.weights_changed()
+        rows = [(TensorInfo(n, tuple(t.shape), "float32", names.digest(t)), t) for n, t in names.weights(self.loaded.model)]
+        self.version += 1
+        return self.disk.publish(route, self.version, iter(rows))
+
+    async def send(self, route):
+        pass
+
+    async def logprobs(self, tokens):
+        return [0.0, *plain_logprobs(self.loaded, list(tokens))]
+
+
+def test_tokens_logprobs_and_versions_over_http_are_those_of_the_model(url, folder, tmp_path):
+    """Samples in flight over two updates: every token's logprob is that of the weights whose version it has."""
+
+    async def work():
+        trainer = Trainer(folder, tmp_path / "weights")
+        e, moved = ForeignEngine(Sglang(url)), [False]
+        update = Update(trainer.disk, probe=prompt(1, 12), score=trainer.logprobs, tolerance=1e-3, moved=lambda: moved[0])
+        assert await update(trainer, e) == 1
+        models, moved[0] = {1: twin(trainer.loaded)}, True
+        requests = [ask(prompt(g, 9), key=100 * g + i, n=150, temperature=0.8) for g in range(3) for i in range(3)]
+        tasks = [asyncio.create_task(e.generate(r)) for r in requests]
+        for version in (2, 3):
+            await asyncio.sleep(0.25)
+            assert await update(trainer, e) == version
+            models[version] = twin(trainer.loaded)
+        done = await asyncio.gather(*tasks)
+        assert any(len(set(c.versions)) > 1 for c in done)
+        for r, c in zip(requests, done):
+            assert len(c.tokens) == 150 and c.finish_reason == "length" and c.versions == sorted(c.versions)
+            exact = {v: plain_logprobs(m, r.tokens + c.tokens, temperature=0.8)[len(r.tokens) - 1 :] for v, m in models.items()}
+            assert max(abs(lp - exact[v][i]) for i, (lp, v) in enumerate(zip(c.logprobs, c.versions))) < 1e-4
+        again = await e.generate(requests[0])
+        assert again.versions == [3] * 150 and (await e.generate(requests[0])).tokens == again.tokens  # its key decides
+        assert len({tuple((await e.generate(ask(prompt(1, 9), key=k, n=12))).tokens) for k in range(5)}) == 5
+        greedy = ask(prompt(2, 9), n=6, temperature=0.0)
+        assert (await e.generate(greedy)).tokens == (await e.generate(greedy)).tokens
+        await e.server.link.close()
+
+    asyncio.run(work())
+
+
+def test_a_bad_folder_is_refused_and_a_dead_server_is_named(folder, tmp_path):
+    own = serve_kit.Server(folder, tmp_path, "--kv-pages", "1024")
+
+    async def work():
+        trainer, e = Trainer(folder, tmp_path / "weights"), ForeignEngine(Sglang(f"http://127.0.0.1:{own.port}"))
+        update = Update(trainer.disk, probe=[], score=trainer.logprobs, tolerance=1e-3)
+        assert await update(trainer, e) == 1
+        publish = trainer.publish
+
+        async def halved(route):
+            manifest, where = await publish(route)
+            next((tmp_path / "weights" / "v-000002").glob("model-00001*")).write_bytes(b"torn")
+            return manifest, where
+
+        trainer.publish, update.moved = halved, lambda: True
+        with pytest.raises(SyncError, match="/update_weights_from_disk answered 400"):
+            await update(trainer, e)
+        with pytest.raises(EngineError, match="refuses to generate until a good update"):
+            await e.generate(ask(prompt(1, 5)))
+        trainer.publish = publish
+        assert await update(trainer, e) == 3
+        task = asyncio.create_task(e.generate(ask(prompt(1, 5), n=400)))
+        await asyncio.sleep(0.2)
+        own.stop()
+        with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:\d+/generate cannot be reached"):
+            await task
+        with pytest.raises(EngineError, match="cannot be reached"):
+            await e.status()
+
+    asyncio.run(work())
+
+
+HTTP = {"place__kind": "split", "engine__kind": "sglang", "model__path": None, "model__dtype": "float32"}
+
+
+def test_a_whole_run_over_http(url, folder, tmp_path):
+    """The tiny recipe with its engine behind `rondel serve`; stale by one step, so that samples are in flight when weights change."""
+    more = {**HTTP, "engine__url": url, "model__path": str(folder), "engine__sampling": {"max_tokens": 16}, **SHORT}
+    run(tmp_path, **more)
+    ended_well(tmp_path, 5)
+    synced = events(tmp_path, "Synced")
+    assert len(synced) == 6 and max(e["probe_gap"] for e in synced) < 1e-4
+    gaps = [e["metrics"]["train/gap_max"] for e in events(tmp_path, "StepDone") if "train/gap_max" in e["metrics"]]
+    assert gaps
+    assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["v-000004", "v-000005"]
+    with pytest.raises(ConfigError, match="begun with another recipe"):
+        run(tmp_path, **{**more, "engine__url": url + "/x"})
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"engine__url": None}, "needs an address"),
+        ({"place__kind": "shared"}, 'set place.kind = "split"'),
+        ({"sync__kind": "ipc"}, 'use "disk"'),
+        ({"engine__numerics": "aligned"}, "bit by bit"),
+        ({"engine__sampling": {"max_tokens": 4, "top_k": 5}}, "which tokens it drew from"),
+        ({"engine__sampling": {"max_tokens": 4, "stop": ["END"]}, "loop__max_staleness": 1}, "its token ids"),
+        ({"place__engines": 2}, "counts by engine.url"),
+        ({"engine__kind": "builtin"}, "has no effect"),
+        ({"engine__kind": "slang"}, "Did you mean 'sglang'"),
+        ({"engine__url": "http://127.0.0.1:9"}, "cannot be reached"),
+        ({"engine__kv_pages": 512}, "set, but without effect in this run: engine.kv_pages"),
+        ({"engine__sampling": {"max_tokens": 600}}, "600|context"),
+    ],
+)
+def test_what_an_engine_of_others_lacks_is_refused_by_name(url, folder, tmp_path, changes, told):
+    with pytest.raises((ConfigError, EngineError, ValueError), match=told):
+        run(tmp_path, **{**HTTP, "engine__url": url, "model__path": str(folder), **changes})

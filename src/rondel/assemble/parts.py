@@ -10,12 +10,11 @@ from typing import Any
 from rondel.algos.mixture import Mixture
 from rondel.algos.table import Algorithm, resolve
 from rondel.assemble.hosts import Known, replays
-from rondel.assemble.placing import TOLERANCE, Placed, place
+from rondel.assemble.placing import ENGINES, TOLERANCE, Placed, place
 from rondel.assemble.refusals import refuse, refuse_unanswered
 from rondel.assemble.rollouts import Shown, shown_of
 from rondel.filter import FILTERS, chain
 from rondel.filter.complete import Complete
-from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, load_tasks
@@ -85,7 +84,7 @@ def build(job: Job, folder: Path | None = None) -> Parts:
     if job.model.adapter.kind == "lora":
         adapters.require()
     window = planner.window(job.loop.window, max_staleness=job.loop.max_staleness, groups_per_step=job.loop.groups_per_step)
-    find("engine", job.engine.kind, {"builtin": BuiltinEngine})
+    find("engine", job.engine.kind, ENGINES)
     find("trainer", job.trainer.kind, {"fsdp": LocalTrainer})
     tasks = load_tasks(job.task.data, env=job.task.env)
     for key, shows in (("algo.guides", job.algo.guides), ("loop.warmup", job.loop.warmup.steps)):

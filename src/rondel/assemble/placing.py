@@ -5,6 +5,8 @@ shared       local            one device, one module, 0 bytes move
 split        local            two devices of this process, a module each
 split        process          place.ranks + place.engines processes of this machine, each on cores (or a GPU) of its own
 split        ray              the same as actors of a Ray cluster, on any of its machines
+
+An engine of others is where its url says; then only the trainer's ranks are processes of ours.
 """
 
 from __future__ import annotations
@@ -21,8 +23,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rondel.assemble.hosts import EngineHost, Known, TrainerHost, engine_of, policy_of, speculation_of, trainer_of
+from rondel.assemble.refusals import refuse_routes_of
 from rondel.assemble.remote import RemoteEngine, RemoteTrainer
+from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.generate.engine.foreign import ForeignEngine
 from rondel.generate.engine.router import Router
+from rondel.generate.engine.sglang import Sglang
+from rondel.generate.engine.vllm import Vllm
 from rondel.planner import resolve as planner
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device, Shared, Split, pick_device
@@ -32,11 +39,13 @@ from rondel.train.checkpoint import bytes_needed
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError
 from rondel.words.protocols import Transport
+from rondel.words.registry import find
 from rondel.words.types import Sampling
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
 
+ENGINES = {"builtin": BuiltinEngine, "sglang": Sglang, "vllm": Vllm}
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # mean nats a token of what two sides score
 
 
@@ -80,12 +89,14 @@ class Plan:
         self.device = pick_device(where.device)
         self.threads = None if where.threads == "auto" else where.threads
         apart = "module" if where.kind == "shared" else {"local": "device", "process": "process"}.get(where.cluster, "machine")
+        if self.job.engine.kind != "builtin":
+            apart = "server"
         way = planner.transport(self.job.sync.kind, apart=apart, room=planner.shared_memory())
         self.kind, self.resolved = way.value, {"sync.kind": f"{way.value} ({way.why})"}
 
     def transport(self, host: str = "127.0.0.1") -> Transport:
         """Driver, trainer and engine have an instance each."""
-        folder = self.folder or Path(tempfile.gettempdir()) / f"rondel-{os.getpid()}"
+        folder = (self.folder or Path(tempfile.gettempdir()) / f"rondel-{os.getpid()}").resolve()  # others read it from where they are
         transport = transport_of(self.kind, folder=folder / "weights", host=host)
         if isinstance(transport, FromTensor) and self.job.place.kind == "split":
             transport.holds = "begin"
@@ -146,10 +157,12 @@ def _split_here(plan: Plan) -> Placed:
 
 
 def _split(plan: Plan) -> Placed:
-    job, ranks = plan.job, plan.job.place.ranks
-    for section in (job.model, job.model.adapter, job.engine, job.engine.speculative, job.trainer, job.trainer.critic):
+    job, ranks, mine = plan.job, plan.job.place.ranks, plan.job.engine.kind == "builtin"
+    ours = [job.engine, job.engine.speculative] if mine else []
+    for section in (job.model, job.model.adapter, job.trainer, job.trainer.critic, *ours):
         section._read.update(type(section).model_fields)  # by the hosts
-    workers = ranks + job.place.engines
+    engines = job.place.engines if mine else 0
+    workers = ranks + engines
     on_cpu, names = plan.device == "cpu", plan.names(workers)
     shares = _shares(workers) if on_cpu else [()] * workers
     each = plan.threads or (max(1, len(cores()) // workers) if on_cpu else None)
@@ -170,19 +183,39 @@ def _split(plan: Plan) -> Placed:
         made_of = (job, names[ranks + i], each, {plan.kind: plan.transport()}, plan.log(i))
         return cluster.spawn(f"engine-{i}", EngineHost, *made_of, cores=shares[ranks + i])
 
-    engines = [start(i) for i in range(job.place.engines)]
-    for worker in (*trainers, *engines):
+    hosts = [start(i) for i in range(engines)]
+    for worker in (*trainers, *hosts):
         worker.now()
     address = trainers[0].now("meet", trainers[0].host) if ranks > 1 else None
     joined = [trainer.ask("join", rank, ranks, address) for rank, trainer in enumerate(trainers)]
     (known, resolved, size), *_ = [answer.result() for answer in joined]
     longest = plan.longest(known)
-    for worker in engines:
+    for worker in hosts:
         resolved |= worker.now("open", longest)
-    remotes = [RemoteEngine(worker, partial(start, i), longest) for i, worker in enumerate(engines)]
-    engine = _routed({f"engine-{i}": remote for i, remote in enumerate(remotes)}, job, known) if len(remotes) > 1 else remotes[0]
-    where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {job.place.engines} of the engine"
+    where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {engines} of the engine"
+    remotes = [RemoteEngine(worker, partial(start, i), longest) for i, worker in enumerate(hosts)]
+    others = {} if mine else _elsewhere(plan, known, longest)
+    if others:
+        where += f", which is {job.engine.kind} at {', '.join(others)}"
+    named: dict[str, Any] = {f"engine-{i}": remote for i, remote in enumerate(remotes)} | others
+    engine = remotes[0] if mine and engines == 1 else _routed(named, job, known)
     return Placed(known, engine, RemoteTrainer(trainers), Split(), resolved, where, size, plan.transport(), remotes)
+
+
+def _elsewhere(plan: Plan, known: Known, longest: int) -> dict[str, ForeignEngine]:
+    """Engines of others, each asked whether it can carry this run."""
+    job, urls = plan.job, plan.job.engine.url or []
+    refuse_routes_of(job, known.routers)
+    engines = {}
+    for url in [urls] if isinstance(urls, str) else urls:
+        server = find("engine", job.engine.kind, ENGINES)(url)
+        if (room := server.open(plan.sampling)) < longest:
+            raise ConfigError(
+                f"the longest prompt and its answer have {longest} tokens, and {job.engine.kind} at {url} carries {room}: "
+                "start it with a longer context, or lower engine.sampling.max_tokens"
+            )
+        engines[url] = ForeignEngine(server)
+    return engines
 
 
 def _routed(engines: Mapping[str, Any], job: Job, known: Known) -> Router:

@@ -22,6 +22,7 @@ def refuse(job: Job, row: Algorithm, sampling: Sampling) -> None:
             "engine.sampling.temperature = 0 is greedy: every sample of a group is the same, and greedy samples are not trainable. Use 1.0"
         )
     refuse_untrainable(sampling)
+    _foreign(job, sampling)
     _baseline(job, row)
     _guides(job, row)
     _critic(job, row)
@@ -76,6 +77,47 @@ def refuse_without_routes(job: Job) -> None:
             f"algo.{shown[0]} with routing replay: a demonstration has no recorded routes, since no engine wrote it. "
             "Set trainer.routing_replay = false"
         )
+
+
+def refuse_routes_of(job: Job, routers: int) -> None:
+    """What is known of the model once it is loaded."""
+    if routers and job.trainer.routing_replay is not False:
+        raise ConfigError(
+            f'engine.kind = "{job.engine.kind}" tells no routed experts, and the model has {routers} routers: its choices cannot be replayed. '
+            "Set trainer.routing_replay = false, with algo.correction.kind = 'importance', or use engine.kind = \"builtin\""
+        )
+
+
+def _foreign(job: Job, sampling: Sampling) -> None:
+    """What an engine of others does not have, each by name."""
+    e, p = job.engine, job.place
+    if e.kind == "builtin":
+        if e.url is not None:
+            raise ConfigError(f'engine.url = {e.url!r} has no effect with engine.kind = "builtin": use "sglang" or "vllm", or remove it')
+        return
+    who = f'engine.kind = "{e.kind}"'
+    rules = [
+        (bool(e.url), 'needs an address: engine.url = "http://127.0.0.1:30000"'),
+        (p.kind == "split", 'is on a device of its own: set place.kind = "split"'),
+        (p.cluster == "process" and p.engines == 1, 'counts by engine.url: leave place.cluster at "auto" and place.engines at 1'),
+        (
+            job.sync.kind in ("auto", "disk"),
+            f'takes weights from a folder: sync.kind = "{job.sync.kind}" is for the built-in engine; use "disk"',
+        ),
+        (e.numerics == "fast", 'does not compute as the trainer does, bit by bit: numerics = "aligned" is for the built-in engine'),
+        (
+            not sampling.truncated,
+            f"does not tell which tokens it drew from (top_k = {sampling.top_k}, top_p = {sampling.top_p}), and the trainer needs them: "
+            "use top_k = 0 and top_p = 1",
+        ),
+        (
+            job.loop.max_staleness == 0 or not any(isinstance(s, str) for s in sampling.stop),
+            "may interrupt a sample in the middle of a stop string when max_staleness is above 0: give its token ids in engine.sampling.stop",
+        ),
+    ]
+    for holds, rule in rules:
+        if not holds:
+            raise ConfigError(f"{who} {rule}")
 
 
 def _baseline(job: Job, row: Algorithm) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from rondel.words.errors import ConfigError
 
-Apart = Literal["module", "device", "process", "machine"]  # what trainer and engine do not share
+Apart = Literal["module", "device", "process", "machine", "server"]  # what trainer and engine do not share
 
 
 class Resolved(NamedTuple):
@@ -59,6 +59,10 @@ def transport(wanted: str, *, apart: Apart, weights: int = 0, room: int = 0) -> 
                 f"sync.kind = '{wanted}' is for workers of their own; place.cluster = 'local' has one process. Leave it at 'auto'"
             )
         return Resolved("tensor", "one process: copied from memory to memory")
+    if apart == "server":
+        if wanted not in ("auto", "disk"):
+            raise ConfigError(f"sync.kind = '{wanted}': engines of others read new weights from a folder. Leave it at 'auto'")
+        return Resolved("disk", "engines of others read new weights from a folder")
     if wanted == "tensor":
         raise ConfigError("sync.kind = 'tensor' hands over the tensors of one process; trainer and engines are apart. Leave it at 'auto'")
     if wanted != "auto":

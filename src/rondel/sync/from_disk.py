@@ -1,6 +1,8 @@
 """A folder a version: safetensors, and the manifest last. Whoever can read the folder can follow, also an engine that starts late.
 
-weights/v-000012/00000.safetensors ... manifest.json        appears whole, by one rename; the oldest go
+weights/v-000012/model-00001-of-00002.safetensors ... model.safetensors.index.json, manifest.json     appears whole, by one rename
+
+The files are named as transformers, vLLM and SGLang look for them; the oldest versions go.
 """
 
 from __future__ import annotations
@@ -55,14 +57,25 @@ class FromDisk:
 
     def _write(self, folder: Path, weights: Weights) -> Iterator[TensorInfo]:
         held: dict[str, Tensor] = {}
-        size = number = 0
+        files: list[list[str]] = []
+        size = total = 0
+
+        def flush() -> None:
+            save_file(held, folder / f"{len(files):05d}", metadata={"format": "pt"})  # transformers asks for it
+            files.append(list(held))
+
         for row, tensor in weights:
             if held and size + size_of(row) > self.file:
-                save_file(held, folder / f"{number:05d}.safetensors")
-                held, size, number = {}, 0, number + 1
-            held[row.name], size = tensor.detach().cpu().contiguous(), size + size_of(row)
+                flush()
+                held, size = {}, 0
+            held[row.name], size, total = tensor.detach().cpu().contiguous(), size + size_of(row), total + size_of(row)
             yield row
-        save_file(held, folder / f"{number:05d}.safetensors")
+        flush()
+        names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+        for i, name in enumerate(names):
+            os.replace(folder / f"{i:05d}", folder / name)
+        index = {"metadata": {"total_size": total}, "weight_map": {key: name for name, keys in zip(names, files) for key in keys}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
     def send(self, route: Route, weights: Tensors) -> None: ...
 

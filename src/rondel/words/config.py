@@ -191,11 +191,16 @@ class Speculative(Section):
 
 
 class EngineSection(Section):
-    kind: str = "builtin"
+    kind: str = Field(
+        "builtin", description='builtin; sglang (also for `rondel serve`) or vllm at a url; or "module:name", a server of your own'
+    )
+    url: str | list[str] | None = Field(None, description="where servers of another kind listen: one address or several")
     numerics: Literal["fast", "aligned"] = "fast"
     compile: bool = False
     kv_pages: int | Literal["auto"] = "auto"
-    max_running: int = Field(64, ge=1, description="requests decoded together")
+    max_running: int = Field(
+        64, ge=1, description="requests decoded together; in flight, where an engine is one of several or somebody else's"
+    )
     prefill_tokens: int = Field(2048, ge=16, description="prompt tokens computed in one engine step")
     sampling: SamplingSection = SamplingSection()
     speculative: Speculative = Speculative()
@@ -310,9 +315,9 @@ class Job(Section):
 
     def on_one_device(self) -> Job:
         """The same for a command that looks into the parts: whole in this process."""
-        return self.model_copy(
-            update={"place": self.place.model_copy(update={"kind": "shared", "cluster": "local", "engines": 1, "ranks": 1})}
-        )
+        place = self.place.model_copy(update={"kind": "shared", "cluster": "local", "engines": 1, "ranks": 1})
+        engine = self.engine.model_copy(update={"kind": "builtin", "url": None})
+        return self.model_copy(update={"place": place, "engine": engine, "sync": self.sync.model_copy(update={"kind": "auto"})})
 
     def digest(self) -> str:
         """What must be equal for a folder to be continued: everything but where the run lives and how long it goes on."""

@@ -439,10 +439,14 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """`beside`: the data will lie beside the weights that serve, which go on serving until the commit; else it is written over them."""
+    """
+    beside  the data will lie beside the weights that serve, which go on serving until the commit; else it is written over them
+    anew    versions may count from less than what serves: another run begins here, or this one goes on from an earlier checkpoint
+    """
 
     manifest: Manifest
     beside: bool = False
+    anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,11 +49,13 @@ class Arrivals:
 
     def begin(self, begin: Begin, version: int) -> None:
         self._untouched = begin.beside
-        self._check(begin.manifest, version)
+        self._check(begin.manifest)
+        if begin.manifest.version < version and not begin.anew:
+            raise SyncError(f"version {begin.manifest.version} is older than {version}, which the engine serves")
         self._begun, self._came, self._beside = begin, False, {}
         self._awaited = {row.name: row for row in begin.manifest.tensors}
 
-    def _check(self, manifest: Manifest, version: int) -> None:
+    def _check(self, manifest: Manifest) -> None:
         mine = {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in names.weights(self.loaded.model)}
         theirs = {t.name: (t.shape, t.dtype) for t in manifest.tensors}
         missing, unknown = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
@@ -61,8 +63,6 @@ class Arrivals:
         for what, found in (("missing", missing), ("unknown", unknown), ("of another shape or dtype", wrong)):
             if found:
                 raise SyncError(f"{len(found)} tensors are {what}, first {found[0]}")
-        if manifest.version < version:
-            raise SyncError(f"version {manifest.version} is older than {version}, which the engine serves")
 
     async def take(self, route: Route, run: Callable[..., Awaitable[Any]]) -> None:
         """All data of the route; `run` is the device's thread."""

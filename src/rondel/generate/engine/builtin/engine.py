@@ -440,8 +440,8 @@ class BuiltinEngine:
 
     async def _commit(self, commit: Commit) -> None:
         await self._run(self.arrivals.commit, commit)
-        if commit.version == self.version:
-            self.scheduler.drop_cache()  # other weights under the same name: nothing computed so far may be matched
+        if commit.version <= self.version:
+            self.scheduler.drop_cache()  # other weights under a name that was used: nothing computed so far may be matched
         linear.weights_changed()
         self.version = commit.version
         self.scheduler.new_version(self.version)

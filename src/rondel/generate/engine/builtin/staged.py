@@ -49,6 +49,7 @@ def from_disk(loaded: Loaded, folder: str) -> dict[str, Tensor]:
         model, report = type(loaded.model).from_pretrained(
             path,
             config=copy.deepcopy(loaded.model.config),
+            generation_config=copy.deepcopy(loaded.model.generation_config),  # weights alone are enough
             dtype=loaded.dtype,
             attn_implementation="eager",
             use_safetensors=True,
@@ -104,7 +105,7 @@ async def update(
     manifest, tensors = await run(stage)
     serving = False
     try:
-        await engine.receive(Begin(manifest, beside=True))
+        await engine.receive(Begin(manifest, beside=True, anew=True))  # who says a version means it
         await engine.receive(Route("tensor", tensors))
         if serving := engine.state == "serving":
             await engine.pause("hold")  # else it is paused already, and its lease goes on

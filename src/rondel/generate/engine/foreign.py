@@ -1,0 +1,287 @@
+"""An engine of others behind a URL, under the contract of this house.
+
+    generate ──> gate ──> draw ──> whole
+                  ^         └────> cut by an interruption: "abort" returns what is written; else the rest is drawn as a
+                  └─────────────── continuation of its own tokens, when the gate opens again
+
+Before weights change everything that runs is interrupted, and nothing is sent until they have changed: so all tokens of a piece have
+one version, whatever the server does with requests of its own. It is the gate here that is shut and never the server: if this process
+dies, nothing stays paused. A piece has noise of its own, seeded by the sample's key and the tokens before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Protocol, get_args
+
+from rondel.words.errors import EngineError, StalledError, SyncError, UserError, boundary
+from rondel.words.protocols import Interrupt, Tags
+from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Message, Request, Route, Sampling, Scored
+
+AGAIN = 0.5  # seconds after which an interruption is repeated: a request may have been on its way
+
+
+@dataclass(slots=True)
+class Piece:
+    """What the server drew at once. `version` is the one that it says it drew with; None if it says nothing."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish: FinishReason
+    text: str
+    cached: int = 0
+    version: str | None = None
+
+
+class Server(Protocol):
+    """What differs from one kind of server to another.
+
+    name   of the kind
+    lacks  sampling settings that it does not have, or not under the logprob that law 4 asks for
+    """
+
+    name: str
+    lacks: frozenset[str]
+
+    def open(self, sampling: Sampling) -> int: ...  # check once what can be checked -> the most tokens of a request
+    async def draw(self, tokens: list[int], sampling: Sampling, seed: int, deadline: float | None) -> Piece: ...
+    async def score(self, tokens: list[int]) -> list[float]: ...  # raw logprob of each; the first is 0
+    async def interrupt(self) -> None: ...  # whatever runs returns what it has
+    async def load(self, folder: str, version: str) -> None: ...  # and forget what older weights have cached
+    async def version(self) -> str: ...
+
+
+class ForeignEngine:
+    """The Engine protocol over a `Server`.
+
+    patience  seconds in which interrupted requests must have come back, and in which weights must be read
+    """
+
+    def __init__(self, server: Server, *, version: int = -1, patience: float = 600.0) -> None:
+        self.server, self.version, self.patience = server, version, patience
+        self.root, self.bytes_copied = "", 0
+        self._broken = ""  # why it refuses
+        self._held = False
+        self._moves = asyncio.Condition()  # the gate opens, a draw ends, everything is aborted
+        self._drawing = self._waiting = 0
+        self._cuts = 0  # interruptions so far
+        self._aborts = 0  # those after which nothing goes on
+        self._begun: Begin | None = None
+        self._route: Route | None = None
+
+    @property
+    def state(self) -> str:
+        return "refusing" if self._broken else "held" if self._held else "serving"
+
+    # -- generate and score ----------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Completion:
+        self._check(request)
+        began, done = time.perf_counter(), Completion([], [], [], "abort", prompt_tokens=len(request.tokens), text="")
+        try:
+            async with asyncio.timeout(request.deadline):
+                await self._write(request, done)
+        except TimeoutError as error:
+            raise StalledError(
+                f"a request waits for {self.server.name} since {request.deadline} s; it had written {len(done.tokens)} tokens, engine {self.state}"
+            ) from error
+        done.timings = {"total": time.perf_counter() - began}
+        return done
+
+    async def _write(self, request: Request, done: Completion) -> None:
+        """Pieces, until one is whole or all is aborted."""
+        aborts = self._aborts
+        while await self._enter(aborts):
+            cuts, version = self._cuts, self.version
+            try:
+                piece = await self._draw(request, done)
+            finally:
+                self._drawing -= 1
+                await self._tell()
+            if piece.version is not None and piece.version != str(version):
+                raise EngineError(
+                    f"{self.server.name} says that it drew with weights '{piece.version}', and this run gave it '{version}': "
+                    "somebody else changes them, too. A run needs a server of its own"
+                )
+            if not len(piece.tokens) == len(piece.logprobs):
+                raise EngineError(f"{self.server.name} told {len(piece.logprobs)} logprobs of {len(piece.tokens)} tokens")
+            done.tokens += piece.tokens
+            done.logprobs += [min(0.0, logprob) for logprob in piece.logprobs]
+            done.versions += [version] * len(piece.tokens)
+            done.text = (done.text or "") + piece.text
+            done.cached_tokens = done.cached_tokens or piece.cached
+            if piece.finish != "abort" or len(done.tokens) >= request.sampling.max_tokens:
+                done.finish_reason = "length" if piece.finish == "abort" else piece.finish
+                return
+            if cuts == self._cuts:
+                raise EngineError(f"{self.server.name} cut a request that nobody here interrupted; it had {len(done.tokens)} tokens")
+
+    async def _draw(self, request: Request, done: Completion) -> Piece:
+        s, n = request.sampling, len(done.tokens)
+        if n and s.penalised:
+            raise EngineError(
+                "a sample with penalties cannot go on behind an interruption: the server would not know which tokens it wrote"
+            )
+        seed = int.from_bytes(blake2b(f"{request.key}/{n}".encode(), digest_size=8).digest(), "little") >> 1
+        rest = _left(s, n)
+        return await self.server.draw([*request.tokens, *done.tokens], rest, seed, request.deadline)
+
+    async def _enter(self, aborts: int) -> bool:
+        """Through the gate, or not at all: False when everything that waits is aborted."""
+        self._waiting += 1
+        try:
+            async with self._moves:
+                await self._moves.wait_for(lambda: not self._held or self._aborts != aborts)
+        finally:
+            self._waiting -= 1
+        if self._aborts != aborts:
+            return False
+        self._refuse_if_broken()
+        self._drawing += 1
+        return True
+
+    async def _tell(self) -> None:
+        async with self._moves:
+            self._moves.notify_all()
+
+    async def score(self, request: Request) -> Scored:
+        self._refuse_if_broken()
+        version = self.version
+        return Scored(await self.server.score(request.tokens), version)
+
+    def _check(self, request: Request) -> None:
+        self._refuse_if_broken()
+        if not request.tokens:
+            raise UserError("an empty prompt: a language model needs at least one token to go on from")
+        if request.wants or request.adapter:
+            asked = ", ".join(sorted(request.wants)) or f"adapter '{request.adapter}'"
+            raise UserError(f'{self.server.name} gives no {asked}; engine.kind = "builtin" does')
+        plain = Sampling()
+        if lacking := [name for name in sorted(self.server.lacks) if getattr(request.sampling, name) != getattr(plain, name)]:
+            raise UserError(f'{self.server.name} does not draw with {lacking[0]} as this house does; engine.kind = "builtin" does')
+
+    # -- control ---------------------------------------------------------------------------------
+
+    async def status(self) -> EngineStatus:
+        """The server is asked, too: one that is gone has no state."""
+        await self.server.version()
+        waits = (0, self._waiting) if self._held else (self._waiting, 0)
+        return EngineStatus(
+            version=self.version,
+            state=self.state,
+            running=self._drawing,
+            waiting=waits[0],
+            parked=waits[1],
+            pages_free=0,
+            pages_cached=0,
+            pages_total=0,
+            capabilities=frozenset({"logprobs", "hold", "drain", "abort", "score", "update_disk"}),
+            root=self.root,
+            bytes_copied=self.bytes_copied,
+        )
+
+    async def pause(self, how: Interrupt = "hold", lease: float = 600.0) -> None:
+        """hold: what runs returns and goes on later. drain: it ends first. abort: it returns for good."""
+        if how not in get_args(Interrupt):
+            raise UserError(f"pause('{how}'): it is one of {', '.join(get_args(Interrupt))}")
+        self._held = True
+        self._aborts += how == "abort"
+        await self._tell()
+        try:
+            async with asyncio.timeout(min(lease, self.patience)):
+                while self._drawing:
+                    if how != "drain":
+                        self._cuts += 1
+                        await self.server.interrupt()
+                    await self._idle(None if how == "drain" else AGAIN)
+        except BaseException as error:
+            await self.resume()
+            if isinstance(error, TimeoutError):
+                raise StalledError(
+                    f"{self._drawing} requests at {self.server.name} have not come back from a {how} for {min(lease, self.patience):g} s"
+                ) from error
+            raise
+
+    async def _idle(self, seconds: float | None) -> None:
+        try:
+            async with asyncio.timeout(seconds), self._moves:
+                await self._moves.wait_for(lambda: not self._drawing)
+        except TimeoutError:
+            if seconds is None:
+                raise
+
+    async def resume(self) -> None:
+        self._held = False
+        await self._tell()
+
+    async def sleep(self, tags: Tags) -> None:
+        if tags:
+            raise EngineError(
+                f"{self.server.name} has a device of its own and keeps its memory; place.kind = 'shared' is for the built-in engine"
+            )
+
+    async def wake(self, tags: Tags) -> None: ...
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    async def receive(self, message: Message) -> int:
+        """A folder. Until the commit the old version serves; a commit that fails leaves an engine that refuses until a good update."""
+        match message:
+            case Begin(beside=False):
+                raise SyncError(f'{self.server.name} takes weights from a folder: sync.kind = "disk"')
+            case Begin():
+                self._begun, self._route = message, None
+            case Route():
+                self._announced(message)
+            case Commit():
+                await self._commit(message)
+            case Abort():
+                self._begun = self._route = None
+        return self.version
+
+    def _announced(self, route: Route) -> None:
+        """The folder must hold what was begun. It is read by a process that may have another working folder."""
+        if self._begun is None or route.kind != "disk":
+            raise SyncError(
+                f"a route of kind '{route.kind}' {'before its begin' if self._begun is None else ''}: {self.server.name} reads disk"
+            )
+        with boundary(SyncError, f"reading {route.data}/manifest.json"):
+            found = json.loads((Path(route.data) / "manifest.json").read_text())["root"]
+        if found != self._begun.manifest.root:
+            raise SyncError(f"{route.data} holds weights with root {found[:8]}, and {self._begun.manifest.root[:8]} was announced")
+        self._route = route
+
+    async def _commit(self, commit: Commit) -> None:
+        begun, route = self._begun, self._route
+        self._begun = self._route = None
+        if begun is None or route is None or (commit.version, commit.root) != (begun.manifest.version, begun.manifest.root):
+            raise SyncError(f"commit of version {commit.version}, which has not arrived whole")
+        if self._drawing or self.state == "serving":
+            raise SyncError("a commit while requests run: pause the engine first")
+        self._broken = f"version {commit.version} is on its way"
+        try:
+            async with asyncio.timeout(self.patience):
+                await self.server.load(str(Path(route.data).resolve()), str(commit.version))
+                serves = await self.server.version()
+            if serves != str(commit.version):
+                raise SyncError(f"it says it serves '{serves}'")
+        except BaseException as error:
+            self._broken = f"{self.server.name} did not take version {commit.version}: {type(error).__name__}: {error}"
+            if not isinstance(error, Exception):
+                raise
+            raise SyncError(f"{self._broken}; the engine refuses to generate until a good update (law 6)") from error
+        self._broken, self.version, self.root, self.bytes_copied = "", commit.version, commit.root, route.bytes
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken:
+            raise EngineError(f"the engine refuses to generate until a good update (law 6): {self._broken}")
+
+
+def _left(s: Sampling, written: int) -> Sampling:
+    """For the tokens that are still to come."""
+    return replace(s, max_tokens=s.max_tokens - written, min_tokens=max(0, s.min_tokens - written))

@@ -1,0 +1,97 @@
+"""JSON over HTTP to one server. Whatever goes wrong names the address, the endpoint, what came back, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from rondel.words.errors import ConfigError, EngineError, StalledError
+
+DEADLINE = 60.0  # seconds for an answer that nothing is computed for
+IDLE = 2.0  # seconds that a connection waits for its next request: less than servers wait, or both would act at once
+SHOWN = 200  # characters of a body that an error shows
+
+
+def client() -> Any:
+    try:
+        import httpx2
+    except ModuleNotFoundError as error:
+        raise ConfigError("an engine behind a URL is spoken to with httpx2, which is not installed: pip install 'rondel[http]'") from error
+    return httpx2
+
+
+class Link:
+    """`await link.post("/generate", {...})`. A key in RONDEL_API_KEY goes along as a bearer token.
+
+    remedy     what to try if nobody answers
+    transport  of httpx2; None is the network
+    """
+
+    def __init__(self, url: str, *, remedy: str, transport: Any = None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"engine.url = '{url}'; it is an address like http://127.0.0.1:30000")
+        self.url, self.remedy, self._http = url.rstrip("/"), remedy, client()
+        key = os.environ.get("RONDEL_API_KEY", "")
+        self._settings: dict[str, Any] = {
+            "base_url": self.url,
+            "headers": {"Authorization": f"Bearer {key}"} if key else {},
+            "limits": self._http.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE),
+            "trust_env": False,  # a proxy is for the world outside
+            "transport": transport,
+        }
+        self._client: Any = None
+
+    async def post(self, path: str, body: dict[str, Any] | None = None, *, deadline: float | None = DEADLINE) -> Any:
+        return await self._ask("POST", path, body, deadline)
+
+    async def get(self, path: str, *, deadline: float | None = DEADLINE) -> Any:
+        return await self._ask("GET", path, None, deadline)
+
+    def now(self, path: str) -> Any:
+        """GET from code without an event loop."""
+        try:
+            with self._http.Client(**self._settings) as link:
+                return self._read(path, link.get(path, timeout=DEADLINE))
+        except self._http.HTTPError as error:
+            raise self._lost(path, error) from error
+
+    async def _ask(self, verb: str, path: str, body: dict[str, Any] | None, deadline: float | None) -> Any:
+        if self._client is None:
+            self._client = self._http.AsyncClient(**self._settings)
+        try:
+            wait = self._http.Timeout(deadline, connect=DEADLINE)
+            return self._read(path, await self._client.request(verb, path, json=body, timeout=wait))
+        except self._http.ReadTimeout as error:
+            raise StalledError(f"{self.url}{path} has not answered for {deadline:g} s; {self.remedy}") from error
+        except self._http.HTTPError as error:
+            raise self._lost(path, error) from error
+
+    def _lost(self, path: str, error: Exception) -> EngineError:
+        return EngineError(f"{self.url}{path} cannot be reached ({type(error).__name__}: {error}): {self.remedy}")
+
+    def _read(self, path: str, reply: Any) -> Any:
+        if reply.status_code != 200:
+            raise Refused(f"{self.url}{path} answered {reply.status_code}: {_short(reply.text)}", reply.status_code)
+        if not reply.content:
+            return {}
+        try:
+            return reply.json()
+        except ValueError:
+            return {"text": reply.text}
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+
+class Refused(EngineError):
+    """The server answered, and said no."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def _short(text: str) -> str:
+    return text[:SHOWN] + ("..." if len(text) > SHOWN else "")

@@ -1,0 +1,111 @@
+"""vLLM over HTTP: /v1/completions by token ids; weights from a folder through the endpoints of its development mode.
+
+Its logprobs are raw by default; other temperatures than 1 and everything that shapes logits need `--logprobs-mode processed_logprobs`,
+which is asked for at the start. A request that /abort_requests ends returns what it has written. On a CPU it computes with packed
+copies of the weights, and that of a head that is tied to the embeddings stays as it was (0.32.0): refused at the first update.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rondel.generate.engine.foreign import Piece
+from rondel.generate.engine.http import Link, Refused
+from rondel.words.errors import ConfigError, EngineError
+from rondel.words.types import FinishReason, Sampling
+
+FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+PROCESSED = "processed_logprobs"
+HEAD = "lm_head.weight"
+
+
+class Vllm:
+    """Started with: VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --port 8000."""
+
+    name = "vLLM"
+    lacks = frozenset({"grammar", "top_k", "top_p", "min_p"})
+
+    def __init__(self, url: str) -> None:
+        self.link = Link(url, remedy=f"is a server running there? {self.__doc__}")
+        self.model, self.packs = "", False
+
+    def open(self, sampling: Sampling) -> int:
+        try:
+            config = self.link.now("/server_info?config_format=json")["vllm_config"]
+        except Refused as error:
+            raise ConfigError(
+                f"engine.url = '{self.link.url}': weights change only through the endpoints of vLLM's development mode, which it does not "
+                f"have ({error}). {self.__doc__}"
+            ) from error
+        if sampling.temperature != 1 and config["model_config"]["logprobs_mode"] != PROCESSED:
+            raise ConfigError(
+                f"engine.sampling.temperature = {sampling.temperature}, but this vLLM tells logprobs of temperature 1 (law 4): "
+                f"start it with --logprobs-mode {PROCESSED}, or use 1.0"
+            )
+        self.packs = config["device_config"]["device"] == "cpu"
+        found = self.link.now("/v1/models")["data"][0]
+        self.model = found["id"]
+        return int(found["max_model_len"])
+
+    async def draw(self, tokens: list[int], sampling: Sampling, seed: int, deadline: float | None) -> Piece:
+        body = {"model": self.model, "prompt": tokens, **params(sampling, seed), "logprobs": 0, "return_token_ids": True}
+        return piece((await self.link.post("/v1/completions", body, deadline=deadline))["choices"][0])
+
+    async def score(self, tokens: list[int]) -> list[float]:
+        """Raw: temperature 1, over the prompt. One token has to be drawn with it."""
+        asked = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
+        rows = (await self.link.post("/v1/completions", {"model": self.model, "prompt": tokens, **asked}))["choices"][0]["prompt_logprobs"]
+        if len(rows) != len(tokens):
+            raise EngineError(f"{self.link.url}/v1/completions scored {len(rows)} of {len(tokens)} tokens")
+        return [0.0, *(row[str(token)]["logprob"] for row, token in zip(rows[1:], tokens[1:]))]
+
+    async def interrupt(self) -> None:
+        await self.link.post("/abort_requests", {})
+
+    async def load(self, folder: str, version: str) -> None:
+        if self.packs and HEAD not in json.loads((Path(folder) / "model.safetensors.index.json").read_text())["weight_map"]:
+            raise EngineError(
+                f"vLLM on a CPU would go on with the old {HEAD} of a model whose head is tied to its embeddings: train a copy that was saved "
+                'with tie_word_embeddings = false, or use a GPU or engine.kind = "sglang"'
+            )
+        rpc = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        await self.link.post("/collective_rpc", rpc, deadline=None)
+        if not (told := await self.link.post("/reset_prefix_cache"))["success"]:
+            raise EngineError(f"{self.link.url}/reset_prefix_cache: {told}; requests of somebody else run there")
+        await self.link.post("/update_weight_version", {"new_version": version})
+
+    async def version(self) -> str:
+        return str((await self.link.get("/weight_info"))["weight_version"])
+
+
+def params(s: Sampling, seed: int) -> dict[str, Any]:
+    """All of them: what is left out, the server takes from the model's generation config."""
+    return {
+        "temperature": s.temperature,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": s.repetition_penalty,
+        "presence_penalty": s.presence_penalty,
+        "frequency_penalty": s.frequency_penalty,
+        "logit_bias": {str(token): bias for token, bias in s.logit_bias.items()} or None,
+        "max_tokens": s.max_tokens,
+        "min_tokens": s.min_tokens,
+        "stop": [x for x in s.stop if isinstance(x, str)] or None,
+        "stop_token_ids": [x for x in s.stop if isinstance(x, int)] or None,
+        "ignore_eos": s.ignore_eos,
+        "seed": seed,
+    }
+
+
+def piece(choice: dict[str, Any]) -> Piece:
+    """`token_ids` has every drawn token, the end token too, each with its logprob."""
+    told = choice.get("logprobs") or {"token_logprobs": []}
+    return Piece(
+        tokens=choice["token_ids"] or [],
+        logprobs=told["token_logprobs"],
+        finish=FINISH[choice["finish_reason"]],
+        text=choice["text"],
+    )

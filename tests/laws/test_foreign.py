@@ -1,0 +1,315 @@
+"""An engine of others under our contract: each token has the version that drew it, nothing is drawn while weights change, nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+
+import httpx2
+import pytest
+
+from rondel.generate.engine.foreign import ForeignEngine, Piece
+from rondel.generate.engine.http import Link
+from rondel.generate.engine.sglang import Sglang
+from rondel.generate.engine.sglang import params as sglang_params
+from rondel.generate.engine.sglang import piece as sglang_piece
+from rondel.generate.engine.vllm import Vllm
+from rondel.generate.engine.vllm import piece as vllm_piece
+from rondel.words.errors import ConfigError, EngineError, StalledError, SyncError, UserError
+from rondel.words.types import Begin, Commit, Manifest, Request, Route, Sampling, TensorInfo
+
+
+class Fake:
+    """A server that draws a token a turn; its logprob tells the version that really drew it."""
+
+    name, lacks = "fake", frozenset({"grammar", "top_k"})
+
+    def __init__(self, seed: int = 0) -> None:
+        self.serves, self.cut, self.running, self.loading, self.random = 0, 0, 0, False, random.Random(seed)
+        self.seeds, self.asked, self.tells = [], [], True
+
+    async def draw(self, tokens, sampling, seed, deadline):
+        self.seeds.append(seed)
+        self.asked.append(list(tokens))
+        for _ in range(self.random.randrange(3)):
+            await asyncio.sleep(0)  # on its way
+        cut, drawn, logprobs = self.cut, [], []
+        self.running += 1
+        try:
+            while len(drawn) < sampling.max_tokens and cut == self.cut:
+                assert not self.loading, "a token is drawn while the weights change"
+                drawn.append(len(tokens) + len(drawn))
+                logprobs.append(-1.0 - self.serves)
+                await asyncio.sleep(0)
+            for _ in range(self.random.randrange(3)):
+                await asyncio.sleep(0)  # on its way back
+        finally:
+            self.running -= 1
+        finish = "length" if len(drawn) == sampling.max_tokens else "abort"
+        return Piece(drawn, logprobs, finish, "x" * len(drawn), 0, str(self.serves) if self.tells else None)
+
+    async def score(self, tokens):
+        return [0.0] * len(tokens)
+
+    async def interrupt(self):
+        self.cut += 1
+
+    async def load(self, folder, version):
+        assert not self.running
+        self.loading = True
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self.loading, self.serves = False, int(version)
+
+    async def version(self):
+        return str(self.serves)
+
+
+def engine(**settings):
+    fake = Fake()
+    return ForeignEngine(fake, version=0, **settings), fake
+
+
+def ask(n=20, key=1, **more):
+    return Request([0, 1, 2], Sampling(max_tokens=n, **more), key=key)
+
+
+def folder(place, version, root=None):
+    manifest = Manifest(version, (TensorInfo("w", (version + 1,), "float32", "d"),))
+    place.mkdir(exist_ok=True)
+    (place / "manifest.json").write_text(json.dumps({"root": root or manifest.root}))
+    return manifest, Route("disk", str(place), bytes=8)
+
+
+async def update(e, place, version, how="hold"):
+    manifest, route = folder(place, version)
+    await e.receive(Begin(manifest, beside=True))
+    await e.receive(route)
+    await e.pause(how)
+    served = await e.receive(Commit(version, manifest.root))
+    await e.resume()
+    return served
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_token_has_the_version_that_drew_it(tmp_path, seed):
+    async def work():
+        rng = random.Random(seed)
+        e, fake = engine()
+        fake.random, fake.tells = rng, seed % 2
+        tasks = [asyncio.create_task(e.generate(ask(rng.randrange(1, 60), key=i))) for i in range(20)]
+        for version in range(1, 6):
+            for _ in range(rng.randrange(12)):
+                await asyncio.sleep(0)
+            assert await update(e, tmp_path, version, how="hold" if rng.random() < 0.8 else "drain") == version
+        done = await asyncio.gather(*tasks)
+        for c in done:
+            assert c.finish_reason == "length" and c.tokens == list(range(3, 3 + len(c.tokens)))  # no token twice, none left out
+            assert c.versions == [int(-1 - lp) for lp in c.logprobs] == sorted(c.versions) and c.text == "x" * len(c.tokens)
+        assert any(len(set(c.versions)) > 1 for c in done)
+        assert len(set(fake.seeds)) == len(fake.seeds)  # every piece has noise of its own
+        s = await e.status()
+        assert (s.running, s.waiting, s.parked, s.version, s.state, s.bytes_copied) == (0, 0, 0, 5, "serving", 8)
+
+    asyncio.run(work())
+
+
+def test_an_abort_returns_what_is_written_and_what_waits():
+    async def work():
+        e, _ = engine()
+        running = asyncio.create_task(e.generate(ask(50)))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        await e.pause("hold")
+        waiting = asyncio.create_task(e.generate(ask(50)))
+        await asyncio.sleep(0)
+        assert (await e.status()).state == "held" and (await e.status()).parked == 2
+        await e.pause("abort")
+        a, b = await asyncio.gather(running, waiting)
+        assert a.finish_reason == b.finish_reason == "abort" and 0 < len(a.tokens) < 50 and b.tokens == []
+        later = asyncio.create_task(e.generate(ask(5)))
+        await asyncio.sleep(0)
+        assert not later.done()
+        await e.resume()
+        assert len((await later).tokens) == 5
+
+    asyncio.run(work())
+
+
+def test_a_folder_that_is_not_what_was_announced_leaves_the_old_version(tmp_path):
+    async def work():
+        e, fake = engine()
+        manifest, route = folder(tmp_path, 1, root="another")
+        await e.receive(Begin(manifest, beside=True))
+        with pytest.raises(SyncError, match="root another"):
+            await e.receive(route)
+        with pytest.raises(SyncError, match="has not arrived whole"):
+            await e.receive(Commit(1, manifest.root))
+        with pytest.raises(SyncError, match="takes weights from a folder"):
+            await e.receive(Begin(manifest))
+        assert fake.serves == 0 and len((await e.generate(ask(3))).tokens) == 3
+        manifest, route = folder(tmp_path, 1)
+        await e.receive(Begin(manifest, beside=True))
+        await e.receive(route)
+        with pytest.raises(SyncError, match="pause the engine first"):
+            await e.receive(Commit(1, manifest.root))
+
+    asyncio.run(work())
+
+
+def test_weights_that_did_not_arrive_make_it_refuse_until_a_good_update(tmp_path):
+    async def work():
+        e, fake = engine()
+        whole = fake.load
+
+        async def lies(folder, version):
+            pass
+
+        fake.load = lies
+        with pytest.raises(SyncError, match="it says it serves '0'; the engine refuses"):
+            await update(e, tmp_path, 1)
+        await e.resume()
+        assert (await e.status()).state == "refusing"
+        for verb in (e.generate(ask()), e.score(ask())):
+            with pytest.raises(EngineError, match="did not take version 1"):
+                await verb
+        fake.load = whole
+        assert await update(e, tmp_path, 2) == 2
+        assert (await e.generate(ask(2))).versions == [2, 2]
+
+    asyncio.run(work())
+
+
+def test_what_cannot_be_true_is_said():
+    async def work():
+        e, fake = engine(patience=0.05)
+        for request, told in (
+            (ask(top_k=5), "does not draw with top_k"),
+            (Request([], Sampling()), "empty prompt"),
+            (Request([1], Sampling(), wants=frozenset({"experts"})), "gives no experts"),
+        ):
+            with pytest.raises(UserError, match=told):
+                await e.generate(request)
+        with pytest.raises(EngineError, match="device of its own"):
+            await e.sleep(("weights",))
+        fake.serves = 7
+        with pytest.raises(EngineError, match="drew with weights '7', and this run gave it '0'"):
+            await e.generate(ask(2))
+        fake.serves = 0
+        cut = asyncio.create_task(e.generate(ask(50)))
+        for _ in range(8):
+            await asyncio.sleep(0)
+        fake.cut += 1
+        with pytest.raises(EngineError, match="nobody here interrupted"):
+            await cut
+        deaf = asyncio.create_task(e.generate(ask(10**6)))
+        await asyncio.sleep(0)
+        fake.interrupt = lambda: asyncio.sleep(0)
+        with pytest.raises(StalledError, match=r"1 requests at fake have not come back from a hold for 0\.05 s"):
+            await e.pause("hold")
+        assert e.state == "serving"
+        deaf.cancel()
+        slow = Request([1], Sampling(max_tokens=10**6), deadline=0.02)
+        with pytest.raises(StalledError, match=r"waits for fake since 0\.02 s; it had written"):
+            await e.generate(slow)
+        assert e._drawing == 0
+
+    asyncio.run(work())
+
+
+# -- what the servers of others say -----------------------------------------------------------------
+
+
+def test_replies_of_sglang():
+    """Shapes of SGLang v0.5 (srt/managers/tokenizer_manager.py: meta_info; srt/managers/schedule_batch.py: finish reasons)."""
+    meta = {
+        "id": "r1", "prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 2, "weight_version": "4", "e2e_latency": 0.1,
+        "output_token_logprobs": [[-0.5, 11, None], [-0.25, 2, None]],
+    }  # fmt: skip
+    got = sglang_piece({"text": "a", "output_ids": [11, 2], "meta_info": {**meta, "finish_reason": {"type": "stop", "matched": 2}}})
+    assert got == Piece([11, 2], [-0.5, -0.25], "stop", "a", 2, "4")
+    cut = {"type": "abort", "message": "Abort in waiting queue", "status_code": None, "err_type": None}
+    got = sglang_piece({"text": "", "output_ids": [], "meta_info": {"id": "r1", "finish_reason": cut, "weight_version": "default"}})
+    assert got == Piece([], [], "abort", "", 0, "default")
+    sent = sglang_params(Sampling(stop=("END", 7), max_tokens=9), 5)
+    assert sent["top_k"] == -1 and sent["stop"] == ["END"] and sent["stop_token_ids"] == [7] and sent["max_new_tokens"] == 9
+
+
+def test_replies_of_vllm():
+    """Shapes of vLLM 0.32.0 (entrypoints/openai/completion/protocol.py), with return_token_ids and logprobs = 0."""
+    choice = {
+        "index": 0, "text": " Paris", "finish_reason": "length", "stop_reason": None, "token_ids": [7042, 30], "prompt_token_ids": [1, 2],
+        "logprobs": {"text_offset": [0, 6], "token_logprobs": [-0.5, -1.5], "tokens": [" Paris", "."], "top_logprobs": [{}, {}]},
+        "prompt_logprobs": None,
+    }  # fmt: skip
+    assert vllm_piece(choice) == Piece([7042, 30], [-0.5, -1.5], "length", " Paris")
+    assert vllm_piece({"text": "", "finish_reason": "abort", "token_ids": [], "logprobs": None}) == Piece([], [], "abort", "")
+
+
+def scripted(server, replies):
+    """`replies`: {path: (status, body)}. -> the server, and what it was asked."""
+    asked = []
+
+    def answer(request):
+        asked.append((request.url.path, json.loads(request.content) if request.content else None))
+        status, body = replies[request.url.path]
+        return httpx2.Response(status, json=body) if not isinstance(body, str) else httpx2.Response(status, text=body)
+
+    server.link = Link("http://gpu-7:30000", remedy="start it", transport=httpx2.MockTransport(answer))
+    return server, asked
+
+
+def test_faults_name_the_address_what_came_back_and_the_remedy():
+    async def work():
+        server, _ = scripted(Sglang("http://gpu-7:30000"), {"/get_model_info": (500, "x" * 999)})
+        with pytest.raises(EngineError, match=r"http://gpu-7:30000/get_model_info answered 500: x{200}\.\.\.$"):
+            await server.version()
+        lost = Sglang("http://127.0.0.1:9")
+        with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9/get_model_info cannot be reached \(ConnectError.*launch_server"):
+            await lost.version()
+        with pytest.raises(EngineError, match="cannot be reached"):
+            lost.open(Sampling())
+        with pytest.raises(ConfigError, match=r"engine\.url = 'gpu-7'; it is an address"):
+            Sglang("gpu-7")
+        server, asked = scripted(Sglang("http://a"), {"/update_weights_from_disk": (200, {"success": False, "message": "no such folder"})})
+        with pytest.raises(EngineError, match="no such folder"):
+            await server.load("/weights/v-1", "1")
+        assert asked == [("/update_weights_from_disk", {"model_path": "/weights/v-1", "weight_version": "1", "flush_cache": True})]
+
+    asyncio.run(work())
+
+
+def test_vllm_is_asked_whether_it_can_carry_the_run():
+    def opened(temperature, mode="raw_logprobs", dev=200):
+        config = {"vllm_config": {"model_config": {"logprobs_mode": mode}, "device_config": {"device": "cuda"}}}
+        models = {"data": [{"id": "m", "max_model_len": 512}]}
+        server, _ = scripted(Vllm("http://a"), {"/server_info": (dev, config), "/v1/models": (200, models)})
+        return server.open(Sampling(temperature=temperature))
+
+    assert opened(1.0) == opened(0.7, mode="processed_logprobs") == 512
+    with pytest.raises(ConfigError, match=r"temperature = 0\.7.*--logprobs-mode processed_logprobs"):
+        opened(0.7)
+    with pytest.raises(ConfigError, match=r"development mode.*VLLM_SERVER_DEV_MODE=1"):
+        opened(1.0, dev=404)
+
+
+def test_vllm_takes_weights_in_order_and_forgets_its_cache(tmp_path):
+    async def work():
+        replies = {path: (200, {"success": True}) for path in ("/collective_rpc", "/reset_prefix_cache", "/update_weight_version")}
+        server, asked = scripted(Vllm("http://a"), replies)
+        await server.load("/weights/v-3", "3")
+        assert asked == [
+            ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "/weights/v-3"}}),
+            ("/reset_prefix_cache", None),
+            ("/update_weight_version", {"new_version": "3"}),
+        ]
+        replies["/reset_prefix_cache"] = (200, {"success": False})
+        with pytest.raises(EngineError, match="requests of somebody else"):
+            await server.load("/weights/v-4", "4")
+        server.packs = True
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "a"}}))
+        with pytest.raises(EngineError, match="whose head is tied"):
+            await server.load(str(tmp_path), "5")
+
+    asyncio.run(work())
