@@ -22,8 +22,10 @@ from rondel.models.compiled import Compiled
 from rondel.models.load import Loaded, load
 from rondel.models.vocabulary import same_words
 from rondel.planner import resolve as planner
+from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import Device
 from rondel.runtime.journal.wal import TokenLog
+from rondel.sync.from_tensor import FromTensor
 from rondel.train.checkpoint import bytes_needed
 from rondel.train.critic import Critic
 from rondel.train.draft import DraftTrainer
@@ -153,6 +155,15 @@ class EngineHost:
         self.device.close()
 
 
+def follow(job: Job, row: Algorithm, sampling: Sampling, device: str, threads: int | None) -> None:
+    """A rank that torchrun started beside the one with the loop: does what that one calls."""
+    rank, size = torchrun.rank_and_size()
+    host = TrainerHost(job, row, sampling, device, threads, FromTensor())  # it gives its shards and sends nothing itself
+    calls = host.device.call(torchrun.joined, device)
+    host.join(rank, size)
+    torchrun.follow(host, calls)
+
+
 class TrainerHost:
     """One rank of the trainer with a device and weights of its own. What it learns of a batch is told, for the batch came as a copy."""
 
@@ -177,8 +188,8 @@ class TrainerHost:
     def join(self, rank: int = 0, size: int = 1, address: tuple[str, int] | None = None) -> tuple[Known, dict[str, str], int]:
         """Returns when all ranks have. -> facts of the model, what was resolved, and the size of a checkpoint."""
         known = Known.of(self.loaded)
-        if address is not None:
-            meeting = self.meeting if rank == 0 else Meeting.at(address)
+        if size > 1:
+            meeting = None if address is None else self.meeting if rank == 0 else Meeting.at(address)
             self.ranks = self.device.call(lambda: Sharded(rank, size, meeting, device=self.device.name))
         self.trainer, resolved = trainer_of(*self.made_of, ranks=self.ranks, transport=self.transport)
         return known, resolved, bytes_needed(self.trainer)

@@ -4,6 +4,7 @@ place.kind   place.cluster
 shared       local            one device, one module, 0 bytes move
 split        local            two devices of this process, a module each
 split        process          place.ranks + place.engines processes of this machine, each on cores (or a GPU) of its own
+split        torchrun         the ranks that torchrun started; the first one has the loop, and the engines as processes of its own
 split        ray              the same as actors of a Ray cluster, on any of its machines
 
 An engine of others is where its url says; then only the trainer's ranks are processes of ours.
@@ -31,6 +32,7 @@ from rondel.generate.engine.router import Router
 from rondel.generate.engine.sglang import Sglang
 from rondel.generate.engine.vllm import Vllm
 from rondel.planner import resolve as planner
+from rondel.runtime.cluster import torchrun
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device, Shared, Split, pick_device
 from rondel.sync import transport_of
@@ -88,7 +90,7 @@ class Plan:
         where = self.job.place
         self.device = pick_device(where.device)
         self.threads = None if where.threads == "auto" else where.threads
-        apart = "module" if where.kind == "shared" else {"local": "device", "process": "process"}.get(where.cluster, "machine")
+        apart = "module" if where.kind == "shared" else {"local": "device", "ray": "machine"}.get(where.cluster, "process")
         if self.job.engine.kind != "builtin":
             apart = "server"
         way = planner.transport(self.job.sync.kind, apart=apart, room=planner.shared_memory())
@@ -105,7 +107,7 @@ class Plan:
     def cluster(self, workers: int, threads: int | None) -> Any:
         """What starts the workers."""
         where = self.job.place
-        if where.cluster == "process":
+        if where.cluster != "ray":
             return ProcessCluster(self.folder / "logs" if self.folder else None, patience=where.patience)
         try:
             from rondel.runtime.cluster.ray import RayCluster
@@ -157,38 +159,29 @@ def _split_here(plan: Plan) -> Placed:
 
 
 def _split(plan: Plan) -> Placed:
-    job, ranks, mine = plan.job, plan.job.place.ranks, plan.job.engine.kind == "builtin"
+    job, mine, led = plan.job, plan.job.engine.kind == "builtin", plan.job.place.cluster == "torchrun"
+    ranks = torchrun.rank_and_size()[1] if led else job.place.ranks
+    if led and job.place.ranks not in (1, ranks):
+        raise ConfigError(f"place.ranks = {job.place.ranks}, but torchrun started {ranks}: leave it out, torchrun says how many there are")
     ours = [job.engine, job.engine.speculative] if mine else []
     for section in (job.model, job.model.adapter, job.trainer, job.trainer.critic, *ours):
         section._read.update(type(section).model_fields)  # by the hosts
     engines = job.place.engines if mine else 0
     workers = ranks + engines
     on_cpu, names = plan.device == "cpu", plan.names(workers)
-    shares = _shares(workers) if on_cpu else [()] * workers
+    shares: list[tuple[int, ...]] = _shares(workers) if on_cpu and not led else [()] * workers
     each = plan.threads or (max(1, len(cores()) // workers) if on_cpu else None)
     cluster = plan.cluster(workers, each)
     plan.ends.callback(cluster.close)
-    trainers = [
-        cluster.spawn(
-            f"trainer-{rank}",
-            TrainerHost,
-            *(job, plan.row, plan.sampling, names[rank], each, plan.transport()),
-            cores=shares[rank],
-            tells=rank == 0,
-        )
-        for rank in range(ranks)
-    ]
 
     def start(i: int) -> Any:
         made_of = (job, names[ranks + i], each, {plan.kind: plan.transport()}, plan.log(i))
         return cluster.spawn(f"engine-{i}", EngineHost, *made_of, cores=shares[ranks + i])
 
     hosts = [start(i) for i in range(engines)]
-    for worker in (*trainers, *hosts):
+    trainers, (known, resolved, size) = (_led if led else _spawned)(plan, cluster, ranks, names, shares, each)
+    for worker in hosts:
         worker.now()
-    address = trainers[0].now("meet", trainers[0].host) if ranks > 1 else None
-    joined = [trainer.ask("join", rank, ranks, address) for rank, trainer in enumerate(trainers)]
-    (known, resolved, size), *_ = [answer.result() for answer in joined]
     longest = plan.longest(known)
     for worker in hosts:
         resolved |= worker.now("open", longest)
@@ -200,6 +193,30 @@ def _split(plan: Plan) -> Placed:
     named: dict[str, Any] = {f"engine-{i}": remote for i, remote in enumerate(remotes)} | others
     engine = remotes[0] if mine and engines == 1 else _routed(named, job, known)
     return Placed(known, engine, RemoteTrainer(trainers), Split(), resolved, where, size, plan.transport(), remotes)
+
+
+def _spawned(
+    plan: Plan, cluster: Any, ranks: int, names: list[str], shares: list[tuple[int, ...]], each: int | None
+) -> tuple[list[Any], Any]:
+    """The trainer's ranks as workers of the cluster. -> they, and what the first one says of itself."""
+    made_of = [(plan.job, plan.row, plan.sampling, names[rank], each, plan.transport()) for rank in range(ranks)]
+    trainers = [cluster.spawn(f"trainer-{rank}", TrainerHost, *made_of[rank], cores=shares[rank], tells=rank == 0) for rank in range(ranks)]
+    for worker in trainers:
+        worker.now()
+    address = trainers[0].now("meet", trainers[0].host) if ranks > 1 else None
+    joined = [trainer.ask("join", rank, ranks, address) for rank, trainer in enumerate(trainers)]
+    told, *_ = [answer.result() for answer in joined]
+    return trainers, told
+
+
+def _led(plan: Plan, cluster: Any, ranks: int, names: list[str], shares: list[tuple[int, ...]], each: int | None) -> tuple[list[Any], Any]:
+    """This process is the first rank, the others follow it."""
+    host = TrainerHost(plan.job, plan.row, plan.sampling, names[0], each, plan.transport())
+    calls = host.device.call(torchrun.joined, host.device.name)
+    told = host.join(0, ranks)
+    leader = torchrun.Leader(host, calls)
+    plan.ends.callback(leader.close)
+    return [leader], told
 
 
 def _elsewhere(plan: Plan, known: Known, longest: int) -> dict[str, ForeignEngine]:

@@ -19,13 +19,15 @@ from filelock import FileLock, Timeout
 
 from rondel import loop
 from rondel.algos.table import SFT
-from rondel.assemble.parts import Parts, build
+from rondel.assemble.hosts import follow
+from rondel.assemble.parts import Parts, build, row_of, sampling_of
 from rondel.assemble.rollouts import Demonstrations, Rollouts, prepare, prepare_of, rollouts_of
 from rondel.buffer import Buffer
 from rondel.evaluate import evaluate
 from rondel.filter import chain
 from rondel.generate.envs.stream import stream
-from rondel.runtime.devices import keep_memory
+from rondel.runtime.cluster import torchrun
+from rondel.runtime.devices import keep_memory, pick_device
 from rondel.runtime.journal import store
 from rondel.runtime.journal.log import FILE, Journal
 from rondel.runtime.telemetry.card import write_card
@@ -44,6 +46,9 @@ RESTARTS = 3  # of a run that lost a rank of its trainer
 def train(job: Job, *, quiet: bool = False, built: Callable[[Parts], Any] | None = None) -> dict[str, Any]:
     """Run the recipe, or continue its folder. -> the run card. `built` sees the parts before the first step."""
     keep_memory()
+    if job.place.cluster == "torchrun" and torchrun.rank_and_size()[0]:
+        follow(job, row_of(job), sampling_of(job), pick_device(job.place.device), None)
+        return {}
     folder = Path(job.run.folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:

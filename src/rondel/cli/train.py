@@ -24,7 +24,7 @@ def run(
     from rondel.assemble import train
 
     card = train(job, quiet=quiet)
-    if not quiet:
+    if card and not quiet:
         print(ending(job.run.folder, card))
 
 

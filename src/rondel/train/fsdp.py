@@ -42,17 +42,13 @@ class Meeting:
 
 
 class Sharded(Alone):
-    """One of `size` ranks that meet there."""
+    """One of `size` ranks that meet there; without a meeting, in the group that a launcher has made already."""
 
-    def __init__(self, rank: int, size: int, meeting: Meeting, *, device: str = "cpu", patience: float = 600.0) -> None:
+    def __init__(self, rank: int, size: int, meeting: Meeting | None, *, device: str = "cpu", patience: float = 600.0) -> None:
         self.rank, self.size = rank, size
-        dist.init_process_group(
-            "gloo" if device == "cpu" else "nccl",
-            store=meeting.store,
-            rank=rank,
-            world_size=size,
-            timeout=datetime.timedelta(seconds=patience),
-        )
+        if meeting is not None:
+            backend, wait = "gloo" if device == "cpu" else "nccl", datetime.timedelta(seconds=patience)
+            dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=size, timeout=wait)
         self.mesh = init_device_mesh(device.partition(":")[0], (size,))
 
     def hold(self, loaded: Loaded) -> Loaded:

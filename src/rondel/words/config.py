@@ -232,7 +232,7 @@ class Trainer(Section):
 
 class Place(Section):
     kind: Literal["shared", "split"] = Field("shared", description="engine and trainer on one device, or on devices of their own")
-    cluster: Literal["auto", "local", "process", "ray"] = Field(
+    cluster: Literal["auto", "local", "process", "torchrun", "ray"] = Field(
         "auto",
         description="where they run: in this process, in processes of their own, as Ray actors; auto: local if shared, process if split",
     )

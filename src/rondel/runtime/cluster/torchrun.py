@@ -1,0 +1,87 @@
+"""The ranks that `torchrun` started: the first one runs the loop and calls, the others follow.
+
+    torchrun --nproc-per-node 2 --no-python rondel train RUN.toml --place.kind=split --place.cluster=torchrun
+
+    rank 0   Leader.verb(...)  ── broadcast (verb, arguments) ──>  rank 1, 2, ...   follow(object)
+             object.verb(...)                                      object.verb(...)            the same call at the same time
+
+torchrun owns the processes: it ends all of them when one ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch.distributed as dist
+
+from rondel.words.errors import ConfigError
+
+PATIENCE = datetime.timedelta(days=30)  # a follower waits for the next call for as long as the leader's loop takes
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Of this process, as torchrun told it."""
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except KeyError as error:
+        raise ConfigError(
+            'place.cluster = "torchrun": this process was not started by torchrun. Start it so: '
+            "torchrun --nproc-per-node 2 --no-python rondel train RUN.toml"
+        ) from error
+
+
+def joined(device: str) -> Any:
+    """The group of all ranks, which is then torch's default, and one beside it for calls."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo" if device == "cpu" else "nccl")
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
+
+
+class Leader:
+    """Rank 0's object, as `process.Worker` is one elsewhere: every verb is called on all ranks, the answer is its own."""
+
+    def __init__(self, made: Any, calls: Any) -> None:
+        self._object, self._calls = made, calls
+        self._thread = ThreadPoolExecutor(1, "torchrun")  # calls leave in the order in which they were made
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        if verb.startswith("_"):
+            raise AttributeError(verb)
+
+        async def call(*args: Any) -> Any:
+            await asyncio.wrap_future(self._thread.submit(self._tell, verb, args))
+            value = getattr(self._object, verb)(*args)
+            return await value if asyncio.iscoroutine(value) else value
+
+        return call
+
+    def close(self) -> None:
+        self._thread.submit(self._tell, "close", ()).result()
+        self._thread.shutdown()
+        self._object.close()
+
+    def _tell(self, verb: str, args: tuple[Any, ...]) -> None:
+        dist.broadcast_object_list([verb, args], src=0, group=self._calls)
+
+
+def follow(made: Any, calls: Any) -> None:
+    """Do what rank 0 calls, until it closes."""
+    with asyncio.Runner() as runner:
+        while True:
+            heard: list[Any] = [None, None]
+            dist.broadcast_object_list(heard, src=0, group=calls)
+            verb, args = heard
+            value = getattr(made, verb)(*args)
+            if asyncio.iscoroutine(value):
+                runner.run(_await(value))
+            if verb == "close":
+                return
+
+
+async def _await(value: Any) -> Any:
+    return await value
