@@ -10,6 +10,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from rondel.runtime.journal import store
 from rondel.runtime.journal.log import read
 from rondel.words.config import Job
 from rondel.words.events import subscribe
@@ -83,3 +84,31 @@ def steps(folder: Path) -> list[tuple]:
 
 def balances(ledger: dict[str, int]) -> bool:
     return ledger["issued"] == sum(n for name, n in ledger.items() if name != "issued")
+
+
+def check(folder: Path, *, staleness: int, total: int, groups: int = 4, size: int = 4) -> list[dict]:
+    """Ledger, versions, lag, rollouts of a finished run. -> the stored rows."""
+    done = events(folder, "StepDone")
+    assert [e["step"] for e in done] == [e["version"] for e in done] == list(range(1, total + 1))
+    assert all(balances(e["ledger"]) and not e["note"] for e in done)
+    assert events(folder, "RunEnded")[-1]["step"] == total
+    born = {e["number"]: e["version"] for e in events(folder, "Admitted")}
+    rows = []
+    for taken in events(folder, "GroupsTaken"):
+        assert all(0 <= taken["version"] - b <= staleness for b in taken["born"])
+        step = store.read_step(folder, taken["step"])
+        rows += step
+        assert {r["group"] for r in step} == set(taken["numbers"])
+        for row in step:
+            assert row["trained_at"] == taken["version"]
+            written = [v for v, m in zip(row["versions"], row["mask"]) if m]
+            assert all(v == -1 for v, m in zip(row["versions"], row["mask"]) if not m)
+            assert len(row["trainer_logprobs"]) == len(row["advantages"]) == len(row["tokens"])
+            if row["env"] and written and any(row["behavior_logprobs"]):  # sampled, not shown
+                assert row["born"] <= min(written) and max(written) <= taken["version"] and written == sorted(written)
+                fresh = set(written) == {taken["version"]}
+                gap = max(abs(a - b) for a, b, m in zip(row["trainer_logprobs"], row["behavior_logprobs"], row["mask"]) if m)
+                assert gap < 2e-4 or not fresh, "the trainer recomputes what its own version wrote"
+    assert born
+    assert final(folder)
+    return rows

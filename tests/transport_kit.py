@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from rondel.models import names
+from rondel.sync.from_ipc import SHARED
 
 
 def serve(pipe, make, kind, transport) -> None:
     from engine_kit import engine
 
-    os.environ["OMP_NUM_THREADS"] = "1"
     e = engine(make(), transports={kind: transport})
 
     async def main():
@@ -77,16 +77,9 @@ def bits(loaded) -> dict[str, torch.Tensor]:
     return dict(names.weights(loaded.model))
 
 
-def shared_files() -> set[str]:
-    return {p.name for p in Path("/dev/shm").glob("rondel-*")}
-
-
-def listening(pid: int | None = None) -> set[int]:
-    """Ports on which this machine listens."""
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            part = row.split()
-            if part[3] == "0A":
-                found.add(int(part[1].rsplit(":", 1)[1], 16))
-    return found
+def left_behind() -> set[str]:
+    """Named segments and listening ports of this process."""
+    mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")}
+    rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    ports = {row[1].rsplit(":", 1)[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
+    return ports | {path.name for path in SHARED.glob(f"rondel-{os.getpid()}-*")}

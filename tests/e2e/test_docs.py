@@ -37,6 +37,7 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel view runs/tiny --limit 4": "whole",
     "rondel train recipes/moe.toml": "reduced",
     "rondel train recipes/ppo.toml": "reduced",
+    "rondel train recipes/lora.toml": "parsed: it takes minutes and a model of 93 MB; tests/laws/test_adapters.py runs a tiny one",
     "rondel train recipes/opd.toml": "parsed: its teacher is a whole run of recipes/tiny.toml; tests/laws/test_distill.py runs one",
     "rondel card runs/tiny": "whole",
     "PYTHONPATH=examples rondel check recipes/tiny.toml --task.reward=my_reward:grade": "whole",
@@ -71,6 +72,7 @@ SNIPPETS: dict[
     },
     "from openai import OpenAI": "tests/e2e/test_serve.py",
     "from rondel.algos.table import DR_GRPO": {},
+    "from rondel.models.merge import merge": "tests/laws/test_adapters.py",
     "def grade(trajectory, task, brevity=0.0):": {},
     'for event in read("runs/tiny"):': {},
 }
@@ -79,6 +81,7 @@ RECIPES = {
     "moe.toml": "reduced",
     "ppo.toml": "reduced",
     "opd.toml": "parsed: it learns from what recipes/tiny.toml has trained; tests/laws/test_distill.py runs one",
+    "lora.toml": "parsed: it takes minutes and a model of 93 MB; tests/laws/test_adapters.py runs a tiny one",
     "quickstart.toml": "parsed: it takes minutes and a model of 93 MB",
 }
 EXAMPLES = {"my_reward.py": "by a command of README.md", "my_env.py": "by a command of docs/generate.md"}

@@ -14,7 +14,7 @@ from train_kit import awkward_groups, batch, bits, model, row, step, trainer, tr
 from transformers import AutoModelForCausalLM
 
 from rondel.assemble import replay
-from rondel.models.load import save
+from rondel.models.save import save
 from rondel.runtime.journal import store
 from rondel.train.checkpoint import load_trainer, save_trainer
 from rondel.train.credit import credit, kl_of_samples

@@ -19,7 +19,7 @@ MODES = {
 @pytest.mark.parametrize("name", MODES)
 def test_nothing_moves_and_the_gap_stays_flat(tmp_path, name):
     parts = build(tiny(tmp_path / "start", **TEN))
-    start = {n: p.detach().clone() for n, p in parts.loaded.model.named_parameters()}
+    start = {n: p.detach().clone() for n, p in parts.trainer.loaded.model.named_parameters()}
     parts.close()
     run(tmp_path / "run", **TEN, **MODES[name])
     done = events(tmp_path / "run", "StepDone")

@@ -17,8 +17,8 @@ from rondel.models import names
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.train.credit import credit
 from rondel.train.critic import Critic
-from rondel.train.fsdp import Sharded
-from rondel.train.parallel import ALONE, Alone
+from rondel.train.fsdp import Meeting, Sharded
+from rondel.train.parallel import ALONE
 from rondel.train.step import LocalTrainer, Settings, Sums
 from rondel.words.types import Route, Score
 
@@ -28,9 +28,16 @@ MODELS = ("llama", "tied", "qwen3", "gemma3_text")
 class Rank:
     """A trainer among its ranks, in a process of its own."""
 
-    def __init__(self, rank: int, size: int, meeting: str) -> None:
+    def __init__(self, rank: int) -> None:
         torch.set_num_threads(1)
-        self.ranks: Alone = Sharded(rank, size, meeting, patience=60) if size > 1 else ALONE
+        self.rank, self.ranks = rank, ALONE  # type: int, Alone
+
+    def meet(self) -> tuple[str, int]:
+        self.meeting = Meeting("127.0.0.1")
+        return self.meeting.address
+
+    def join(self, address: tuple[str, int]) -> None:
+        self.ranks = Sharded(self.rank, 2, self.meeting if self.rank == 0 else Meeting.at(address), patience=60)
 
     def make(self, kind: str, dtype: str = "float32", algo=None, *, teacher: bool = False, **settings) -> None:
         loaded, chosen = model(kind, dtype), Settings(**{"lr": 1e-3, "critic_lr": 1e-3, "start_probe": 0, **settings})
@@ -96,7 +103,7 @@ class Pair:
 
     def __getattr__(self, verb):
         def call(*args, **how):
-            asked = [rank._ask(verb, args, how) for rank in self.ranks]
+            asked = [rank.ask(verb, *args, **how) for rank in self.ranks]
             return [answer.result(120) for answer in asked]
 
         return call
@@ -106,8 +113,9 @@ class Pair:
 def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     cluster = ProcessCluster(folder / "logs")
-    meeting = f"file://{folder}/meeting"
-    yield Pair([cluster.spawn(f"rank-{r}", Rank, r, 2, meeting) for r in range(2)])
+    both = Pair([cluster.spawn(f"rank-{r}", Rank, r) for r in range(2)])
+    both.join(both.ranks[0].now("meet"))
+    yield both
     cluster.close()
 
 
@@ -118,7 +126,7 @@ def apart(a: np.ndarray, b: np.ndarray) -> float:
 @pytest.mark.parametrize("kind", MODELS)
 def test_two_ranks_have_the_gradient_of_one(pair, kind):
     algo = row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})
-    alone, b = Rank(0, 1, ""), batch(awkward_groups(), algo)
+    alone, b = Rank(0), batch(awkward_groups(), algo)
     alone.make(kind, algo=algo)
     pair.make(kind, algo=algo)
     whole = alone.gradient(copy.deepcopy(b), algo)
@@ -134,7 +142,7 @@ def test_every_row_has_the_same_gradient_on_two_ranks(pair, name):
     groups = awkward_groups()
     for x in (x for g in groups for x in g.trajectories):
         x.score = Score(x.reward + 0.7, {"right": float(rng.integers(2)), "form": float(rng.integers(3))})
-    alone, b = Rank(0, 1, ""), batch(groups, algo) if not algo.needs & {"greedy"} else None
+    alone, b = Rank(0), batch(groups, algo) if not algo.needs & {"greedy"} else None
     if b is None:
         from rondel.train.pack import batch_of
 
@@ -159,7 +167,7 @@ def test_every_row_has_the_same_gradient_on_two_ranks(pair, name):
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", "float32"), ("tied", "float32"), ("gemma3_text", "float32"), ("llama", "bfloat16")])
 def test_five_steps_on_two_ranks_end_where_one_ends(pair, kind, dtype):
     algo = row("ppo", kl={"coef": 0.05}) if kind == "llama" else row("grpo", kl={"coef": 0.1})
-    alone = Rank(0, 1, "")
+    alone = Rank(0)
     how = {"lr": 1e-3, "micro_tokens": 40, "updates_per_step": 2, "start_probe": 8}
     alone.make(kind, dtype, algo, **how)
     pair.make(kind, dtype, algo, **how)
@@ -184,7 +192,7 @@ def test_five_steps_on_two_ranks_end_where_one_ends(pair, kind, dtype):
 
 def test_gradients_agree_at_each_step_from_equal_parameters(pair, tmp_path):
     """AdamW turns rounding of a gradient near zero into a whole step, so parameters are made equal again after every one."""
-    algo, alone = row("grpo"), Rank(0, 1, "")
+    algo, alone = row("grpo"), Rank(0)
     alone.make("llama", algo=algo)
     pair.make("llama", algo=algo)
     for number in range(5):
@@ -198,7 +206,7 @@ def test_gradients_agree_at_each_step_from_equal_parameters(pair, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_of_two_resumes_on_one_and_the_reverse(pair, tmp_path, dtype):
-    algo, alone = row("grpo", kl={"coef": 0.1}), Rank(0, 1, "")
+    algo, alone = row("grpo", kl={"coef": 0.1}), Rank(0)
     alone.make("tied", dtype, algo)
     pair.make("tied", dtype, algo)
     for number in range(2):
@@ -224,7 +232,7 @@ def test_a_checkpoint_of_two_resumes_on_one_and_the_reverse(pair, tmp_path, dtyp
 
 
 def test_what_two_ranks_publish_is_what_one_would(pair):
-    alone = Rank(0, 1, "")
+    alone = Rank(0)
     alone.make("tied", "bfloat16")
     pair.make("tied", "bfloat16")
     assert [told for told in pair.published()] == [alone.published()] * 2
@@ -232,7 +240,7 @@ def test_what_two_ranks_publish_is_what_one_would(pair):
 
 def test_a_fault_on_one_rank_is_everyones(pair):
     """A rank that stopped alone would leave the others waiting in the next gathering."""
-    algo, alone = row("grpo"), Rank(0, 1, "")
+    algo, alone = row("grpo"), Rank(0)
     b = batch(awkward_groups(), algo)
     b.samples[3].tokens = b.samples[3].tokens.copy()
     alone.make("llama", algo=algo)

@@ -22,9 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_interruption import Publisher, wrote
-from transport_kit import bits, listening, remote, same, shared_files
+from transport_kit import bits, left_behind, remote, same
 
 from rondel.models import names
+from rondel.models.compiled import Compiled
 from rondel.models.load import load
 from rondel.sync import delta, from_disk, from_distributed, from_ipc
 from rondel.sync.delta import Delta
@@ -97,10 +98,10 @@ def test_the_same_bits_arrive(kind, name, model, tmp_path):
     close(trainer, e)
 
 
-@pytest.mark.parametrize("kind", ["ipc", "named", "disk", "delta", "distributed"])
+@pytest.mark.parametrize("kind", ["ipc", "distributed", *(pytest.param(k, marks=pytest.mark.slow) for k in ("named", "disk", "delta"))])
 def test_two_engines_in_processes_of_their_own(kind, tmp_path):
     """And after the end no process, port or segment is left."""
-    files, ports = shared_files(), listening()
+    before = left_behind()
     route = {"named": "ipc"}.get(kind, kind)
     trainer = Publisher(tiny(), transport=transport(kind, tmp_path))
     sync = Update(trainer.transport, probe=[], score=None, tolerance=1e-4, moved=lambda: True, deadline=60.0)
@@ -117,9 +118,10 @@ def test_two_engines_in_processes_of_their_own(kind, tmp_path):
                     assert set((await e.generate(ask(prompt(1, 9)))).versions) == {version}
 
         asyncio.run(main())
+        assert (left_behind() != before) == (kind in ("named", "distributed"))
     trainer.transport.close()
     gc.collect()
-    assert shared_files() == files and not listening() - ports
+    assert left_behind() == before
 
 
 # -- beside: whatever is wrong, the old version goes on serving --------------------------------------
@@ -280,6 +282,23 @@ def test_the_engine_decodes_until_the_commit(kind, tmp_path):
     finally:
         stop()
     assert 0 < seen[-1].paused <= seen[-1].seconds and seen[-1].bytes_copied > 0
+    close(trainer, e)
+
+
+@pytest.mark.parametrize("kind", ["ipc", "disk"])
+def test_a_compiled_pass_reads_what_the_module_points_to(kind, tmp_path):
+    trainer, e, sync = ends(kind, tmp_path, tiny())
+    e.runner.hidden = Compiled(e.loaded).hidden
+
+    async def main():
+        before = await e.generate(ask(prompt(4, 12)))
+        trainer.train()
+        await sync(trainer, e)
+        after = await e.generate(ask(prompt(4, 12)))
+        truth = await engine(twin(trainer.loaded)).generate(ask(prompt(4, 12)))
+        assert before.tokens != after.tokens == truth.tokens and after.logprobs == pytest.approx(truth.logprobs, abs=1e-5)
+
+    asyncio.run(main())
     close(trainer, e)
 
 
@@ -504,8 +523,8 @@ def test_who_fails_wakes_the_other_and_the_engine_refuses_until_a_good_update(wh
             tensors = list(names.weights(trainer.loaded.model))
             await asyncio.to_thread(trainer.transport.send, route, tensors[:5])
 
-        def strange(name, tensor, mine):
-            accept(name, tensor, mine)
+        def strange(*one):
+            accept(*one)
             raise SyncError("no room")
 
         trainer.send = half if who == "trainer" else send

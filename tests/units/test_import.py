@@ -319,6 +319,29 @@ def test_a_knob_that_the_row_does_not_read_is_named():
     assert "use_kl_loss is false" in report.missing["actor_rollout_ref.actor.kl_loss_coef"]
 
 
+ADAPTERS = {
+    "trl": ({"use_peft": True, "lora_r": 32, "lora_target_modules": ["q_proj"]}, 32, 32, ["q_proj"]),
+    "verl": ({"actor_rollout_ref.model.lora_rank": 64, "actor_rollout_ref.model.lora_alpha": 32}, 64, 32, "all-linear"),
+    "openrlhf": ({"lora_rank": 8, "target_modules": ["q_proj", "v_proj"]}, 8, 16, ["q_proj", "v_proj"]),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_of_theirs_is_one_here(name):
+    given, rank, alpha, targets = ADAPTERS[name]
+    report = translate(PEERS[name], given | ALIVE[name], ROWS)
+    one_fate_each(report, given | ALIVE[name])
+    adapter = whole(report).model.adapter
+    assert (adapter.kind, adapter.rank, adapter.alpha, adapter.targets) == ("lora", rank, alpha, targets)
+    assert whole(translate(PEERS[name], ALIVE[name], ROWS)).model.adapter.kind == "off"
+
+
+def test_dropout_in_an_adapter_is_named():
+    report = translate(TRL, ALIVE["trl"] | {"use_peft": True, "lora_dropout": 0.05, "use_rslora": True}, ROWS)
+    assert "could not recompute" in report.missing["lora_dropout"] and "plain LoRA" in report.missing["use_rslora"]
+    assert "q_proj" in next(line.value for line in report.lines if line.key == "model.adapter")["targets"]
+
+
 def test_a_typo_gets_the_nearest_name():
     report = translate(VERL, {"actor_rollout_ref.rollout.temprature": 0.9, "algorithm.adv_estimator": "grpo"}, ROWS)
     assert report.unknown == {"actor_rollout_ref.rollout.temprature": "Did you mean 'actor_rollout_ref.rollout.temperature'?"}

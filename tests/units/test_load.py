@@ -14,7 +14,8 @@ from safetensors import safe_open
 
 from rondel.models import load as loading
 from rondel.models import names
-from rondel.models.load import load, save
+from rondel.models.load import load
+from rondel.models.save import save
 from rondel.words.errors import ModelError
 
 

@@ -278,6 +278,5 @@ def test_the_trainer_is_built_on_the_device_thread(tmp_path, monkeypatch):
 
     monkeypatch.setattr(parallel, "MasterWeights", Noted)
     parts = build(tiny(tmp_path / "run"))
-    parts.pool.close()
-    parts.device.close()
+    parts.close()
     assert made and all(name.startswith("rondel-") for name in made)

@@ -98,12 +98,10 @@ def _signal(parts: Parts, groups: list[Group]) -> list[Finding]:
 
 
 def _memory(parts: Parts) -> Finding:
-    modules = [parts.trainer.loaded.model, *([parts.trainer.critic.loaded.model] if parts.trainer.critic else [])]
-    weights = sum(p.numel() for module in modules for p in module.parameters())
-    compute = parts.known.dtype.itemsize
-    state = weights * (16 + (compute if compute < 4 else 0))  # master, gradient, two moments, compute copy
-    free = free_memory()
-    needed = max(0, state - weights * compute)  # the compute copy is loaded already
+    owners = [parts.trainer.weights, *([parts.trainer.critic.weights] if parts.trainer.critic else [])]
+    loaded = sum(p.numel() * p.element_size() for owner in owners for p in owner.compute)
+    needed = sum(4 * m.numel() * (4 if m is not p else 3) for owner in owners for p, m in zip(owner.compute, owner.masters))
+    state, free = loaded + needed, free_memory()  # the copy that computes; master, gradient, two moments
     message = f"training state {state / 1e9:.2f} GB, {free / 1e9:.1f} GB free"
     return Finding("memory", needed < free, message, "a smaller model, or a machine with more memory")
 

@@ -6,7 +6,6 @@ split     EngineHost and TrainerHost: a device and weights of their own, in this
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from rondel.assemble.refusals import refuse_without_routes
 from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import Speculation
+from rondel.models import adapters
 from rondel.models.aligned import align
 from rondel.models.compiled import Compiled
 from rondel.models.load import Loaded, load
@@ -27,6 +27,7 @@ from rondel.runtime.journal.wal import TokenLog
 from rondel.train.checkpoint import bytes_needed
 from rondel.train.critic import Critic
 from rondel.train.draft import DraftTrainer
+from rondel.train.fsdp import Meeting, Sharded
 from rondel.train.pack import Batch
 from rondel.train.parallel import ALONE, Alone
 from rondel.train.step import LocalTrainer, Settings
@@ -122,6 +123,7 @@ def trainer_of(
     return trainer, {
         "trainer.micro_tokens": f"{micro.value} ({micro.why})",
         "routing_replay": replay_fact(job, loaded),
+        "model.adapter": adapter_fact(loaded),
         "model.teacher": trainer.teacher.name if trainer.teacher else "none",
         "trainer.critic": critic_fact(job) if trainer.critic else "none",
     }
@@ -162,17 +164,24 @@ class TrainerHost:
         device: str,
         threads: int | None,
         transport: Transport,
-        ranks: Callable[[], Alone],
     ) -> None:
-        self.device = Device(device, threads)
-        self.ranks = self.device.call(ranks)
-        loaded = self.device.call(policy_of, job, device)
-        self.known = Known.of(loaded)
-        self.trainer, self.resolved = trainer_of(job, row, sampling, loaded, self.device, ranks=self.ranks, transport=transport)
+        self.device, self.ranks = Device(device, threads), ALONE
+        self.loaded = self.device.call(policy_of, job, device)
+        self.transport, self.made_of = transport, (job, row, sampling, self.loaded, self.device)
 
-    def facts(self) -> tuple[Known, dict[str, str], int]:
-        """Of the model, of what was resolved, and the size of a checkpoint."""
-        return self.known, self.resolved, bytes_needed(self.trainer)
+    def meet(self, host: str) -> tuple[str, int]:
+        """Where the other ranks find this one."""
+        self.meeting = Meeting(host)
+        return self.meeting.address
+
+    def join(self, rank: int = 0, size: int = 1, address: tuple[str, int] | None = None) -> tuple[Known, dict[str, str], int]:
+        """Returns when all ranks have. -> facts of the model, what was resolved, and the size of a checkpoint."""
+        known = Known.of(self.loaded)
+        if address is not None:
+            meeting = self.meeting if rank == 0 else Meeting.at(address)
+            self.ranks = self.device.call(lambda: Sharded(rank, size, meeting, device=self.device.name))
+        self.trainer, resolved = trainer_of(*self.made_of, ranks=self.ranks, transport=self.transport)
+        return known, resolved, bytes_needed(self.trainer)
 
     async def annotate(self, batch: Batch, needs: frozenset[str], model: str = "policy") -> list[dict[str, Any]]:
         await self.trainer.annotate(batch, needs, model)
@@ -203,10 +212,24 @@ class TrainerHost:
 
 
 def policy_of(job: Job, device: str) -> Loaded:
-    loaded = load(job.model.path, dtype=job.model.dtype, device=device)
+    """As the recipe wants it: adapted, aligned."""
+    loaded, wanted = load(job.model.path, dtype=job.model.dtype, device=device), job.model.adapter
+    wanted._read.update(type(wanted).model_fields)  # what has no effect was refused when the recipe was read
+    if wanted.kind == "lora":
+        adapters.adapt(loaded, rank=wanted.rank, alpha=wanted.alpha, targets=wanted.targets, seed=job.loop.seed)
     if job.engine.numerics == "aligned":
         align(loaded)
     return loaded
+
+
+def adapter_fact(loaded: Loaded) -> str:
+    if (adapter := loaded.adapter) is None:
+        return "none: every weight is trained"
+    whole = sum(p.numel() for p in loaded.model.parameters())
+    return (
+        f"lora of rank {adapter.config.r}, alpha {adapter.config.lora_alpha}, on {len(adapter.layers)} layers: "
+        f"{adapter.numbers} of {whole} numbers are trained ({adapter.numbers / whole:.1%})"
+    )
 
 
 def replays(job: Job, loaded: Loaded | Known) -> bool:

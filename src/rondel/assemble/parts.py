@@ -19,6 +19,7 @@ from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, load_tasks
 from rondel.generate.envs.template import Template
+from rondel.models import adapters
 from rondel.planner import resolve as planner
 from rondel.score.pool import RewardPool
 from rondel.sync.update import Update
@@ -80,6 +81,8 @@ def build(job: Job, folder: Path | None = None) -> Parts:
     """Every fault that can be known before the model is loaded is raised before. `folder`: of a run that may be continued after a crash."""
     row, sampling = row_of(job), sampling_of(job)
     refuse(job, row, sampling)
+    if job.model.adapter.kind == "lora":
+        adapters.require()
     window = planner.window(job.loop.window, max_staleness=job.loop.max_staleness, groups_per_step=job.loop.groups_per_step)
     find("engine", job.engine.kind, ENGINES)
     find("trainer", job.trainer.kind, {"fsdp": LocalTrainer})
@@ -94,6 +97,8 @@ def build(job: Job, folder: Path | None = None) -> Parts:
         placed = place(job, row, sampling, lambda known: longest_prompt(job, tasks, known, sampling) + sampling.max_tokens, folder)
         facts = {"loop.window": f"{window.value} ({window.why})", **placed.resolved}
         sync = sync_of(job, placed)
+        for remote in placed.remotes:
+            remote.catch_up = sync.catch_up
         return Parts(job, row, tasks, sampling, pool, placed, sync, window.value, judge_of(job, row), env, facts, shown)
     except BaseException:
         pool.close()
@@ -166,4 +171,4 @@ def sync_of(job: Job, placed: Placed) -> Update:
     """The same probe through engine and trainer after every update."""
     known = placed.known
     probe = Template(known.tokenizer).opening([{"role": "user", "content": "One, two, three."}])[:PROBE] if job.sync.probe else []
-    return Update(placed.transport, probe=probe, score=placed.trainer.logprobs, tolerance=TOLERANCE[known.dtype])
+    return Update(placed.transport, probe=probe, score=placed.trainer.logprobs, tolerance=TOLERANCE[known.dtype], how=job.loop.in_flight)

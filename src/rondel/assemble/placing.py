@@ -4,8 +4,9 @@ place.kind   place.cluster
 shared       local            one device, one module, 0 bytes move
 split        local            two devices of this process, a module each
 split        process          place.ranks + place.engines processes of this machine, each on cores (or a GPU) of its own
+split        ray              the same as actors of a Ray cluster, on any of its machines
 
-An engine of others is where its url says; then only the trainer's ranks are processes of ours.
+An engine of others is where engine.url says; then only the trainer's ranks are workers of ours.
 """
 
 from __future__ import annotations
@@ -32,13 +33,9 @@ from rondel.generate.engine.vllm import Vllm
 from rondel.planner import resolve as planner
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device, Shared, Split, pick_device
-from rondel.sync.delta import Delta
-from rondel.sync.from_disk import FromDisk
-from rondel.sync.from_distributed import FromDistributed
-from rondel.sync.from_ipc import FromIpc
+from rondel.sync import transport_of
 from rondel.sync.from_tensor import FromTensor
 from rondel.train.checkpoint import bytes_needed
-from rondel.train.parallel import ALONE, Alone
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError
 from rondel.words.protocols import Transport
@@ -64,7 +61,12 @@ class Placed:
     where: str
     checkpoint_bytes: int
     transport: Transport
+    remotes: list[RemoteEngine] = field(default_factory=list)  # engines that may end and be started again
     close: Callable[[], None] = lambda: None
+
+    async def heal(self) -> bool:
+        """Start again what has ended. -> was there any?"""
+        return any([await remote.whole() for remote in self.remotes])
 
 
 @dataclass
@@ -86,25 +88,33 @@ class Plan:
         where = self.job.place
         self.device = pick_device(where.device)
         self.threads = None if where.threads == "auto" else where.threads
-        kind, why = planner.transport(self.job.sync.kind, kind=where.kind, cluster=where.cluster, engine=self.job.engine.kind)
-        self.kind, self.resolved = kind, {"sync.kind": f"{kind} ({why})"}
+        apart = "module" if where.kind == "shared" else {"local": "device", "process": "process"}.get(where.cluster, "machine")
+        apart = apart if self.job.engine.kind == "builtin" else "server"
+        way = planner.transport(self.job.sync.kind, apart=apart, room=planner.shared_memory())
+        self.kind, self.resolved = way.value, {"sync.kind": f"{way.value} ({way.why})"}
 
-    def transport(self) -> Transport:
+    def transport(self, host: str = "127.0.0.1") -> Transport:
         """Driver, trainer and engine have an instance each."""
-        where, scratch = self.job.place, self.folder or Path(tempfile.gettempdir()) / f"rondel-{os.getpid()}"
-        if self.kind == "tensor":
-            if where.cluster != "local":
-                raise ConfigError('sync.kind = "tensor" hands over memory of one process: use "ipc", or leave it at "auto"')
-            return FromTensor("never" if where.kind == "shared" else "begin")
-        if where.kind == "shared":
-            raise ConfigError(
-                f'sync.kind = "{self.kind}" with place.kind = "shared": engine and trainer have one module. Leave it at "auto"'
-            )
-        if self.kind == "ipc":
-            return FromIpc()
-        if self.kind == "distributed":
-            return FromDistributed()
-        return (FromDisk if self.kind == "disk" else Delta)((scratch / "weights").resolve())  # others read it from where they are
+        folder = self.folder or Path(tempfile.gettempdir()) / f"rondel-{os.getpid()}"
+        transport = transport_of(self.kind, folder=(folder / "weights").resolve(), host=host)
+        if isinstance(transport, FromTensor) and self.job.place.kind == "split":
+            transport.holds = "begin"
+        return transport
+
+    def cluster(self, workers: int, threads: int | None) -> Any:
+        """What starts the workers."""
+        where = self.job.place
+        if where.cluster == "process":
+            return ProcessCluster(self.folder / "logs" if self.folder else None, patience=where.patience)
+        try:
+            from rondel.runtime.cluster.ray import RayCluster
+        except ImportError as error:
+            raise ConfigError('place.cluster = "ray" needs Ray: pip install "rondel[cluster]"') from error
+        return RayCluster(workers, cpus=threads or 1, gpus=self.device != "cpu", address=where.address, patience=where.patience)
+
+    def names(self, workers: int) -> list[str]:
+        """The device of each worker; a Ray actor sees only its own."""
+        return [self.device.partition(":")[0]] * workers if self.job.place.cluster == "ray" else _names(self.device, workers)
 
     def log(self, engine: int = 0) -> Path | None:
         return self.folder / "wal" / f"engine-{engine}" if self.folder else None
@@ -135,11 +145,11 @@ def _shared(plan: Plan) -> Placed:
 def _split_here(plan: Plan) -> Placed:
     each = plan.threads or max(1, len(cores()) // 2)
     first, second = _names(plan.device, 2)
-    trainer = TrainerHost(plan.job, plan.row, plan.sampling, first, each, plan.transport(), _alone)
+    trainer = TrainerHost(plan.job, plan.row, plan.sampling, first, each, plan.transport())
     plan.ends.callback(trainer.close)
     engine = EngineHost(plan.job, second, each, {plan.kind: plan.transport()}, plan.log())
     plan.ends.callback(engine.close)
-    known, resolved, size = trainer.facts()
+    known, resolved, size = trainer.join()
     resolved |= engine.open(plan.longest(known))
     where = f"one process, {_threads(each)} each for engine and trainer"
     return Placed(known, engine.engine, trainer.trainer, Split(), resolved, where, size, plan.transport())
@@ -147,49 +157,48 @@ def _split_here(plan: Plan) -> Placed:
 
 def _split(plan: Plan) -> Placed:
     job, ranks, mine = plan.job, plan.job.place.ranks, plan.job.engine.kind == "builtin"
-    for section in (job.model, job.trainer, job.trainer.critic, *([job.engine, job.engine.speculative] if mine else [])):
+    ours = [job.engine, job.engine.speculative] if mine else []
+    for section in (job.model, job.model.adapter, job.trainer, job.trainer.critic, *ours):
         section._read.update(type(section).model_fields)  # by the hosts
-    engines = job.place.engines if mine else 0
-    workers = ranks + engines
-    cluster = ProcessCluster(plan.folder / "logs" if plan.folder else None, patience=job.place.patience)
-    plan.ends.callback(cluster.close)
-    on_cpu, names = plan.device == "cpu", _names(plan.device, workers)
+    count = job.place.engines if mine else 0
+    workers = ranks + count
+    on_cpu, names = plan.device == "cpu", plan.names(workers)
     shares = _shares(workers) if on_cpu else [()] * workers
     each = plan.threads or (max(1, len(cores()) // workers) if on_cpu else None)
-    meeting = f"file://{plan.ends.enter_context(tempfile.TemporaryDirectory(prefix='rondel-'))}/meeting"
+    cluster = plan.cluster(workers, each)
+    plan.ends.callback(cluster.close)
     trainers = [
         cluster.spawn(
             f"trainer-{rank}",
             TrainerHost,
-            *(job, plan.row, plan.sampling, names[rank], each, plan.transport(), partial(_rank, rank, ranks, meeting, names[rank])),
+            *(job, plan.row, plan.sampling, names[rank], each, plan.transport()),
             cores=shares[rank],
             tells=rank == 0,
         )
         for rank in range(ranks)
     ]
-    hosts = {
-        f"engine-{i}": cluster.spawn(
-            f"engine-{i}",
-            EngineHost,
-            *(job, names[ranks + i], each, {plan.kind: plan.transport()}, plan.log(i)),
-            cores=shares[ranks + i],
-        )
-        for i in range(engines)
-    }
-    for worker in (*trainers, *hosts.values()):
+
+    def start(i: int) -> Any:
+        made_of = (job, names[ranks + i], each, {plan.kind: plan.transport()}, plan.log(i))
+        return cluster.spawn(f"engine-{i}", EngineHost, *made_of, cores=shares[ranks + i])
+
+    engines = [start(i) for i in range(count)]
+    for worker in (*trainers, *engines):
         worker.now()
-    known, resolved, size = trainers[0].now("facts")
+    address = trainers[0].now("meet", trainers[0].host) if ranks > 1 else None
+    joined = [trainer.ask("join", rank, ranks, address) for rank, trainer in enumerate(trainers)]
+    (known, resolved, size), *_ = [answer.result() for answer in joined]
     longest = plan.longest(known)
-    for worker in hosts.values():
+    for worker in engines:
         resolved |= worker.now("open", longest)
-    where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {engines} of the engine"
+    remotes = [RemoteEngine(worker, partial(start, i), longest) for i, worker in enumerate(engines)]
+    where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {count} of the engine"
     if mine:
-        remotes: dict[str, Any] = {name: RemoteEngine(worker) for name, worker in hosts.items()}
+        engine = _routed({f"engine-{i}": remote for i, remote in enumerate(remotes)}, job, known) if count > 1 else remotes[0]
     else:
-        remotes = _elsewhere(plan, known, longest)
-        where += f", which is {job.engine.kind} at {', '.join(remotes)}"
-    engine = remotes["engine-0"] if mine and engines == 1 else _routed(remotes, job, known)
-    return Placed(known, engine, RemoteTrainer(trainers), Split(), resolved, where, size, plan.transport())
+        servers = _elsewhere(plan, known, longest)
+        engine, where = _routed(servers, job, known), f"{where}, which is {job.engine.kind} at {', '.join(servers)}"
+    return Placed(known, engine, RemoteTrainer(trainers), Split(), resolved, where, size, plan.transport(), remotes)
 
 
 def _elsewhere(plan: Plan, known: Known, longest: int) -> dict[str, ForeignEngine]:
@@ -210,18 +219,6 @@ def _elsewhere(plan: Plan, known: Known, longest: int) -> dict[str, ForeignEngin
 
 def _routed(engines: Mapping[str, Any], job: Job, known: Known) -> Router:
     return Router(engines, max_inflight=job.engine.max_running, apart=TOLERANCE[known.dtype], patience=job.place.patience)
-
-
-def _alone() -> Alone:
-    return ALONE
-
-
-def _rank(rank: int, size: int, meeting: str, device: str) -> Alone:
-    if size == 1:
-        return ALONE
-    from rondel.train.fsdp import Sharded
-
-    return Sharded(rank, size, meeting, device=device)
 
 
 def cores() -> list[int]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rondel.assemble.refusals import refuse_unanswered, refuse_untrainable, refuse_wide, refuse_without_support
+from rondel.generate.engine.resumed import resumed
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.demonstrate import Demonstrate
 from rondel.generate.envs.sources import TaskSet, load_tasks
@@ -89,7 +90,7 @@ class Rollouts:
             if p.routes and sampling is None:
                 request.wants |= {"experts"}
             if sampling is not None or not (p.sampling.truncated or request.sampling.truncated):
-                return await p.engine.generate(request)
+                return await resumed(p.engine.generate, request)
             request.wants |= {"support"}
             done = await p.engine.generate(request)
             refuse_wide(done.support or [], request.sampling)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import platform
 import time
@@ -34,8 +35,10 @@ from rondel.runtime.telemetry.sinks import open_sinks
 from rondel.train.checkpoint import Checkpoints
 from rondel.train.pack import Batch
 from rondel.words.config import Job
-from rondel.words.errors import ConfigError
+from rondel.words.errors import ConfigError, StalledError, SyncError, WorkerError
 from rondel.words.events import Checkpointed, Resumed, RunEnded, RunStarted, Warned, emit, subscribe
+
+RESTARTS = 3  # of a run that lost a rank of its trainer
 
 
 def train(job: Job, *, quiet: bool = False, built: Callable[[Parts], Any] | None = None) -> dict[str, Any]:
@@ -85,8 +88,35 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
         run = Run(job, parts, folder, checkpoints)
         if interrupted:
             emit(Resumed(0, 0, ""))
-        asyncio.run(run.all(found))
-        return write_card(folder)
+        for restarts in itertools.count(1):
+            try:
+                asyncio.run(run.all(found))
+                return write_card(folder)
+            except BaseException as error:
+                lost = lost_worker(error)
+                if lost is None or restarts > RESTARTS:
+                    raise
+                found = checkpoints.latest()
+                emit(
+                    Warned(
+                        f"{lost}\nThe run goes on from {'the last checkpoint' if found else 'its beginning'} ({restarts} of at most {RESTARTS} times)"
+                    )
+                )
+            parts.close()
+            parts = build(job, folder)
+            ends.callback(parts.close)
+            run = Run(job, parts, folder, checkpoints)
+            if not found:
+                emit(Resumed(0, 0, ""))
+        raise AssertionError
+
+
+def lost_worker(error: BaseException) -> WorkerError | StalledError | None:
+    """The worker that ended, if that is all that went wrong."""
+    if isinstance(error, BaseExceptionGroup):
+        found = [lost_worker(inner) for inner in error.exceptions]
+        return next((one for one in found if one), None) if all(found) else None
+    return error if isinstance(error, WorkerError) else None
 
 
 class Run:
@@ -105,7 +135,7 @@ class Run:
             await parts.trainer.load(path)
             done = saved["step"]
             emit(Resumed(done, saved["buffer"]["version"], str(path)))
-        await parts.sync(parts.trainer, parts.engine)  # the initial sync
+        await self.sync(parts.trainer, parts.engine)  # the initial sync
         parts.sync.moved = lambda: parts.trainer.moved
         if done == 0:
             await self._evaluate(0)
@@ -155,8 +185,17 @@ class Run:
         tasks = stream(parts.tasks.train, seed=self.job.loop.seed, start=buffer.admitted)
         await loop.run(
             tasks, buffer, attempt=rollouts.attempt, score=rollouts.score, judge=judge, prepare=prepare, trainer=parts.trainer,
-            engine=parts.engine, devices=parts.placed.devices, sync=parts.sync, algo=algo, steps=steps, milestone=self.milestone,
+            engine=parts.engine, devices=parts.placed.devices, sync=self.sync, algo=algo, steps=steps, milestone=self.milestone,
         )  # fmt: skip
+
+    async def sync(self, trainer: Any, engine: Any) -> int:
+        """The update, once more if an engine ended in the middle of it."""
+        while True:
+            try:
+                return await self.parts.sync(trainer, engine)
+            except (WorkerError, StalledError, SyncError):
+                if not await self.parts.placed.heal():
+                    raise
 
     # -- between two versions --------------------------------------------------------------------
 
@@ -206,7 +245,12 @@ def facts_of(parts: Parts) -> dict[str, Any]:
         if torch.cuda.is_available() and parts.job.place.device != "cpu"
         else f"cpu ({platform.machine()})",
         "place": parts.placed.where,
-        "dtypes": {"compute": str(known.dtype).removeprefix("torch."), "master": "float32", "logprobs": "float32"},
+        "dtypes": {
+            "compute": str(known.dtype).removeprefix("torch."),
+            "master": "float32",
+            "logprobs": "float32",
+            "adapter": parts.resolved["model.adapter"],
+        },
         "model": {"name": known.name, "parameters": known.parameters},
         "batch": f"{p} groups x {g} samples = {p * g} trajectories a step, {u} optimizer update{'s' * (u > 1)}",
         "tasks": {

@@ -142,7 +142,8 @@ def align(loaded: Loaded) -> None:
             "gets; use numerics = 'fast' with routing replay"
         )
     loaded.aligned, loaded.align = True, aligned
-    prove(loaded)
+    with loaded.stirred():
+        prove(loaded)
 
 
 @torch.no_grad()

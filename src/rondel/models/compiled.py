@@ -38,7 +38,8 @@ class Compiled:
         _refuse(loaded)
         self._loaded = loaded
         self._run = _compile(loaded)
-        self._prove()
+        with loaded.stirred():
+            self._prove()
 
     @torch.no_grad()
     def hidden(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:

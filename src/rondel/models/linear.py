@@ -141,7 +141,7 @@ class Loose(Stack):
 
 
 def stamp_of(tensor: Tensor) -> tuple[int, int, int]:
-    return tensor.data_ptr(), tensor._version, _changes
+    return tensor.data_ptr(), tensor._version, _changes if tensor.requires_grad else -1  # no optimizer writes a frozen weight
 
 
 class _Members:

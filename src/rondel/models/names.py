@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +14,34 @@ from rondel.words.types import Manifest, TensorInfo
 _ROW = 1023  # words; odd, so that flipping the highest bit of every word of a row shows
 _ROWS = 128  # at a time: 1 MB, which the second pass finds in the cache
 _INSIDE, _ACROSS = 20261121, 20261122  # seeds of the multipliers of words in a row, and of rows
+LORA = ".lora_"
+_bases: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]], str]] = WeakKeyDictionary()
 _odd: dict[tuple[str, int, int], Tensor] = {}
 
 
 def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, tensor) of everything a receiver needs; a tied tensor appears once, under its first name."""
-    for name, parameter in model.named_parameters():
-        yield name, parameter.detach()
+    """(HF name, tensor) of everything a receiver needs; a tied tensor appears once, under its first name. Of an adapted model the adapter."""
+    named = list(model.named_parameters())
+    for name, parameter in [(n, p) for n, p in named if LORA in n] or named:
+        yield sent(name), parameter.detach()
+
+
+def sent(name: str) -> str:
+    """Under which name a parameter travels and is stored: an adapter's has peft's, any other its own."""
+    return f"base_model.model.{name.replace('.default.', '.')}" if LORA in name else name
+
+
+def base(model: nn.Module) -> str:
+    """One digest of the frozen weights under an adapter, "" where there is none: taken once, and again only when one of them was written."""
+    named = dict(model.named_parameters())
+    frozen = {name.replace(".base_layer.", "."): p for name, p in named.items() if LORA not in name}
+    if len(frozen) == len(named):
+        return ""
+    stamp = [(p.data_ptr(), p._version) for p in frozen.values()]
+    if model not in _bases or _bases[model][0] != stamp:
+        rows = "\n".join(sorted(f"{name}|{tuple(p.shape)}|{p.dtype}|{digest(p)}" for name, p in frozen.items()))
+        _bases[model] = stamp, blake2b(rows.encode(), digest_size=16).hexdigest()
+    return _bases[model][1]
 
 
 def _multipliers(device: torch.device, n: int, seed: int) -> Tensor:
@@ -80,5 +103,5 @@ def described(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[TensorInf
 
 
 def manifest(model: nn.Module, version: int) -> Manifest:
-    """Every tensor of `model` with shape, dtype and digest."""
-    return Manifest(version, tuple(row for row, _ in described(weights(model))))
+    """Every tensor of `model` that travels, with shape, dtype and digest; of those under an adapter one digest."""
+    return Manifest(version, tuple(row for row, _ in described(weights(model))), base(model))

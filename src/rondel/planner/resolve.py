@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from rondel.words.errors import ConfigError
+
+Apart = Literal["module", "device", "process", "machine", "server"]  # what trainer and engine do not share
 
 
 class Resolved(NamedTuple):
-    value: int
+    value: Any
     why: str
 
 
@@ -40,15 +44,43 @@ def micro_tokens(wanted: int | str, *, on_gpu: bool) -> Resolved:
     )
 
 
-def transport(wanted: str, *, kind: str, cluster: str, engine: str = "builtin") -> tuple[str, str]:
-    """How weights travel, and why."""
+def transport(wanted: str, *, apart: Apart, weights: int = 0, room: int = 0) -> Resolved:
+    """How new weights reach the engines. `weights`: bytes of one version. `room`: free bytes of the shared memory, 0 where there is none."""
+    if apart == "module":
+        if wanted not in ("auto", "tensor"):
+            raise ConfigError(
+                f"sync.kind = '{wanted}' has no effect with place.kind = 'shared': trainer and engine hold one module, and nothing moves. "
+                "Leave it at 'auto'"
+            )
+        return Resolved("tensor", "one process, one module: 0 bytes move")
+    if apart == "device":
+        if wanted not in ("auto", "tensor"):
+            raise ConfigError(
+                f"sync.kind = '{wanted}' is for workers of their own; place.cluster = 'local' has one process. Leave it at 'auto'"
+            )
+        return Resolved("tensor", "one process: copied from memory to memory")
+    if apart == "server":
+        if wanted not in ("auto", "disk"):
+            raise ConfigError(f"sync.kind = '{wanted}' is for the built-in engine; engines of others read a folder. Leave it at 'auto'")
+        return Resolved("disk", "a folder that the server reads")
+    if wanted == "tensor":
+        raise ConfigError("sync.kind = 'tensor' hands over the tensors of one process; trainer and engines are apart. Leave it at 'auto'")
     if wanted != "auto":
-        return wanted, "set"
-    if engine != "builtin":
-        return "disk", f"a folder that {engine} reads"
-    if cluster == "local":
-        return "tensor", "one process, one module: 0 bytes move" if kind == "shared" else "one process: copied from memory to memory"
-    return "ipc", "processes of one machine: shared memory"
+        return Resolved(wanted, "set")
+    if apart == "machine":
+        return Resolved("distributed", "trainer and engines are on different machines")
+    if room < 2 * weights:
+        return Resolved("distributed", f"two versions need {2 * weights / 1e9:.1f} GB of shared memory, and {room / 1e9:.1f} GB are free")
+    return Resolved("ipc", "trainer and engines share a machine: its memory is read in place")
+
+
+def shared_memory() -> int:
+    """Free bytes of what processes can map together."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return 0
+    return min(found.f_bavail * found.f_frsize, free_memory())
 
 
 def free_memory() -> int:

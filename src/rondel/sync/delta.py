@@ -23,7 +23,8 @@ from rondel.words.errors import SyncError, boundary
 from rondel.words.protocols import Engine, Tensors, Trainer, Weights
 from rondel.words.types import Manifest, Route
 
-LEVEL = 1  # of zlib: 2 is a few percent smaller and twice as slow
+PIECE = 1 << 18  # elements at a time: what is compared stays in the cache
+LEVEL = 1  # of zlib: 6 makes 7 % less of random positions and takes five times as long
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -34,14 +35,18 @@ def bits(tensor: Tensor) -> Tensor:
 
 def encode(old: Tensor, new: Tensor) -> bytes:
     """b"" where nothing changed. [M] whole numbers each -> planes of the n gaps (4 bytes), planes of the n values old xor new."""
-    change = old ^ new
-    at = change.nonzero().view(-1)
-    if not len(at):
+    if len(new) > 2**31 - 1:
+        raise SyncError(f"a tensor of {len(new)} elements: a delta counts positions in 4 bytes")
+    positions, values = [], []
+    for start in range(0, len(new), PIECE):
+        change = old[start : start + PIECE] ^ new[start : start + PIECE]
+        here = change.nonzero().view(-1)
+        positions.append(here + start)
+        values.append(change[here])
+    if not (at := torch.cat(positions) if positions else new.new_zeros(0)).numel():
         return b""
-    if len(change) > 2**31 - 1:
-        raise SyncError(f"a tensor of {len(change)} elements: a delta counts positions in 4 bytes")
     gaps = at.diff(prepend=at.new_zeros(1)).to(torch.int32)
-    return zlib.compress(_planes(gaps) + _planes(change[at]), LEVEL)
+    return zlib.compress(_planes(gaps) + _planes(torch.cat(values)), LEVEL)
 
 
 def decode(old: Tensor, blob: bytes) -> Tensor:

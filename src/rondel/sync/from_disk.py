@@ -42,7 +42,8 @@ class FromDisk:
         place = self.folder / f"v-{version:06d}"
         draft = place.with_name(f".{place.name}.tmp")
         with boundary(SyncError, f"writing the weights to {place}"):
-            shutil.rmtree(draft, ignore_errors=True)
+            for left in self.folder.glob(".v-*.tmp"):  # of a writer that died
+                shutil.rmtree(left, ignore_errors=True)
             draft.mkdir(parents=True)
             manifest = Manifest(version, tuple(self._write(draft, weights)))
             files = {path.name: path.stat().st_size for path in draft.iterdir()}

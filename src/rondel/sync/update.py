@@ -19,7 +19,7 @@ import numpy as np
 
 from rondel.words.errors import StalledError, SyncError
 from rondel.words.events import Synced, emit
-from rondel.words.protocols import Engine, Trainer, Transport
+from rondel.words.protocols import Engine, Interrupt, Trainer, Transport
 from rondel.words.types import Abort, Begin, Commit, Manifest, Message, Request, Route
 
 LEASE = 600.0  # seconds after which a paused engine that nobody resumes goes on by itself
@@ -33,6 +33,7 @@ class Update:
     tolerance  largest allowed mean difference in nats a token
     moved      asked after a step with lr > 0: must the weights have changed since the last update?
     deadline   seconds that a message, or the data, may take
+    how        what happens to requests in flight where the engines must stand still: hold, drain, abort
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class Update:
         tolerance: float,
         moved: Callable[[], bool] = lambda: False,
         deadline: float = 600.0,
+        how: Interrupt = "hold",
     ) -> None:
         self.transport, self.probe, self.score, self.tolerance, self.moved = transport, probe, score, tolerance, moved
-        self.deadline = deadline
+        self.deadline, self.how = deadline, how
         self.root: str | None = None
+        self._last: tuple[Manifest, Route, Trainer] | None = None
         self._one = asyncio.Lock()
 
     async def __call__(self, trainer: Trainer, *engines: Engine) -> int:
@@ -55,16 +58,27 @@ class Update:
             began = time.perf_counter()
             manifest, route = await trainer.publish(await self.transport.route(trainer, list(engines)))
             self._check_moved(manifest)
-            paused, gap = await self._deliver(manifest, route, engines, send=trainer.send, probe=self.probe)
-            self.root = manifest.root
+            paused, gap = await self._deliver(manifest, route, engines, holds=self.transport.holds, send=trainer.send, probe=self.probe)
+            self.root, self._last = manifest.root, (manifest, route, trainer)
             copied = sum([(await engine.status()).bytes_copied for engine in engines])
             emit(Synced(manifest.version, manifest.root, time.perf_counter() - began, copied, gap, paused))
         return manifest.version
 
-    async def join(self, engine: Engine, manifest: Manifest, route: Route) -> int:
-        """An engine that comes late takes what was published before, from where it lies."""
+    async def catch_up(self, engine: Engine) -> int:
+        """An engine that comes late takes what was published last from where it lies, or has it sent once more. -> its version."""
         async with self._one:
-            await self._deliver(manifest, route, [engine])
+            if self._last is None:
+                return (await engine.status()).version
+            manifest, route, trainer = self._last
+            if self.transport.holds == "begin":
+                manifest, route = await trainer.publish(await self.transport.route(trainer, [engine]))
+            await self._deliver(manifest, route, [engine], holds=self.transport.holds, send=trainer.send)
+        return manifest.version
+
+    async def join(self, engine: Engine, manifest: Manifest, route: Route) -> int:
+        """The same for an engine that no trainer knows: `join(engine, *newest(folder))`."""
+        async with self._one:
+            await self._deliver(manifest, route, [engine], holds="commit")
         return manifest.version
 
     async def _deliver(
@@ -73,11 +87,13 @@ class Update:
         route: Route,
         engines: Sequence[Engine],
         *,
+        holds: str,
         send: Callable[[Route], Awaitable[None]] | None = None,
         probe: Sequence[int] = (),
     ) -> tuple[float, float]:
         """-> seconds in which the engines stood still, and the gap on the probe."""
-        holds, parked, since, paused, gap = self.transport.holds, [], 0.0, 0.0, 0.0
+        parked: list[Engine] = []
+        since = paused = gap = 0.0
         try:
             if holds == "begin":
                 parked, since = await self._park(engines), time.perf_counter()
@@ -102,7 +118,7 @@ class Update:
     async def _park(self, engines: Sequence[Engine]) -> list[Engine]:
         """-> those that were decoding, between two steps now."""
         serving = [engine for engine in engines if (await engine.status()).state == "serving"]
-        await self._together({f"engine {i}": engine.pause("hold", LEASE) for i, engine in enumerate(serving)}, "a pause")
+        await self._together({f"engine {i}": engine.pause(self.how, LEASE) for i, engine in enumerate(serving)}, "a pause")
         return serving
 
     async def _resume(self, parked: Sequence[Engine], since: float) -> float:

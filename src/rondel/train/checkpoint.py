@@ -2,6 +2,7 @@
 
 checkpoints/step-000010/
     model.safetensors config.json tokenizer.json ...   what any other tool loads
+    adapter_model.safetensors adapter_config.json      in their place where an adapter is trained, with base.json, which says of what
     optimizer.safetensors                              fp32 masters and AdamW moments: what a resume needs
     draft.safetensors                                  the same of a draft that is trained beside the policy
     critic.safetensors                                 the same of a critic, and how many steps it has taken part in
@@ -25,7 +26,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rondel.models import load as models
+from rondel.models import adapters, names
+from rondel.models.save import save
 from rondel.words.errors import CheckpointError, boundary
 from rondel.words.events import Warned, emit
 
@@ -34,31 +36,32 @@ if TYPE_CHECKING:
     from rondel.train.step import LocalTrainer
 
 
+MODEL = "model.safetensors"
+
+
 # -- the trainer's part --------------------------------------------------------------------------
 
 
 def save_trainer(trainer: LocalTrainer, folder: Path) -> None:
     """Model and optimizer into `folder`, then read back what can be checked cheaply."""
-    weights = trainer.weights
-    state = _tensors(trainer)
+    weights, loaded = trainer.weights, trainer.loaded
+    file, state = (MODEL, _tensors(trainer)) if loaded.adapter is None else (adapters.WEIGHTS, dict(names.weights(loaded.model)))
     optimizer = {"rng": torch.get_rng_state(), "numbers": torch.tensor([trainer.step_number, trainer.version, trainer.bad_steps])}
     if trainer.kl_coef is not None:
         optimizer["kl_coef"] = torch.tensor(trainer.kl_coef, dtype=torch.float64)
     masters, moments = _masters(weights), _moments(weights)
     if not trainer.ranks.leads:  # it gave its shards to the one that writes
         return
-    models.save(trainer.loaded, folder, state)
-    with safe_open(folder / "model.safetensors", "pt") as written:
+    save(loaded, folder, state) if loaded.adapter is None else adapters.save(loaded, folder)
+    with safe_open(folder / file, "pt") as written:
         plain = set(written.keys())  # a mixture's experts are joined in the module and apart in the file, as Hugging Face has them
         arrived = sum(math.prod(written.get_slice(name).get_shape()) for name in plain)
     sent = sum(t.numel() for t in state.values())
     if arrived != sent:
         lost = sorted(set(state) - plain)
-        raise CheckpointError(
-            f"{arrived} of {sent} numbers reached {folder / 'model.safetensors'}" + (f", first missing {lost[0]}" if lost else "")
-        )
-    rounded = trainer.loaded.dtype != torch.float32
-    optimizer |= {f"master.{name}": masters[f"master.{name}"] for name in weights.names if rounded or name not in plain}
+        raise CheckpointError(f"{arrived} of {sent} numbers reached {folder / file}" + (f", first missing {lost[0]}" if lost else ""))
+    rounded = loaded.adapter is None and loaded.dtype != torch.float32
+    optimizer |= {f"master.{name}": masters[f"master.{name}"] for name in weights.names if rounded or names.sent(name) not in plain}
     save_file(optimizer | moments, folder / "optimizer.safetensors")
     if trainer.draft is not None:
         save_file(_masters(trainer.draft.weights) | _moments(trainer.draft.weights), folder / "draft.safetensors")
@@ -101,8 +104,9 @@ def load_trainer(trainer: LocalTrainer, folder: Path) -> None:
     """Masters, moments, step numbers; the compute copy is written in place, so an engine that shares it sees it too."""
     weights = trainer.weights
     with boundary(CheckpointError, f"reading {folder}"):
-        model, optimizer = load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors")
-        weights.load_masters({n: optimizer[f"master.{n}"] if f"master.{n}" in optimizer else model[n] for n in weights.names})
+        model = load_file(folder / MODEL) if trainer.loaded.adapter is None else adapters.read(trainer.loaded, folder)
+        optimizer = load_file(folder / "optimizer.safetensors")
+        weights.load_masters({n: optimizer[f"master.{n}"] if f"master.{n}" in optimizer else model[names.sent(n)] for n in weights.names})
         _load_moments(weights, optimizer)
         trainer.step_number, trainer.version, trainer.bad_steps = optimizer["numbers"].tolist()
         trainer.kl_coef = float(optimizer["kl_coef"]) if "kl_coef" in optimizer else None
@@ -192,7 +196,7 @@ def flaw(folder: Path) -> str | None:
         expected = {name: (row["bytes"], row["crc32"]) for name, row in files.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"its manifest cannot be read ({type(error).__name__}: {error})"
-    for name in expected.keys() | {"state.json", "model.safetensors", "optimizer.safetensors"}:
+    for name in expected.keys() | {"state.json", adapters.WEIGHTS if adapters.CONFIG in expected else MODEL, "optimizer.safetensors"}:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"

@@ -8,7 +8,6 @@ Its head starts at 0: before it has learned anything it expects nothing.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -31,17 +30,18 @@ if TYPE_CHECKING:
 class Critic:
     """Values, the gradient of their loss, and a move; all on the device's thread.
 
-    loaded    where the backbone starts; it is copied
+    loaded    where the backbone starts; it is copied. Under an adapter, that is: the same base, and an adapter of the critic's own
     follows   start as the policy is at the critic's first step (after a supervised phase, say), and not as `loaded` was
     """
 
     def __init__(self, loaded: Loaded, settings: Settings, *, follows: bool = True, ranks: Alone = ALONE) -> None:
-        model = copy.deepcopy(loaded.model).requires_grad_(True)
+        backbone = loaded.copied()
+        model = backbone.model
         value = nn.Linear(loaded.head.weight.shape[1], 1, device=loaded.device, dtype=torch.float32)
         nn.init.zeros_(value.weight)
         nn.init.zeros_(value.bias)
         model.set_output_embeddings(value)
-        self.loaded = ranks.hold(replace(loaded, model=model, head=Head(value.weight, value.bias), compute=loaded.dtype))
+        self.loaded = ranks.hold(replace(backbone, head=Head(value.weight, value.bias), compute=loaded.dtype))
         self.weights = ranks.own(model, betas=settings.betas, weight_decay=settings.weight_decay)
         self.follows, self.ranks = follows, ranks
         self.steps = 0  # that it took part in
@@ -93,12 +93,14 @@ class Critic:
             self.weights.step(lr=lr, clip=clip, norm=norm)
 
     def sleep(self) -> None:
-        """Nothing of it stays on the device."""
-        self.loaded.model.to("cpu")
+        """Nothing of it stays on the device; the base under an adapter is the policy's and does."""
+        if self.loaded.adapter is None:
+            self.loaded.model.to("cpu")
         self.weights.move("cpu")
 
     def wake(self, device: str) -> None:
-        self.loaded.model.to(device)
+        if self.loaded.adapter is None:
+            self.loaded.model.to(device)
         self.weights.move(device)
 
     def _cut(self, batch: Batch, settings: Settings) -> Iterator[Packed]:

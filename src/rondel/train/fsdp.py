@@ -26,16 +26,29 @@ from rondel.models.load import Loaded
 from rondel.models.names import weights as named
 from rondel.train.optim import MasterWeights
 from rondel.train.parallel import Alone
+from rondel.words.errors import ConfigError
+
+
+class Meeting:
+    """Where ranks find each other: the first one opens it, on a port that the system chooses."""
+
+    def __init__(self, host: str, port: int = 0, *, opens: bool = True) -> None:
+        self.store = dist.TCPStore(host, port, is_master=opens, wait_for_workers=False)
+        self.address = (host, self.store.port)
+
+    @classmethod
+    def at(cls, address: tuple[str, int]) -> Meeting:
+        return cls(*address, opens=False)
 
 
 class Sharded(Alone):
-    """`size` ranks of one group; `meeting` is where they find each other: "file:///shared/path" or "tcp://host:port"."""
+    """One of `size` ranks that meet there."""
 
-    def __init__(self, rank: int, size: int, meeting: str, *, device: str = "cpu", patience: float = 600.0) -> None:
+    def __init__(self, rank: int, size: int, meeting: Meeting, *, device: str = "cpu", patience: float = 600.0) -> None:
         self.rank, self.size = rank, size
         dist.init_process_group(
             "gloo" if device == "cpu" else "nccl",
-            init_method=meeting,
+            store=meeting.store,
             rank=rank,
             world_size=size,
             timeout=datetime.timedelta(seconds=patience),
@@ -45,6 +58,8 @@ class Sharded(Alone):
     def hold(self, loaded: Loaded) -> Loaded:
         """Each layer is gathered when its pass begins and let go when it ends; embedding, last norm and head stay for the whole pass."""
         model, dtype = loaded.model, loaded.dtype
+        if loaded.adapter is not None:
+            raise ConfigError(f"'{loaded.name}' has an adapter, and adapters are trained on one rank so far")
         linear.loosen(model)
         if any(p.requires_grad for p in model.parameters()):
             model.float()

@@ -75,11 +75,12 @@ class _Chunked(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             grad = grad.to(weight.dtype)
             grad_hidden[rows] = matmul(grad, weight)
-            piece = matmul(grad.t(), h)
-            grad_weight = piece if grad_weight is None else grad_weight.float().add_(piece)
-        if grad_weight is None:
-            grad_weight = torch.zeros_like(weight)
-        return grad_hidden, grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None
+            if ctx.needs_input_grad[1]:  # not under an adapter
+                piece = matmul(grad.t(), h)
+                grad_weight = piece if grad_weight is None else grad_weight.float().add_(piece)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None
 
 
 def logprob_and_entropy(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -19,7 +18,6 @@ from rondel.algos.kl import k3
 from rondel.algos.mixture import Mixture
 from rondel.algos.objective import objective
 from rondel.models import names
-from rondel.models.head import Head
 from rondel.train import annotate as notes
 from rondel.train import checkpoint
 from rondel.train.credit import credit, kl_of_samples
@@ -147,7 +145,10 @@ class LocalTrainer:
 
     def _publish(self, route: Route) -> tuple[Manifest, Route] | None:
         tensors = self._gathered()
-        return self._transport.publish(route, self.version, names.described(tensors)) if self.ranks.leads else None
+        if not self.ranks.leads:
+            return None
+        manifest, route = self._transport.publish(route, self.version, names.described(tensors))
+        return replace(manifest, base=names.base(self.loaded.model)), route
 
     def _send(self, route: Route) -> None:
         tensors = self._gathered()
@@ -401,9 +402,12 @@ class Sums:
 
 
 def _frozen(loaded: Loaded) -> Loaded:
-    """A copy of the starting weights that nothing trains."""
-    model = copy.deepcopy(loaded.model).requires_grad_(False)
-    return replace(loaded, model=model, head=Head.of(model))
+    """The starting weights, which nothing trains: a copy, or under an adapter that is still zero the base itself."""
+    if loaded.adapter is not None and loaded.adapter.fresh:
+        return replace(loaded, bare=True)
+    start = loaded.copied()
+    start.model.requires_grad_(False)
+    return start
 
 
 def _decide(batch: Batch, algo: Algorithm) -> Ahead:

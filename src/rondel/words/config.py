@@ -38,10 +38,41 @@ class Section(BaseModel):
         return sorted(out)
 
 
+class Adapter(Section):
+    """Few new numbers beside the model's own, which stay as they are: they alone are trained, published and stored."""
+
+    kind: Literal["off", "lora", "qlora"] = Field("off", description="`lora`: y = W x + alpha/rank · B (A x); `qlora` is refused so far")
+    rank: int = Field(16, ge=1, description="rows of A and columns of B")
+    alpha: int = Field(32, ge=1, description="the adapter counts alpha/rank times")
+    targets: str | list[str] = Field("all-linear", description='names of linear layers, or "all-linear": all but the head')
+    dropout: float = Field(0.0, description="only 0: with it the trainer could not recompute what the engine drew from")
+
+    @model_validator(mode="after")
+    def _what_is_carried(self) -> Adapter:
+        mine = self.__dict__
+        if mine["kind"] == "qlora":
+            raise ValueError(
+                "a base in 4 bits is not carried yet: neither the engine's packed layers nor the digests of a sync know one. "
+                'Use kind = "lora", whose base may be bfloat16'
+            )
+        if mine["dropout"]:
+            raise ValueError(
+                f"dropout = {mine['dropout']} would train other logprobs than those that the engine drew from (law 4); "
+                "set it to 0, and use algo.kl or a lower rank against overfitting"
+            )
+        if isinstance(mine["targets"], str) and mine["targets"] != "all-linear":
+            raise ValueError(f'targets = "{mine["targets"]}": it is "all-linear" or a list of names, ["q_proj", "v_proj"]')
+        for name, field in type(self).model_fields.items():
+            if mine["kind"] == "off" and mine[name] != field.default:
+                raise ValueError(f'{name} has no effect without a kind: set kind = "lora", or remove it')
+        return self
+
+
 class Model(Section):
     path: str | dict[str, Any] = Field(description='folder, hub id, GGUF file, "smollm2-135m", or { random = "llama", ... }')
     teacher: str | dict[str, Any] | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="compute dtype; master weights are always float32")
+    adapter: Adapter = Adapter()
 
 
 class Evaluation(Section):
@@ -167,7 +198,9 @@ class EngineSection(Section):
     numerics: Literal["fast", "aligned"] = "fast"
     compile: bool = False
     kv_pages: int | Literal["auto"] = "auto"
-    max_running: int = Field(64, ge=1, description="requests decoded together; in flight, where an engine is one of several or somebody else's")
+    max_running: int = Field(
+        64, ge=1, description="requests decoded together; in flight, where an engine is one of several or somebody else's"
+    )
     prefill_tokens: int = Field(2048, ge=16, description="prompt tokens computed in one engine step")
     sampling: SamplingSection = SamplingSection()
     speculative: Speculative = Speculative()
@@ -199,11 +232,13 @@ class Trainer(Section):
 
 class Place(Section):
     kind: Literal["shared", "split"] = Field("shared", description="engine and trainer on one device, or on devices of their own")
-    cluster: Literal["auto", "local", "process"] = Field(
-        "auto", description="where they run: in this process, or in processes of their own; auto: local if shared, process if split"
+    cluster: Literal["auto", "local", "process", "ray"] = Field(
+        "auto",
+        description="where they run: in this process, in processes of their own, as Ray actors; auto: local if shared, process if split",
     )
     engines: int = Field(1, ge=1, description="engines of a split run")
     ranks: int = Field(1, ge=1, description="processes among which the trainer's weights lie in shards (FSDP2)")
+    address: str | None = Field(None, description='of a running Ray cluster: "auto", "ray://host:10001"; unset, one is started')
     patience: float = Field(60.0, gt=0, description="seconds without a sign of life after which a process counts as stuck")
     device: str = Field("auto", description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one')
     threads: int | Literal["auto"] = "auto"
@@ -221,7 +256,7 @@ class Place(Section):
 
 
 class Sync(Section):
-    kind: Literal["auto", "tensor", "ipc", "disk", "delta", "distributed"] = Field(
+    kind: Literal["auto", "tensor", "ipc", "disk", "distributed", "delta"] = Field(
         "auto", description="how weights travel: see docs/sync.md; auto: by where trainer and engine are"
     )
     probe: bool = True

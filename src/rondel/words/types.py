@@ -418,10 +418,14 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Every tensor of one weight version: what `begin` announces and `commit` must have received in full."""
+    """Every tensor of one weight version: what `begin` announces and `commit` must have received in full.
+
+    base   digest of the frozen weights under an adapter, which do not travel and must be the same on both sides; "" without one
+    """
 
     version: int
     tensors: tuple[TensorInfo, ...]
+    base: str = ""
 
     @property
     def root(self) -> str:

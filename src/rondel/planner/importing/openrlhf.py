@@ -4,7 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rondel.planner.importing.peer import DEVICE, ENGINE, FOLDER, LAUNCHER, MEMORY, PACKED, Gap, Line, Part, Peer, Same, Setting, truncation
+from rondel.planner.importing.peer import (
+    DEVICE,
+    ENGINE,
+    FOLDER,
+    LAUNCHER,
+    LORA,
+    MEMORY,
+    PACKED,
+    Gap,
+    Line,
+    Part,
+    Peer,
+    Same,
+    Setting,
+    adapter,
+    truncation,
+)
 
 ROWS = {  # algo.advantage.estimator -> (row, advantage laid over it, its eps)
     "gae": ("ppo", None, None),
@@ -23,7 +39,7 @@ REASONS = {
     "reward.*": "a reward is a function here: task.reward = 'module:name'",
     "ref.*": "the reference is a frozen copy of the starting weights, on the one device",
     "vllm.*": ENGINE,
-    "ds.lora.*": "adapters do not exist here yet: all weights are trained",
+    "ds.lora.*": LORA,
     "ds.load_in_4bit": "quantised weights cannot be trained here",
     "ds.packing_samples": PACKED,
     "ds.*": DEVICE,
@@ -57,6 +73,8 @@ def _model(s: Setting) -> Iterator[Part]:
         yield Line("model.dtype", "bfloat16", ("ds.param_dtype",), "master weights are float32 here")
     else:
         yield Gap(("ds.param_dtype",), "float16 needs a loss scale; bfloat16 or float32 here")
+    if s.number("ds.lora.rank"):
+        yield from adapter(s, rank="ds.lora.rank", alpha="ds.lora.alpha", targets="ds.lora.target_modules", dropout="ds.lora.dropout")
 
 
 def _task(s: Setting) -> Iterator[Part]:

@@ -17,6 +17,7 @@ PACKED = "samples are always packed, so there is no padding"
 ENGINE = "it steers another engine; the one here is built in"
 LAUNCHER = "it belongs to what starts the processes, not to the run"
 FOLDER = "run.folder names the run and holds what it writes"
+LORA = "it belongs to an adapter: model.adapter is plain LoRA, and off unless they ask for one"
 MACHINE = frozenset({DEVICE, MEMORY, PACKED, ENGINE, LAUNCHER, FOLDER})  # reasons of keys that no result depends on
 
 
@@ -150,3 +151,18 @@ def truncation(setting: Setting, key: str) -> Iterator[Part]:
         yield Line(f"engine.sampling.{name}", value, (key,), "the trainer's logprob runs over the tokens that were kept, and not over all")
     else:
         yield Gap((key,), f"it cannot be {value!r}")
+
+
+def adapter(s: Setting, *, rank: str, alpha: str, targets: str, dropout: str = "", switch: tuple[str, ...] = ()) -> Iterator[Part]:
+    """Their LoRA, under these names of theirs, where it is on."""
+    named, ask = s[targets], ""
+    if not named:
+        named, ask = ["q_proj", "v_proj"], "theirs are peft's choice for the model; name the layers that yours has"
+    elif isinstance(named, str) and named != "all-linear":
+        named, ask = [named], "a pattern there; here a list of names"
+    value = {"kind": "lora", "rank": s.whole(rank), "alpha": s.whole(alpha), "targets": named}
+    yield Line("model.adapter", value, (*switch, rank, alpha, targets), ask=ask)
+    if dropout and s.number(dropout):
+        yield Gap((dropout,), "with dropout the trainer could not recompute what the engine drew from: 0 here")
+    elif dropout:
+        yield Same((dropout,), "there is no dropout")

@@ -5,7 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rondel.planner.importing.peer import DEVICE, ENGINE, FOLDER, LAUNCHER, MEMORY, Gap, Line, Part, Peer, Same, Setting, truncation
+from rondel.planner.importing.peer import (
+    DEVICE,
+    ENGINE,
+    FOLDER,
+    LAUNCHER,
+    LORA,
+    MEMORY,
+    Gap,
+    Line,
+    Part,
+    Peer,
+    Same,
+    Setting,
+    adapter,
+    truncation,
+)
 
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes", "steps_per_generation", "generation_batch_size")
 REWARDS: dict[str, Any] = {"accuracy_reward": "math", "think_format_reward": {"kind": "format", "tag": "think"}}
@@ -28,9 +43,9 @@ REASONS = {
     "epsilon*": "this loss does not read it",
     "vllm_*": ENGINE,
     "use_vllm": ENGINE,
-    "lora_*": "adapters do not exist here yet: all weights are trained",
-    "use_*ora": "adapters do not exist here yet: all weights are trained",
-    "use_peft": "adapters do not exist here yet: all weights are trained",
+    "lora_*": LORA,
+    "use_*ora": LORA,
+    "use_peft": LORA,
     "load_in_*": "quantised weights cannot be trained here",
     "bnb_*": "quantised weights cannot be trained here",
     "use_bnb_*": "quantised weights cannot be trained here",
@@ -63,6 +78,10 @@ def _model(s: Setting) -> Iterator[Part]:
         yield Gap(("fp16",), "float16 needs a loss scale; bfloat16 or float32 here")
     if s["dtype"] in ("float32", "auto", None):
         yield Same(("dtype",), "master weights are float32")
+    if s["use_peft"]:
+        yield from adapter(
+            s, rank="lora_r", alpha="lora_alpha", targets="lora_target_modules", dropout="lora_dropout", switch=("use_peft",)
+        )
 
 
 def _task(s: Setting) -> Iterator[Part]:

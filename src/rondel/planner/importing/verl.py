@@ -6,7 +6,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rondel.planner.importing.peer import DEVICE, ENGINE, FOLDER, LAUNCHER, MEMORY, PACKED, Gap, Line, Part, Peer, Same, Setting, truncation
+from rondel.planner.importing.peer import (
+    DEVICE,
+    ENGINE,
+    FOLDER,
+    LAUNCHER,
+    LORA,
+    MEMORY,
+    PACKED,
+    Gap,
+    Line,
+    Part,
+    Peer,
+    Same,
+    Setting,
+    adapter,
+    truncation,
+)
 from rondel.words.errors import ConfigError
 
 ACTOR, ROLLOUT, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.optim"
@@ -77,7 +93,7 @@ REASONS = {
     "*use_remove_padding": PACKED,
     "*enable_gradient_checkpointing": MEMORY,
     "*torch_compile": MEMORY,
-    "*lora*": "adapters do not exist here yet: all weights are trained",
+    "*lora*": LORA,
     "actor_rollout_ref.rollout.multi_turn*": "turns are an environment: task.env = 'module:name'",
     "actor_rollout_ref.rollout.agent*": "turns are an environment: task.env = 'module:name'",
     "actor_rollout_ref.rollout.val_kwargs*": "evaluations draw one answer a task, greedily unless task.eval says otherwise",
@@ -106,6 +122,9 @@ def _model(s: Setting) -> Iterator[Part]:
         yield Line("model.dtype", found, (key,), "master weights are float32 here")
     if s[f"{ACTOR}.fsdp_config.model_dtype"] in ("fp32", "float32"):
         yield Same((f"{ACTOR}.fsdp_config.model_dtype",), "master weights are float32")
+    model = "actor_rollout_ref.model"
+    if s.number(f"{model}.lora_rank"):
+        yield from adapter(s, rank=f"{model}.lora_rank", alpha=f"{model}.lora_alpha", targets=f"{model}.target_modules")
 
 
 def _task(s: Setting) -> Iterator[Part]:

@@ -110,12 +110,12 @@ class Child:
         except BaseException as error:
             traceback.print_exc()
             sys.stderr.flush()
-            self.put(number, "error", _portable(error, self.name, verb or "build"))
+            self.put(number, "error", portable(error, self.name, verb or "build"))
         finally:
             self.calls.pop(number, None)
 
 
-def _portable(error: BaseException, name: str, verb: str) -> Exception:
+def portable(error: BaseException, name: str, verb: str) -> Exception:
     """Our own errors cross as they are; what another process could not build again crosses as its text."""
     if isinstance(error, RondelError):
         try:

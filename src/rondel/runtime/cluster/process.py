@@ -32,6 +32,7 @@ from rondel.words.errors import StalledError, WorkerError
 from rondel.words.events import Event, emit
 
 PULSE = 1.0  # seconds between two signs of life
+START = 120.0  # that a worker may be silent while it imports and loads
 LINES = 50  # of a dead worker's output that its error shows
 
 
@@ -81,7 +82,7 @@ class Worker:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rondel.runtime.cluster.child", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
+                env={"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -95,10 +96,10 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._guard = threading.Lock()
         self._end = weakref.finalize(self, _end, self._process)
+        self._put((os.getpid(), name, cores, tells))
+        self._made = self.ask("", make, args)
         for work in (self._send, self._hear, self._watch):
             threading.Thread(target=work, name=f"{name}-{work.__name__[1:]}", daemon=True).start()
-        self._put((os.getpid(), name, cores, tells))
-        self._made = self._ask("", (make, args), {})
 
     def __getattr__(self, verb: str) -> Callable[..., Any]:
         if verb.startswith("_"):
@@ -106,21 +107,34 @@ class Worker:
 
         async def call(*args: Any, **how: Any) -> Any:
             self._loop = asyncio.get_running_loop()
-            return await asyncio.wrap_future(self._ask(verb, args, how))
+            return await asyncio.wrap_future(self.ask(verb, *args, **how))
 
         return call
 
     def now(self, verb: str = "", *args: Any, **how: Any) -> Any:
         """The same, waiting for the answer; without a verb it waits until the object is built."""
-        return (self._ask(verb, args, how) if verb else self._made).result()
+        return (self.ask(verb, *args, **how) if verb else self._made).result()
+
+    async def ready(self) -> None:
+        await asyncio.wrap_future(self._made)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     @property
+    def host(self) -> str:
+        """By which other workers reach it."""
+        return "127.0.0.1"
+
+    @property
     def alive(self) -> bool:
         return not self._over
+
+    @property
+    def fate(self) -> str:
+        """Why it is not alive."""
+        return self._over
 
     def close(self) -> None:
         """End the child: asked first, then killed."""
@@ -135,7 +149,8 @@ class Worker:
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def _ask(self, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> Future[Any]:
+    def ask(self, verb: str, *args: Any, **how: Any) -> Future[Any]:
+        """The call itself, for code that waits for several."""
         number, answer = next(self._numbers), Future[Any]()
         with self._guard:
             if self._over:
@@ -185,10 +200,11 @@ class Worker:
         """A worker that stands still says so through its silence."""
         while not self._over:
             time.sleep(min(PULSE, self._patience / 4))
-            if (silent := time.monotonic() - self._heard) > self._patience and self._asked:
+            limit = self._patience if self._made.done() else max(self._patience, START)
+            if (silent := time.monotonic() - self._heard) > limit and self._asked:
                 waiting = ", ".join(sorted({verb for verb, _ in self._asked.values()}))
                 self._lost(
-                    f"worker {self._name} (process {self.pid}) gives no sign of life since {silent:.0f} s (limit {self._patience:g} s), "
+                    f"worker {self._name} (process {self.pid}) gives no sign of life since {silent:.0f} s (limit {limit:g} s), "
                     f"asked for: {waiting}{self._last_words()}",
                     StalledError,
                 )

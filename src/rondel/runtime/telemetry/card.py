@@ -148,7 +148,7 @@ def questions(events: Events, job: dict[str, Any], facts: dict[str, Any]) -> dic
     return {
         "framework": _listed(facts.get("versions")),
         "engine and topology": f"engine {key('engine.kind')}, placement {key('place.kind')}, {facts.get('device', UNKNOWN)}, "
-        f"threads {facts.get('threads', UNKNOWN)}",
+        f"{facts.get('place', UNKNOWN)}",
         "precision and what enforces consistency": f"{_listed(facts.get('dtypes'))}; one model definition on both sides; {gap}; {probe}",
         "on-policy or measured lag": f"{_lag(lags)}; cap {key('loop.max_staleness')}",
         "whose logprobs": "the engine's, stored for each token when it was drawn (after temperature and truncation of the support); "

@@ -66,7 +66,7 @@ class Arrivals:
 
     async def take(self, route: Route, run: Callable[..., Awaitable[Any]]) -> None:
         """All data of the route; `run` is the device's thread."""
-        if self._begun is None:
+        if (begun := self._begun) is None:
             raise SyncError("data without begin")
         if self._came:
             raise SyncError("the data of this update came twice")
@@ -74,9 +74,9 @@ class Arrivals:
             raise SyncError(f"the data changes weights with root {route.base[:8]}; those that serve have {self.root[:8] or 'none yet'}")
         mine = dict(names.weights(self.loaded.model))
         self.bytes_copied = 0
-        stream = self._open(route, self._begun.manifest, mine)
+        stream = self._open(route, begun.manifest, mine)
         try:
-            while await run(self._some, stream, mine):
+            while await run(self._some, stream, mine, begun.beside):
                 pass
         finally:
             await run(stream.close)  # there, because a cancelled wait leaves the thread inside it
@@ -92,22 +92,22 @@ class Arrivals:
         else:
             raise SyncError(f"weights come by '{route.kind}'; this engine takes them by {', '.join(sorted(self.kinds))}")
 
-    def _some(self, stream: Iterator[tuple[str, Tensor]], mine: dict[str, Tensor]) -> bool:
+    def _some(self, stream: Iterator[tuple[str, Tensor]], mine: dict[str, Tensor], beside: bool) -> bool:
         """Tensors for a few milliseconds. -> is there more?"""
         until = time.perf_counter() + SLICE
         for name, tensor in stream:
-            self._accept(name, tensor, mine)
+            self._accept(name, tensor, mine, beside)
             if time.perf_counter() > until:
                 return True
         return False
 
-    def _accept(self, name: str, tensor: Tensor, mine: dict[str, Tensor]) -> None:
+    def _accept(self, name: str, tensor: Tensor, mine: dict[str, Tensor], beside: bool) -> None:
         if name not in self._awaited:
             raise SyncError(f"{name} came twice" if name in mine else f"tensors came that were not announced, first {name}")
         row = self._awaited.pop(name)
         if (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) != (row.shape, row.dtype):
             raise SyncError(f"{name} was announced as {row.dtype} {list(row.shape)} and came as {tensor.dtype} {list(tensor.shape)}")
-        if self._begun is not None and self._begun.beside:
+        if beside:
             if names.digest(tensor) != row.digest:
                 raise SyncError(f"1 tensors arrived with other bits than were sent, first {name}")
             self._beside[name] = tensor
@@ -125,6 +125,8 @@ class Arrivals:
             raise SyncError(f"version {commit.version} with root {commit.root[:8]} is committed, but {version} with {root[:8]} was begun")
         if not self._came:
             raise SyncError("commit without data")
+        if names.base(self.loaded.model) != begun.manifest.base:
+            raise SyncError("the adapter belongs to another base than the one that serves: their frozen weights have other bits")
         if not begun.beside or self._point():
             self._compare(begun.manifest)
         self.root, self._untouched = root, False
@@ -134,7 +136,8 @@ class Arrivals:
         """The module's parameters become the tensors beside; those of another device are copied. -> were any copied?"""
         copied = False
         for name, parameter in self.loaded.model.named_parameters():
-            tensor = self._beside[name]
+            if (tensor := self._beside.get(names.sent(name))) is None:
+                continue  # it lies under an adapter and did not travel
             if tensor.device == parameter.device:
                 parameter.data = tensor
             else:

@@ -25,7 +25,6 @@ from rondel.generate.engine.builtin.pages import Layers
 from rondel.generate.engine.builtin.request import Live
 from rondel.generate.engine.builtin.sampler import choose, uniform, weights
 from rondel.generate.engine.builtin.speculative import accepts, leftover
-from rondel.models.load import Loaded
 from rondel.models.vocabulary import same_words
 from rondel.words.errors import ConfigError, EngineError
 from rondel.words.events import Warned, emit
@@ -33,6 +32,7 @@ from rondel.words.events import Warned, emit
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.runner import Runner
     from rondel.generate.engine.builtin.scheduler import Plan
+    from rondel.models.load import Loaded
 
 GUESS, COIN, AGAIN = 1, 2, 3  # the numbers of a token, beside 0
 FEW = 8  # tokens of one request up to which they are fed row by row, not as a prompt's chunk

@@ -25,13 +25,13 @@ from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.generate.engine.builtin.text import open_reader, split_stops
 from rondel.models import linear
 from rondel.models.compiled import Compiled
-from rondel.models.load import Loaded
 from rondel.words.errors import EngineError, LawError, StalledError, SyncError, UserError
 from rondel.words.events import Generating, Speculated, Warned, emit
 from rondel.words.protocols import Interrupt, Tags, Transport
 from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Message, Request, Route, Scored
 
 if TYPE_CHECKING:
+    from rondel.models.load import Loaded
     from rondel.runtime.journal.wal import TokenLog
 
 HEARTBEAT = 0.5
@@ -428,15 +428,14 @@ class BuiltinEngine:
                 case Commit():
                     await self._commit(message)
                 case Abort(reason=reason) if not self.arrivals.drop():
-                    self._break(f"the update was aborted ({reason})")
+                    self._broken = f"the update was aborted ({reason})"
         except BaseException as error:
             why = str(error) or type(error).__name__
-            if self.arrivals.drop():
-                raise error if isinstance(error, SyncError | asyncio.CancelledError) else SyncError(why) from error
-            self._break(why)
+            if not (whole := self.arrivals.drop()):
+                self._broken = why
             if not isinstance(error, Exception):
                 raise
-            raise SyncError(f"{self._broken}; the engine refuses to generate until a good update (law 6)") from error
+            raise SyncError(why if whole else f"{why}; the engine refuses to generate until a good update (law 6)") from error
         return self.version
 
     async def _commit(self, commit: Commit) -> None:
@@ -452,9 +451,6 @@ class BuiltinEngine:
             self.speculation.draft.forget()  # it learns with the policy
         self._broken = ""
         self._wake_pump()
-
-    def _break(self, why: str) -> None:
-        self._broken = why
 
     def _refuse_if_broken(self) -> None:
         if self._broken:

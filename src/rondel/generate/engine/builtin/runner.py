@@ -19,11 +19,11 @@ from rondel.generate.engine.builtin.speculative import agreeing
 from rondel.models.attention import Chunk, Decoding, PagedLayout
 from rondel.models.compiled import Compiled
 from rondel.models.head import chosen
-from rondel.models.load import Loaded
 from rondel.models.tape import Tape
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.draft import Draft
+    from rondel.models.load import Loaded
 
 SHARE = 0.7  # of the keys that whole contexts would read; beyond it the bookkeeping of families costs more than it saves
 ROWS = 512  # logits are made for at most so many rows at once

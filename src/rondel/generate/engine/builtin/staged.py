@@ -15,7 +15,7 @@ import safetensors.torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from rondel.models import names
+from rondel.models import adapters, names
 from rondel.words.errors import SyncError, boundary
 from rondel.words.types import Abort, Begin, Commit, Manifest, Route, TensorInfo
 
@@ -34,11 +34,17 @@ LOOKS = {
 
 
 def from_disk(loaded: Loaded, folder: str) -> dict[str, Tensor]:
-    """A folder of Hugging Face safetensors, cast to the engine's dtype. Runs on the device's thread: transformers sets global state."""
+    """A folder of Hugging Face safetensors, cast to the engine's dtype, or an adapter's for an adapted model. Runs on the device's thread: transformers sets global state."""
     with boundary(SyncError, f"reading the weights in '{folder}'"):
         path = Path(folder).expanduser()
         if not path.is_dir() or not list(path.glob("*.safetensors")):
             raise SyncError(f"'{folder}' is no folder with .safetensors on this machine")
+        if loaded.adapter is not None:
+            return adapters.read(loaded, path)
+        if adapters.is_adapter(path):
+            raise SyncError(
+                f"'{folder}' is an adapter, and the model that serves has none: serve an adapter to replace it, or merge this one"
+            )
         _same_architecture(loaded, path)
         model, report = type(loaded.model).from_pretrained(
             path,
@@ -94,7 +100,7 @@ async def update(
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise SyncError(f"{name} holds NaN or infinity")
         rows = (TensorInfo(n, tuple(t.shape), str(t.dtype).removeprefix("torch."), names.digest(t)) for n, t in tensors.items())
-        return Manifest(version, tuple(rows)), tensors
+        return Manifest(version, tuple(rows), names.base(engine.loaded.model)), tensors
 
     manifest, tensors = await run(stage)
     serving = False

@@ -1,0 +1,331 @@
+"""LoRA through peft: y = W x + alpha/r · B (A x).  A [r, I], B [O, r].  arXiv:2106.09685. W stays as it was loaded, B starts at 0.
+
+    x [T, I] ──> W, in the model's dtype, packed ──────> + ──> y [T, O] in the model's dtype
+       └──> float32 ──> A ──> B ──> · alpha/r ───────────┘
+            ^ what is trained, published and stored; float32, because bfloat16 swallows small steps
+
+Nobody owns the base: engine, trainer, reference (the adapter switched off) and critic read the same tensors. An adapter is stored as peft
+and vLLM read it, beside a note of the base that it belongs to.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from rondel.models import linear, names
+from rondel.models.attention import PackedLayout, Segment
+from rondel.words.errors import ConfigError, ModelError, boundary
+from rondel.words.registry import nearest
+
+if TYPE_CHECKING:
+    from rondel.models.load import Loaded
+
+ALL = "all-linear"
+WEIGHTS, CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"
+NAME = "default"  # peft's name of the only adapter
+BLOCK = 256  # rows of one float32 copy on a CPU
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """What is trained of an adapted model, and the switch that all of its layers ask.
+
+    config   peft's LoraConfig, as it is stored
+    layers   {"model.layers.0.self_attn.q_proj": peft's layer, ...}
+    off      True computes the base alone
+    exact    True takes products whose rows do not depend on each other (aligned numerics), else the fastest
+    """
+
+    config: Any
+    layers: dict[str, Any]
+    off: bool = False
+    exact: bool = False
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it changes nothing yet."""
+        return not any(bool(layer.lora_B[NAME].weight.any()) for layer in self.layers.values())
+
+    @property
+    def numbers(self) -> int:
+        """sum of r (I + O) over its layers."""
+        return sum(m.weight.numel() for layer in self.layers.values() for m in (layer.lora_A[NAME], layer.lora_B[NAME]))
+
+
+@contextmanager
+def switched(adapter: Adapter | None, *, off: bool, exact: bool) -> Iterator[None]:
+    """For one forward pass."""
+    if adapter is None:
+        yield
+        return
+    before = adapter.off, adapter.exact
+    adapter.off, adapter.exact = off, exact
+    try:
+        yield
+    finally:
+        adapter.off, adapter.exact = before
+
+
+@contextmanager
+def stirred(adapter: Adapter | None) -> Iterator[None]:
+    """A fresh adapter adds exact zeros, with which nothing can be proven of it: inside, B holds noise."""
+    tensors = [layer.lora_B[NAME].weight for layer in adapter.layers.values()] if adapter is not None else []
+    kept, generator = [t.detach().clone() for t in tensors], torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for t in tensors:
+            t.copy_(0.05 * torch.randn(t.shape, generator=generator))
+        try:
+            yield
+        finally:
+            for t, old in zip(tensors, kept):
+                t.copy_(old)
+
+
+# -- making one ----------------------------------------------------------------------------------
+
+
+def adapt(loaded: Loaded, *, rank: int, alpha: int, targets: str | list[str] = ALL, seed: int = 0) -> None:
+    """From now on only an adapter of `loaded` is trained. A model that came with one keeps it, if it is the one that is asked for."""
+    require()
+    found = _found(loaded, targets)
+    if (old := loaded.adapter) is not None:
+        for what, has, wanted in (
+            ("rank", old.config.r, rank),
+            ("alpha", old.config.lora_alpha, alpha),
+            ("targets", sorted(old.layers), sorted(found)),
+        ):
+            if has != wanted:
+                raise ConfigError(
+                    f"model.adapter.{what} is another than that of the adapter '{loaded.name}' (rank {old.config.r}, alpha "
+                    f"{old.config.lora_alpha}, {len(old.layers)} layers). Leave model.adapter out to go on with that one, or merge it first"
+                )
+        return
+    from peft import LoraConfig
+
+    ends = sorted({name.rpartition(".")[2] for name in found})
+    exact = set(_found(loaded, ends)) == set(found)
+    with boundary(ModelError, f"adapting '{loaded.name}'"):
+        _inject(
+            loaded,
+            LoraConfig(
+                r=rank,
+                lora_alpha=alpha,
+                target_modules=ends if exact else sorted(found),
+                lora_dropout=0.0,
+                bias="none",
+                task_type="CAUSAL_LM",
+                fan_in_fan_out=any(isinstance(module, Conv1D) for module in found.values()),
+            ),
+            seed,
+        )
+        assert loaded.adapter is not None
+        if odd := sorted(loaded.adapter.layers.keys() ^ found.keys()):
+            raise ModelError(f"peft adapts other layers than were asked for, first {odd[0]}: name them in full in model.adapter.targets")
+
+
+def require() -> None:
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("adapters need the package peft, which is not installed: pip install 'rondel[lora]'")
+
+
+def _found(loaded: Loaded, targets: str | Iterable[str]) -> dict[str, nn.Module]:
+    """{full name: layer} of what shall be adapted; every target must mean at least one layer."""
+    model = loaded.model
+    head, routers = model.get_output_embeddings(), [n for n, m in model.named_modules() if type(m).__name__.lower().endswith("router")]
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if (isinstance(module, nn.Linear | Conv1D) or hasattr(module, "lora_A"))
+        and module is not head
+        and not any(part in name for part in (".base_layer", ".lora_A.", ".lora_B."))
+        and not any(name.startswith(f"{router}.") for router in routers)
+    }
+    if targets == ALL:
+        if loaded.routers:
+            raise ConfigError(
+                f"model.adapter.targets = '{ALL}': '{loaded.name}' is a mixture of experts, whose experts are joined tensors and no linear "
+                f"layers: an adapter cannot reach them. Name the layers that it shall have: targets = {_ends(layers)}"
+            )
+        return layers
+    chosen: dict[str, nn.Module] = {}
+    for target in [targets] if isinstance(targets, str) else targets:
+        hits = {name: module for name, module in layers.items() if name == target or name.endswith(f".{target}")}
+        if not hits:
+            raise ConfigError(
+                f"model.adapter.targets: '{target}' is no linear layer inside '{loaded.name}' that can be adapted."
+                f"{nearest(target, _ends(layers))} It has: {', '.join(_ends(layers))} (the head and a mixture's experts and routers cannot)"
+            )
+        chosen |= hits
+    if not chosen:
+        raise ConfigError(f"model.adapter.targets = []: nothing would be trained. Name layers, or write targets = '{ALL}'")
+    return chosen
+
+
+def _ends(layers: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in layers})
+
+
+def _inject(loaded: Loaded, config: Any, seed: int) -> None:
+    """peft puts its layers around the model's; their forward pass is ours, so that engine and trainer share one switch."""
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
+
+    model = loaded.model
+    model.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # on the CPU whatever the device, so the start is the same everywhere
+        inject_adapter_in_model(config, model, NAME)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    adapter = Adapter(config, layers)
+    for name, layer in layers.items():
+        if getattr(layer, "lora_variant", None) or not hasattr(layer.get_base_layer(), "weight") or not layer.lora_A:
+            raise ModelError(f"the adapter of '{name}' is a {type(layer).__name__} of a kind that is not carried: only plain LoRA is")
+        for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
+            part.float().requires_grad_(True)
+        setattr(layer, "forward", functools.partial(_forward, adapter, layer))  # noqa: B010  # as linear.adopt does
+    loaded.adapter = adapter
+    _prove(loaded)
+
+
+def _forward(adapter: Adapter, layer: Any, x: Tensor) -> Tensor:
+    """W x + alpha/r · B (A x), the sum in float32."""
+    out = layer.base_layer(x)
+    if adapter.off:
+        return out
+    a, b, scale = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight, layer.scaling[NAME]
+    if adapter.exact:
+        return (out + scale * linear.product(linear.product(x.float(), a), b)).to(out.dtype)
+    flat, wide = x.flatten(0, -2), out.flatten(0, -2)
+    if torch.is_grad_enabled():
+        return _Added.apply(wide, flat, a, b, scale).view_as(out)
+    return torch.addmm(wide.float(), F.linear(flat.float(), a), b.t(), alpha=scale).to(out.dtype).view_as(out)
+
+
+class _Added(torch.autograd.Function):
+    """out [T, O] + s · B (A x [T, I]), a block of rows at a time: its float32 copies then stay in the cache, and nothing is kept in float32."""
+
+    @staticmethod
+    def forward(ctx, out: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        low, y = x.new_empty(len(x), len(a), dtype=torch.float32), torch.empty_like(out)
+        for rows in _blocks(x):
+            low[rows] = x[rows].float() @ a.t()
+            y[rows] = torch.addmm(out[rows].float(), low[rows], b.t(), alpha=scale)
+        ctx.save_for_backward(x, low, a, b)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, low, a, b = ctx.saved_tensors
+        grad_x, grad_a, grad_b = torch.empty_like(x), torch.zeros_like(a), torch.zeros_like(b)
+        for rows in _blocks(x):
+            g = grad[rows].float()
+            through = ctx.scale * (g @ b)
+            grad_b.addmm_(g.t(), low[rows], alpha=ctx.scale)
+            grad_a.addmm_(through.t(), x[rows].float())
+            grad_x[rows] = through @ a
+        return grad, grad_x, grad_a, grad_b, None
+
+
+def _blocks(x: Tensor) -> list[slice]:
+    size = BLOCK if x.is_cpu else max(1, len(x))
+    return [slice(first, first + size) for first in range(0, len(x), size)]
+
+
+def _prove(loaded: Loaded) -> None:
+    """Every adapted layer must be asked in a pass: a model that reads a layer's weight itself would go past the adapter."""
+    adapter, asked = loaded.adapter, set()
+    assert adapter is not None
+    hooks = [layer.register_forward_hook(lambda *_, name=name: asked.add(name)) for name, layer in adapter.layers.items()]
+    ids = torch.arange(3, 8, device=loaded.device)
+    with torch.no_grad():
+        loaded.hidden(ids, torch.arange(5, device=loaded.device), PackedLayout([Segment(0, 5)], loaded.device))
+    for hook in hooks:
+        hook.remove()
+    if silent := sorted(adapter.layers.keys() - asked):
+        raise ModelError(
+            f"{len(silent)} adapted layers of '{loaded.name}' take no part in a forward pass, first {silent[0]}: their adapter would be "
+            "ignored. Leave them out of model.adapter.targets"
+        )
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def is_adapter(folder: str | Path) -> bool:
+    return (Path(folder).expanduser() / CONFIG).is_file()
+
+
+def save(loaded: Loaded, folder: Path) -> None:
+    """What peft and vLLM read, and `base.json`: where the base came from and the digest of its bits."""
+    assert loaded.adapter is not None
+    config, origin = loaded.adapter.config, loaded.model.config.name_or_path
+    config.base_model_name_or_path = str(Path(origin).resolve()) if origin and Path(origin).is_dir() else origin or None
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)  # the same file in every run
+    config.save_pretrained(folder)
+    save_file({name: t.cpu().contiguous() for name, t in names.weights(loaded.model)}, folder / WEIGHTS, {"format": "pt"})
+    (folder / BASE).write_text(json.dumps({"path": loaded.path, "dtype": str(loaded.dtype), "digest": names.base(loaded.model)}))
+
+
+def base_of(folder: str | Path) -> str | dict[str, Any]:
+    """The model that an adapter belongs to, as model.path says it."""
+    folder = Path(folder).expanduser()
+    with boundary(ModelError, f"reading the adapter in '{folder}'"):
+        if (folder / BASE).is_file():
+            return json.loads((folder / BASE).read_text())["path"]
+        if base := json.loads((folder / CONFIG).read_text()).get("base_model_name_or_path"):
+            return base
+    raise ModelError(f"'{folder}' is an adapter whose {CONFIG} does not say of which model: set base_model_name_or_path in it")
+
+
+def attach(loaded: Loaded, folder: str | Path) -> None:
+    """Give a base the adapter that lies in `folder`, whoever wrote it."""
+    require()
+    from peft import LoraConfig, PeftConfig
+
+    if loaded.adapter is not None:
+        raise ModelError(f"the adapter in '{folder}' belongs to '{loaded.name}', which has an adapter already: merge that one first")
+    with boundary(ModelError, f"reading the adapter in '{folder}'"):
+        config = PeftConfig.from_pretrained(str(Path(folder).expanduser()))
+        if not isinstance(config, LoraConfig):
+            raise ModelError(f"the adapter in '{folder}' is {config.peft_type}; LoRA is what is carried")
+        _inject(loaded, config, 0)
+    theirs = read(loaded, folder)
+    with torch.no_grad():
+        for name, tensor in names.weights(loaded.model):
+            tensor.copy_(theirs[name])
+
+
+def read(loaded: Loaded, folder: str | Path) -> dict[str, Tensor]:
+    """The tensors of an adapter for this model, under peft's names; another base, shape or scale is refused by name."""
+    folder, adapter = Path(folder).expanduser(), loaded.adapter
+    assert adapter is not None
+    with boundary(ModelError, f"reading the adapter in '{folder}'"):
+        if not is_adapter(folder):
+            raise ModelError(f"'{folder}' holds no {CONFIG}, and '{loaded.name}' is an adapted model: only its adapter can be replaced")
+        config, tensors = json.loads((folder / CONFIG).read_text()), {n: t.float() for n, t in load_file(folder / WEIGHTS).items()}
+        mine = {name: tuple(t.shape) for name, t in names.weights(loaded.model)}
+        if odd := sorted({n for n in mine.keys() | tensors.keys() if n not in tensors or mine.get(n) != tuple(tensors[n].shape)}):
+            raise ModelError(f"the adapter in '{folder}' does not fit '{loaded.name}': {len(odd)} tensors differ, first {odd[0]}")
+        if (scale := config["lora_alpha"] / config["r"]) != adapter.config.lora_alpha / adapter.config.r:
+            raise ModelError(f"the adapter in '{folder}' has alpha/r = {scale:g}, the one of '{loaded.name}' another")
+        base = json.loads((folder / BASE).read_text()) if (folder / BASE).is_file() else {}
+        if base.get("dtype") == str(loaded.dtype) and base["digest"] != names.base(loaded.model):
+            raise ModelError(
+                f"the adapter in '{folder}' was trained on {base['path']} with other bits than the base of '{loaded.name}' has"
+            )
+    return tensors

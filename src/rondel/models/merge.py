@@ -1,0 +1,42 @@
+"""An adapter folded into its base: W' = W + alpha/r · B A, a plain model that needs no peft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rondel.models.adapters import NAME, is_adapter
+from rondel.models.load import load
+from rondel.models.save import save
+from rondel.words.errors import ModelError
+
+
+def merge(adapter: str | Path, folder: str | Path, *, dtype: str = "float32") -> float:
+    """Write the model that `adapter` (a checkpoint, say) makes of its base to `folder`. -> the share of the adapter that rounding lost.
+
+    |W' as stored - W - alpha/r · B A| / |alpha/r · B A| over all layers, in the 2-norm. bfloat16 is coarser than most of an adapter's changes:
+    of recipes/lora.toml's it loses 54 %, float32 1e-5 (9f9671a, `merge("runs/lora/checkpoints/step-000024", ...)`).
+    """
+    if not is_adapter(adapter):
+        raise ModelError(f"'{adapter}' is no adapter: a folder with adapter_config.json is, as checkpoints of a run with model.adapter are")
+    loaded = load(str(adapter), dtype=dtype)
+    assert loaded.adapter is not None
+    lost = whole = 0.0
+    with torch.no_grad():
+        for name, layer in loaded.adapter.layers.items():
+            weight, delta = layer.get_base_layer().weight, layer.get_delta_weight(NAME)
+            wanted = weight.double() + delta.double()
+            weight.copy_(wanted)
+            lost += float((weight.double() - wanted).square().sum())
+            whole += float(delta.double().square().sum())
+            _put(loaded.model, name, layer.get_base_layer())
+    del loaded.model.peft_config
+    save(loaded, Path(folder))
+    return (lost / whole) ** 0.5 if whole else 0.0
+
+
+def _put(model: Any, name: str, layer: Any) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, layer)

@@ -1,0 +1,24 @@
+"""From a module to files that any other tool loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from rondel.models.load import Loaded
+
+
+def save(loaded: Loaded, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
+    """Plain Hugging Face files: safetensors, config, tokenizer. `weights` replaces the module's own (fp32 masters, say)."""
+    state = weights if weights is not None else loaded.model.state_dict()
+    dtype = next(iter(state.values())).dtype
+    loaded.model.save_pretrained(folder, state_dict=dict(state))
+    loaded.tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("_attn_implementation", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2))

@@ -1,0 +1,219 @@
+"""Workers as Ray actors, on this machine or any of a Ray cluster: the same `spawn`, the same awaitable verbs.
+
+One placement group holds a bundle for every worker, so that either all of them get their devices or none; worker i is in bundle i.
+An actor that ends, or does not answer a ping for `patience` seconds while it is asked for something, fails its calls by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rondel.runtime.cluster.child import portable
+from rondel.words.errors import ConfigError, StalledError, WorkerError
+from rondel.words.events import emit, subscribe
+
+RESERVE = 120.0  # seconds that the cluster may take to find room for all workers
+
+
+class RayCluster:
+    """`address`: of a running cluster ("auto": the one of this machine), or None for one that lives as long as this process."""
+
+    def __init__(self, workers: int, *, cpus: int = 1, gpus: int = 0, address: str | None = None, patience: float = 60.0) -> None:
+        self.patience, self.cpus, self.gpus = patience, cpus, gpus
+        self.workers: list[RayWorker] = []
+        self._bundles: dict[str, int] = {}  # one that is started again goes where it was
+        self._mine = not ray.is_initialized()
+        if self._mine:
+            path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+            more: dict[str, Any] = {} if address else {"num_cpus": max(workers * cpus, os.cpu_count() or 1), "include_dashboard": False}
+            ray.init(address=address, runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=True, configure_logging=False, **more)
+        self._group = placement_group([{"CPU": cpus, **({"GPU": gpus} if gpus else {})}] * workers, strategy="PACK")
+        if not self._group.wait(RESERVE):
+            has = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
+            self.close()
+            raise ConfigError(
+                f"the Ray cluster found no room for {workers} workers of {cpus} CPU and {gpus} GPU within {RESERVE:g} s; it has {has}. "
+                "Use fewer place.engines and place.ranks, or wait until others have ended"
+            )
+
+    def spawn(self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = (), tells: bool = True) -> RayWorker:
+        """`cores` are this machine's and mean nothing on another: Ray places by its own count."""
+        bundle = PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=self._bundles.setdefault(name, len(self._bundles))
+        )
+        actor = ray.remote(Host).options(
+            name=f"rondel-{os.getpid()}-{name}-{len(self.workers)}",
+            num_cpus=self.cpus,
+            num_gpus=self.gpus,
+            max_concurrency=4096,
+            scheduling_strategy=bundle,
+        )
+        worker = RayWorker(name, actor.remote(name, tells), make, args, tells=tells, patience=self.patience)
+        self.workers.append(worker)
+        return worker
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        with contextlib.suppress(RayError, AttributeError):
+            remove_placement_group(self._group)
+        if self._mine:
+            ray.shutdown()
+
+
+class Host:
+    """The actor: one object, the calls on it, and what it tells."""
+
+    def __init__(self, name: str, tells: bool) -> None:
+        self.name, self.object = name, None
+        self.told: asyncio.Queue | None = None
+        if tells:
+            subscribe(self._tell)
+
+    def _tell(self, event: Any) -> None:
+        if self.told is not None:
+            self.told.put_nowait(event)
+
+    async def where(self) -> str:
+        return ray.util.get_node_ip_address()
+
+    async def ping(self) -> None: ...
+
+    async def listen(self) -> list[Any]:
+        """Events since the last time; waits for one."""
+        self.told = self.told or asyncio.Queue()
+        events = [await self.told.get()]
+        while not self.told.empty():
+            events.append(self.told.get_nowait())
+        return events
+
+    async def call(self, verb: str, words: bytes) -> tuple[str, Any]:
+        """`words` are packed here and not by Ray, whose arrays cannot be written to."""
+        try:
+            args, how = cloudpickle.loads(words)
+            if not verb:
+                make, made_of = args
+                self.object = make(*made_of)
+                return "result", None
+            value = getattr(self.object, verb)(*args, **how)
+            return "result", await value if asyncio.iscoroutine(value) else value
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            return "error", portable(error, self.name, verb or "build")
+
+
+class RayWorker:
+    """As `process.Worker`: every public name is an awaitable verb of the object; `ask` and `now` are for code without an event loop."""
+
+    def __init__(self, name: str, actor: Any, make: Callable[..., Any], args: tuple[Any, ...], *, tells: bool, patience: float) -> None:
+        self._name, self._actor, self._patience = name, actor, patience
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._over = ""
+        self._waiting: dict[Future[Any], str] = {}
+        self._made = self.ask("", make, args)
+        self._closed = threading.Event()
+        works = (self._watch, *([self._listen] if tells else []))
+        self._threads = [threading.Thread(target=work, name=f"{name}-{work.__name__[1:]}", daemon=True) for work in works]
+        for thread in self._threads:
+            thread.start()
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        if verb.startswith("_"):
+            raise AttributeError(verb)
+
+        async def call(*args: Any, **how: Any) -> Any:
+            self._loop = asyncio.get_running_loop()
+            return await asyncio.wrap_future(self.ask(verb, *args, **how))
+
+        return call
+
+    def ask(self, verb: str, *args: Any, **how: Any) -> Future[Any]:
+        if self._over:
+            raise WorkerError(self._over)
+        ref, answer = self._actor.call.remote(verb, cloudpickle.dumps((args, how))), Future[Any]()
+        self._waiting[answer] = verb or "build"
+        ref.future().add_done_callback(lambda done: self._settle(answer, done))
+        answer.add_done_callback(lambda done: ray.cancel(ref) if done.cancelled() and not self._over else None)
+        return answer
+
+    def now(self, verb: str = "", *args: Any, **how: Any) -> Any:
+        return (self.ask(verb, *args, **how) if verb else self._made).result()
+
+    async def ready(self) -> None:
+        await asyncio.wrap_future(self._made)
+
+    @property
+    def host(self) -> str:
+        """By which other workers reach it."""
+        return ray.get(self._actor.where.remote())
+
+    @property
+    def alive(self) -> bool:
+        return not self._over
+
+    @property
+    def fate(self) -> str:
+        """Why it is not alive."""
+        return self._over
+
+    def close(self) -> None:
+        self._lost(f"worker {self._name} was closed")
+        self._closed.set()
+        with contextlib.suppress(RayError):
+            ray.kill(self._actor)
+        for thread in self._threads:  # one that asked after the shutdown would start another Ray
+            thread.join(10)
+
+    def _settle(self, answer: Future[Any], done: Future[Any]) -> None:
+        self._waiting.pop(answer, None)
+        if answer.done() or not answer.set_running_or_notify_cancel():
+            return
+        try:
+            kind, value = done.result()
+        except RayActorError as error:
+            kind, value = "error", WorkerError(f"worker {self._name} ended: {' '.join(str(error).split())}")
+        except BaseException as error:
+            kind, value = "error", WorkerError(f"worker {self._name}: {type(error).__name__}: {error}")
+        answer.set_result(value) if kind == "result" else answer.set_exception(value)
+
+    def _listen(self) -> None:
+        while not self._over:
+            try:
+                events = ray.get(self._actor.listen.remote())
+            except Exception:
+                return
+            for event in events:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self._loop.call_soon_threadsafe(emit, event) if self._loop else emit(event)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._patience / 4) and not self._over:
+            try:
+                ray.get(self._actor.ping.remote(), timeout=self._patience)
+            except GetTimeoutError:
+                if self._waiting:
+                    asked = ", ".join(sorted(set(self._waiting.values())))
+                    self._lost(f"worker {self._name} gives no sign of life for {self._patience:g} s, asked for: {asked}", StalledError)
+            except Exception:
+                return
+
+    def _lost(self, why: str, error: type[Exception] = WorkerError) -> None:
+        self._over = self._over or why
+        for answer in list(self._waiting):
+            self._waiting.pop(answer, None)
+            if not answer.done() and answer.set_running_or_notify_cancel():
+                answer.set_exception(error(why))

@@ -1,0 +1,91 @@
+"""Tensor-parallel shards of one weight: TP ranks of a trainer to TP' ranks of an engine, through the whole tensor. Pure functions.
+
+    columns  [O, I]      rank r has O/tp rows of W, because y = x W^T is cut along its outputs        q, gate, up, embedding
+    rows     [O, I]      rank r has I/tp columns                                                      o, down
+    heads    [H·D, I]    whole heads; with fewer heads than ranks, H must divide tp, and tp/H ranks hold the same head     k, v
+    stacked  [..., I]    several such weights below each other in every shard: [q_r; k_r; v_r], [gate_r; up_r]
+    padded   [V', I]     a vocabulary with empty rows at its end, so that every rank has as many
+
+`join(split(w, how, tp), how) == w` bit for bit, for any tp that the sizes allow; TP x TP' is a join and a split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rondel.words.errors import SyncError
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one weight lies over the ranks.
+
+    dim      which dimension is cut; None: every rank has all of it
+    heads    0, or how many heads the dimension counts: they are never broken, and copied where there are fewer than ranks
+    rows     0, or the true length of the dimension, which is padded to a multiple of `multiple` x tp
+    parts    what is stacked in it: `Cut`s with their sizes in the whole tensor, in order
+    """
+
+    dim: int | None = 0
+    heads: int = 0
+    rows: int = 0
+    multiple: int = 1
+    parts: tuple[tuple[int, Cut], ...] = field(default=())
+
+
+def split(whole: Tensor, cut: Cut, tp: int) -> list[Tensor]:
+    """The shard of every rank."""
+    if cut.dim is None:
+        return [whole] * tp
+    if cut.parts:
+        pieces = [split(part, how, tp) for part, (_, how) in zip(whole.split([n for n, _ in cut.parts], cut.dim), cut.parts)]
+        return [torch.cat(of_rank, cut.dim) for of_rank in zip(*pieces)]
+    if cut.heads and cut.heads < tp:
+        _divides(tp, cut.heads, "ranks", "heads")
+        return [head for head in whole.chunk(cut.heads, cut.dim) for _ in range(tp // cut.heads)]
+    if cut.rows:
+        short = -whole.shape[cut.dim] % (cut.multiple * tp)
+        shape = [*whole.shape]
+        shape[cut.dim] = short
+        whole = torch.cat([whole, whole.new_zeros(shape)], cut.dim)
+    _divides(cut.heads or whole.shape[cut.dim], tp, "heads" if cut.heads else "rows", "ranks")
+    return list(whole.chunk(tp, cut.dim))
+
+
+def join(shards: list[Tensor], cut: Cut) -> Tensor:
+    """The whole tensor. Copies of a head must be equal."""
+    tp = len(shards)
+    if cut.dim is None:
+        return _one(shards)
+    if cut.parts:
+        cuts = [shard.split([_share(n, how, tp) for n, how in cut.parts], cut.dim) for shard in shards]
+        return torch.cat([join(list(part), how) for part, (_, how) in zip(zip(*cuts), cut.parts)], cut.dim)
+    if cut.heads and cut.heads < tp:
+        _divides(tp, cut.heads, "ranks", "heads")
+        times = tp // cut.heads
+        return torch.cat([_one(shards[i : i + times]) for i in range(0, tp, times)], cut.dim)
+    whole = torch.cat(shards, cut.dim)
+    if not cut.rows:
+        return whole
+    if whole.narrow(cut.dim, cut.rows, whole.shape[cut.dim] - cut.rows).count_nonzero():
+        raise SyncError(f"the padding behind row {cut.rows} of a vocabulary is not empty: its tokens were trained")
+    return whole.narrow(cut.dim, 0, cut.rows)
+
+
+def _share(n: int, cut: Cut, tp: int) -> int:
+    """How much of n a rank has."""
+    return n // min(tp, cut.heads or tp)
+
+
+def _one(copies: list[Tensor]) -> Tensor:
+    if not all(torch.equal(copies[0], copy) for copy in copies[1:]):
+        raise SyncError(f"{len(copies)} ranks hold a copy of the same weight, and the copies differ")
+    return copies[0]
+
+
+def _divides(n: int, by: int, what: str, whose: str) -> None:
+    if n % by:
+        raise SyncError(f"{n} {what} over {by} {whose}: one must divide the other")

@@ -1,0 +1,141 @@
+"""Where engine and trainer live changes no result that it must not change: one test text for every placement."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+import torch
+from run_kit import check, events, final, run, steps
+
+from rondel.runtime.journal import store
+from rondel.words.errors import ConfigError
+
+TIS = {"algo__correction": {"kind": "importance"}}
+LONG = {"engine__sampling": {"max_tokens": 16}, "engine__max_running": 10, "loop__warmup__steps": 0, "loop__steps": 8}
+PLACES = {
+    "shared": {},
+    "two devices": {"place__kind": "split", "place__cluster": "local"},
+    "processes": {"place__kind": "split"},
+}
+MODES = {
+    "synchronous": {},
+    "one step stale, drain": {"loop__max_staleness": 1, "loop__in_flight": "drain", **TIS, **LONG},
+    "stale, hold": {"loop__max_staleness": 2, **TIS, **LONG},
+    "stale, abort": {"loop__max_staleness": 1, "loop__in_flight": "abort", **TIS, **LONG},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("place", PLACES)
+def test_every_mode_runs_everywhere(tmp_path, place, mode):
+    changes = MODES[mode]
+    run(tmp_path, **changes, **PLACES[place])
+    warm, number = changes.get("loop__warmup__steps", 6), changes.get("loop__steps", 8)
+    staleness = changes.get("loop__max_staleness", 0)
+    rows = check(tmp_path, staleness=staleness, total=warm + number)
+    assert all(len(row["tokens"]) == len(row["versions"]) for row in rows)
+    synced = events(tmp_path, "Synced")
+    assert len({e["root"] for e in synced}) > 2 and all(e["probe_gap"] < 1e-3 for e in synced)
+    metrics = [e["metrics"] for e in events(tmp_path, "StepDone") if e["step"] > warm]
+    assert all(m["train/gap_max"] < 1e-4 for m in metrics) or staleness
+
+
+@pytest.mark.parametrize("place", ["two devices", "processes"])
+def test_synchronous_split_is_synchronous_shared_bit_for_bit(tmp_path, place):
+    aligned = {"engine__numerics": "aligned", "place__threads": 1}
+    run(tmp_path / "shared", **aligned)
+    run(tmp_path / "split", **aligned, **PLACES[place])
+    ours, theirs = final(tmp_path / "split"), final(tmp_path / "shared")
+    assert [name for name in theirs if name != "optimizer/rng" and not torch.equal(ours[name], theirs[name])] == []
+    for n in store.steps(tmp_path / "shared"):
+        for a, b in zip(store.read_step(tmp_path / "split", n), store.read_step(tmp_path / "shared", n), strict=True):
+            a.pop("timings"), b.pop("timings")
+            assert a == b
+    assert steps(tmp_path / "split") == steps(tmp_path / "shared")
+
+
+@pytest.mark.parametrize("kind", ["disk", "delta", "distributed"])
+def test_weights_go_by_every_transport(tmp_path, kind):
+    run(tmp_path, place__kind="split", sync__kind=kind, loop__steps=3)
+    assert f"{kind} (set)" in json.loads((tmp_path / "card.json").read_text())["facts"]["resolved"]["sync.kind"]
+    assert len({e["root"] for e in events(tmp_path, "Synced")}) > 2
+
+
+def test_two_ranks_train_what_one_does(tmp_path):
+    run(tmp_path / "one", place__kind="split", loop__steps=4)
+    run(tmp_path / "two", place__kind="split", place__ranks=2, loop__steps=4)
+    check(tmp_path / "two", staleness=0, total=10)
+    one, two = (events(tmp_path / name, "StepDone") for name in ("one", "two"))
+    for a, b in zip(one[:6], two[:6]):  # later a token may fall otherwise
+        assert b["metrics"]["train/loss"] == pytest.approx(a["metrics"]["train/loss"], rel=1e-3)
+
+
+def test_a_split_run_resumes(tmp_path):
+    """Stopped after 9 steps and continued, on other ranks and in another placement."""
+    run(tmp_path, place__kind="split", loop__steps=3)
+    with pytest.raises(ConfigError, match=r"place\.kind"):
+        run(tmp_path, loop__steps=5)
+    run(tmp_path, place__kind="split", loop__steps=5)
+    assert [e["step"] for e in events(tmp_path, "StepDone")] == list(range(1, 12))
+
+
+def test_no_process_and_no_segment_is_left(tmp_path):
+    """Law 14."""
+
+    def mine() -> set[int]:
+        found = set()
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                with open(f"/proc/{pid}/cmdline", "rb") as file:
+                    if b"rondel.runtime.cluster.child" in file.read():
+                        found.add(int(pid))
+            except OSError:
+                continue
+        return found
+
+    before, shared = mine(), set(os.listdir("/dev/shm"))
+    run(tmp_path, place__kind="split", loop__steps=2)
+    deadline = time.monotonic() + 10
+    while mine() - before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not mine() - before
+    assert not {name for name in set(os.listdir("/dev/shm")) - shared if name.startswith("rondel")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"place__cluster": "process"}, 'needs kind = "split"'),
+        ({"place__ranks": 2}, 'more than one engine or rank needs kind = "split"'),
+        ({"sync__kind": "ipc"}, "one module"),
+        ({"place__kind": "split", "sync__kind": "tensor"}, 'use "ipc"'),
+    ],
+)
+def test_places_that_cannot_be_are_refused_by_name(tmp_path, changes, said):
+    with pytest.raises(ConfigError, match=said):
+        run(tmp_path, **changes)
+
+
+@pytest.fixture
+def with_ray():
+    pytest.importorskip("ray")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_runs_on_ray(tmp_path, with_ray, mode):
+    changes = {"loop__steps": 4, "loop__warmup__steps": 0, **{k: v for k, v in MODES[mode].items() if k != "loop__steps"}}
+    run(tmp_path, **changes, place__kind="split", place__cluster="ray")
+    check(tmp_path, staleness=changes.get("loop__max_staleness", 0), total=4)
+    assert (
+        "distributed (workers may be on other machines"
+        in json.loads((tmp_path / "card.json").read_text())["facts"]["resolved"]["sync.kind"]
+    )
+
+
+def test_two_ranks_on_ray(tmp_path, with_ray):
+    run(tmp_path, loop__steps=3, place__kind="split", place__cluster="ray", place__ranks=2)
+    check(tmp_path, staleness=0, total=9)
