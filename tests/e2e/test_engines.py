@@ -172,8 +172,12 @@ def test_a_bad_folder_is_refused_and_a_dead_server_is_named(folder, tmp_path):
 HTTP = {"place__kind": "split", "engine__kind": "sglang", "model__path": None, "model__dtype": "float32"}
 
 
-def test_a_whole_run_over_http(url, folder, tmp_path):
-    """The tiny recipe with its engine behind `rondel serve`; stale by one step, so that samples are in flight when weights change."""
+def test_a_whole_run_over_http(url, server, folder, tmp_path):
+    """The tiny recipe with its engine behind `rondel serve`; stale by one step, so that samples are in flight when weights change.
+
+    The server has served a later version: a run begins at 0 wherever its engine was before, as one does that goes on from a checkpoint.
+    """
+    server.ok("/update_weights_from_disk", model_path=str(folder), weight_version=40)
     more = {**HTTP, "engine__url": url, "model__path": str(folder), "engine__sampling": {"max_tokens": 16}, **SHORT}
     run(tmp_path, **more)
     ended_well(tmp_path, 5)

@@ -454,9 +454,6 @@ def test_a_bad_folder_leaves_the_old_version_serving(server, model, folder, tmp_
     version = int(before["meta_info"]["weight_version"])
     for odd in ("v2", -1, 1.5, True, 10**30):
         assert server.post("/update_weights_from_disk", model_path=str(folder), weight_version=odd)[0] == 400
-    if version:
-        status, reply = server.post("/update_weights_from_disk", model_path=str(folder), weight_version=version - 1)
-        assert status == 400 and "older" in reply["message"]
     after = server.ok("/generate", text="abc", sampling_params=params)
     assert (after["output_ids"], after["meta_info"]["weight_version"]) == (before["output_ids"], str(version))
 
