@@ -195,7 +195,7 @@ def test_a_whole_run_over_http(url, server, folder, tmp_path):
     [
         ({"engine__url": None}, "needs an address"),
         ({"place__kind": "shared"}, 'set place.kind = "split"'),
-        ({"sync__kind": "ipc"}, "engines of others read a folder"),
+        ({"sync__kind": "ipc"}, "engines of others read"),
         ({"engine__numerics": "aligned"}, "bit by bit"),
         ({"engine__sampling": {"max_tokens": 4, "top_k": 5}}, "which tokens it drew from"),
         ({"engine__sampling": {"max_tokens": 4, "stop": ["END"]}, "loop__max_staleness": 1}, "its token ids"),

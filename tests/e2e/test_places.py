@@ -111,7 +111,7 @@ def test_no_process_and_no_segment_is_left(tmp_path):
         ({"place__cluster": "process"}, 'needs kind = "split"'),
         ({"place__ranks": 2}, 'more than one engine or rank needs kind = "split"'),
         ({"sync__kind": "ipc"}, "one module"),
-        ({"place__kind": "split", "sync__kind": "tensor"}, 'use "ipc"'),
+        ({"place__kind": "split", "sync__kind": "tensor"}, "are apart"),
     ],
 )
 def test_places_that_cannot_be_are_refused_by_name(tmp_path, changes, said):

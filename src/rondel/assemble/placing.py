@@ -6,7 +6,7 @@ split        local            two devices of this process, a module each
 split        process          place.ranks + place.engines processes of this machine, each on cores (or a GPU) of its own
 split        ray              the same as actors of a Ray cluster, on any of its machines
 
-An engine of others is where engine.url says; then only the trainer's ranks are workers of ours.
+An engine of others is where its url says; then only the trainer's ranks are processes of ours.
 """
 
 from __future__ import annotations
@@ -89,14 +89,15 @@ class Plan:
         self.device = pick_device(where.device)
         self.threads = None if where.threads == "auto" else where.threads
         apart = "module" if where.kind == "shared" else {"local": "device", "process": "process"}.get(where.cluster, "machine")
-        apart = apart if self.job.engine.kind == "builtin" else "server"
+        if self.job.engine.kind != "builtin":
+            apart = "server"
         way = planner.transport(self.job.sync.kind, apart=apart, room=planner.shared_memory())
         self.kind, self.resolved = way.value, {"sync.kind": f"{way.value} ({way.why})"}
 
     def transport(self, host: str = "127.0.0.1") -> Transport:
         """Driver, trainer and engine have an instance each."""
-        folder = self.folder or Path(tempfile.gettempdir()) / f"rondel-{os.getpid()}"
-        transport = transport_of(self.kind, folder=(folder / "weights").resolve(), host=host)
+        folder = (self.folder or Path(tempfile.gettempdir()) / f"rondel-{os.getpid()}").resolve()  # others read it from where they are
+        transport = transport_of(self.kind, folder=folder / "weights", host=host)
         if isinstance(transport, FromTensor) and self.job.place.kind == "split":
             transport.holds = "begin"
         return transport
@@ -160,8 +161,8 @@ def _split(plan: Plan) -> Placed:
     ours = [job.engine, job.engine.speculative] if mine else []
     for section in (job.model, job.model.adapter, job.trainer, job.trainer.critic, *ours):
         section._read.update(type(section).model_fields)  # by the hosts
-    count = job.place.engines if mine else 0
-    workers = ranks + count
+    engines = job.place.engines if mine else 0
+    workers = ranks + engines
     on_cpu, names = plan.device == "cpu", plan.names(workers)
     shares = _shares(workers) if on_cpu else [()] * workers
     each = plan.threads or (max(1, len(cores()) // workers) if on_cpu else None)
@@ -182,22 +183,22 @@ def _split(plan: Plan) -> Placed:
         made_of = (job, names[ranks + i], each, {plan.kind: plan.transport()}, plan.log(i))
         return cluster.spawn(f"engine-{i}", EngineHost, *made_of, cores=shares[ranks + i])
 
-    engines = [start(i) for i in range(count)]
-    for worker in (*trainers, *engines):
+    hosts = [start(i) for i in range(engines)]
+    for worker in (*trainers, *hosts):
         worker.now()
     address = trainers[0].now("meet", trainers[0].host) if ranks > 1 else None
     joined = [trainer.ask("join", rank, ranks, address) for rank, trainer in enumerate(trainers)]
     (known, resolved, size), *_ = [answer.result() for answer in joined]
     longest = plan.longest(known)
-    for worker in engines:
+    for worker in hosts:
         resolved |= worker.now("open", longest)
-    remotes = [RemoteEngine(worker, partial(start, i), longest) for i, worker in enumerate(engines)]
-    where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {count} of the engine"
-    if mine:
-        engine = _routed({f"engine-{i}": remote for i, remote in enumerate(remotes)}, job, known) if count > 1 else remotes[0]
-    else:
-        servers = _elsewhere(plan, known, longest)
-        engine, where = _routed(servers, job, known), f"{where}, which is {job.engine.kind} at {', '.join(servers)}"
+    where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {engines} of the engine"
+    remotes = [RemoteEngine(worker, partial(start, i), longest) for i, worker in enumerate(hosts)]
+    others = {} if mine else _elsewhere(plan, known, longest)
+    if others:
+        where += f", which is {job.engine.kind} at {', '.join(others)}"
+    named: dict[str, Any] = {f"engine-{i}": remote for i, remote in enumerate(remotes)} | others
+    engine = remotes[0] if mine and engines == 1 else _routed(named, job, known)
     return Placed(known, engine, RemoteTrainer(trainers), Split(), resolved, where, size, plan.transport(), remotes)
 
 

@@ -61,8 +61,8 @@ def transport(wanted: str, *, apart: Apart, weights: int = 0, room: int = 0) -> 
         return Resolved("tensor", "one process: copied from memory to memory")
     if apart == "server":
         if wanted not in ("auto", "disk"):
-            raise ConfigError(f"sync.kind = '{wanted}' is for the built-in engine; engines of others read a folder. Leave it at 'auto'")
-        return Resolved("disk", "a folder that the server reads")
+            raise ConfigError(f"sync.kind = '{wanted}': engines of others read new weights from a folder. Leave it at 'auto'")
+        return Resolved("disk", "engines of others read new weights from a folder")
     if wanted == "tensor":
         raise ConfigError("sync.kind = 'tensor' hands over the tensors of one process; trainer and engines are apart. Leave it at 'auto'")
     if wanted != "auto":

@@ -61,7 +61,10 @@ def _effective(weight_N: Tensor) -> Tensor:
 
 
 def measure(samples: list[Sample], version: int) -> dict[str, float]:
-    """`mismatch` of the samples' notes, its K3 by tenths of the answer, and by how many versions old a token is."""
+    """`mismatch` of the samples' notes, its K3 by tenths of the answer, and by how many versions old a token is.
+
+    A token is as old as the first of its answer: one that was held while weights changed went on from the keys and values of the old ones.
+    """
     if not samples:
         return {}
     mu_T, trained_T = _flat([s.behavior for s in samples]), _flat([s.notes["trained"] for s in samples])
@@ -71,7 +74,7 @@ def measure(samples: list[Sample], version: int) -> dict[str, float]:
     out = {f"train/mismatch_{name}": value for name, value in mismatch(x_T, mu_T, sample_T, torch.ones_like(x_T, dtype=torch.bool)).items()}
     k3_T = k3(-x_T)
     tenth_T = _flat([np.arange(n) * TENTHS // max(1, n) for n in each])
-    lag_T = version - _flat([s.versions for s in samples])
+    lag_T = version - _flat([np.minimum.accumulate(s.versions) for s in samples])
     out |= dict(_by("train/mismatch_k3_tenth", k3_T, tenth_T + 1))
     return out | dict(_by("train/mismatch_k3_lag", k3_T, lag_T))
 
