@@ -16,6 +16,7 @@ from rondel.generate.engine.foreign import ForeignEngine
 from rondel.generate.engine.sglang import Sglang
 from rondel.models import linear, names
 from rondel.models import load as loading
+from rondel.models.save import save
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.update import Update
 from rondel.words.errors import ConfigError, EngineError, SyncError
@@ -67,7 +68,7 @@ def test_a_run_survives_the_death_of_an_engine(tmp_path):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    loading.save(tiny_model("llama", **{**SIZE, "max_position_embeddings": 512}), path)
+    save(tiny_model("llama", **{**SIZE, "max_position_embeddings": 512}), path)
     return path
 
 
@@ -171,8 +172,12 @@ def test_a_bad_folder_is_refused_and_a_dead_server_is_named(folder, tmp_path):
 HTTP = {"place__kind": "split", "engine__kind": "sglang", "model__path": None, "model__dtype": "float32"}
 
 
-def test_a_whole_run_over_http(url, folder, tmp_path):
-    """The tiny recipe with its engine behind `rondel serve`; stale by one step, so that samples are in flight when weights change."""
+def test_a_whole_run_over_http(url, server, folder, tmp_path):
+    """The tiny recipe with its engine behind `rondel serve`; stale by one step, so that samples are in flight when weights change.
+
+    The server has served a later version: a run begins at 0 wherever its engine was before, as one does that goes on from a checkpoint.
+    """
+    server.ok("/update_weights_from_disk", model_path=str(folder), weight_version=40)
     more = {**HTTP, "engine__url": url, "model__path": str(folder), "engine__sampling": {"max_tokens": 16}, **SHORT}
     run(tmp_path, **more)
     ended_well(tmp_path, 5)
@@ -190,10 +195,11 @@ def test_a_whole_run_over_http(url, folder, tmp_path):
     [
         ({"engine__url": None}, "needs an address"),
         ({"place__kind": "shared"}, 'set place.kind = "split"'),
-        ({"sync__kind": "ipc"}, 'use "disk"'),
+        ({"sync__kind": "ipc"}, "engines of others read"),
         ({"engine__numerics": "aligned"}, "bit by bit"),
         ({"engine__sampling": {"max_tokens": 4, "top_k": 5}}, "which tokens it drew from"),
         ({"engine__sampling": {"max_tokens": 4, "stop": ["END"]}, "loop__max_staleness": 1}, "its token ids"),
+        ({"model__adapter": {"kind": "lora"}}, "reads whole weights"),
         ({"place__engines": 2}, "counts by engine.url"),
         ({"engine__kind": "builtin"}, "has no effect"),
         ({"engine__kind": "slang"}, "Did you mean 'sglang'"),

@@ -16,7 +16,7 @@ from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import Update
 from rondel.words.errors import EngineError, SyncError
 from rondel.words.events import Synced, subscribe
-from rondel.words.types import Abort, Begin, Commit, Route
+from rondel.words.types import Abort, Begin, Commit, Manifest, Route, Scored
 
 PROBE = prompt(0, 16)
 
@@ -244,6 +244,35 @@ def test_after_a_probe_that_disagrees_the_engine_refuses_and_the_error_says_why(
         assert (await e.generate(ask(prompt(1, 9)))).tokens
 
     asyncio.run(main())
+
+
+def test_a_tensor_that_stays_behind_is_doubted_before_it_is_an_error():
+    """As vLLM's packed head on a CPU: equal at the first update, then a tenth of each update is missing."""
+    heard, trainer, at = [], [-1.0, -2.0], [0.0]
+
+    class Engine:
+        async def score(self, request):
+            return Scored([x + 0.9 * at[0] * share for x in trainer], 0)
+
+    async def score(tokens):
+        return [x + at[0] for x in trainer]
+
+    async def work():
+        sync = Update(FromTensor(), probe=[1, 2], score=score, tolerance=1e-3)
+        for version in range(4):
+            at[0] = 2e-3 * version
+            await sync._probe_gap(Engine(), Manifest(version, ()))
+
+    stop = subscribe(heard.append)
+    try:
+        share = 1 / 0.9
+        asyncio.run(work())
+        assert not heard
+        share = 1.0
+        asyncio.run(work())
+    finally:
+        stop()
+    assert len(heard) == 3 and "differ by 2.0e-04 nats" in heard[0].message and "moved it by 2.0e-03" in heard[0].message
 
 
 def test_the_probe_notices_a_half_written_module():

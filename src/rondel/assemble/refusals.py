@@ -99,11 +99,8 @@ def _foreign(job: Job, sampling: Sampling) -> None:
     rules = [
         (bool(e.url), 'needs an address: engine.url = "http://127.0.0.1:30000"'),
         (p.kind == "split", 'is on a device of its own: set place.kind = "split"'),
-        (p.cluster == "process" and p.engines == 1, 'counts by engine.url: leave place.cluster at "auto" and place.engines at 1'),
-        (
-            job.sync.kind in ("auto", "disk"),
-            f'takes weights from a folder: sync.kind = "{job.sync.kind}" is for the built-in engine; use "disk"',
-        ),
+        (p.cluster != "local" and p.engines == 1, 'counts by engine.url: leave place.cluster at "auto" and place.engines at 1'),
+        (job.model.adapter.kind == "off", "reads whole weights, and only the adapter would travel: drop model.adapter"),
         (e.numerics == "fast", 'does not compute as the trainer does, bit by bit: numerics = "aligned" is for the built-in engine'),
         (
             not sampling.truncated,

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from rondel.words.errors import StalledError, SyncError
-from rondel.words.events import Synced, emit
+from rondel.words.events import Synced, Warned, emit
 from rondel.words.protocols import Engine, Interrupt, Trainer, Transport
 from rondel.words.types import Abort, Begin, Commit, Manifest, Message, Request, Route
 
+GROWN, SHARE = 10, 0.02  # a gap so many times the first one, and such a part of what an update moves, is doubted
 LEASE = 600.0  # seconds after which a paused engine that nobody resumes goes on by itself
 
 
@@ -52,6 +53,8 @@ class Update:
         self.root: str | None = None
         self._last: tuple[Manifest, Route, Trainer] | None = None
         self._one = asyncio.Lock()
+        self._said: list[float] | None = None  # what the trainer said of the probe at the last update
+        self._usual: float | None = None  # the gap after the first one
 
     async def __call__(self, trainer: Trainer, *engines: Engine) -> int:
         async with self._one:
@@ -171,4 +174,23 @@ class Update:
             raise SyncError(
                 f"after version {manifest.version} trainer and engine differ by {gap:.3g} nats a token on the probe (limit {self.tolerance}; law 6)"
             )
+        self._doubt(gap, ours, manifest.version)
         return gap
+
+    def _doubt(self, gap: float, ours: list[float], version: int) -> None:
+        """A gap that has grown far beyond the first one and is a part of what the update itself moved: some of it may not have arrived.
+
+        The first probe says little, where both sides began with the same weights; a tensor left behind shows as soon as they move.
+        """
+        before, self._said = self._said, ours
+        if self._usual is None or before is None:
+            self._usual = gap
+            return
+        moved = float(np.abs(np.subtract(ours, before)).mean())
+        if gap > GROWN * max(self._usual, self.tolerance / 100) and gap > SHARE * moved:
+            emit(
+                Warned(
+                    f"after version {version} trainer and engine differ by {gap:.1e} nats a token on the probe, at the first update by {self._usual:.1e}; "
+                    f"the update moved it by {moved:.1e}. Does the engine take all tensors? One that it keeps a copy of would stay as it was"
+                )
+            )
