@@ -174,6 +174,19 @@ def time_waster() -> Waster:
     return Waster()
 
 
+class Unreadable:
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
+def test_what_a_worker_cannot_read_is_said(cluster):
+    worker = cluster.spawn("part", Part, 0)
+    with pytest.raises(WorkerError, match=r"part cannot read what it was asked: ValueError"):
+        worker.now("add", Unreadable())
+    with pytest.raises(WorkerError, match="cannot read"):
+        worker.now("add", 1)
+
+
 def test_a_worker_stays_on_its_cores(cluster):
     one = min(os.sched_getaffinity(0))
     assert cluster.spawn("pinned", Part, 0, cores=[one]).now("cores") == {one}

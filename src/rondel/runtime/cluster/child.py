@@ -70,6 +70,8 @@ class Child:
                 loop.call_soon_threadsafe(self._take, *message)
         except (EOFError, OSError):
             loop.call_soon_threadsafe(self.over.set)
+        except Exception as error:  # whose call it was is not known, so it is everyone's
+            self.put(0, "broken", WorkerError(f"{self.name} cannot read what it was asked: {type(error).__name__}: {error}"))
 
     def _send(self) -> None:
         try:

@@ -175,6 +175,9 @@ class Worker:
                 self._heard = time.monotonic()
                 if kind == "event":
                     self._tell(value)
+                elif kind == "broken":
+                    self._lost(str(value))
+                    self._process.kill()
                 elif number:
                     self._settle(number, kind, value)
         except (EOFError, OSError):
