@@ -115,6 +115,7 @@ def test_events_are_told_in_the_controller(cluster):
 
 def test_a_caller_that_goes_away_takes_its_call_with_it(cluster):
     worker = cluster.spawn("part", Part, 0)
+    worker.now()  # one that has not begun would be gone without a trace
 
     async def work():
         call = asyncio.create_task(worker.nap(60))
