@@ -79,13 +79,13 @@ class Parts:
 
 def build(job: Job, folder: Path | None = None) -> Parts:
     """Every fault that can be known before the model is loaded is raised before. `folder`: of a run that may be continued after a crash."""
+    find("engine", job.engine.kind, ENGINES)
+    find("trainer", job.trainer.kind, {"fsdp": LocalTrainer})
     row, sampling = row_of(job), sampling_of(job)
     refuse(job, row, sampling)
     if job.model.adapter.kind == "lora":
         adapters.require()
     window = planner.window(job.loop.window, max_staleness=job.loop.max_staleness, groups_per_step=job.loop.groups_per_step)
-    find("engine", job.engine.kind, ENGINES)
-    find("trainer", job.trainer.kind, {"fsdp": LocalTrainer})
     tasks = load_tasks(job.task.data, env=job.task.env)
     for key, shows in (("algo.guides", job.algo.guides), ("loop.warmup", job.loop.warmup.steps)):
         if shows:
