@@ -34,6 +34,7 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "make check": "parsed: it may be running",
     "rondel check recipes/tiny.toml": "whole",
     "rondel train recipes/tiny.toml": "reduced",
+    "rondel train recipes/tiny.toml --place.kind=split --loop.max_staleness=1 --algo.correction.kind=importance --run.folder=runs/apart": "reduced",
     "rondel view runs/tiny --limit 4": "whole",
     "rondel train recipes/moe.toml": "reduced",
     "rondel train recipes/ppo.toml": "reduced",

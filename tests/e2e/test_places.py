@@ -133,7 +133,7 @@ def test_every_mode_runs_on_ray(tmp_path, with_ray, mode):
     run(tmp_path, **changes, place__kind="split", place__cluster="ray")
     check(tmp_path, staleness=changes.get("loop__max_staleness", 0), total=4)
     assert (
-        "distributed (workers may be on other machines"
+        "distributed (trainer and engines are on different machines"
         in json.loads((tmp_path / "card.json").read_text())["facts"]["resolved"]["sync.kind"]
     )
 
