@@ -29,7 +29,7 @@ train: install
 
 test: install lint types
 	@echo "tests     all"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --maxprocesses 2
 
 check: install lint types
 	@echo "tests     the fast ones"
