@@ -25,6 +25,7 @@ from rondel.planner import resolve as planner
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import Device
 from rondel.runtime.journal.wal import TokenLog
+from rondel.sync.from_distributed import FromDistributed
 from rondel.sync.from_tensor import FromTensor
 from rondel.train.checkpoint import bytes_needed
 from rondel.train.critic import Critic
@@ -178,10 +179,12 @@ class TrainerHost:
     ) -> None:
         self.device, self.ranks = Device(device, threads), ALONE
         self.loaded = self.device.call(policy_of, job, device)
-        self.transport, self.made_of = transport, (job, row, sampling, self.loaded, self.device)
+        self.job, self.row, self.sampling, self.transport = job, row, sampling, transport
 
     def meet(self, host: str) -> tuple[str, int]:
-        """Where the other ranks find this one."""
+        """`host`: where other workers reach this one, the first. -> where the other ranks find it."""
+        if isinstance(self.transport, FromDistributed):
+            self.transport.host = host
         self.meeting = Meeting(host)
         return self.meeting.address
 
@@ -189,9 +192,11 @@ class TrainerHost:
         """Returns when all ranks have. -> facts of the model, what was resolved, and the size of a checkpoint."""
         known = Known.of(self.loaded)
         if size > 1:
-            meeting = None if address is None else self.meeting if rank == 0 else Meeting.at(address)
+            meeting = None if address is None else self.meeting if rank == 0 else Meeting.at(address)  # None: torchrun has joined them
             self.ranks = self.device.call(lambda: Sharded(rank, size, meeting, device=self.device.name))
-        self.trainer, resolved = trainer_of(*self.made_of, ranks=self.ranks, transport=self.transport)
+        self.trainer, resolved = trainer_of(
+            self.job, self.row, self.sampling, self.loaded, self.device, ranks=self.ranks, transport=self.transport
+        )
         return known, resolved, bytes_needed(self.trainer)
 
     async def annotate(self, batch: Batch, needs: frozenset[str], model: str = "policy") -> list[dict[str, Any]]:
@@ -204,10 +209,6 @@ class TrainerHost:
 
     def _told(self, batch: Batch) -> list[dict[str, Any]]:
         return [{"notes": s.notes, "advantages": s.advantages} for s in batch.samples] if self.ranks.leads else []
-
-    def at(self) -> int:
-        """The version of its weights."""
-        return self.trainer.version
 
     def __getattr__(self, verb: str) -> Any:
         if verb == "trainer":

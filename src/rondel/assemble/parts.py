@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ class Parts:
     judge: Callable[[Group], Verdict]
     env: Any
     resolved: dict[str, str]
-    shown: list[Shown] = field(default_factory=list)
+    shown: list[Shown]
+    close: Callable[[], None]
 
     @property
     def algo(self) -> Algorithm | Mixture:
@@ -72,10 +74,6 @@ class Parts:
         """Whether the trainer replays the engine's choice of experts."""
         return replays(self.job, self.known)
 
-    def close(self) -> None:
-        self.pool.close()
-        self.placed.close()
-
 
 def build(job: Job, folder: Path | None = None) -> Parts:
     """Every fault that can be known before the model is loaded is raised before. `folder`: of a run that may be continued after a crash."""
@@ -92,17 +90,18 @@ def build(job: Job, folder: Path | None = None) -> Parts:
             refuse_unanswered(key, tasks.train)
     env = env_of(job)
     shown = shown_of(job, tasks, rows_beside(job))
-    pool = RewardPool(job.task.reward, workers=job.task.reward_workers, timeout=job.task.reward_timeout)
-    try:
+    with ExitStack() as ends:
+        pool = RewardPool(job.task.reward, workers=job.task.reward_workers, timeout=job.task.reward_timeout)
+        ends.callback(pool.close)
         placed = place(job, row, sampling, lambda known: longest_prompt(job, tasks, known, sampling) + sampling.max_tokens, folder)
+        ends.callback(placed.close)
         facts = {"loop.window": f"{window.value} ({window.why})", **placed.resolved}
         sync = sync_of(job, placed)
         for remote in placed.remotes:
             remote.catch_up = sync.catch_up
-        return Parts(job, row, tasks, sampling, pool, placed, sync, window.value, judge_of(job, row), env, facts, shown)
-    except BaseException:
-        pool.close()
-        raise
+        return Parts(
+            job, row, tasks, sampling, pool, placed, sync, window.value, judge_of(job, row), env, facts, shown, ends.pop_all().close
+        )
 
 
 def sampling_of(job: Job) -> Sampling:

@@ -36,7 +36,6 @@ from rondel.runtime.cluster import torchrun
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device, Shared, Split, pick_device
 from rondel.sync import transport_of
-from rondel.sync.from_tensor import FromTensor
 from rondel.train.checkpoint import bytes_needed
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError
@@ -96,13 +95,10 @@ class Plan:
         way = planner.transport(self.job.sync.kind, apart=apart, room=planner.shared_memory())
         self.kind, self.resolved = way.value, {"sync.kind": f"{way.value} ({way.why})"}
 
-    def transport(self, host: str = "127.0.0.1") -> Transport:
+    def transport(self) -> Transport:
         """Driver, trainer and engine have an instance each."""
         folder = (self.folder or Path(tempfile.gettempdir()) / f"rondel-{os.getpid()}").resolve()  # others read it from where they are
-        transport = transport_of(self.kind, folder=folder / "weights", host=host)
-        if isinstance(transport, FromTensor) and self.job.place.kind == "split":
-            transport.holds = "begin"
-        return transport
+        return transport_of(self.kind, folder=folder / "weights", one_module=self.job.place.kind == "shared")
 
     def cluster(self, workers: int, threads: int | None) -> Any:
         """What starts the workers."""
@@ -179,7 +175,7 @@ def _split(plan: Plan) -> Placed:
         return cluster.spawn(f"engine-{i}", EngineHost, *made_of, cores=shares[ranks + i])
 
     hosts = [start(i) for i in range(engines)]
-    trainers, (known, resolved, size) = (_led if led else _spawned)(plan, cluster, ranks, names, shares, each)
+    trainers, (known, resolved, size) = _led(plan, ranks, names[0], each) if led else _spawned(plan, cluster, names[:ranks], shares, each)
     for worker in hosts:
         worker.now()
     longest = plan.longest(known)
@@ -195,23 +191,24 @@ def _split(plan: Plan) -> Placed:
     return Placed(known, engine, RemoteTrainer(trainers), Split(), resolved, where, size, plan.transport(), remotes)
 
 
-def _spawned(
-    plan: Plan, cluster: Any, ranks: int, names: list[str], shares: list[tuple[int, ...]], each: int | None
-) -> tuple[list[Any], Any]:
+def _spawned(plan: Plan, cluster: Any, names: list[str], shares: list[tuple[int, ...]], each: int | None) -> tuple[list[Any], Any]:
     """The trainer's ranks as workers of the cluster. -> they, and what the first one says of itself."""
-    made_of = [(plan.job, plan.row, plan.sampling, names[rank], each, plan.transport()) for rank in range(ranks)]
-    trainers = [cluster.spawn(f"trainer-{rank}", TrainerHost, *made_of[rank], cores=shares[rank], tells=rank == 0) for rank in range(ranks)]
+    made_of = (plan.job, plan.row, plan.sampling)
+    trainers = [
+        cluster.spawn(f"trainer-{rank}", TrainerHost, *made_of, name, each, plan.transport(), cores=shares[rank], tells=rank == 0)
+        for rank, name in enumerate(names)
+    ]
     for worker in trainers:
         worker.now()
-    address = trainers[0].now("meet", trainers[0].host) if ranks > 1 else None
-    joined = [trainer.ask("join", rank, ranks, address) for rank, trainer in enumerate(trainers)]
+    address = trainers[0].now("meet", trainers[0].host)
+    joined = [trainer.ask("join", rank, len(names), address) for rank, trainer in enumerate(trainers)]
     told, *_ = [answer.result() for answer in joined]
     return trainers, told
 
 
-def _led(plan: Plan, cluster: Any, ranks: int, names: list[str], shares: list[tuple[int, ...]], each: int | None) -> tuple[list[Any], Any]:
+def _led(plan: Plan, ranks: int, device: str, each: int | None) -> tuple[list[Any], Any]:
     """This process is the first rank, the others follow it."""
-    host = TrainerHost(plan.job, plan.row, plan.sampling, names[0], each, plan.transport())
+    host = TrainerHost(plan.job, plan.row, plan.sampling, device, each, plan.transport())
     calls = host.device.call(torchrun.joined, host.device.name)
     told = host.join(0, ranks)
     leader = torchrun.Leader(host, calls)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 from rondel.train.pack import Batch
 from rondel.words.errors import EngineError, StalledError, WorkerError
 from rondel.words.events import Warned, emit
 from rondel.words.protocols import Remote
-from rondel.words.types import Manifest, Message, Route, StepStats
+from rondel.words.types import Message, StepStats
 
 RESTARTS = 5  # of one engine in one run
 
@@ -75,8 +74,9 @@ class RemoteEngine:
                     await fresh.open(self._longest)
                     if self.catch_up is not None:
                         self.version = await self.catch_up(fresh)
-                except (WorkerError, StalledError) as error:
-                    if fresh.alive:
+                except BaseException as error:
+                    if fresh.alive or not isinstance(error, WorkerError | StalledError):
+                        fresh.dismiss()
                         raise
                     why = error
                 else:
@@ -99,26 +99,14 @@ class RemoteTrainer:
         _learn(batch, told)
         return stats
 
-    async def logprobs(self, tokens: list[int]) -> list[float]:
-        return await self._all("logprobs", tokens)
+    def __getattr__(self, verb: str) -> Any:
+        if verb.startswith("_"):
+            raise AttributeError(verb)
 
-    async def publish(self, route: Route) -> tuple[Manifest, Route]:
-        return await self._all("publish", route)
+        async def call(*args: Any) -> Any:
+            return await self._all(verb, *args)
 
-    async def send(self, route: Route) -> None:
-        await self._all("send", route)
-
-    async def save(self, path: Path) -> None:
-        await self._all("save", path)
-
-    async def load(self, path: Path) -> None:
-        await self._all("load", path)
-
-    async def sleep(self, tags: tuple[str, ...]) -> None:
-        await self._all("sleep", tags)
-
-    async def wake(self, tags: tuple[str, ...]) -> None:
-        await self._all("wake", tags)
+        return call
 
     async def _all(self, verb: str, *args: Any) -> Any:
         async with asyncio.TaskGroup() as asked:

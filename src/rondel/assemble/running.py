@@ -72,7 +72,7 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
             )
             return write_card(folder)
         parts = build(job, folder)
-        ends.callback(parts.close)
+        ends.callback(lambda: parts.close())  # those of the last start
         if built:
             built(parts)
         checkpoints.check_disk(parts.placed.checkpoint_bytes)
@@ -109,7 +109,6 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
                 )
             parts.close()
             parts = build(job, folder)
-            ends.callback(parts.close)
             run = Run(job, parts, folder, checkpoints)
             if not found:
                 emit(Resumed(0, 0, ""))

@@ -13,13 +13,13 @@ from rondel.words.protocols import Transport
 from rondel.words.registry import find
 
 
-def transport_of(kind: str, *, folder: str | Path, host: str = "127.0.0.1") -> Transport:
-    """`folder`: where versions lie, seen by all under this name. `host`: an address of the trainer that the engines reach."""
+def transport_of(kind: str, *, folder: str | Path, one_module: bool = False) -> Transport:
+    """`folder`: where versions lie, seen by all under this name. `one_module`: trainer and engine have the same tensors."""
     known = {
-        "tensor": FromTensor,
+        "tensor": lambda: FromTensor("never" if one_module else "begin"),
         "ipc": FromIpc,
         "disk": lambda: FromDisk(folder),
-        "distributed": lambda: FromDistributed(host),
+        "distributed": FromDistributed,
         "delta": lambda: Delta(folder),
     }
     return find("sync.kind", kind, known)()

@@ -105,7 +105,7 @@ class Group:
 
 
 class FromDistributed:
-    """host      an address of the trainer that the engines reach
+    """host      an address of the trainer that the engines reach; the trainer's instance is told it
     bucket    bytes of one broadcast
     deadline  seconds that anyone waits for the others
     """

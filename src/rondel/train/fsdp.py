@@ -84,10 +84,10 @@ class Sharded(Alone):
         return ShardedWeights(model, self.mesh, betas=betas, weight_decay=weight_decay)
 
     def whole(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        dtype = next(m for m in model.modules() if isinstance(m, FSDPModule))._get_fsdp_state()._mp_policy.param_dtype
+        dtype = _computes_in(model)
         for name, parameter in named(model):
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            yield name, full.to(dtype) if dtype and full.is_floating_point() else full
+            yield name, full.to(dtype) if full.is_floating_point() else full
 
     def everyone(self, value: Any) -> list[Any]:
         told: list[Any] = [None] * self.size
@@ -103,7 +103,7 @@ class ShardedWeights(MasterWeights):
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, *, betas: tuple[float, float], weight_decay: float) -> None:
         self.mesh = mesh
-        self.dtype = next(m for m in model.modules() if isinstance(m, FSDPModule))._get_fsdp_state()._mp_policy.param_dtype
+        self.dtype = _computes_in(model)
         super().__init__(model, betas=betas, weight_decay=weight_decay)
         self._rounded = [m.to(self.dtype, copy=True) for m in self.masters] if self.dtype != torch.float32 else []
 
@@ -174,3 +174,10 @@ def _layers(model: Any) -> list[nn.Module]:
     """What is gathered as one: the blocks that transformers, too, never splits."""
     blocks = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in blocks and module is not model]
+
+
+def _computes_in(model: nn.Module) -> torch.dtype:
+    """FSDP has no public word for it."""
+    dtype = next(m for m in model.modules() if isinstance(m, FSDPModule))._get_fsdp_state()._mp_policy.param_dtype
+    assert dtype is not None, "hold() names one"
+    return dtype

@@ -9,9 +9,7 @@ The pair is unnamed and belongs to these two processes, so nothing crosses a tru
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import itertools
 import os
 import pickle
 import queue
@@ -23,16 +21,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rondel.words.errors import StalledError, WorkerError
-from rondel.words.events import Event, emit
+from rondel.runtime.cluster.worker import Worker
+from rondel.words.errors import StalledError
 
 PULSE = 1.0  # seconds between two signs of life
 START = 120.0  # that a worker may be silent while it imports and loads
+GRACE = 5.0  # that one may take to end when it is asked to
 LINES = 50  # of a dead worker's output that its error shows
 
 
@@ -45,25 +43,27 @@ class ProcessCluster:
 
     def __init__(self, logs: Path | None = None, *, patience: float = 60.0) -> None:
         self.logs, self.patience = logs, patience
-        self.workers: list[Worker] = []
+        self.workers: list[ProcessWorker] = []
 
-    def spawn(self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = (), tells: bool = True) -> Worker:
+    def spawn(self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = (), tells: bool = True) -> ProcessWorker:
         """`cores`: the only ones the child may use. `tells`: whether its events are heard here."""
         log = None
         if self.logs is not None:
             self.logs.mkdir(parents=True, exist_ok=True)
             log = self.logs / f"{name}.log"
-        worker = Worker(name, make, args, cores=tuple(cores), tells=tells, log=log, patience=self.patience)
+        worker = ProcessWorker(name, make, args, cores=tuple(cores), tells=tells, log=log, patience=self.patience)
         self.workers.append(worker)
         return worker
 
     def close(self) -> None:
         for worker in self.workers:
+            worker.dismiss()
+        for worker in self.workers:
             worker.close()
 
 
-class Worker:
-    """A proxy: every public name is an awaitable verb of the object in the child. `now` asks from code without an event loop."""
+class ProcessWorker(Worker):
+    """A child of this process behind a pair of sockets."""
 
     def __init__(
         self,
@@ -76,7 +76,8 @@ class Worker:
         log: Path | None,
         patience: float,
     ) -> None:
-        self._name, self._log, self._patience = name, log, patience
+        super().__init__(name, patience)
+        self._log = log
         ours, theirs = socket.socketpair()
         with theirs, log.open("ab") if log else contextlib.nullcontext(subprocess.DEVNULL) as out:
             self._process = subprocess.Popen(
@@ -88,35 +89,13 @@ class Worker:
                 stderr=subprocess.STDOUT,
             )
         self._pipe = Connection(ours.detach())
-        self._asked: dict[int, tuple[str, Future[Any]]] = {}
-        self._numbers = itertools.count(1)
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._over = ""  # why it answers no more
         self._heard = time.monotonic()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._guard = threading.Lock()
         self._end = weakref.finalize(self, _end, self._process)
         self._put((os.getpid(), name, cores, tells))
         self._made = self.ask("", make, args)
-        for work in (self._send, self._hear, self._watch):
+        for work in (self._write, self._read, self._watch):
             threading.Thread(target=work, name=f"{name}-{work.__name__[1:]}", daemon=True).start()
-
-    def __getattr__(self, verb: str) -> Callable[..., Any]:
-        if verb.startswith("_"):
-            raise AttributeError(verb)
-
-        async def call(*args: Any, **how: Any) -> Any:
-            self._loop = asyncio.get_running_loop()
-            return await asyncio.wrap_future(self.ask(verb, *args, **how))
-
-        return call
-
-    def now(self, verb: str = "", *args: Any, **how: Any) -> Any:
-        """The same, waiting for the answer; without a verb it waits until the object is built."""
-        return (self.ask(verb, *args, **how) if verb else self._made).result()
-
-    async def ready(self) -> None:
-        await asyncio.wrap_future(self._made)
 
     @property
     def pid(self) -> int:
@@ -127,21 +106,16 @@ class Worker:
         """By which other workers reach it."""
         return "127.0.0.1"
 
-    @property
-    def alive(self) -> bool:
-        return not self._over
-
-    @property
-    def fate(self) -> str:
-        """Why it is not alive."""
-        return self._over
+    def dismiss(self) -> None:
+        """Ask the child to end, and wait for nothing."""
+        self._put((0, None))
+        self._lost(f"worker {self._name} was closed")
 
     def close(self) -> None:
         """End the child: asked first, then killed."""
-        self._lost(f"worker {self._name} was closed")
-        self._put((0, None))
+        self.dismiss()
         try:
-            self._process.wait(5)
+            self._process.wait(GRACE)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -149,26 +123,21 @@ class Worker:
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def ask(self, verb: str, *args: Any, **how: Any) -> Future[Any]:
-        """The call itself, for code that waits for several."""
-        number, answer = next(self._numbers), Future[Any]()
-        with self._guard:
-            if self._over:
-                raise WorkerError(self._over)
-            self._asked[number] = (verb or "build", answer)
-        answer.add_done_callback(lambda done: self._put((number, None)) if done.cancelled() else None)
+    def _send(self, number: int, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> None:
         self._put((number, verb, args, how))
-        return answer
+
+    def _cancel(self, number: int) -> None:
+        self._put((number, None))
 
     def _put(self, message: Any) -> None:
         self._outbox.put(pickle.dumps(message, protocol=5))
 
-    def _send(self) -> None:
-        with contextlib.suppress(OSError):  # the child is gone: `_hear` says so
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # the child is gone: `_read` says so
             while True:
                 self._pipe.send_bytes(self._outbox.get())
 
-    def _hear(self) -> None:
+    def _read(self) -> None:
         try:
             while True:
                 number, kind, value = pickle.loads(self._pipe.recv_bytes())
@@ -185,18 +154,6 @@ class Worker:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             self._lost(f"worker {self._name} (process {self.pid}) {how}{self._last_words()}")
 
-    def _tell(self, event: Event) -> None:
-        """Readers of events are not made for threads: they hear it on the event loop that asks this worker."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(emit, event) if self._loop else emit(event)
-
-    def _settle(self, number: int, kind: str, value: Any) -> None:
-        with self._guard:
-            _, answer = self._asked.pop(number, ("", None))
-        if answer is None or not answer.set_running_or_notify_cancel():
-            return
-        answer.set_result(value) if kind == "result" else answer.set_exception(value)
-
     # -- life and death --------------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -204,24 +161,13 @@ class Worker:
         while not self._over:
             time.sleep(min(PULSE, self._patience / 4))
             limit = self._patience if self._made.done() else max(self._patience, START)
-            if (silent := time.monotonic() - self._heard) > limit and self._asked:
-                waiting = ", ".join(sorted({verb for verb, _ in self._asked.values()}))
+            if (silent := time.monotonic() - self._heard) > limit and (waiting := self._waiting()):
                 self._lost(
                     f"worker {self._name} (process {self.pid}) gives no sign of life since {silent:.0f} s (limit {limit:g} s), "
                     f"asked for: {waiting}{self._last_words()}",
                     StalledError,
                 )
                 self._process.kill()
-
-    def _lost(self, why: str, error: type[Exception] = WorkerError) -> None:
-        with self._guard:
-            if self._over:
-                return
-            self._over = why
-            waiting, self._asked = list(self._asked.values()), {}
-        for _, answer in waiting:
-            if answer.set_running_or_notify_cancel():
-                answer.set_exception(error(why))
 
     def _last_words(self) -> str:
         if self._log is None or not self._log.is_file():

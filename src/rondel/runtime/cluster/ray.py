@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -22,8 +23,9 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rondel.runtime.cluster.child import portable
+from rondel.runtime.cluster.worker import Worker
 from rondel.words.errors import ConfigError, StalledError, WorkerError
-from rondel.words.events import emit, subscribe
+from rondel.words.events import subscribe
 
 RESERVE = 120.0  # seconds that the cluster may take to find room for all workers
 
@@ -67,6 +69,8 @@ class RayCluster:
 
     def close(self) -> None:
         for worker in self.workers:
+            worker.dismiss()
+        for worker in self.workers:
             worker.close()
         with contextlib.suppress(RayError, AttributeError):
             remove_placement_group(self._group)
@@ -79,13 +83,9 @@ class Host:
 
     def __init__(self, name: str, tells: bool) -> None:
         self.name, self.object = name, None
-        self.told: asyncio.Queue | None = None
+        self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()  # events come from any thread of the object
         if tells:
-            subscribe(self._tell)
-
-    def _tell(self, event: Any) -> None:
-        if self.told is not None:
-            self.told.put_nowait(event)
+            subscribe(self.told.put)
 
     async def where(self) -> str:
         return ray.util.get_node_ip_address()
@@ -94,10 +94,9 @@ class Host:
 
     async def listen(self) -> list[Any]:
         """Events since the last time; waits for one."""
-        self.told = self.told or asyncio.Queue()
-        events = [await self.told.get()]
+        events = [await asyncio.to_thread(self.told.get)]
         while not self.told.empty():
-            events.append(self.told.get_nowait())
+            events.append(self.told.get())
         return events
 
     async def call(self, verb: str, words: bytes) -> tuple[str, Any]:
@@ -116,14 +115,13 @@ class Host:
             return "error", portable(error, self.name, verb or "build")
 
 
-class RayWorker:
-    """As `process.Worker`: every public name is an awaitable verb of the object; `ask` and `now` are for code without an event loop."""
+class RayWorker(Worker):
+    """An actor."""
 
     def __init__(self, name: str, actor: Any, make: Callable[..., Any], args: tuple[Any, ...], *, tells: bool, patience: float) -> None:
-        self._name, self._actor, self._patience = name, actor, patience
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._over = ""
-        self._waiting: dict[Future[Any], str] = {}
+        super().__init__(name, patience)
+        self._actor = actor
+        self._refs: dict[int, Any] = {}
         self._made = self.ask("", make, args)
         self._closed = threading.Event()
         works = (self._watch, *([self._listen] if tells else []))
@@ -131,64 +129,43 @@ class RayWorker:
         for thread in self._threads:
             thread.start()
 
-    def __getattr__(self, verb: str) -> Callable[..., Any]:
-        if verb.startswith("_"):
-            raise AttributeError(verb)
-
-        async def call(*args: Any, **how: Any) -> Any:
-            self._loop = asyncio.get_running_loop()
-            return await asyncio.wrap_future(self.ask(verb, *args, **how))
-
-        return call
-
-    def ask(self, verb: str, *args: Any, **how: Any) -> Future[Any]:
-        if self._over:
-            raise WorkerError(self._over)
-        ref, answer = self._actor.call.remote(verb, cloudpickle.dumps((args, how))), Future[Any]()
-        self._waiting[answer] = verb or "build"
-        ref.future().add_done_callback(lambda done: self._settle(answer, done))
-        answer.add_done_callback(lambda done: ray.cancel(ref) if done.cancelled() and not self._over else None)
-        return answer
-
-    def now(self, verb: str = "", *args: Any, **how: Any) -> Any:
-        return (self.ask(verb, *args, **how) if verb else self._made).result()
-
-    async def ready(self) -> None:
-        await asyncio.wrap_future(self._made)
-
     @property
     def host(self) -> str:
         """By which other workers reach it."""
         return ray.get(self._actor.where.remote())
 
-    @property
-    def alive(self) -> bool:
-        return not self._over
-
-    @property
-    def fate(self) -> str:
-        """Why it is not alive."""
-        return self._over
-
-    def close(self) -> None:
+    def dismiss(self) -> None:
+        """End the actor, and wait for nothing."""
         self._lost(f"worker {self._name} was closed")
         self._closed.set()
-        with contextlib.suppress(RayError):
-            ray.kill(self._actor)
+        self._kill()
+
+    def close(self) -> None:
+        self.dismiss()
         for thread in self._threads:  # one that asked after the shutdown would start another Ray
             thread.join(10)
 
-    def _settle(self, answer: Future[Any], done: Future[Any]) -> None:
-        self._waiting.pop(answer, None)
-        if answer.done() or not answer.set_running_or_notify_cancel():
-            return
+    def _send(self, number: int, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> None:
+        ref = self._refs[number] = self._actor.call.remote(verb, cloudpickle.dumps((args, how)))
+        ref.future().add_done_callback(lambda done: self._answered(number, done))
+
+    def _cancel(self, number: int) -> None:
+        if not self._over and (ref := self._refs.get(number)) is not None:
+            ray.cancel(ref)
+
+    def _answered(self, number: int, done: Future[Any]) -> None:
+        self._refs.pop(number, None)
         try:
-            kind, value = done.result()
-        except RayActorError as error:
-            kind, value = "error", WorkerError(f"worker {self._name} ended: {' '.join(str(error).split())}")
+            self._settle(number, *done.result())
+        except RayActorError as error:  # all its calls end so, and it is not asked again
+            self._lost(f"worker {self._name} ended: {' '.join(str(error).split())}")
+            self._kill()
         except BaseException as error:
-            kind, value = "error", WorkerError(f"worker {self._name}: {type(error).__name__}: {error}")
-        answer.set_result(value) if kind == "result" else answer.set_exception(value)
+            self._settle(number, "error", WorkerError(f"worker {self._name}: {type(error).__name__}: {error}"))
+
+    def _kill(self) -> None:
+        with contextlib.suppress(RayError):
+            ray.kill(self._actor)
 
     def _listen(self) -> None:
         while not self._over:
@@ -197,23 +174,15 @@ class RayWorker:
             except Exception:
                 return
             for event in events:
-                with contextlib.suppress(RuntimeError):  # the loop has ended
-                    self._loop.call_soon_threadsafe(emit, event) if self._loop else emit(event)
+                self._tell(event)
 
     def _watch(self) -> None:
         while not self._closed.wait(self._patience / 4) and not self._over:
             try:
                 ray.get(self._actor.ping.remote(), timeout=self._patience)
             except GetTimeoutError:
-                if self._waiting:
-                    asked = ", ".join(sorted(set(self._waiting.values())))
-                    self._lost(f"worker {self._name} gives no sign of life for {self._patience:g} s, asked for: {asked}", StalledError)
+                if waiting := self._waiting():
+                    self._lost(f"worker {self._name} gives no sign of life for {self._patience:g} s, asked for: {waiting}", StalledError)
+                    self._kill()
             except Exception:
                 return
-
-    def _lost(self, why: str, error: type[Exception] = WorkerError) -> None:
-        self._over = self._over or why
-        for answer in list(self._waiting):
-            self._waiting.pop(answer, None)
-            if not answer.done() and answer.set_running_or_notify_cancel():
-                answer.set_exception(error(why))

@@ -1,0 +1,100 @@
+"""What all proxies share: the calls that wait for an answer, the event loop that hears events, and an end that every call learns of."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from rondel.words.errors import WorkerError
+from rondel.words.events import Event, emit
+
+
+class Worker:
+    """An object elsewhere: every public name is an awaitable verb of it. `ask` and `now` are for code without an event loop.
+
+    Where it lives supplies `_send` and `_cancel`, and calls `_settle`, `_tell` and `_lost`.
+    """
+
+    def __init__(self, name: str, patience: float) -> None:
+        self._name, self._patience = name, patience
+        self._asked: dict[int, tuple[str, Future[Any]]] = {}
+        self._numbers = itertools.count(1)
+        self._over = ""  # why it answers no more
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._guard = threading.Lock()
+        self._made: Future[Any]
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        if verb.startswith("_"):
+            raise AttributeError(verb)
+
+        async def call(*args: Any, **how: Any) -> Any:
+            self._loop = asyncio.get_running_loop()
+            return await asyncio.wrap_future(self.ask(verb, *args, **how))
+
+        return call
+
+    def ask(self, verb: str, *args: Any, **how: Any) -> Future[Any]:
+        """The call itself, for code that waits for several."""
+        number, answer = next(self._numbers), Future[Any]()
+        with self._guard:
+            if self._over:
+                raise WorkerError(self._over)
+            self._asked[number] = (verb or "build", answer)
+        answer.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
+        self._send(number, verb, args, how)
+        return answer
+
+    def now(self, verb: str = "", *args: Any, **how: Any) -> Any:
+        """The same, waiting for the answer; without a verb it waits until the object is built."""
+        return (self.ask(verb, *args, **how) if verb else self._made).result()
+
+    async def ready(self) -> None:
+        await asyncio.wrap_future(self._made)
+
+    @property
+    def alive(self) -> bool:
+        return not self._over
+
+    @property
+    def fate(self) -> str:
+        """Why it is not alive."""
+        return self._over
+
+    def _send(self, number: int, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _cancel(self, number: int) -> None:
+        raise NotImplementedError
+
+    def _settle(self, number: int, kind: str, value: Any) -> None:
+        with self._guard:
+            _, answer = self._asked.pop(number, ("", None))
+        if answer is None or not answer.set_running_or_notify_cancel():
+            return
+        answer.set_result(value) if kind == "result" else answer.set_exception(value)
+
+    def _tell(self, event: Event) -> None:
+        """Readers of events are not made for threads: they hear it on the event loop that asks this worker."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(emit, event) if self._loop else emit(event)
+
+    def _waiting(self) -> str:
+        with self._guard:
+            return ", ".join(sorted({verb for verb, _ in self._asked.values()}))
+
+    def _lost(self, why: str, error: type[Exception] = WorkerError) -> None:
+        """It answers no more, and whoever waits is told."""
+        with self._guard:
+            if self._over:
+                return
+            self._over = why
+            waiting, self._asked = list(self._asked.values()), {}
+        for _, answer in waiting:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(error(why))
