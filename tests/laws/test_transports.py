@@ -317,6 +317,8 @@ def test_an_engine_that_starts_late_joins_from_disk(tmp_path):
 
     asyncio.run(main())
     assert [p.name for p in sorted((tmp_path / "weights").iterdir())] == ["v-000004", "v-000005"]
+    modes = {p.stat().st_mode & 0o666 for p in (tmp_path / "weights").rglob("*")}
+    assert len(modes) == 1, "an engine of another user reads all of it or nothing"
     (tmp_path / "weights" / "v-000005" / "manifest.json").unlink()  # a version without manifest does not exist
     assert from_disk.newest(tmp_path / "weights")[0].version == 4
     text = (tmp_path / "weights" / "v-000004" / "manifest.json").read_text()

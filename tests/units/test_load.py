@@ -33,6 +33,7 @@ def test_a_saved_folder_is_the_same_model(tmp_path, kind, config):
     assert again.tokenizer.apply_chat_template(chat, tokenize=False) == model.tokenizer.apply_chat_template(chat, tokenize=False)
     assert (again.stop_ids, again.max_context) == (model.stop_ids, model.max_context)
     assert "rondel" not in (tmp_path / "config.json").read_text()  # our attention is no part of the model
+    assert len({p.stat().st_mode & 0o666 for p in tmp_path.iterdir()}) == 1  # safetensors writes for its owner alone
 
 
 def test_given_weights_replace_the_modules_own(tmp_path):
@@ -69,6 +70,10 @@ def test_bfloat16_is_loaded_proved_and_kept():
         ("./missing.gguf", "no GGUF file at missing.gguf"),
         ({"hidden_size": 64}, 'needs random = "llama"'),
         ({"random": "llama", "hidden_sise": 64}, "a llama config has no 'hidden_sise'"),
+        (
+            {"random": "qwen3_moe", "num_experts": 4},
+            "a qwen3_moe of 4 experts cannot send every token to 8 of them: set num_experts_per_tok",
+        ),
         ({"random": "lama"}, "'lama'.*[Dd]id you mean.*llama"),
     ],
     ids=str,

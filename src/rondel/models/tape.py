@@ -91,19 +91,22 @@ class _Choice(TorchFunctionMode):
 def arm(model: Any) -> int:
     """Make a model's routers listen to the tape. -> how many there are; 0 for a dense model."""
     routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
-    text = model.config.get_text_config()
-    claims = next((n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(text, key, None))), 0)
-    if not routers and claims:
+    if not routers and experts(model.config.get_text_config()):
         raise ModelError(f"model type '{model.config.model_type}' has experts, but no router of the kind that routing replay knows")
     for layer, router in enumerate(routers):
         router.forward = functools.partial(_forward, router, type(router).forward, layer)
     return len(routers)
 
 
+def experts(text: Any) -> int:
+    """How many a layer has, under the names that families give it."""
+    return next((n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(text, key, None))), 0)
+
+
 def _forward(router: Any, own: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
     tape = getattr(_here, "tape", None)
     if tape is None:
         return own(router, *args, **kwargs)
-    experts = getattr(router, "num_experts", None) or router.weight.shape[0]
-    with _Choice(tape, layer, experts, router.top_k):
+    many = getattr(router, "num_experts", None) or router.weight.shape[0]
+    with _Choice(tape, layer, many, router.top_k):
         return own(router, *args, **kwargs)

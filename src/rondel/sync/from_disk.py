@@ -74,6 +74,7 @@ class FromDisk:
         names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
         for i, name in enumerate(names):
             os.replace(folder / f"{i:05d}", folder / name)
+            (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors writes for its owner alone
         index = {"metadata": {"total_size": total}, "weight_map": {key: name for name, keys in zip(names, files) for key in keys}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 

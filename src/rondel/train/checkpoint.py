@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rondel.models import adapters, names
-from rondel.models.save import save
+from rondel.models.save import readable, save
 from rondel.words.errors import CheckpointError, boundary
 from rondel.words.events import Warned, emit
 
@@ -165,6 +165,7 @@ class Checkpoints:
         scratch.mkdir(parents=True)
         with boundary(CheckpointError, f"writing {final}"):
             await save(scratch)
+            readable(scratch)
             (scratch / "state.json").write_text(json.dumps(state))
             rows = {p.name: {"bytes": p.stat().st_size, "crc32": _crc(p)} for p in sorted(scratch.iterdir())}
             _write_through(scratch / "manifest.json", json.dumps({"step": step, "files": rows}, indent=1))
