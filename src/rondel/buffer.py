@@ -1,11 +1,13 @@
-"""Between Filter and Train: admission, windowed FIFO, refunds, the ledger. The only file that knows S.
+"""Between Filter and Train: admission, deadlines, refunds, the ledger. The only file that knows S.
 
     admit ──> waiting ──claim──> rolling ──put──> finished ──take──> taken ──settle──> trained
                                     └──drop──> filtered(rule) | failed(reason)   (the place is refunded)
 
-P groups per step · S max_staleness · W window · v version served (counts consumed batches) · live = admitted - dropped
-Admit while live < (v + S + 1)·P - (W - 1); take only numbers < W above the oldest unconsumed one. A group is overtaken by
-at most W - 1 younger ones, so it is consumed at index <= (its rank among the live) + W - 1 < (v + S + 1)·P: lag <= S.
+P groups per step · S max_staleness · v version served (counts consumed batches) · live = admitted - dropped
+Admit while live < (v + S + 1)·P. A group born at b is trained at v <= b + S, so a batch is a slot of P places before a deadline, and all
+deadlines can be kept as long as, for every b, (unconsumed groups born at b or before) <= P·(batches from now to b + S). `take` picks the
+oldest finished group whose absence from the batches after it keeps this true: whoever is slow is overtaken until its deadline, and then
+waited for. S = 0 makes every group due at once, so synchronous training is a consequence.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Buffer:
 
     groups_per_step  P, groups in one training step
     max_staleness    S, how many versions may pass between a group's admission and its training; 0 is synchronous
-    window           W, how far `take` may look past an unfinished group; must be 1 when S = 0
+    window           at most so far past an unfinished group does `take` look, in admission numbers: 1 is first in, first out. None: no limit
     start            the version at which this buffer's first batch is trained; v counts batches from there
     max_refills      a step gives up refilling after this many times P dropped groups
     patience         seconds without any change after which a wait is an error (law 10)
@@ -37,13 +39,13 @@ class Buffer:
         *,
         groups_per_step: int,
         max_staleness: int = 0,
-        window: int = 1,
+        window: int | None = None,
         version: int = 0,
         start: int = 0,
         max_refills: int = 20,
         patience: float = 1800.0,
     ) -> None:
-        if not 1 <= window <= max(1, max_staleness * groups_per_step + 1):
+        if window is not None and not 1 <= window <= max_staleness * groups_per_step + 1:
             raise UserError(
                 f"loop.window = {window}, but with max_staleness = {max_staleness} and groups_per_step = {groups_per_step} "
                 f"it must lie in [1, {max_staleness * groups_per_step + 1}]; leave it at 'auto'"
@@ -59,6 +61,8 @@ class Buffer:
         self._rolling: dict[int, Slot] = {}
         self._finished: dict[int, Group] = {}
         self._taken: dict[int, Group] = {}
+        self._open: dict[int, int] = {}  # waiting, rolling or finished: number -> born, oldest first
+        self._births: Counter[int] = Counter()  # of those
         self._dropped_since_take = 0
         self._closed = False
         self._changed = asyncio.Condition()
@@ -70,7 +74,7 @@ class Buffer:
         return self.admitted - self.refunded
 
     def has_room(self) -> bool:
-        limit = (self.version - self.start + self.max_staleness + 1) * self.groups_per_step - (self.window - 1)
+        limit = (self.version - self.start + self.max_staleness + 1) * self.groups_per_step
         return self.live < limit and not self._exhausted()
 
     async def admit(self, task: Task) -> Slot:
@@ -80,6 +84,7 @@ class Buffer:
             slot = Slot(self.admitted, task, self.version)
             self.admitted += 1
             self._waiting.append(slot)
+            self._opened(slot.number, slot.born)
             self._changed.notify_all()
         emit(Admitted(slot.number, task.id, slot.born))
         return slot
@@ -112,6 +117,7 @@ class Buffer:
         """The group ends here; its place is refunded, so the feed admits another task."""
         async with self._changed:
             self._leave_rolling(slot)
+            self._gone(slot.number)
             (self.failed if failed else self.filtered)[reason] += 1
             self.refunded += 1
             self._dropped_since_take += 1
@@ -124,7 +130,7 @@ class Buffer:
     # -- the learner's side ----------------------------------------------------------------------
 
     async def take(self) -> list[Group]:
-        """The next P finished groups, oldest first within the window; fewer only at the end or when refills ran out."""
+        """The next P groups that finish, as far as the deadlines of the others allow; fewer only at the end or when refills ran out."""
         if self._taken:
             raise LawError("take() before the groups of the last step were settled (law 1)")
         picked: list[Group] = []
@@ -134,8 +140,10 @@ class Buffer:
                 if (number := self._next()) is None:
                     break
                 picked.append(self._taken.setdefault(number, self._finished.pop(number)))
+                self._gone(number)
             self._explain_short(picked)
             self._dropped_since_take = 0
+        picked.sort(key=lambda group: group.id)  # a batch does not depend on who ended first
         for group in picked:
             if self.version - group.born > self.max_staleness:
                 raise LawError(
@@ -162,12 +170,30 @@ class Buffer:
             self._changed.notify_all()
 
     def _next(self) -> int | None:
-        unconsumed = [s.number for s in self._waiting] + [*self._rolling, *self._finished]
-        if not unconsumed or not self._finished:
+        """The oldest finished group, unless a place must be kept for older ones that have not finished."""
+        if not self._finished:
             return None
-        head = min(unconsumed)
         number = min(self._finished)
-        return number if number < head + self.window else None
+        if self.window is not None and number >= next(iter(self._open)) + self.window:
+            return None
+        left, older = self.groups_per_step - len(self._taken) - 1, 0
+        for born in sorted(self._births):
+            if born >= self._open[number]:
+                break
+            older += self._births[born]
+            if older > left + (born + self.max_staleness - self.version) * self.groups_per_step:
+                return None
+        return number
+
+    def _opened(self, number: int, born: int) -> None:
+        self._open[number] = born
+        self._births[born] += 1
+
+    def _gone(self, number: int) -> None:
+        born = self._open.pop(number)
+        self._births[born] -= 1
+        if not self._births[born]:
+            del self._births[born]
 
     def _exhausted(self) -> bool:
         return self._dropped_since_take > self.max_refills * self.groups_per_step
@@ -224,6 +250,8 @@ class Buffer:
         self.filtered, self.failed = Counter(state["filtered"]), Counter(state["failed"])
         self._waiting.extend(Slot(s["number"], Task(**s["task"]), s["born"]) for s in state["unfinished"])
         self._finished = {g.id: g for g in map(decode, state["finished"])}
+        for number, born in sorted([(s.number, s.born) for s in self._waiting] + [(g.id, g.born) for g in self._finished.values()]):
+            self._opened(number, born)
         self.check()
 
     # -- waiting ---------------------------------------------------------------------------------

@@ -30,7 +30,11 @@ ALTERNATING = (  # Llama 2, Mistral: user and assistant take turns; the answer e
     "{% if (m['role'] == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}{% set ns.n = ns.n + 1 %}"
     "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}"
 )
-TEMPLATES = {"chatml": CHATML, "injecting": INJECTING, "thinking": THINKING, "alternating": ALTERNATING}
+ENDING = (  # Phi 3: an end token behind every text that asks for no more
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|endoftext|>{% endif %}"
+)
+TEMPLATES = {"ending": ENDING, "chatml": CHATML, "injecting": INJECTING, "thinking": THINKING, "alternating": ALTERNATING}
 
 
 @lru_cache
@@ -45,7 +49,7 @@ def tokenizer(template: str | None = "chatml") -> PreTrainedTokenizerFast:
     bpe.train_from_iterator(
         text, trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     )
-    end = "</s>" if template == "alternating" else "<|im_end|>"
+    end = {"alternating": "</s>", "ending": "<|endoftext|>"}.get(template or "", "<|im_end|>")
     made = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end)
     made.chat_template = TEMPLATES[template] if template else None
     return made

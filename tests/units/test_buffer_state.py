@@ -73,7 +73,7 @@ def test_state_and_restore_are_inverse(moves, p, s):
     """Whatever state the buffer is in: the ledger, the ages and the finished groups are the same; what was running is started again."""
 
     async def scenario():
-        buffer = Buffer(groups_per_step=p, max_staleness=s, window=1 + s * p // 2, version=4, start=4)
+        buffer = Buffer(groups_per_step=p, max_staleness=s, version=4, start=4)
         rolling = []
         n = 0
         for move in moves:
@@ -86,7 +86,7 @@ def test_state_and_restore_are_inverse(moves, p, s):
                 slot = rolling.pop(0)
                 await (buffer.put(slot, simple(slot)) if move == "put" else buffer.drop(slot, "why", failed=move == "fail"))
         state = json.loads(json.dumps(buffer.state(buffer.version)))
-        other = Buffer(groups_per_step=p, max_staleness=s, window=1 + s * p // 2)
+        other = Buffer(groups_per_step=p, max_staleness=s)
         other.restore(state)
         assert other.ledger() == buffer.ledger() and other.live == buffer.live and other.has_room() == buffer.has_room()
         assert other._finished == buffer._finished
@@ -103,7 +103,7 @@ def test_state_and_restore_are_inverse(moves, p, s):
 def test_a_loop_cut_at_any_step_trains_every_group_once_and_in_time(p, s, drop, cut):
     """k steps, the state through JSON at the milestone, a new buffer, the rest: as law 9 wants it, with fakes."""
     trainer, kept = CountingTrainer(), {}
-    buffer = Buffer(groups_per_step=p, max_staleness=s, window=1 + s * p // 2)
+    buffer = Buffer(groups_per_step=p, max_staleness=s)
 
     async def milestone(step, version, batch):
         if step == cut - 1:
@@ -111,7 +111,7 @@ def test_a_loop_cut_at_any_step_trains_every_group_once_and_in_time(p, s, drop, 
 
     kit = loop_kit(trainer, Rollouts(5, drop), cut)
     asyncio.run(loop.run(endless(), buffer, **{**kit, "milestone": milestone}))
-    resumed = Buffer(groups_per_step=p, max_staleness=s, window=1 + s * p // 2)
+    resumed = Buffer(groups_per_step=p, max_staleness=s)
     resumed.restore(json.loads(kept["state"]))
     assert resumed.version == trainer.version == cut
 

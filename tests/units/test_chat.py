@@ -1,4 +1,4 @@
-"""The chat's buffer against the template's own rendering, on four kinds of templates and on none."""
+"""The chat's buffer against the template's own rendering, on five kinds of templates and on none."""
 
 import asyncio
 import subprocess
@@ -20,7 +20,8 @@ AGAIN = [{"role": "user", "content": "look again."}]
 
 
 def end(tok):
-    return tok.eos_token_id
+    """What ends a turn."""
+    return tok.eos_token_id if tok.eos_token != "<|endoftext|>" else tok.convert_tokens_to_ids("<|im_end|>")
 
 
 def words(tok, text):

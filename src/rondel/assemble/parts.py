@@ -20,8 +20,9 @@ from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, load_tasks
 from rondel.generate.envs.template import Template
+from rondel.generate.envs.toolbox import calculator
+from rondel.generate.envs.tools import Tools
 from rondel.models import adapters
-from rondel.planner import resolve as planner
 from rondel.score.pool import RewardPool
 from rondel.sync.update import Update
 from rondel.train.step import LocalTrainer
@@ -30,7 +31,8 @@ from rondel.words.errors import ConfigError, DataError, boundary
 from rondel.words.registry import find
 from rondel.words.types import Group, Sampling, Task, Trajectory, Verdict
 
-ENVS = {"single_turn": SingleTurn}
+ENVS = {"single_turn": SingleTurn, "tools": Tools}
+TOOLS = {"calculator": calculator}
 PROBE = 24  # tokens of the first prompt that are scored on both sides after every sync
 
 
@@ -45,7 +47,6 @@ class Parts:
     pool: RewardPool
     placed: Placed
     sync: Update
-    window: int
     judge: Callable[[Group], Verdict]
     env: Any
     resolved: dict[str, str]
@@ -83,7 +84,6 @@ def build(job: Job, folder: Path | None = None) -> Parts:
     refuse(job, row, sampling)
     if job.model.adapter.kind == "lora":
         adapters.require()
-    window = planner.window(job.loop.window, max_staleness=job.loop.max_staleness, groups_per_step=job.loop.groups_per_step)
     tasks = load_tasks(job.task.data, env=job.task.env)
     for key, shows in (("algo.guides", job.algo.guides), ("loop.warmup", job.loop.warmup.steps)):
         if shows:
@@ -93,15 +93,12 @@ def build(job: Job, folder: Path | None = None) -> Parts:
     with ExitStack() as ends:
         pool = RewardPool(job.task.reward, workers=job.task.reward_workers, timeout=job.task.reward_timeout)
         ends.callback(pool.close)
-        placed = place(job, row, sampling, lambda known: longest_prompt(job, tasks, known, sampling) + sampling.max_tokens, folder)
+        placed = place(job, row, sampling, lambda known: longest(job, tasks, env, known, sampling), folder)
         ends.callback(placed.close)
-        facts = {"loop.window": f"{window.value} ({window.why})", **placed.resolved}
         sync = sync_of(job, placed)
         for remote in placed.remotes:
             remote.catch_up = sync.catch_up
-        return Parts(
-            job, row, tasks, sampling, pool, placed, sync, window.value, judge_of(job, row), env, facts, shown, ends.pop_all().close
-        )
+        return Parts(job, row, tasks, sampling, pool, placed, sync, judge_of(job, row), env, placed.resolved, shown, ends.pop_all().close)
 
 
 def sampling_of(job: Job) -> Sampling:
@@ -124,9 +121,14 @@ def rows_beside(job: Job) -> list[Algorithm]:
 def env_of(job: Job) -> Any:
     """One of ours, a class of the user's, or the user's async function of (task, chat)."""
     found = find("environment", job.task.env, ENVS)
-    settings = {"suffix": job.task.suffix, "system": job.task.system}
-    if found in ENVS.values():
-        return found(**settings)
+    t = job.task
+    if found is SingleTurn:
+        return SingleTurn(suffix=t.suffix, system=t.system)
+    if found is Tools:
+        if not t.tools:
+            raise ConfigError('task.env = "tools" has none: set task.tools = ["calculator", "my_module:my_function"]')
+        tools = [find("tool", name, TOOLS) for name in t.tools]
+        return Tools(tools, turns=t.turns, timeout=t.tool_timeout, suffix=t.suffix, system=t.system)
     return found() if isinstance(found, type) else AsFunction(found)
 
 
@@ -143,27 +145,28 @@ def judge_of(job: Job, row: Algorithm) -> Callable[[Group], Verdict]:
     return chain([Complete(min(2, job.algo.group_size), greedy="greedy" in row.needs), *(find("filter", n, FILTERS)() for n in names)])
 
 
-def longest_prompt(job: Job, tasks: TaskSet, known: Known, sampling: Sampling) -> int:
-    """Render the prompts that look longest; one that leaves no room for its answer is an error now, not at step 120."""
+def longest(job: Job, tasks: TaskSet, env: Any, known: Known, sampling: Sampling) -> int:
+    """Tokens of the longest conversation. Renders the prompts that look longest: one that leaves no room for its answer is an error now,
+    not at step 120."""
 
     def text(task: Task) -> str:
         return str(task.data.get("prompt", task.data.get("messages", "")))
 
-    longest = 0
+    prompt = env.prompt if hasattr(env, "prompt") else SingleTurn(suffix=job.task.suffix).prompt
+    most = 0
     for task in sorted([*tasks.train, *tasks.held_out], key=lambda t: len(text(t)))[-32:]:
         chat = TokenChat(
             known.tokenizer, None, sampling=sampling, key=lambda turn: 0, max_context=known.max_context, system=job.task.system
         )
-        prompt = task.data.get("messages") or [{"role": "user", "content": str(task.data.get("prompt", "")) + job.task.suffix}]
-        chat.give([dict(m) for m in prompt])
+        chat.give(*prompt(task))
         n = len(chat.trajectory.tokens)
         if n + sampling.max_tokens > known.max_context:
             raise DataError(
                 f"the prompt of task {task.id} has {n} tokens; with engine.sampling.max_tokens = {sampling.max_tokens} that exceeds the model's context of "
                 f"{known.max_context}: drop or shorten it, or lower max_tokens"
             )
-        longest = max(longest, n)
-    return longest
+        most = max(most, n)
+    return min(known.max_context, most + getattr(env, "turns", 1) * sampling.max_tokens)
 
 
 def sync_of(job: Job, placed: Placed) -> Update:

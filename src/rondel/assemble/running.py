@@ -153,13 +153,14 @@ class Run:
     async def _warmup(self, steps: range, saved: dict[str, Any] | None) -> int:
         """A supervised phase: the same loop, whose Generate copies answers."""
         parts = self.parts
-        buffer = self._buffer(parts.job.loop.warmup.groups_per_step, 0, 1, saved)
+        buffer = self._buffer(parts.job.loop.warmup.groups_per_step, 0, None, saved)
         await self._loop(buffer, Demonstrations(parts, 1), chain([]), SFT, steps)
         return steps.stop - 1
 
     async def _reinforce(self, steps: range, saved: dict[str, Any] | None) -> None:
         parts, job = self.parts, self.job
-        buffer = self._buffer(job.loop.groups_per_step, job.loop.max_staleness, parts.window, saved)
+        window = None if job.loop.window == "auto" else job.loop.window
+        buffer = self._buffer(job.loop.groups_per_step, job.loop.max_staleness, window, saved)
         if job.loop.max_staleness and "advantages" in parts.row.needs and not parts.row.corrects:
             emit(
                 Warned(
@@ -168,7 +169,7 @@ class Run:
             )
         await self._loop(buffer, rollouts_of(parts), parts.judge, parts.algo, steps, prepare_of(parts))
 
-    def _buffer(self, groups: int, staleness: int, window: int, saved: dict[str, Any] | None) -> Buffer:
+    def _buffer(self, groups: int, staleness: int, window: int | None, saved: dict[str, Any] | None) -> Buffer:
         version = self.parts.engine.version
         self.buffer = Buffer(
             groups_per_step=groups,

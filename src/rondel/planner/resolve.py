@@ -15,13 +15,6 @@ class Resolved(NamedTuple):
     why: str
 
 
-def window(wanted: int | str, *, max_staleness: int, groups_per_step: int) -> Resolved:
-    """How far the learner may look past an unfinished group: 1 + floor(S·P/2) leaves half of the allowed lag to stragglers."""
-    if wanted != "auto":
-        return Resolved(int(wanted), "set")
-    return Resolved(1 + max_staleness * groups_per_step // 2, f"1 + S·P/2 with S = {max_staleness}, P = {groups_per_step}")
-
-
 def kv_pages(wanted: int | str, *, max_running: int, longest: int, page_bytes: int, free_bytes: int) -> Resolved:
     """Cache pages (one token each): room for every running request at its longest, at most a quarter of the free memory."""
     if wanted != "auto":

@@ -90,6 +90,9 @@ class TaskSection(Section):
     filters: list[str] = Field([], description="beside the row's own: signal, truncated, repetition")
     suffix: str = ""
     system: str | None = None
+    tools: list[str] = []
+    turns: int = Field(8, ge=1)
+    tool_timeout: float = Field(30.0, gt=0)
     reward_timeout: float = Field(10.0, gt=0, description="seconds of wall clock for one reward call")
     reward_workers: int = Field(1, ge=1)
     eval: Evaluation = Evaluation()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -61,8 +61,9 @@ class Chat(Protocol):
 
     trajectory: Trajectory
 
-    def give(self, messages: list[dict[str, str]]) -> None: ...  # render once, append, mask 0
+    def give(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> None: ...  # render once, append, mask 0
     async def reply(self) -> Completion: ...  # the policy writes, mask 1
+    def calls(self, done: Completion) -> list[Any]: ...  # the tools that a reply asks for
 
 
 class Env(Protocol):

@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from rondel.generate.envs.template import Messages, Template
+from rondel.generate.envs.calls import Call
+from rondel.generate.envs.template import Messages, Schemas, Template
 from rondel.words.errors import DataError, EnvError
 from rondel.words.types import Completion, Request, Sampling, Trajectory
 
@@ -51,15 +52,15 @@ class TokenChat:
         self._full = False
         self._last: list[int] = []
 
-    def give(self, messages: Messages) -> None:
-        """Render once, append, mask 0."""
+    def give(self, messages: Messages, tools: Schemas = ()) -> None:
+        """Render once, append, mask 0. `tools` are offered with the first messages, once for the whole conversation."""
         if self._open:
             raise EnvError("give() twice without a reply() between: hand over all messages in one call")
         self._open = True
         if self.turn == 0:
             if self.system is not None and not any(m.get("role") == "system" for m in messages):
                 messages = [{"role": "system", "content": self.system}, *messages]
-            self.trajectory.extend(self.template.opening(messages))
+            self.trajectory.extend(self.template.opening(messages, tools))
             return
         tokens = self.template.missing_tail(self._last) + self.template.later(messages)
         self._full = self._full or len(tokens) >= self._room
@@ -84,6 +85,10 @@ class TokenChat:
         self._close(done.tokens, done.text if done.text is not None else self.tokenizer.decode(done.tokens, skip_special_tokens=True))
         self.trajectory.finish_reason = done.finish_reason
         return done
+
+    def calls(self, done: Completion) -> list[Call]:
+        """The tools that a reply asks for, as the template writes calls."""
+        return self.template.calls.read(self.tokenizer.decode(done.tokens, skip_special_tokens=False))
 
     def write(self, text: str, *, version: int = 0) -> None:
         """Put words into the policy's mouth, for supervised phases: mask 1, logprob 0, then the tokenizer's end token.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rondel.generate.envs.template import Messages
+from rondel.generate.envs.template import Messages, Schemas
 from rondel.words.errors import DataError
 from rondel.words.protocols import Chat
 from rondel.words.types import Task, Trajectory
@@ -31,7 +31,11 @@ class SingleTurn:
     def __init__(self, *, suffix: str = "", system: str | None = None) -> None:
         self.suffix, self.system = suffix, system
 
+    def prompt(self, task: Task) -> tuple[Messages, Schemas]:
+        """What the policy reads first, and the tools it is offered."""
+        return opening(task, suffix=self.suffix, system=self.system), ()
+
     async def run(self, task: Task, chat: Chat) -> Trajectory:
-        chat.give(opening(task, suffix=self.suffix, system=self.system))
+        chat.give(*self.prompt(task))
         await chat.reply()
         return chat.trajectory

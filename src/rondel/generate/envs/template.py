@@ -11,18 +11,28 @@ tokens are cut off again (SPEC G2). What the policy wrote is never part of what 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import Any
 
+from rondel.generate.envs.calls import HERMES, PROBE, TOLD, CallFormat, read_off
 from rondel.words.errors import DataError
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
+Schemas = Sequence[dict[str, Any]]  # of tools, as OpenAI's `tools` has them
 
 SYSTEM = {"role": "system", "content": "s"}  # given, so that no template injects its own
 USER = {"role": "user", "content": "u"}
 ASSISTANT = {"role": "assistant", "content": "a"}
-DUMMIES = ([SYSTEM, USER], [USER], [SYSTEM, USER, ASSISTANT], [USER, ASSISTANT])  # some templates refuse a system, some two users in a row
+DUMMIES = (  # some templates refuse a system, some two users in a row, some a tool's answer that nobody asked for
+    [SYSTEM, USER],
+    [USER],
+    [SYSTEM, USER, ASSISTANT],
+    [USER, ASSISTANT],
+    [SYSTEM, USER, PROBE],
+    [USER, PROBE],
+)
 
 
 class Template:
@@ -32,12 +42,16 @@ class Template:
         self.tokenizer = tokenizer
         self.plain = not getattr(tokenizer, "chat_template", None)
 
-    def opening(self, messages: Messages) -> list[int]:
-        """The first messages, up to where the policy starts to write."""
-        return self._bare(messages, opening=True) if self.plain else self._render(messages)
+    def opening(self, messages: Messages, tools: Schemas = ()) -> list[int]:
+        """The first messages with the tools that are offered, up to where the policy starts to write."""
+        if tools and self.calls.told:
+            messages, tools = _with_words(messages, tools, speaker="system" if self._has_system else "user"), ()
+        return self._bare(messages, opening=True) if self.plain else self._render(messages, tools=tools)
 
     def later(self, messages: Messages) -> list[int]:
         """Messages that follow a finished turn of the policy, up to where it writes again."""
+        if any(m["role"] == "tool" for m in messages):
+            messages = _answers(messages) if self.calls.told else [{"tool_call_id": "call00001", **m} for m in messages]
         if self.plain:
             return self._bare(messages, opening=False)
         refused = ""
@@ -47,13 +61,25 @@ class Template:
             except Exception as error:  # a template refuses a role order by raising whatever it likes
                 refused = f"{type(error).__name__}: {error}"
                 continue
-            if whole[: len(prefix)] == prefix:
-                return whole[len(prefix) :]
+            if (n := self._shared(prefix, whole)) is not None:
+                return whole[n:]
         roles = ", ".join(m.get("role", "?") for m in messages)
         raise DataError(
             f"the chat template cannot append messages ({roles}): behind every dummy conversation it rewrites what came before"
             f"{' or raises ' + refused if refused else ''}; use roles it knows, or a template that only appends"
         )
+
+    @cached_property
+    def calls(self) -> CallFormat:
+        """How the policy calls tools."""
+        return HERMES if self.plain else read_off(self._text)
+
+    @cached_property
+    def _has_system(self) -> bool:
+        try:
+            return self.plain or "s7x" in self._text([{"role": "system", "content": "s7x"}, USER], ())
+        except Exception:  # a template refuses a role by raising whatever it likes
+            return False
 
     @cached_property
     def tail(self) -> list[int]:
@@ -64,24 +90,61 @@ class Template:
             one, two = (self._render([USER, {"role": "assistant", "content": letter}], prompt=False) for letter in pair)
             if one != two:
                 common = sum(1 for _ in takewhile(lambda ends: ends[0] == ends[1], zip(reversed(one), reversed(two))))
-                return one[len(one) - common :]
+                return one[len(one) - common : self._goes_on(one)]
         raise DataError(
             "the chat template writes different answers alike, so the end of a turn cannot be told; look at how it uses 'content'"
         )
+
+    def _goes_on(self, ended: list[int]) -> int:
+        """How much of a rendered conversation stays when another message follows: some templates end every text with an end token."""
+        try:
+            alone, followed = self._render([USER, ASSISTANT], prompt=False), self._render([USER, ASSISTANT, USER])
+        except Exception:  # a template refuses a role order by raising whatever it likes
+            return len(ended)
+        n = self._shared(alone, followed)
+        return len(ended) if n is None else len(ended) - (len(alone) - n)
+
+    def _shared(self, prefix: list[int], whole: list[int]) -> int | None:
+        """How much of `prefix` the longer conversation begins with, if it is all but an end token."""
+        for n in (len(prefix), len(prefix) - (prefix[-1:] == [self.tokenizer.eos_token_id])):
+            if whole[:n] == prefix[:n]:
+                return n
+        return None
 
     def missing_tail(self, tokens: list[int]) -> list[int]:
         """The part of the tail that `tokens` (a turn as the policy left it) does not already end with."""
         have = next((k for k in range(len(self.tail), 0, -1) if tokens[-k:] == self.tail[:k]), 0)
         return self.tail[have:]
 
-    def _render(self, messages: Messages, *, prompt: bool = True) -> list[int]:
-        return list(_rendered(self.tokenizer, json.dumps(messages), prompt))
+    def _render(self, messages: Messages, *, prompt: bool = True, tools: Schemas = ()) -> list[int]:
+        return list(_rendered(self.tokenizer, json.dumps(messages), prompt, json.dumps(tools)))
+
+    def _text(self, messages: Messages, tools: Schemas) -> str:
+        return self.tokenizer.apply_chat_template(messages, tools=list(tools), tokenize=False)
 
     def _bare(self, messages: Messages, *, opening: bool) -> list[int]:
         return list(self.tokenizer.encode("".join(m["content"] for m in messages), add_special_tokens=opening))
 
 
+def _with_words(messages: Messages, tools: Schemas, *, speaker: str) -> Messages:
+    """For a template that knows no tools: they are described at the head of the conversation."""
+    words = TOLD.format(tools="\n".join(json.dumps(tool) for tool in tools))
+    if messages and messages[0]["role"] == speaker:
+        both = f"{messages[0]['content']}\n\n{words}" if speaker == "system" else f"{words}\n\n{messages[0]['content']}"
+        return [{**messages[0], "content": both}, *messages[1:]]
+    return [{"role": speaker, "content": words}, *messages]
+
+
+def _answers(messages: Messages) -> Messages:
+    """And what tools answered is said by the user."""
+    text = "\n".join(f"<tool_response>\n{m['content']}\n</tool_response>" for m in messages if m["role"] == "tool")
+    return [{"role": "user", "content": text}, *(m for m in messages if m["role"] != "tool")]
+
+
 @lru_cache(maxsize=4096)
-def _rendered(tokenizer: Any, messages: str, prompt: bool) -> tuple[int, ...]:
+def _rendered(tokenizer: Any, messages: str, prompt: bool, tools: str) -> tuple[int, ...]:
     """Siblings ask for the same opening; a template is slow enough to render it once."""
-    return tuple(tokenizer.apply_chat_template(json.loads(messages), tokenize=True, add_generation_prompt=prompt, return_dict=False))
+    more = {"tools": offered} if (offered := json.loads(tools)) else {}
+    return tuple(
+        tokenizer.apply_chat_template(json.loads(messages), tokenize=True, add_generation_prompt=prompt, return_dict=False, **more)
+    )

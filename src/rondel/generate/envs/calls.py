@@ -1,0 +1,176 @@
+"""How a model asks for a tool: read off its own chat template, which is asked to write a call that is known.
+
+    Qwen, Hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
+    Llama 3        {"name": "add", "parameters": {"a": 1}}
+    Mistral        [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]
+    Qwen 3.5       <function=add><parameter=a>1</parameter></function>
+
+A template that knows no tools is given the first form in words: tools are then described in the system message, and results come
+back in a user's message.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rondel.words.errors import DataError
+
+NAME, KEY, VALUE = "probe_name", "probe_key", "probe value"
+PROBE = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "call00001", "type": "function", "function": {"name": NAME, "arguments": {KEY: VALUE}}}],
+}
+TOLD = (
+    "You may call one or more of these functions:\n<tools>\n{tools}\n</tools>\n"
+    'For each call write a JSON object within <tool_call></tool_call>:\n<tool_call>\n{{"name": <function>, "arguments": <object>}}\n</tool_call>'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """`fault` says why it cannot be carried out; it is what the policy then reads."""
+
+    name: str
+    arguments: dict[str, Any]
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class JsonCalls:
+    """opens, closes  what stands around a call's JSON object, or around a list of them
+    arguments         the key of its arguments
+    told              tools are described in words, because the template does not
+    """
+
+    opens: str
+    closes: str
+    arguments: str = "arguments"
+    told: bool = False
+
+    def read(self, text: str) -> list[Call]:
+        """The calls in what the policy wrote, in order; one that is begun and cannot be read is a call with a fault."""
+        if not self.opens:
+            begins = text.strip()
+            return self._objects(begins) if begins.startswith("{") and '"name"' in begins else []
+        calls: list[Call] = []
+        for piece in text.split(self.opens)[1:]:
+            calls += self._objects(piece.split(self.closes)[0] if self.closes else piece)
+        return calls
+
+    def _objects(self, text: str) -> list[Call]:
+        found: list[Call] = []
+        text = text.strip()
+        while text:
+            try:
+                value, end = json.JSONDecoder().raw_decode(text)
+            except (ValueError, RecursionError) as error:
+                return found or [Call("", {}, f"the call is not valid JSON: {error}")]
+            found += [self._call(one) for one in (value if isinstance(value, list) else [value])]
+            text = text[end:].lstrip("; \n\t,")
+            if not text.startswith(("{", "[")):
+                break
+        return found or [Call("", {}, "the call is empty")]
+
+    def _call(self, value: Any) -> Call:
+        if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
+            return Call("", {}, f'a call is a JSON object with "name" and "{self.arguments}"')
+        arguments = value.get(self.arguments, value.get("arguments", {}))
+        if isinstance(arguments, str):  # some write the object as a string
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                arguments = None
+        if not isinstance(arguments, dict):
+            return Call(name, {}, f'"{self.arguments}" of {name} is not a JSON object')
+        return Call(name, arguments)
+
+
+class TaggedCalls:
+    """A tag for the function, and one for each of its arguments."""
+
+    told = False
+    FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+    PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+    def read(self, text: str) -> list[Call]:
+        """As JsonCalls.read."""
+        calls = [
+            Call(name.strip(), {key.strip(): _value(value) for key, value in self.PARAMETER.findall(body)})
+            for name, body in self.FUNCTION.findall(text)
+        ]
+        return calls or ([Call("", {}, "the call names no <function=...>")] if "<tool_call>" in text else [])
+
+
+def _value(text: str) -> Any:
+    """Lists and objects are written as JSON; everything else is a text that the signature may read as a number."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, list | dict) else text
+
+
+CallFormat = JsonCalls | TaggedCalls
+HERMES = JsonCalls("<tool_call>", "</tool_call>", told=True)
+
+
+def read_off(write: Callable[[list[dict[str, Any]], Sequence[dict[str, Any]]], str]) -> CallFormat:
+    """The format of a template. write: (messages, tools) -> text, as the template renders a conversation without a prompt for more."""
+    tool = {
+        "type": "function",
+        "function": {
+            "name": NAME,
+            "description": "probe",
+            "parameters": {"type": "object", "properties": {KEY: {"type": "string", "description": "probe"}}, "required": [KEY]},
+        },
+    }
+    asks = {"role": "user", "content": "u"}
+    try:
+        knows = NAME in write([asks], [tool])
+        before, written = write([asks], [tool]), write([asks, PROBE], [tool])
+    except Exception:  # a template refuses what it does not know by raising whatever it likes
+        return HERMES
+    if not knows:
+        return HERMES
+    written = written[len(before) :] if written.startswith(before) else written
+    if f"<function={NAME}>" in written:
+        return TaggedCalls()
+    at = next((i for i in _braces(written) if NAME in str(_object(written, i))), None)
+    if at is None:
+        raise DataError(
+            "the chat template writes tool calls in a form that is not JSON, which cannot be read back yet. Use a model whose template does, "
+            "or a tokenizer whose chat_template knows no tools: they are then described in words"
+        )
+    value, end = _object(written, at) or ({}, at)
+    listed = written[:at].rstrip().endswith("[")
+    opens, closes = written[:at].rstrip().removesuffix("[").rstrip(), written[end:].lstrip().removeprefix("]").lstrip()
+    arguments = next((key for key in ("arguments", "parameters") if key in value), "arguments")
+    opens = opens.rpartition("\n")[2] or opens.rpartition("\n\n")[2]
+    if not listed and not closes.startswith("</"):  # the object is the whole message
+        return JsonCalls("", "", arguments)
+    return JsonCalls(_mark(opens), _mark(closes, end=True), arguments)
+
+
+def _mark(text: str, *, end: bool = False) -> str:
+    """The tag nearest to the object."""
+    if end:
+        return text[: text.find(">") + 1] if text.startswith("</") else ""
+    begins = max(text.rfind("<"), text.rfind("["))
+    return text[begins:] if begins >= 0 else text
+
+
+def _braces(text: str) -> list[int]:
+    return [i for i, c in enumerate(text) if c == "{"]
+
+
+def _object(text: str, at: int) -> tuple[dict[str, Any], int] | None:
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, at)
+    except ValueError:
+        return None
+    return (value, end) if isinstance(value, dict) and value.get("name") == NAME else None

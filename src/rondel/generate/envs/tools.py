@@ -1,0 +1,156 @@
+"""Turns with tools: the policy writes, calls what it was offered, reads what came back, and writes again.
+
+    give(task, tools) -> reply ──no call──> done
+                           │ calls, carried out side by side
+                           └<── give(results) ──'      at most `turns` replies; a call in the last one is not carried out
+
+What the policy gets wrong (a call that cannot be read, an unknown tool, arguments that do not fit, a tool that raises) comes back to
+it as an error to read. What the world gets wrong (a tool that hangs or loses its connection) is a fault of the environment: the episode
+is tried again and never scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, ValidationError, create_model
+
+from rondel.generate.envs.calls import Call
+from rondel.generate.envs.single_turn import opening
+from rondel.generate.envs.template import Messages, Schemas
+from rondel.words.errors import ConfigError, EnvError
+from rondel.words.protocols import Chat
+from rondel.words.types import Task, Trajectory
+
+THREADS = 64  # tools that are no coroutines, side by side
+
+
+class Tool:
+    """A function that the policy may call: its signature is the schema, its docstring the description.
+
+    async def search(query: str, k: int = 3) -> str:
+        "The k paragraphs that match best."
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.name = function, function.__name__
+        hints = get_type_hints(function)
+        fields: dict[str, Any] = {}
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+                raise ConfigError(f"tool {self.name}: the policy calls by name, and '{parameter}' has none; give every argument a name")
+            default = ... if parameter.default is parameter.empty else parameter.default
+            fields[parameter.name] = (hints.get(parameter.name, str), default)
+        self._arguments = create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """As OpenAI's `tools` wants it."""
+        parameters = self._arguments.model_json_schema()
+        parameters.pop("title", None)
+        parameters.pop("additionalProperties", None)
+        for one in parameters.get("properties", {}).values():
+            one.pop("title", None)
+        parameters.setdefault("properties", {})
+        about = inspect.getdoc(self.function) or self.name
+        return {"type": "function", "function": {"name": self.name, "description": about, "parameters": parameters}}
+
+    def fitted(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments in the types of the signature; pydantic's ValidationError where they do not fit."""
+        read = self._arguments(**arguments)
+        return {name: getattr(read, name) for name in type(read).model_fields}
+
+
+def offered(found: Any, where: str) -> list[Callable[..., Any]]:
+    """The functions behind one entry of task.tools: itself, or the public methods of an object made for this episode."""
+    if inspect.isfunction(found) or inspect.iscoroutinefunction(found):
+        return [found]
+    methods = [m for name, m in inspect.getmembers(found, callable) if not name.startswith("_") and name != "close"]
+    if not methods:
+        raise ConfigError(f"task.tools: {where} is neither a function nor an object with public methods")
+    return methods
+
+
+class Tools:
+    """`Tools([add, Search])`: functions are shared, a class is made anew for every episode as `Search(task)` and closed at its end.
+
+    turns    most replies of the policy
+    timeout  seconds for one call
+    """
+
+    def __init__(self, tools: Iterable[Any], *, turns: int = 8, timeout: float = 30.0, suffix: str = "", system: str | None = None) -> None:
+        self.tools, self.turns, self.timeout, self.suffix, self.system = list(tools), turns, timeout, suffix, system
+        for one in self.tools:
+            if not isinstance(one, type):
+                for function in offered(one, str(one)):
+                    Tool(function)
+        self._threads = ThreadPoolExecutor(THREADS, "tools")
+
+    def prompt(self, task: Task, tools: dict[str, Tool] | None = None) -> tuple[Messages, Schemas]:
+        """What the policy reads first, and the tools it is offered."""
+        with ExitStack() as ends:
+            tools = self._open(task, ends) if tools is None else tools
+            return opening(task, suffix=self.suffix, system=self.system), [tool.schema for tool in tools.values()]
+
+    async def run(self, task: Task, chat: Chat) -> Trajectory:
+        with ExitStack() as ends:
+            tools = self._open(task, ends)
+            chat.give(*self.prompt(task, tools))
+            for left in reversed(range(self.turns)):
+                done = await chat.reply()
+                calls = chat.calls(done) if done.finish_reason == "stop" else []
+                if not calls:
+                    break
+                if not left:
+                    chat.trajectory.finish_reason = "length"
+                    break
+                began = time.perf_counter()
+                results = await asyncio.gather(*(self._carry_out(call, tools) for call in calls))
+                timings = chat.trajectory.timings
+                timings["tools"] = timings.get("tools", 0.0) + time.perf_counter() - began
+                chat.give([{"role": "tool", "name": call.name, "content": result} for call, result in zip(calls, results)])
+        return chat.trajectory
+
+    def _open(self, task: Task, ends: ExitStack) -> dict[str, Tool]:
+        tools: dict[str, Tool] = {}
+        for one in self.tools:
+            if isinstance(one, type):
+                one = one(task)
+                if hasattr(one, "close"):
+                    ends.callback(one.close)
+            tools |= {function.__name__: Tool(function) for function in offered(one, type(one).__name__)}
+        return tools
+
+    async def _carry_out(self, call: Call, tools: dict[str, Tool]) -> str:
+        """-> what the policy reads."""
+        if call.fault:
+            return f"error: {call.fault}"
+        if (tool := tools.get(call.name)) is None:
+            return f"error: there is no tool '{call.name}'; there are: {', '.join(tools)}"
+        try:
+            arguments = tool.fitted(call.arguments)
+        except ValidationError as error:
+            first = error.errors()[0]
+            return f"error: {call.name}: {'.'.join(map(str, first['loc'])) or 'arguments'}: {first['msg']}"
+        try:
+            async with asyncio.timeout(self.timeout):
+                result = await self._called(tool.function, arguments)
+        except TimeoutError as error:
+            raise EnvError(f"tool {call.name} did not answer within {self.timeout:g} s (task.tool_timeout)") from error
+        except (OSError, EnvError) as error:
+            raise EnvError(f"tool {call.name}: {type(error).__name__}: {error}") from error
+        except Exception as error:  # what the policy asked for cannot be done
+            return f"error: {type(error).__name__}: {error}"
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+
+    def _called(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Awaitable[Any]:
+        if inspect.iscoroutinefunction(function):
+            return function(**arguments)
+        return asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(**arguments))

@@ -1,0 +1,248 @@
+"""Tools: what is offered, how calls are read, what comes back, and whose fault what is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import pytest
+from units.chat_kit import Engine, chat, tokenizer
+
+from rondel.generate.envs.calls import HERMES, JsonCalls, TaggedCalls, read_off
+from rondel.generate.envs.toolbox import calculator
+from rondel.generate.envs.tools import Tool, Tools
+from rondel.words.errors import ConfigError, EnvError
+from rondel.words.types import Task
+
+TASK = Task("t", "tools", {"prompt": "what is three plus four?"})
+QWEN = (  # tools in the system message, calls as tagged JSON, results from the user
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}\n<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}'
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA = QWEN.replace('\n<tool_call>\n{"name"', '{"name"').replace('"arguments": {{', '"parameters": {{').replace("}\n</tool_call>", "}")
+MISTRAL = QWEN.replace("\n<tool_call>\n", "[TOOL_CALLS] [").replace("}\n</tool_call>", "}]")
+TAGGED = QWEN.replace(
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}',
+    "<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>",
+)
+
+
+def tok(template: str):
+    made = tokenizer.__wrapped__("chatml")
+    made.chat_template = template
+    return made
+
+
+def add(a: int, b: int = 1) -> int:
+    """The sum of two numbers."""
+    return a + b
+
+
+def call(name: str, **arguments) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def play(*says: str, tools=(add,), template: str = QWEN, max_context: int = 4096, **how):
+    """An episode whose policy says these turns. -> trajectory, its text, and what each request asked."""
+    t = tok(template)
+    engine = Engine(*([*t.encode(s, add_special_tokens=False), t.eos_token_id] for s in says))
+    trajectory = asyncio.run(Tools(tools, **how).run(TASK, chat(t, engine, max_context=max_context)))
+    return trajectory, t.decode(trajectory.tokens), [t.decode(r.tokens) for r in engine.requests]
+
+
+# -- formats ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        (QWEN, JsonCalls("<tool_call>", "</tool_call>")),
+        (LLAMA, JsonCalls("", "", "parameters")),
+        (MISTRAL, JsonCalls("[TOOL_CALLS]", "")),
+        (TAGGED, TaggedCalls),
+    ],
+    ids=["qwen", "llama", "mistral", "tagged"],
+)
+def test_the_format_is_read_off_the_template_and_reads_back_what_it_writes(template, form):
+    t = tok(template)
+
+    def write(messages, tools):
+        return t.apply_chat_template(messages, tools=list(tools), tokenize=False)
+
+    found = read_off(write)
+    assert found == form or isinstance(found, type(form) if not isinstance(form, type) else form)
+    arguments = {"city": "a\nb", "near": "{x}"}
+    asked = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "find", "arguments": arguments}}]}
+    before = write([{"role": "user", "content": "u"}], ())
+    (one,) = found.read(write([{"role": "user", "content": "u"}, asked], ())[len(before) :].replace("<|im_start|>assistant\n", ""))
+    assert (one.name, one.arguments, one.fault) == ("find", arguments, "")
+
+
+def test_a_template_without_tools_is_told_in_words():
+    t = tok(tokenizer("chatml").chat_template)
+    assert read_off(lambda messages, tools: t.apply_chat_template(messages, tools=list(tools), tokenize=False)) is HERMES
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("<tool_call>{'name': 1}</tool_call>", "not valid JSON"),
+        ("<tool_call></tool_call>", "empty"),
+        ('<tool_call>{"arguments": {}}</tool_call>', '"name"'),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "not a JSON object"),
+        ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "not a JSON object"),
+        ("<tool_call>" + "[" * 100_000, "not valid JSON"),
+    ],
+)
+def test_what_cannot_be_read_is_a_call_with_a_fault(text, said):
+    (one,) = HERMES.read(text)
+    assert said in one.fault
+
+
+def test_several_calls_and_none():
+    assert [c.arguments for c in HERMES.read(call("f", x=1) + " and " + call("f", x=2))] == [{"x": 1}, {"x": 2}]
+    assert HERMES.read("the answer is 7") == []
+    assert [c.name for c in JsonCalls("", "").read('{"name": "a", "arguments": {}}; {"name": "b", "arguments": {}}')] == ["a", "b"]
+    assert JsonCalls("", "").read("{7}") == []
+
+
+# -- the environment -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "template", [QWEN, tokenizer("chatml").chat_template, tokenizer("alternating").chat_template], ids=["qwen", "told", "no system"]
+)
+def test_an_episode_with_a_call(template):
+    trajectory, text, asked = play("look. " + call("add", a=3, b=4), "the answer is 7.", template=template)
+    assert len(asked) == 2 and "<tool_response>\n7\n</tool_response>" in asked[1] and asked[1].startswith(asked[0])
+    assert text.count("The sum of two numbers.") == 1 and '"integer"' in text, "the schema, once"
+    mine = [t for t, m in zip(trajectory.tokens, trajectory.mask) if m]
+    assert "tool_response" not in tok(template).decode(mine) and trajectory.mask[-1] and trajectory.finish_reason == "stop"
+    assert trajectory.timings["tools"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("says", "reads"),
+    [
+        (call("sub", a=1), "there is no tool 'sub'; there are: add"),
+        (call("add", a="many"), "add: a: Input should be a valid integer"),
+        (call("add"), "add: a: Field required"),
+        (call("add", a=1, c=2), "add: c: Extra inputs are not permitted"),
+        ("<tool_call>{</tool_call>", "not valid JSON"),
+    ],
+)
+def test_what_the_policy_gets_wrong_it_reads(says, reads):
+    _, _, asked = play(says, "seven.")
+    assert "error: " in asked[1] and reads in asked[1]
+
+
+def test_a_tool_that_raises_is_read_and_one_that_hangs_or_loses_its_line_is_the_worlds_fault():
+    def divide(a: int, b: int) -> float:
+        return a / b
+
+    def cut(a: int) -> int:
+        raise ConnectionError("gone")
+
+    async def hang(a: int) -> int:
+        await asyncio.sleep(60)
+        return a
+
+    assert "error: ZeroDivisionError: division by zero" in play(call("divide", a=1, b=0), "seven.", tools=[divide])[2][1]
+    with pytest.raises(EnvError, match="tool cut: ConnectionError: gone"):
+        play(call("cut", a=1), tools=[cut])
+    with pytest.raises(EnvError, match=r"tool hang did not answer within 0.05 s \(task.tool_timeout\)"):
+        play(call("hang", a=1), tools=[hang], timeout=0.05)
+
+
+def test_calls_of_one_reply_run_side_by_side():
+    together = threading.Barrier(3, timeout=10)
+
+    def meet(n: int) -> int:
+        together.wait()
+        return n
+
+    _, _, asked = play("".join(call("meet", n=n) for n in range(3)), "seven.", tools=[meet])
+    assert [f"\n{n}\n" in asked[1] for n in range(3)] == [True] * 3
+
+
+def test_turns_end_an_episode_and_its_last_token_is_the_policys():
+    trajectory, _, asked = play(*[call("add", a=n) for n in range(3)], turns=3)
+    assert len(asked) == 3 and trajectory.finish_reason == "length" and trajectory.mask[-1]
+
+
+def test_a_result_that_does_not_fit_ends_the_episode():
+    def much() -> str:
+        return "seven. " * 500
+
+    trajectory, _, asked = play(call("much"), "seven.", tools=[much], max_context=600)
+    assert len(asked) == 1 and trajectory.finish_reason == "length" and trajectory.mask[-1]
+
+
+def test_a_class_is_made_for_every_episode_and_closed_whatever_happens():
+    lives = []
+
+    class Notes:
+        def __init__(self, task):
+            self.kept, self.task = [], task
+            lives.append(self)
+
+        def write(self, text: str) -> str:
+            "Keep a text."
+            self.kept.append(text)
+            return f"{len(self.kept)} kept"
+
+        def lose(self) -> None:
+            raise OSError("disk")
+
+        def close(self) -> None:
+            lives.remove(self)
+
+    _, _, asked = play(call("write", text="x"), call("write", text="y"), "seven.", tools=[Notes])
+    assert "1 kept" in asked[1] and "2 kept" in asked[2] and not lives
+    with pytest.raises(EnvError):
+        play(call("lose"), tools=[Notes])
+    assert not lives
+
+
+def test_what_cannot_be_a_tool_is_refused_at_the_start():
+    with pytest.raises(ConfigError, match="the policy calls by name"):
+        Tools([lambda *args: 1])
+    with pytest.raises(ConfigError, match="neither a function nor an object"):
+        Tools([object()])
+
+
+def test_the_schema_is_openais():
+    schema = Tool(add).schema
+    assert schema == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "The sum of two numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer", "default": 1}},
+                "required": ["a"],
+            },
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("(3 + 4) * 12", "84"), ("2**10", "1024"), ("1/3", "0.333333333333"), ("7 // 2 % 2", "1"), ("-3 × 2", "-6"), ("0.1+0.2", "0.3")],
+)
+def test_the_calculator(text, value):
+    assert calculator(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["__import__('os')", "9**9**9", "10**1000000", "a+b", "(" * 500, "-" * 5000 + "1", "1" * 2000, "True", "'a'*9", "1 if 1 else 2", ""],
+)
+def test_the_calculator_refuses_what_is_no_arithmetic(text):
+    with pytest.raises((ValueError, ZeroDivisionError)):
+        calculator(text)
