@@ -249,7 +249,7 @@ def test_the_gradient_is_that_of_the_merged_weights(kind):
 
 
 def _accumulate(t, b, algo):
-    from rondel.train.step import Sums
+    from rondel.train.sums import Sums
 
     t.weights.zero_grad()
     t._accumulate(b, algo, Sums(), proximal_noted=False)

@@ -22,7 +22,8 @@ from rondel.train.credit import credit
 from rondel.train.critic import Critic
 from rondel.train.fsdp import Meeting, Sharded
 from rondel.train.parallel import ALONE
-from rondel.train.step import LocalTrainer, Settings, Sums
+from rondel.train.step import LocalTrainer, Settings
+from rondel.train.sums import Sums
 from rondel.words.types import Route, Score
 
 MODELS = ("llama", "tied", "qwen3", "gemma3_text")

@@ -34,7 +34,7 @@ from rondel.generate.engine.vllm import Vllm
 from rondel.planner import resolve as planner
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.cluster.process import ProcessCluster
-from rondel.runtime.devices import Device, Shared, Split, pick_device
+from rondel.runtime.devices import Device, OneAtATime, Shared, Split, pick_device
 from rondel.sync import transport_of
 from rondel.train.checkpoint import bytes_needed
 from rondel.words.config import Job
@@ -134,10 +134,11 @@ def _shared(plan: Plan) -> Placed:
     loaded = device.call(policy_of, job, plan.device)
     known, speculation, transport = Known.of(loaded), device.call(speculation_of, job, plan.device), plan.transport()
     draft = speculation.draft if speculation else None
-    engine, ours = engine_of(job, loaded, device, plan.longest(known), speculation, transports={}, log=plan.log())
-    trainer, theirs = trainer_of(job, plan.row, plan.sampling, loaded, device, draft=draft, transport=transport)
+    claim = OneAtATime("engine") if job.trainer.offload else None
+    engine, ours = engine_of(job, loaded, device, plan.longest(known), speculation, transports={}, log=plan.log(), claim=claim)
+    trainer, theirs = trainer_of(job, plan.row, plan.sampling, loaded, device, draft=draft, transport=transport, claim=claim)
     where = f"one process, {_threads(device.threads)} on {plan.device} for engine and trainer"
-    devices = Shared(engine, trainer, how=job.loop.in_flight)
+    devices = Shared(engine, trainer, how=job.loop.in_flight, offload=job.trainer.offload, device=plan.device)
     return Placed(known, engine, trainer, devices, ours | theirs, where, bytes_needed(trainer), transport)
 
 

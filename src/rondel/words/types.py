@@ -403,6 +403,7 @@ class EngineStatus:
     root: str = ""  # of the weights that the last update brought; "" before the first
     bytes_copied: int = 0  # by that update
     replicas: int = 1  # that this is the status of
+    memory: dict[str, int] = field(default_factory=dict)  # bytes by tag
 
 
 # -- weights on their way ------------------------------------------------------------------------
