@@ -63,6 +63,7 @@ class Placed:
     checkpoint_bytes: int
     transport: Transport
     remotes: list[RemoteEngine] = field(default_factory=list)  # engines that may end and be started again
+    reach: Callable[[str], ForeignEngine] | None = None  # an engine of others by its address, if it can carry this run
     close: Callable[[], None] = lambda: None
 
     async def heal(self) -> bool:
@@ -184,12 +185,13 @@ def _split(plan: Plan) -> Placed:
         resolved |= worker.now("open", longest)
     where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {engines} of the engine"
     remotes = [RemoteEngine(worker, partial(start, i), longest) for i, worker in enumerate(hosts)]
-    others = {} if mine else _elsewhere(plan, known, longest)
+    reach = None if mine else partial(_reach, job, plan.sampling, longest)
+    others = {url: reach(url) for url in _urls(job, known)} if reach else {}
     if others:
         where += f", which is {job.engine.kind} at {', '.join(others)}"
     named: dict[str, Any] = {f"engine-{i}": remote for i, remote in enumerate(remotes)} | others
     engine = remotes[0] if mine and engines == 1 else _routed(named, job, known)
-    return Placed(known, engine, RemoteTrainer(trainers), Split(), resolved, where, size, plan.transport(), remotes)
+    return Placed(known, engine, RemoteTrainer(trainers), Split(), resolved, where, size, plan.transport(), remotes, reach)
 
 
 def _spawned(plan: Plan, cluster: Any, names: list[str], shares: list[tuple[int, ...]], each: int | None) -> tuple[list[Any], Any]:
@@ -217,20 +219,21 @@ def _led(plan: Plan, ranks: int, device: str, each: int | None) -> tuple[list[An
     return [leader], told
 
 
-def _elsewhere(plan: Plan, known: Known, longest: int) -> dict[str, ForeignEngine]:
-    """Engines of others, each asked whether it can carry this run."""
-    job, urls = plan.job, plan.job.engine.url or []
+def _urls(job: Job, known: Known) -> list[str]:
     refuse_routes_of(job, known.routers)
-    engines = {}
-    for url in [urls] if isinstance(urls, str) else urls:
-        server = find("engine", job.engine.kind, ENGINES)(url)
-        if (room := server.open(plan.sampling)) < longest:
-            raise ConfigError(
-                f"the longest prompt and its answer have {longest} tokens, and {job.engine.kind} at {url} carries {room}: "
-                "start it with a longer context, or lower engine.sampling.max_tokens"
-            )
-        engines[url] = ForeignEngine(server)
-    return engines
+    urls = job.engine.url or []
+    return [urls] if isinstance(urls, str) else urls
+
+
+def _reach(job: Job, sampling: Sampling, longest: int, url: str) -> ForeignEngine:
+    """An engine of others, asked whether it can carry this run."""
+    server = find("engine", job.engine.kind, ENGINES)(url)
+    if (room := server.open(sampling)) < longest:
+        raise ConfigError(
+            f"the longest prompt and its answer have {longest} tokens, and {job.engine.kind} at {url} carries {room}: "
+            "start it with a longer context, or lower engine.sampling.max_tokens"
+        )
+    return ForeignEngine(server)
 
 
 def _routed(engines: Mapping[str, Any], job: Job, known: Known) -> Router:
