@@ -166,14 +166,15 @@ def _split(plan: Plan) -> Placed:
         section._read.update(type(section).model_fields)  # by the hosts
     engines = job.place.engines if mine else 0
     workers = ranks + engines
-    on_cpu, names = plan.device == "cpu", plan.names(workers)
+    here = torchrun.ranks_here() if led else ranks  # under torchrun the others are on machines of their own
+    on_cpu, names = plan.device == "cpu", plan.names(here + engines)
     shares: list[tuple[int, ...]] = _shares(workers) if on_cpu and not led else [()] * workers
     each = plan.threads or (max(1, len(cores()) // workers) if on_cpu else None)
     cluster = plan.cluster(workers, each)
     plan.ends.callback(cluster.close)
 
     def start(i: int) -> Any:
-        made_of = (job, names[ranks + i], each, {plan.kind: plan.transport()}, plan.log(i))
+        made_of = (job, names[here + i], each, {plan.kind: plan.transport()}, plan.log(i))
         return cluster.spawn(f"engine-{i}", EngineHost, *made_of, cores=shares[ranks + i])
 
     hosts = [start(i) for i in range(engines)]

@@ -48,7 +48,7 @@ def train(job: Job, *, quiet: bool = False, built: Callable[[Parts], Any] | None
     """Run the recipe, or continue its folder. -> the run card. `built` sees the parts before the first step."""
     keep_memory()
     if job.place.cluster == "torchrun" and torchrun.rank_and_size()[0]:
-        follow(job, row_of(job), sampling_of(job), pick_device(job.place.device), None)
+        follow(job, row_of(job), sampling_of(job), torchrun.own_device(pick_device(job.place.device)), None)
         return {}
     folder = Path(job.run.folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,12 @@ class Device:
         self.name = name
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.threads = threads or cores
-        self._thread = ThreadPoolExecutor(1, f"rondel-{name}", initializer=torch.set_num_threads, initargs=(self.threads,))
+        self._thread = ThreadPoolExecutor(1, f"rondel-{name}", initializer=self._begin)
+
+    def _begin(self) -> None:
+        torch.set_num_threads(self.threads)
+        if self.name.startswith("cuda:"):
+            torch.cuda.set_device(self.name)  # NCCL and whoever says "cuda" mean this one
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, _whole, function, args)
