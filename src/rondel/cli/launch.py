@@ -22,7 +22,9 @@ def run(
     image: Annotated[str, typer.Option(help="KubeRay: a container image with Rondel and Ray.")] = "rondel:latest",
     claim: Annotated[str, typer.Option(help="KubeRay: the volume claim that keeps run folders.")] = "runs",
 ) -> None:
-    """Print the file that starts a recipe on a cluster; nothing is submitted.
+    """Print the file that starts a recipe on a cluster.
+
+    Nothing is submitted.
 
     --section.key=value goes along to `rondel train`.
     """
