@@ -266,7 +266,7 @@ def test_a_critic_reads_the_same_base_with_an_adapter_of_its_own():
     moved = {n for n, p in loaded.model.named_parameters() if not torch.equal(p, mine[n])}
     assert moved == {n for n in mine if ".lora_" in n}
     assert all(not torch.equal(theirs[n], dict(loaded.model.named_parameters())[n]) for n in moved)
-    t.critic.sleep(), t.critic.wake("cpu")
+    asyncio.run(t.sleep(())), asyncio.run(t.wake(()))
     assert step(t, batch(awkward_groups(), algo), algo).stepped
 
 
