@@ -38,7 +38,8 @@ def main(argv: list[str] | None = None) -> None:
     from rondel.algos.table import resolve
     from rondel.models.load import load
     from rondel.train.pack import Batch, Sample
-    from rondel.train.step import LocalTrainer, Settings, Sums
+    from rondel.train.step import LocalTrainer, Settings
+    from rondel.train.sums import Sums
 
     device = Device("cpu", a.threads or None)
     loaded = device.call(lambda: load(a.model, dtype=a.dtype))

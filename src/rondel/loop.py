@@ -44,10 +44,12 @@ async def learn(buffer, prepare, trainer, engine, devices, sync, algo, steps: It
         emit(GroupsTaken(step, buffer.version, groups))
         batch = await prepare(groups)  # one packed batch; annotators that need an engine run here
         clock.lap("prepare")
-        async with devices.training():  # Shared: requests parked, memory handed over.  Split: nothing
+        async with devices.parked():  # Shared: requests stand still.  Split: nothing
+            async with devices.training():  # Shared: the trainer has the memory.  Split: nothing
+                clock.lap("hand_over")
+                stats = await trainer.step(batch, algo)
+                clock.lap("train")
             clock.lap("hand_over")
-            stats = await trainer.step(batch, algo)
-            clock.lap("train")
             version = await sync(trainer, engine)  # nothing runs between the update and its commit
             clock.lap("sync")
         buffer.settle(failed="" if stats.stepped else stats.note.partition(":")[0])

@@ -56,6 +56,9 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel view runs/tiny --step 8 --min-reward 1": "whole",
     "rondel view runs/tiny --html rollouts.html": "whole",
     "rondel eval runs/tiny": "whole",
+    "rondel launch slurm recipes/quickstart.toml --nodes 2 --gpus 8": "whole",
+    "rondel launch slurm recipes/quickstart.toml --nodes 2 --gpus 8 --with torchrun": "whole",
+    "rondel launch kuberay recipes/quickstart.toml --nodes 2 --gpus 8 --image registry/rondel:latest --place.engines=4": "whole",
     "tensorboard --logdir runs/tiny/tensorboard": "parsed: it serves until it is stopped",
     "rondel serve smollm2-135m": "parsed: it serves until it is stopped",
 }

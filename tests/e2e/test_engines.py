@@ -211,3 +211,81 @@ def test_a_whole_run_over_http(url, server, folder, tmp_path):
 def test_what_an_engine_of_others_lacks_is_refused_by_name(url, folder, tmp_path, changes, told):
     with pytest.raises((ConfigError, EngineError, ValueError), match=told):
         run(tmp_path, **{**HTTP, "engine__url": url, "model__path": str(folder), **changes})
+
+
+class Enough(Exception):
+    """The test has seen what it wanted."""
+
+
+@pytest.mark.slow
+def test_engines_join_late_and_come_back_while_a_run_goes_on(folder, tmp_path):
+    """One server of the recipe; a second one joins by `--join`; the first dies, the run goes on, and it comes back at its address."""
+    places = {name: tmp_path / name for name in ("first", "second")}
+    for place in places.values():
+        place.mkdir()
+    first = serve_kit.Server(folder, places["first"], "--kv-pages", "4096")
+    home, servers, seen = tmp_path / "run", {"first": first}, {}
+    url = f"http://127.0.0.1:{first.port}"
+    more = {**HTTP, "engine__url": url, "model__path": str(folder), "engine__sampling": {"max_tokens": 8}}
+    job = tiny(home, **{**more, **SHORT, "loop__steps": 400, "run__checkpoint__every": 0})
+
+    def watch(event) -> None:
+        if not isinstance(event, StepDone):
+            return
+        router, have = seen["router"], seen["router"].replicas
+        if "joined" not in seen and event.step >= 3:
+            if "second" not in servers:
+                servers["second"] = serve_kit.Server(folder, places["second"], "--kv-pages", "4096", "--join", str(home))
+            if len(have) == 2:
+                seen["joined"] = event.step
+        elif "died" not in seen and "joined" in seen and event.step >= seen["joined"] + 2:
+            assert {r.engine.version for r in have.values()} == {router.version} == {event.version}
+            assert servers["second"].get("/get_weight_version")["weight_version"] == str(event.version)
+            first.stop()
+            seen["died"] = event.step
+        elif "back" not in seen and "died" in seen:
+            if len(have) == 1 and "again" not in servers:
+                assert url in router.lost
+                servers["again"] = serve_kit.Server(folder, places["first"], "--kv-pages", "4096", port=first.port)
+            if url in have and "again" in servers:
+                seen["back"] = event.step
+        elif "back" in seen and event.step >= seen["back"] + 2:
+            assert {s.get("/get_weight_version")["weight_version"] for n, s in servers.items() if n != "first"} == {str(event.version)}
+            raise Enough
+
+    stop = subscribe(watch)
+    try:
+        with pytest.raises(BaseException) as ended:
+            train(job, quiet=True, built=lambda parts: seen.update(router=parts.engine))
+        assert ended.group_contains(Enough) if isinstance(ended.value, BaseExceptionGroup) else isinstance(ended.value, Enough)
+    finally:
+        stop()
+        for server in servers.values():
+            if server.process.poll() is None:
+                server.stop(signal.SIGTERM)
+    done = events(home, "StepDone")
+    assert [e["step"] for e in done] == list(range(1, len(done) + 1)) and all(balances(e["ledger"]) for e in done)
+    said = [e["message"] for e in events(home, "Warned")]
+    assert sum("has joined at version" in message for message in said) == 2 and any("is lost" in message for message in said)
+    assert max(e["probe_gap"] for e in events(home, "Synced")) < 1e-4
+    assert not list((home / "engines").iterdir()), "who ends takes its name away"
+
+
+def test_a_run_that_cannot_be_joined_is_named_before_a_model_is_loaded(tmp_path):
+    from rondel.assemble.joining import check_run
+    from rondel.words.errors import UserError
+
+    with pytest.raises(UserError, match="no run has begun there"):
+        check_run(tmp_path, "127.0.0.1")
+    import tomli_w
+
+    from rondel.assemble.running import _without_none
+
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(_without_none(tiny(tmp_path).tree())))
+    with pytest.raises(UserError, match=r'engine\.kind = "builtin"'):
+        check_run(tmp_path, "127.0.0.1")
+    changed = tiny(tmp_path, **{**HTTP, "engine__url": "http://127.0.0.1:1", "model__path": "x"})
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(_without_none(changed.tree())))
+    with pytest.raises(UserError, match="name the address"):
+        check_run(tmp_path, "0.0.0.0")
+    check_run(tmp_path, "127.0.0.1")

@@ -19,7 +19,7 @@ from rondel.runtime.journal import store
 from rondel.train.checkpoint import load_trainer, save_trainer
 from rondel.train.credit import credit, kl_of_samples
 from rondel.train.pack import Batch, batch_of
-from rondel.train.step import Sums
+from rondel.train.sums import Sums
 from rondel.words.errors import ConfigError
 from rondel.words.types import Group, Score, Task
 

@@ -15,7 +15,7 @@ from rondel.assemble.rollouts import prepare_of
 from rondel.runtime.journal import store
 from rondel.train.credit import credit
 from rondel.train.pack import Batch
-from rondel.train.step import Sums
+from rondel.train.sums import Sums
 from rondel.words.errors import UserError
 from rondel.words.types import Group
 

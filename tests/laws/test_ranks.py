@@ -10,20 +10,36 @@ import numpy as np
 import pytest
 import torch
 from algos_kit import lively
+from torch.distributed.tensor import DTensor
 from train_kit import awkward_groups, batch, inline, model, row
 
 from rondel.algos.table import TABLE
-from rondel.models import names
+from rondel.models import adapters, names
+from rondel.models.load import Loaded
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.sync.from_tensor import FromTensor
 from rondel.train.credit import credit
 from rondel.train.critic import Critic
 from rondel.train.fsdp import Meeting, Sharded
 from rondel.train.parallel import ALONE
-from rondel.train.step import LocalTrainer, Settings, Sums
+from rondel.train.step import LocalTrainer, Settings
+from rondel.train.sums import Sums
 from rondel.words.types import Route, Score
 
 MODELS = ("llama", "tied", "qwen3", "gemma3_text")
+
+
+def made(kind: str, dtype: str) -> Loaded:
+    """ "llama", "llama + fresh" with an adapter that changes nothing yet, "llama + used" with one that does."""
+    kind, _, adapter = kind.partition(" + ")
+    loaded = model(kind, dtype)
+    if adapter:
+        adapters.adapt(loaded, rank=4, alpha=8)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for layer in loaded.adapter.layers.values() if adapter == "used" else ():
+                layer.lora_B["default"].weight.copy_(0.1 * torch.randn(layer.lora_B["default"].weight.shape, generator=generator))
+    return loaded
 
 
 class Rank:
@@ -41,7 +57,7 @@ class Rank:
         self.ranks = Sharded(self.rank, 2, self.meeting if self.rank == 0 else Meeting.at(address), patience=60)
 
     def make(self, kind: str, dtype: str = "float32", algo=None, *, teacher: bool = False, **settings) -> None:
-        loaded, chosen = model(kind, dtype), Settings(**{"lr": 1e-3, "critic_lr": 1e-3, "start_probe": 0, **settings})
+        loaded, chosen = made(kind, dtype), Settings(**{"lr": 1e-3, "critic_lr": 1e-3, "start_probe": 0, **settings})
         needs = algo.needs if algo else frozenset()
         critic = Critic(copy.deepcopy(loaded), chosen, ranks=self.ranks) if "values" in needs else None
         self.trainer = LocalTrainer(
@@ -75,6 +91,17 @@ class Rank:
         done = _now(self.trainer.step(b, algo))
         return done.stepped, done.metrics, done.note, [s.notes for s in b.samples]
 
+    def resident(self) -> dict[str, int]:
+        """Numbers of this rank, by who is trained."""
+        held = {"frozen": 0, "trained": 0}
+        for p in self.trainer.loaded.model.parameters():
+            held["trained" if p.requires_grad else "frozen"] += (p.to_local() if isinstance(p, DTensor) else p).numel()
+        return held
+
+    def reference(self, b) -> list[np.ndarray]:
+        self.trainer._annotate(b, frozenset({"ref_logprobs"}))
+        return [s.notes["ref"] for s in b.samples]
+
     def weights(self) -> dict[str, np.ndarray]:
         return {name: t.float().numpy().copy() for name, t in self.ranks.whole(self.trainer.loaded.model)}
 
@@ -89,11 +116,11 @@ class Rank:
     def load(self, path) -> None:
         _now(self.trainer.load(path))
 
-    def published(self) -> tuple[str, dict[str, str]] | None:
+    def published(self) -> tuple[tuple[str, str], dict[str, str]] | None:
         if (told := _now(self.trainer.publish(Route("tensor")))) is None:
             return None  # it gave its shards to the first
         manifest, route = told
-        return manifest.root, {name: names.digest(t) for name, t in route.data.items()}
+        return (manifest.root, manifest.base), {name: names.digest(t) for name, t in route.data.items()}
 
 
 def _now(coroutine):
@@ -260,3 +287,78 @@ def test_a_fault_on_one_rank_is_everyones(pair):
     (stepped, _, note, _), (other, _, same, _) = pair.step(b, row("grpo", correction={"kind": "importance"}))
     assert (stepped, other) == (False, False) and note == same and "group 3, sample 3" in note
     np.testing.assert_array_equal(pair.masters()[0], before)
+
+
+# -- an adapter: the base in shards, what is trained whole on every rank ------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("llama + fresh", "float32"), ("tied + used", "float32"), ("gemma3_text + used", "bfloat16")])
+def test_an_adapter_has_the_gradient_of_one_rank_and_ends_where_it_ends(pair, kind, dtype):
+    """Gradients of each of 5 steps, and the parameters behind them; with a critic whose adapter is its own."""
+    algo = row("ppo", kl={"coef": 0.05}) if kind == "tied + used" else row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})
+    alone, how, exact = Rank(0), {"lr": 1e-3, "micro_tokens": 40, "start_probe": 8}, dtype == "float32"
+    alone.make(kind, dtype, algo, **how)
+    pair.make(kind, dtype, algo, **how)
+    for number in range(5):
+        b = batch(awkward_groups(number), algo)
+        whole = alone.gradient(copy.deepcopy(b), algo)
+        assert np.linalg.norm(whole) > 1e-3
+        for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=40):
+            assert apart(got, whole) <= (1e-6 if exact and number == 0 else 1e-4 if exact else 0.05)
+        one, two = alone.step(copy.deepcopy(b), algo), pair.step(b, algo)
+        assert two[0][0] and two[0][1]["train/grad_norm"] == pytest.approx(one[1]["train/grad_norm"], rel=1e-4 if exact else 0.05)
+    first, second = pair.masters()
+    np.testing.assert_array_equal(first, second)
+    assert apart(first, alone.masters()) <= (1e-5 if exact else 0.02)
+
+
+def test_gradients_of_an_adapter_agree_at_each_step_from_equal_parameters(pair, tmp_path):
+    algo, alone = row("grpo"), Rank(0)
+    alone.make("llama + fresh", algo=algo)
+    pair.make("llama + fresh", algo=algo)
+    for number in range(5):
+        b = batch(awkward_groups(number), algo)
+        whole = alone.gradient(copy.deepcopy(b), algo)
+        assert all(apart(got, whole) <= 1e-6 for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=40))
+        alone.step(copy.deepcopy(b), algo)
+        alone.save(tmp_path / str(number))
+        pair.load(tmp_path / str(number))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_of_two_ranks_is_stored_and_published_as_that_of_one(pair, tmp_path, dtype):
+    algo, alone = row("grpo", kl={"coef": 0.1}), Rank(0)
+    alone.make("tied + fresh", dtype, algo)
+    pair.make("tied + fresh", dtype, algo)
+    pair.step(batch(awkward_groups(), algo), algo)
+    pair.save(tmp_path / "two")
+    alone.load(tmp_path / "two")
+    alone.save(tmp_path / "one")
+    for name in ("adapter_model.safetensors", "optimizer.safetensors", "adapter_config.json", "base.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+    pair.load(tmp_path / "one")
+    for masters in pair.masters():
+        np.testing.assert_array_equal(masters, alone.masters())
+    published = alone.published()
+    assert pair.published() == [published, None] and published[0][1]
+    loaded = alone.trainer.loaded
+    sizes = [(p.in_features, p.out_features) for p in (layer.get_base_layer() for layer in loaded.adapter.layers.values())]
+    assert sum(4 * t.size for t in alone.weights().values()) == 4 * sum(4 * (i + o) for i, o in sizes)  # float32, rank 4
+    assert {n: t.shape for n, t in pair.weights()[0].items()} == {n: t.shape for n, t in alone.weights().items()}
+
+
+def test_the_base_lies_in_shards_and_is_the_reference(pair):
+    """Not in a second copy: the policy without its adapter is what it started as, whatever was trained since."""
+    algo, b, alone = row("grpo", kl={"coef": 0.1}), batch(awkward_groups(), row("grpo")), Rank(0)
+    alone.make("llama + fresh", "float32", algo)
+    pair.make("llama + fresh", "float32", algo)
+    whole, parts = alone.resident(), pair.resident()
+    assert sum(part["frozen"] for part in parts) == whole["frozen"] and max(part["frozen"] for part in parts) <= 0.51 * whole["frozen"]
+    assert [part["trained"] for part in parts] == [whole["trained"]] * 2
+    before = pair.reference(copy.deepcopy(b))[0]
+    pair.step(batch(awkward_groups(1), algo), algo)
+    for after in pair.reference(copy.deepcopy(b)):
+        for mine, theirs in zip(before, after):
+            np.testing.assert_array_equal(mine, theirs)
+    for mine, theirs in zip(before, alone.reference(copy.deepcopy(b))):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from rondel.algos.table import TABLE
 from rondel.train.credit import credit
 from rondel.train.pack import Batch, batch_of
-from rondel.train.step import Sums
+from rondel.train.sums import Sums
 from rondel.words.types import Score
 
 TOLERANCE = 1e-6

@@ -36,7 +36,7 @@ from rondel.train.parallel import ALONE, Alone
 from rondel.train.step import LocalTrainer, Settings
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError
-from rondel.words.protocols import Transport
+from rondel.words.protocols import Claim, Transport
 from rondel.words.types import Sampling, StepStats
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def engine_of(
     *,
     transports: dict[str, Transport],
     log: Path | None = None,
+    claim: Claim | None = None,
 ) -> tuple[BuiltinEngine, dict[str, str]]:
     """`log`: where drawn tokens are kept for a life after a crash. -> the engine, and what was resolved for it."""
     draft = speculation.draft if speculation else None
@@ -84,6 +85,7 @@ def engine_of(
         compiled=device.call(Compiled, loaded) if job.engine.compile else None,
         transports=transports,
         log=TokenLog(log, durable=job.run.durability == "disk", beside=log.parent.glob("engine-*")) if log else None,
+        claim=claim,
     )
     return engine, {
         "engine.kv_pages": f"{pages.value} ({pages.why})",
@@ -103,6 +105,7 @@ def trainer_of(
     draft: Draft | None = None,
     ranks: Alone = ALONE,
     transport: Transport,
+    claim: Claim | None = None,
 ) -> tuple[LocalTrainer, dict[str, str]]:
     """-> the trainer, and what was resolved for it."""
     micro = planner.micro_tokens(job.trainer.micro_tokens, on_gpu=device.name.startswith("cuda"))
@@ -120,6 +123,7 @@ def trainer_of(
             warmup=warmup_settings(job, settings) if job.loop.warmup.steps else None,
             ranks=ranks,
             transport=transport,
+            claim=claim,
         )
 
     trainer = device.call(make)

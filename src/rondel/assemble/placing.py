@@ -34,7 +34,7 @@ from rondel.generate.engine.vllm import Vllm
 from rondel.planner import resolve as planner
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.cluster.process import ProcessCluster
-from rondel.runtime.devices import Device, Shared, Split, pick_device
+from rondel.runtime.devices import Device, OneAtATime, Shared, Split, pick_device
 from rondel.sync import transport_of
 from rondel.train.checkpoint import bytes_needed
 from rondel.words.config import Job
@@ -63,6 +63,7 @@ class Placed:
     checkpoint_bytes: int
     transport: Transport
     remotes: list[RemoteEngine] = field(default_factory=list)  # engines that may end and be started again
+    reach: Callable[[str], ForeignEngine] | None = None  # an engine of others by its address, if it can carry this run
     close: Callable[[], None] = lambda: None
 
     async def heal(self) -> bool:
@@ -134,10 +135,11 @@ def _shared(plan: Plan) -> Placed:
     loaded = device.call(policy_of, job, plan.device)
     known, speculation, transport = Known.of(loaded), device.call(speculation_of, job, plan.device), plan.transport()
     draft = speculation.draft if speculation else None
-    engine, ours = engine_of(job, loaded, device, plan.longest(known), speculation, transports={}, log=plan.log())
-    trainer, theirs = trainer_of(job, plan.row, plan.sampling, loaded, device, draft=draft, transport=transport)
+    claim = OneAtATime("engine") if job.trainer.offload else None
+    engine, ours = engine_of(job, loaded, device, plan.longest(known), speculation, transports={}, log=plan.log(), claim=claim)
+    trainer, theirs = trainer_of(job, plan.row, plan.sampling, loaded, device, draft=draft, transport=transport, claim=claim)
     where = f"one process, {_threads(device.threads)} on {plan.device} for engine and trainer"
-    devices = Shared(engine, trainer, how=job.loop.in_flight)
+    devices = Shared(engine, trainer, how=job.loop.in_flight, offload=job.trainer.offload, device=plan.device)
     return Placed(known, engine, trainer, devices, ours | theirs, where, bytes_needed(trainer), transport)
 
 
@@ -164,14 +166,15 @@ def _split(plan: Plan) -> Placed:
         section._read.update(type(section).model_fields)  # by the hosts
     engines = job.place.engines if mine else 0
     workers = ranks + engines
-    on_cpu, names = plan.device == "cpu", plan.names(workers)
+    here = torchrun.ranks_here() if led else ranks  # under torchrun the others are on machines of their own
+    on_cpu, names = plan.device == "cpu", plan.names(here + engines)
     shares: list[tuple[int, ...]] = _shares(workers) if on_cpu and not led else [()] * workers
     each = plan.threads or (max(1, len(cores()) // workers) if on_cpu else None)
     cluster = plan.cluster(workers, each)
     plan.ends.callback(cluster.close)
 
     def start(i: int) -> Any:
-        made_of = (job, names[ranks + i], each, {plan.kind: plan.transport()}, plan.log(i))
+        made_of = (job, names[here + i], each, {plan.kind: plan.transport()}, plan.log(i))
         return cluster.spawn(f"engine-{i}", EngineHost, *made_of, cores=shares[ranks + i])
 
     hosts = [start(i) for i in range(engines)]
@@ -183,12 +186,13 @@ def _split(plan: Plan) -> Placed:
         resolved |= worker.now("open", longest)
     where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {engines} of the engine"
     remotes = [RemoteEngine(worker, partial(start, i), longest) for i, worker in enumerate(hosts)]
-    others = {} if mine else _elsewhere(plan, known, longest)
+    reach = None if mine else partial(_reach, job, plan.sampling, longest)
+    others = {url: reach(url) for url in _urls(job, known)} if reach else {}
     if others:
         where += f", which is {job.engine.kind} at {', '.join(others)}"
     named: dict[str, Any] = {f"engine-{i}": remote for i, remote in enumerate(remotes)} | others
     engine = remotes[0] if mine and engines == 1 else _routed(named, job, known)
-    return Placed(known, engine, RemoteTrainer(trainers), Split(), resolved, where, size, plan.transport(), remotes)
+    return Placed(known, engine, RemoteTrainer(trainers), Split(), resolved, where, size, plan.transport(), remotes, reach)
 
 
 def _spawned(plan: Plan, cluster: Any, names: list[str], shares: list[tuple[int, ...]], each: int | None) -> tuple[list[Any], Any]:
@@ -216,20 +220,21 @@ def _led(plan: Plan, ranks: int, device: str, each: int | None) -> tuple[list[An
     return [leader], told
 
 
-def _elsewhere(plan: Plan, known: Known, longest: int) -> dict[str, ForeignEngine]:
-    """Engines of others, each asked whether it can carry this run."""
-    job, urls = plan.job, plan.job.engine.url or []
+def _urls(job: Job, known: Known) -> list[str]:
     refuse_routes_of(job, known.routers)
-    engines = {}
-    for url in [urls] if isinstance(urls, str) else urls:
-        server = find("engine", job.engine.kind, ENGINES)(url)
-        if (room := server.open(plan.sampling)) < longest:
-            raise ConfigError(
-                f"the longest prompt and its answer have {longest} tokens, and {job.engine.kind} at {url} carries {room}: "
-                "start it with a longer context, or lower engine.sampling.max_tokens"
-            )
-        engines[url] = ForeignEngine(server)
-    return engines
+    urls = job.engine.url or []
+    return [urls] if isinstance(urls, str) else urls
+
+
+def _reach(job: Job, sampling: Sampling, longest: int, url: str) -> ForeignEngine:
+    """An engine of others, asked whether it can carry this run."""
+    server = find("engine", job.engine.kind, ENGINES)(url)
+    if (room := server.open(sampling)) < longest:
+        raise ConfigError(
+            f"the longest prompt and its answer have {longest} tokens, and {job.engine.kind} at {url} carries {room}: "
+            "start it with a longer context, or lower engine.sampling.max_tokens"
+        )
+    return ForeignEngine(server)
 
 
 def _routed(engines: Mapping[str, Any], job: Job, known: Known) -> Router:

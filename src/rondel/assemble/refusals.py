@@ -28,6 +28,8 @@ def refuse(job: Job, row: Algorithm, sampling: Sampling) -> None:
     _critic(job, row)
     _teacher(job, row)
     _reference(job, row)
+    if job.trainer.offload and job.place.kind != "shared":
+        raise ConfigError('trainer.offload = true has no effect on a device of its own: use place.kind = "shared", or remove it')
 
 
 def refuse_untrainable(sampling: Sampling) -> None:

@@ -41,7 +41,9 @@ async def _replay(parts, folder: Path, start: int, step: int, path: Path | None)
         warm = number <= parts.job.loop.warmup.steps
         algo, make = (SFT, prepare) if warm else (parts.algo, prepare_of(parts))
         groups = store.groups_of(store.read_step(folder, number))
-        stats = await parts.trainer.step(await make(groups), algo)
+        batch = await make(groups)
+        async with parts.placed.devices.parked(), parts.placed.devices.training():
+            stats = await parts.trainer.step(batch, algo)
     return stats.metrics
 
 

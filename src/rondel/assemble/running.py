@@ -7,8 +7,8 @@ import itertools
 import os
 import platform
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from rondel import loop
 from rondel.algos.table import SFT
 from rondel.assemble.hosts import follow
+from rondel.assemble.joining import admit
 from rondel.assemble.parts import Parts, build, row_of, sampling_of
 from rondel.assemble.rollouts import Demonstrations, Rollouts, prepare, prepare_of, rollouts_of
 from rondel.buffer import Buffer
@@ -47,7 +48,7 @@ def train(job: Job, *, quiet: bool = False, built: Callable[[Parts], Any] | None
     """Run the recipe, or continue its folder. -> the run card. `built` sees the parts before the first step."""
     keep_memory()
     if job.place.cluster == "torchrun" and torchrun.rank_and_size()[0]:
-        follow(job, row_of(job), sampling_of(job), pick_device(job.place.device), None)
+        follow(job, row_of(job), sampling_of(job), torchrun.own_device(pick_device(job.place.device)), None)
         return {}
     folder = Path(job.run.folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +133,7 @@ class Run:
         self.began = time.perf_counter()
 
     async def all(self, found: tuple[Path, dict[str, Any]] | None) -> None:
-        parts, job = self.parts, self.job
+        parts = self.parts
         done, saved = 0, None
         if found:
             path, saved = found
@@ -141,6 +142,26 @@ class Run:
             emit(Resumed(done, saved["buffer"]["version"], str(path)))
         await self.sync(parts.trainer, parts.engine)  # the initial sync
         parts.sync.moved = lambda: parts.trainer.moved
+        async with self._open_to_newcomers():
+            await self._phases(done, saved)
+
+    @asynccontextmanager
+    async def _open_to_newcomers(self) -> AsyncIterator[None]:
+        """Engines of others may come late or come back."""
+        parts, task = self.parts, None
+        if (reach := parts.placed.reach) is not None:
+            urls = parts.job.engine.url or []
+            known = [urls] if isinstance(urls, str) else urls
+            task = asyncio.create_task(admit(parts.engine, self.folder, known, reach, parts.sync.catch_up), name="newcomers")
+        try:
+            yield
+        finally:
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
+
+    async def _phases(self, done: int, saved: dict[str, Any] | None) -> None:
+        parts, job = self.parts, self.job
         if done == 0:
             await self._evaluate(0)
         warm, steps = job.loop.warmup.steps, job.loop.steps

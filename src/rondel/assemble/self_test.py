@@ -33,7 +33,9 @@ async def self_test(parts: Parts, groups: list[Group], prepare: Callable[[list[G
     settings, trainer.main = trainer.main, trainer.main.at_rest()
     before, seen = _bits(trainer), []
     for _ in range(STEPS):
-        stats = await trainer.step(await prepare(scored), parts.row)
+        batch = await prepare(scored)
+        async with parts.placed.devices.parked(), parts.placed.devices.training():
+            stats = await trainer.step(batch, parts.row)
         if not stats.stepped:
             return [Finding("lr = 0", False, f"a finite-check refused the step: {stats.note}", "look at the rewards and the model's dtype")]
         seen.append(stats.metrics)

@@ -21,6 +21,7 @@ from rondel.models.compiled import Compiled
 from rondel.models.load import load
 from rondel.planner import resolve as planner
 from rondel.runtime.devices import Device, keep_memory, pick_device
+from rondel.sync.from_ipc import FromIpc
 from rondel.words.errors import UserError
 from rondel.words.events import Event, Warned, subscribe
 
@@ -72,13 +73,14 @@ def serve(model: str | dict[str, Any], settings: Settings, *, ready: Callable[[s
             prefill_tokens=settings.prefill_tokens,
             speculation=speculation,
             compiled=device.call(Compiled, loaded) if settings.compile else None,
+            transports={"ipc": FromIpc()},
         )
         name = settings.name or (Path(model).name if isinstance(model, str) and Path(model).is_dir() else loaded.name)
         what = f"{name}, {str(loaded.dtype).removeprefix('torch.')} on {device_name}, {pages.value} cache pages"
         host, port = sock.getsockname()[:2]
 
         async def main() -> None:
-            service = Service(engine, run=device.run, name=name, limits=settings.limits, api_key=settings.api_key)
+            service = Service(engine, run=device.run, name=name, limits=settings.limits, api_key=settings.api_key, segment=FromIpc.place)
             await run(service, sock, drain=settings.drain, ready=lambda: ready(host, port, what))
 
         stop = subscribe(_warn)

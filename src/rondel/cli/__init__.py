@@ -14,7 +14,7 @@ import typer
 
 from rondel.words.errors import ConfigError, RondelError
 
-VERBS = ("train", "eval", "serve", "check", "explain", "import", "view", "replay", "card", "doctor", "bench")
+VERBS = ("train", "eval", "serve", "check", "explain", "import", "view", "replay", "card", "doctor", "launch", "bench")
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}  # SETTINGS of a verb that takes --section.key=value
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import tomllib
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ def run(
     host: Annotated[str, typer.Option(help="Where to listen; anything but loopback needs a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one; the line that is printed names it.")] = 8000,
     port_file: Annotated[str, typer.Option(metavar="FILE", help="Write the port here when it listens.")] = "",
+    join: Annotated[str, typer.Option(metavar="RUN", help="Folder of a run that takes this server as one more engine.")] = "",
     api_key: Annotated[str, typer.Option(envvar="RONDEL_API_KEY", help="Clients send it as a Bearer token.")] = "",
     name: Annotated[str, typer.Option(help="What clients call the model; its path when left out.")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
@@ -40,36 +42,44 @@ def run(
     OpenAI's completions and chat, and SGLang's control endpoints for trainers.
     """
     try:
+        from rondel.assemble.joining import check_run, register
         from rondel.assemble.serving import Limits, Settings, serve
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("starlette", "uvicorn", "prometheus_client"):
             raise
         raise UserError(f"serving needs the package {error.name}: pip install 'rondel[serve]'") from error
 
+    ends = ExitStack()
+    if join:
+        check_run(Path(join), host)
+
     def ready(host: str, port: int, what: str) -> None:
+        if join:
+            ends.callback(register(Path(join), host, port).unlink, missing_ok=True)
         if port_file:
             _write(Path(port_file), str(port))
         print(f"serving http://{f'[{host}]' if ':' in host else host}:{port} ({what})", flush=True)
 
-    serve(
-        _model(model),
-        Settings(
-            host=host,
-            port=port,
-            api_key=api_key,
-            name=name,
-            dtype=dtype,
-            device=device,
-            threads=threads or None,
-            kv_pages=kv_pages or "auto",
-            max_running=max_running,
-            speculative=speculative,
-            compile=compile,
-            drain=drain,
-            limits=Limits(body=max_body, samples=max_samples, queue=max_queue, deadline=deadline),
-        ),
-        ready=ready,
-    )
+    with ends:
+        serve(
+            _model(model),
+            Settings(
+                host=host,
+                port=port,
+                api_key=api_key,
+                name=name,
+                dtype=dtype,
+                device=device,
+                threads=threads or None,
+                kv_pages=kv_pages or "auto",
+                max_running=max_running,
+                speculative=speculative,
+                compile=compile,
+                drain=drain,
+                limits=Limits(body=max_body, samples=max_samples, queue=max_queue, deadline=deadline),
+            ),
+            ready=ready,
+        )
 
 
 def _model(text: str) -> str | dict[str, Any]:

@@ -15,7 +15,7 @@ _ROW = 1023  # words; odd, so that flipping the highest bit of every word of a r
 _ROWS = 128  # at a time: 1 MB, which the second pass finds in the cache
 _INSIDE, _ACROSS = 20261121, 20261122  # seeds of the multipliers of words in a row, and of rows
 LORA = ".lora_"
-_bases: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]], str]] = WeakKeyDictionary()
+_bases: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]] | None, str]] = WeakKeyDictionary()
 _odd: dict[tuple[str, int, int], Tensor] = {}
 
 
@@ -33,6 +33,8 @@ def sent(name: str) -> str:
 
 def base(model: nn.Module) -> str:
     """One digest of the frozen weights under an adapter, "" where there is none: taken once, and again only when one of them was written."""
+    if model in _bases and _bases[model][0] is None:
+        return _bases[model][1]
     named = dict(model.named_parameters())
     frozen = {name.replace(".base_layer.", "."): p for name, p in named.items() if LORA not in name}
     if len(frozen) == len(named):
@@ -42,6 +44,11 @@ def base(model: nn.Module) -> str:
         rows = "\n".join(sorted(f"{name}|{tuple(p.shape)}|{p.dtype}|{digest(p)}" for name, p in frozen.items()))
         _bases[model] = stamp, blake2b(rows.encode(), digest_size=16).hexdigest()
     return _bases[model][1]
+
+
+def pin(model: nn.Module) -> None:
+    """The frozen weights will lie in shards, which nobody has whole any more: their digest stays what it is now."""
+    _bases[model] = None, base(model)
 
 
 def _multipliers(device: torch.device, n: int, seed: int) -> Tensor:

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from rondel.words.errors import ConfigError
-from rondel.words.protocols import Engine, Trainer
+from rondel.words.errors import ConfigError, LawError
+from rondel.words.events import Resident, emit
+from rondel.words.protocols import Engine, Interrupt
 
 
 def pick_device(wanted: str) -> str:
@@ -53,7 +54,12 @@ class Device:
         self.name = name
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.threads = threads or cores
-        self._thread = ThreadPoolExecutor(1, f"rondel-{name}", initializer=torch.set_num_threads, initargs=(self.threads,))
+        self._thread = ThreadPoolExecutor(1, f"rondel-{name}", initializer=self._begin)
+
+    def _begin(self) -> None:
+        torch.set_num_threads(self.threads)
+        if self.name.startswith("cuda:"):
+            torch.cuda.set_device(self.name)  # NCCL and whoever says "cuda" mean this one
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, _whole, function, args)
@@ -74,27 +80,67 @@ def _whole(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         raise RuntimeError(f"{getattr(function, '__name__', function)} let a StopIteration escape") from error
 
 
-class Shared:
-    """Trainer and engine on the same device: exactly one of them owns it (law 8)."""
+class OneAtATime:
+    """A claim on the memory of one device: KV cache or trainer state, never both (law 8)."""
 
-    def __init__(self, engine: Engine, trainer: Trainer, *, how: str = "hold", frees: tuple[str, ...] = (), offload: bool = False) -> None:
-        self.engine, self.trainer, self.how, self.frees, self.offload = engine, trainer, how, frees, offload
-        self.owner = "engine"
+    def __init__(self, holder: str) -> None:
+        self.holder: str | None = holder
+
+    def take(self, who: str) -> None:
+        if self.holder not in (None, who):
+            raise LawError(f"the {who} wants the memory of a device that the {self.holder} has: the {self.holder} must sleep first (law 8)")
+        self.holder = who
+
+    def leave(self, who: str) -> None:
+        if self.holder == who:
+            self.holder = None
+
+
+class Shared:
+    """Trainer and engine on one device.  With `offload` exactly one of them has its memory (law 8), in this order (SPEC H4):
+
+    engine ──pause, cache sleeps──> trainer wakes, steps, sleeps ──> sync: the weights alone ──> cache wakes, resume ──> engine
+    """
+
+    def __init__(self, engine: Engine, trainer: Any, *, how: Interrupt = "hold", offload: bool = False, device: str = "cpu") -> None:
+        """`trainer`: one whose `offload` can say what it has on the device."""
+        self.engine, self.trainer, self.how, self.offload, self.device = engine, trainer, how, offload, device
+        self._seen = Resident({}, {})
+
+    @asynccontextmanager
+    async def parked(self) -> AsyncIterator[None]:
+        """Requests stand still with their tokens; afterwards they go on under the new weights."""
+        await self.engine.pause(self.how)
+        await self._look("generate")
+        yield
+        await self._look("sync")
+        seen, self._seen = self._seen, Resident({}, {})
+        emit(seen)
+        if self.offload:
+            await self.engine.wake(("kv_cache",))
+        await self.engine.resume()
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Requests are parked with their tokens; the engine gives up what it must; afterwards they go on under the new weights."""
-        await self.engine.pause(self.how)
-        await self.engine.sleep(self.frees)
+        """Inside `parked`: what the trainer keeps is on the device, with `offload` in the place of the cache."""
         if self.offload:
+            await self.engine.sleep(("kv_cache",))
             await self.trainer.wake(("optimizer",))
-        self.owner = "trainer"
         yield
-        self.owner = "engine"
+        await self._look("train")
         if self.offload:
             await self.trainer.sleep(("optimizer",))
-        await self.engine.wake(self.frees)
-        await self.engine.resume()
+
+    async def _look(self, phase: str) -> None:
+        """A CUDA device has counted itself; on a CPU bytes of tensors are, without those that a pass needs while it runs."""
+        mine = self.trainer.offload
+        held = {**mine.memory(), **(await self.engine.status()).memory}
+        peak = max(sum(held.values()), mine.high + held["kv_cache"])
+        if self.device.startswith("cuda"):
+            peak = torch.cuda.max_memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        mine.high = 0
+        self._seen.peak[phase], self._seen.held[phase] = peak, held
 
 
 class Split:
@@ -103,3 +149,5 @@ class Split:
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         yield
+
+    parked = training

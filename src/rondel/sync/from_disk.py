@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -47,7 +47,7 @@ class FromDisk:
             draft.mkdir(parents=True)
             manifest = Manifest(version, tuple(self._write(draft, weights)))
             files = {path.name: path.stat().st_size for path in draft.iterdir()}
-            (draft / "manifest.json").write_text(_to_json(manifest))
+            (draft / "manifest.json").write_text(json.dumps(manifest.tree()))
             shutil.rmtree(place, ignore_errors=True)
             os.replace(draft, place)
             for old in versions(self.folder)[: -self.keep]:
@@ -101,17 +101,4 @@ def newest(folder: str | Path) -> tuple[Manifest, Route]:
     if not found:
         raise SyncError(f"no version of the weights lies in {folder}")
     with boundary(SyncError, f"reading {found[-1] / 'manifest.json'}"):
-        return _from_json((found[-1] / "manifest.json").read_text()), Route("disk", str(found[-1]))
-
-
-def _to_json(manifest: Manifest) -> str:
-    rows = [[t.name, list(t.shape), t.dtype, t.digest] for t in manifest.tensors]
-    return json.dumps({"version": manifest.version, "root": manifest.root, "tensors": rows})
-
-
-def _from_json(text: str) -> Manifest:
-    tree: dict[str, Any] = json.loads(text)
-    manifest = Manifest(tree["version"], tuple(TensorInfo(n, tuple(shape), dtype, digest) for n, shape, dtype, digest in tree["tensors"]))
-    if manifest.root != tree["root"]:
-        raise SyncError(f"the manifest says root {tree['root'][:8]}, and its rows have {manifest.root[:8]}")
-    return manifest
+        return Manifest.of(json.loads((found[-1] / "manifest.json").read_text())), Route("disk", str(found[-1]))

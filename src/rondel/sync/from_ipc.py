@@ -19,6 +19,7 @@ import fcntl
 import mmap
 import os
 import pickle
+import re
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,7 @@ from rondel.words.protocols import Engine, Tensors, Trainer, Weights
 from rondel.words.types import Manifest, Route, TensorInfo
 
 HEAD, ALIGN = 4096, 64  # bytes: of the first words; of where a tensor may begin
+SEGMENT = re.compile(r"/proc/\d+/fd/\d+|/dev/shm/rondel-[\w-]+", re.ASCII)
 SHARED = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 
 
@@ -165,6 +167,13 @@ class FromIpc:
         self._segments: list[Segment] = []
         self._published = 0
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
+
+    @staticmethod
+    def place(path: str, size: int, number: int) -> Place:
+        """A segment that somebody else tells of: shared memory of this machine, never a handle that would have to be unpickled."""
+        if not SEGMENT.fullmatch(path):
+            raise SyncError(f"'{path[:80]}' is no segment: it is /proc/PID/fd/N of a memfd, or a file rondel-* in {SHARED}")
+        return Place(path, size, number)
 
     async def route(self, trainer: Trainer, engines: list[Engine]) -> Route:
         return Route("ipc")

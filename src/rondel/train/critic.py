@@ -24,7 +24,8 @@ from rondel.train.parallel import ALONE, Alone
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
     from rondel.models.load import Loaded
-    from rondel.train.step import Settings, Sums
+    from rondel.train.step import Settings
+    from rondel.train.sums import Sums
 
 
 class Critic:
@@ -91,17 +92,6 @@ class Critic:
         """By the accumulated gradient; without one the momentum of earlier steps does not move it either."""
         if norm > 0:
             self.weights.step(lr=lr, clip=clip, norm=norm)
-
-    def sleep(self) -> None:
-        """Nothing of it stays on the device; the base under an adapter is the policy's and does."""
-        if self.loaded.adapter is None:
-            self.loaded.model.to("cpu")
-        self.weights.move("cpu")
-
-    def wake(self, device: str) -> None:
-        if self.loaded.adapter is None:
-            self.loaded.model.to(device)
-        self.weights.move(device)
 
     def _cut(self, batch: Batch, settings: Settings) -> Iterator[Packed]:
         return micro_batches(

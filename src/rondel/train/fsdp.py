@@ -3,6 +3,7 @@
 master   fp32, a shard a rank     what AdamW moves
 compute  bf16 (the model's dtype), whole, from the gathering before a layer's pass to the end of it
 gradient bf16 in the pass, summed over the ranks in fp32: summed and not averaged, since every weight of the loss is global already
+adapter  fp32, whole on every rank: 1-2 % of the numbers. The base under it lies in shards of its own dtype, and has no gradient
 """
 
 from __future__ import annotations
@@ -20,13 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from rondel.models import linear
+from rondel.models import linear, names
 from rondel.models.head import Head
 from rondel.models.load import Loaded
-from rondel.models.names import weights as named
 from rondel.train.optim import MasterWeights
 from rondel.train.parallel import Alone
-from rondel.words.errors import ConfigError
 
 
 class Meeting:
@@ -54,24 +53,8 @@ class Sharded(Alone):
     def hold(self, loaded: Loaded) -> Loaded:
         """Each layer is gathered when its pass begins and let go when it ends; embedding, last norm and head stay for the whole pass."""
         model, dtype = loaded.model, loaded.dtype
-        if loaded.adapter is not None:
-            raise ConfigError(f"'{loaded.name}' has an adapter, and adapters are trained on one rank so far")
-        linear.loosen(model)
-        if any(p.requires_grad for p in model.parameters()):
-            model.float()
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        head = model.get_output_embeddings()
-        if head.weight.shape[0] == 1:  # a critic's: its one number is computed in full precision
-            fully_shard(head, mesh=self.mesh, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32), reshard_after_forward=False)
-        for layer in _layers(model):
-            fully_shard(layer, mesh=self.mesh, mp_policy=policy)
-        fully_shard(model, mesh=self.mesh, mp_policy=policy)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-        model.enter = MethodType(_enter, model)
-        register_fsdp_forward_method(model, "enter")
+        if not isinstance(model, FSDPModule):  # a reference that is the policy without its adapter is held already
+            self._shard(loaded)
         head = Head.of(model)
 
         def within(work: Callable[[Head], Any]) -> Any:
@@ -80,14 +63,37 @@ class Sharded(Alone):
         head.stack = linear.Loose()
         return replace(loaded, model=model, head=head, enter=within, compute=dtype)
 
+    def _shard(self, loaded: Loaded) -> None:
+        model, dtype = loaded.model, loaded.dtype
+        linear.loosen(model)
+        whole: set[nn.Parameter] = set()
+        if loaded.adapter is not None:
+            names.pin(model)
+            whole = {p for name, p in model.named_parameters() if names.LORA in name or p.requires_grad}
+        elif any(p.requires_grad for p in model.parameters()):
+            model.float()
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        head = model.get_output_embeddings()
+        if head.weight.shape[0] == 1 and head.weight not in whole:  # a critic's: its one number is computed in full precision
+            fully_shard(head, mesh=self.mesh, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32), reshard_after_forward=False)
+        for layer in _layers(model):
+            fully_shard(layer, mesh=self.mesh, mp_policy=policy, ignored_params=whole)
+        fully_shard(model, mesh=self.mesh, mp_policy=policy, ignored_params=whole)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        model.enter = MethodType(_enter, model)
+        register_fsdp_forward_method(model, "enter")
+
     def own(self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> MasterWeights:
-        return ShardedWeights(model, self.mesh, betas=betas, weight_decay=weight_decay)
+        kept = ShardedWeights if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad) else Replicas
+        return kept(model, self.mesh, betas=betas, weight_decay=weight_decay)
 
     def whole(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         dtype = _computes_in(model)
-        for name, parameter in named(model):
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            yield name, full.to(dtype) if full.is_floating_point() else full
+        for name, parameter in names.weights(model):
+            yield name, parameter.full_tensor().to(dtype) if isinstance(parameter, DTensor) else parameter
 
     def everyone(self, value: Any) -> list[Any]:
         told: list[Any] = [None] * self.size
@@ -96,6 +102,29 @@ class Sharded(Alone):
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+class Replicas(MasterWeights):
+    """What lies whole on every rank: an adapter, and the head of a critic that has one. Equal sums move equal bits."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, *, betas: tuple[float, float], weight_decay: float) -> None:
+        self.mesh, self._summed = mesh, False
+        super().__init__(model, betas=betas, weight_decay=weight_decay)
+
+    def gradient_norm(self) -> Tensor:
+        """Each rank has the gradient of its own tokens until it is asked; then all have the sum."""
+        grads = [m.grad for m in self.masters if m.grad is not None]
+        if grads and not self._summed:
+            flat = torch.cat([g.flatten() for g in grads])
+            dist.all_reduce(flat, group=self.mesh.get_group())
+            for grad, piece in zip(grads, flat.split([g.numel() for g in grads])):
+                grad.copy_(piece.view_as(grad))
+            self._summed = True
+        return super().gradient_norm()
+
+    def zero_grad(self) -> None:
+        self._summed = False
+        super().zero_grad()
 
 
 class ShardedWeights(MasterWeights):

@@ -25,6 +25,7 @@ class MasterWeights:
         plain = [m for m in self.masters if m.ndim < 2]
         groups = [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=1e-8, fused=True)
+        self._graded: list[Tensor] = []
         self._arm()
 
     def _masters(self) -> list[Tensor]:
@@ -90,16 +91,23 @@ class MasterWeights:
     def zero_grad(self) -> None:
         self.adamw.zero_grad(set_to_none=False)
 
-    def move(self, device: str) -> None:
-        """Masters, gradients and moments to `device`, bit for bit; the compute copy stays where the engine reads it."""
-        for parameter, master in zip(self.compute, self.masters):
-            if parameter is not master:
-                master.data = master.data.to(device)
-            if master.grad is not None and parameter is not master:
-                master.grad = master.grad.to(device)
-        for state in self.adamw.state.values():
-            for name, value in state.items():
-                state[name] = value.to(device) if value.ndim else value
+    def state(self) -> dict[str, list[Tensor]]:
+        """What is the optimizer's alone; the compute copy is the engine's, too."""
+        moments = [value for state in self.adamw.state.values() for value in state.values() if value.ndim]
+        gradients = [m.grad for m in self.masters if m.grad is not None]
+        return {"masters": [m for p, m in zip(self.compute, self.masters) if p is not m], "moments": moments, "gradients": gradients}
+
+    def rest(self) -> None:
+        """Between two steps: every gradient is spent."""
+        self._graded = [m for m in self.masters if m.grad is not None]
+        for master in self._graded:
+            master.grad = None
+
+    def rise(self) -> None:
+        """Where there was a gradient there is a zero again: AdamW passes over what has none."""
+        for master in self._graded:
+            master.grad = torch.zeros_like(master)
+        self._graded = []
 
     def load_masters(self, weights: dict[str, Tensor]) -> None:
         with torch.no_grad():

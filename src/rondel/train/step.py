@@ -22,9 +22,11 @@ from rondel.train import annotate as notes
 from rondel.train import checkpoint
 from rondel.train.credit import credit, kl_of_samples
 from rondel.train.mismatch import DENSE, MIXTURE, Alarm, measure
+from rondel.train.offload import Offload
 from rondel.train.optim import learning_rate
 from rondel.train.pack import Batch, Packed, micro_batches
 from rondel.train.parallel import ALONE, Alone
+from rondel.train.sums import Sums
 from rondel.words.errors import TrainError
 from rondel.words.events import Warned, emit
 from rondel.words.types import Manifest, Route, StepStats
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from rondel.models.load import Loaded
     from rondel.train.critic import Critic
     from rondel.train.draft import DraftTrainer
-    from rondel.words.protocols import Transport
+    from rondel.words.protocols import Claim, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,9 @@ class LocalTrainer:
         warmup: Settings | None = None,
         ranks: Alone = ALONE,
         transport: Transport | None = None,
+        claim: Claim | None = None,
     ) -> None:
+        """`claim`: on the memory of a device that an engine wants, too; with one the trainer begins asleep."""
         self.main, self.warmup, self._run, self.draft, self.critic, self.ranks = settings, warmup, run, draft, critic, ranks
         self.transport = transport
         wants_start = "ref_logprobs" in needs or settings.start_probe > 0
@@ -97,6 +101,9 @@ class LocalTrainer:
         self.alarm = Alarm(MIXTURE if loaded.routers else DENSE)
         self.kl_coef: float | None = None  # where a KL with a target has got to
         self.moved = False  # did the last step write other bits into the weights that the engine reads?
+        beside = {"critic": self.critic and self.critic.loaded, "reference": self.start, "teacher": self.teacher}
+        owners = [self.weights, *(other.weights for other in (critic, draft) if other is not None)]
+        self.offload = Offload(self.loaded, owners, beside, claim)
 
     @property
     def settings(self) -> Settings:
@@ -129,19 +136,22 @@ class LocalTrainer:
         await self._run(checkpoint.save_trainer, self, path)
 
     async def load(self, path: Path) -> None:
-        await self._run(checkpoint.load_trainer, self, path)
+        await self._run(self._load, path)
 
     async def sleep(self, tags: tuple[str, ...]) -> None:
-        await self._run(self.weights.move, "cpu")
-        if self.critic is not None:
-            await self._run(self.critic.sleep)
+        """All that only a step needs goes to host memory, bit for bit, whatever the tag; the weights stay where the engine reads them."""
+        if self.ranks.size > 1:
+            raise TrainError("the shards of several ranks stay on their devices: an offload is for place.kind = 'shared'")
+        await self._run(self.offload.sleep)
 
     async def wake(self, tags: tuple[str, ...]) -> None:
-        await self._run(self.weights.move, str(self.loaded.device))
-        if self.critic is not None:
-            await self._run(self.critic.wake, str(self.loaded.device))
+        await self._run(self.offload.wake)
 
     # -- on the device's thread ------------------------------------------------------------------
+
+    def _load(self, path: Path) -> None:
+        checkpoint.load_trainer(self, path)
+        self.offload.settle()
 
     def _publish(self, route: Route) -> tuple[Manifest, Route] | None:
         tensors = self._gathered()
@@ -169,6 +179,7 @@ class LocalTrainer:
         return tensors
 
     def _annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
+        self.offload.refuse_asleep("annotate")
         settings = self.settings
         how = dict(budget=settings.micro_tokens, temperature=settings.temperature, share=settings.share_prompts, ranks=self.ranks)
         for need, source in (
@@ -180,13 +191,16 @@ class LocalTrainer:
             if need in needs:
                 assert source is not None, f"the row needs {need}, and the trainer was built without that model"
                 own = source is self.loaded
-                notes.annotate(source, batch, need.removesuffix("_logprobs"), replay=self.settings.replay_routes and own, drawn=own, **how)
+                replay = self.settings.replay_routes and own
+                with self.offload.present(source):
+                    notes.annotate(source, batch, need.removesuffix("_logprobs"), replay=replay, drawn=own, **how)
         if "values" in needs:
             assert self.critic is not None, "the row needs values, and the trainer was built without a critic"
             self.critic.annotate(batch, self.settings)
         return batch
 
     def _step(self, batch: Batch, algo: Algorithm | Mixture) -> StepStats:
+        self.offload.refuse_asleep("step")
         clock = time.perf_counter
         began = clock()
         settings, sums, seconds = self.settings, Sums(), {"forward_backward": 0.0, "optimizer": 0.0, "annotate": 0.0}
@@ -327,7 +341,9 @@ class LocalTrainer:
     def _kl_to_start(self, batch: Batch) -> float:
         """k3 estimate of KL(policy || starting weights) on the first samples, in nats a token."""
         probe = Batch(batch.samples[: self.settings.start_probe])
-        notes.annotate(self.start, probe, "start", budget=self.main.micro_tokens, temperature=self.main.temperature, ranks=self.ranks)
+        how = dict(budget=self.main.micro_tokens, temperature=self.main.temperature, ranks=self.ranks)
+        with self.offload.present(self.start):
+            notes.annotate(self.start, probe, "start", **how)
         return float(k3(torch.cat([torch.from_numpy(s.notes["trained"] - s.notes["start"]) for s in probe.samples])).mean())
 
     def _count_bad(self, note: str) -> None:
@@ -339,66 +355,6 @@ class LocalTrainer:
                 f"{self.bad_steps} steps in a row were refused by a finite-check, the last one for: {note}. "
                 "Lower trainer.lr or look at the rewards"
             )
-
-
-class Sums:
-    """Per-token terms of a step, reduced once at its end."""
-
-    def __init__(self) -> None:
-        self.loss, self.packed = 0.0, 0
-        self.terms: dict[str, list[Tensor]] = {}
-        self.values: dict[str, float] = {}
-
-    def add(self, loss: Tensor, terms: dict[str, Tensor]) -> None:
-        self.loss += float(loss)
-        for name, values in terms.items():
-            self.terms.setdefault(name, []).append(values.float().cpu())
-
-    def routed(self, flips_L: list[Tensor]) -> None:
-        """Share of each token's own choice of experts that the engine's record does not hold."""
-        for layer, flips in enumerate(flips_L):
-            self.terms.setdefault(f"flips_{layer}", []).append(flips.cpu())
-
-    def gather(self, ranks: Alone) -> None:
-        """All that the ranks have summed."""
-        told = ranks.everyone((self.loss, self.packed, {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces}))
-        self.loss, self.packed = sum(loss for loss, _, _ in told), sum(packed for _, packed, _ in told)
-        self.terms = {name: [terms[name] for _, _, terms in told if name in terms] for name in {n: 0 for _, _, t in told for n in t}}
-
-    def put(self, name: str, value: float) -> None:
-        self.values[name] = max(value, self.values.get(name, value))
-
-    def metrics(self, updates: int) -> dict[str, float]:
-        out = {"train/loss": self.loss / max(1, updates), "train/packed_tokens": float(self.packed), **self.values}
-        terms = {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces}
-        if "correction" in terms:
-            terms["dropped"] = (terms["correction"] == 0).float()
-        names_of = {
-            "entropy": "train/entropy",
-            "clipped": "train/clip_fraction",
-            "kl": "train/kl_ref",
-            "correction": "train/correction",
-            "dropped": "train/correction_dropped",
-            "value": "train/value_loss",
-            "value_clipped": "train/value_clip_fraction",
-        }
-        for term, name in names_of.items():
-            if term in terms and terms[term].numel():
-                out[name] = float(terms[term].mean())
-        flips = {name: values for name, values in terms.items() if name.startswith("flips_")}
-        if flips:
-            out["train/route_flips"] = float(torch.cat(list(flips.values())).mean())
-            out |= {f"train/route_{name}": float(values.mean()) for name, values in flips.items()}
-        if "gap" in terms and terms["gap"].numel():
-            gap = terms["gap"].abs()
-            out |= {
-                "train/gap_mean": float(gap.mean()),
-                "train/gap_max": float(gap.max()),
-                "train/gap_p99": float(np.quantile(gap.numpy(), 0.99)),
-            }
-        if "ratio" in terms and terms["ratio"].numel():
-            out["train/ratio_max_deviation"] = float((terms["ratio"] - 1).abs().max())
-        return out
 
 
 def _frozen(loaded: Loaded) -> Loaded:

@@ -229,6 +229,11 @@ class Trainer(Section):
     routing_replay: bool | Literal["auto"] = Field(
         "auto", description="a MoE's tokens go to the experts that the engine chose; auto: if it has any"
     )
+    offload: bool = Field(
+        False,
+        description="shared device: while the engine writes, optimizer, critic, reference and teacher lie in host memory, while the trainer "
+        "works there is no KV cache; reference and teacher are on the device for their own pass only",
+    )
     critic: Critic = Critic()
     max_bad_steps: int = Field(3, ge=1, description="stop after so many steps in a row that a finite-check refused")
 

@@ -82,6 +82,14 @@ class Synced(Event):
 
 
 @dataclass(slots=True)
+class Resident(Event):
+    """Bytes on a shared device in the phases generate, train and sync of one step: the peak, and who held them at the phase's end."""
+
+    peak: dict[str, int]
+    held: dict[str, dict[str, int]]
+
+
+@dataclass(slots=True)
 class Evaluated(Event):
     step: int
     version: int

@@ -102,6 +102,13 @@ class Remote(Protocol):
     def __getattr__(self, verb: str) -> Any: ...
 
 
+class Claim(Protocol):
+    """Who may fill the memory of a device that several want."""
+
+    def take(self, who: str) -> None: ...  # raises while another has it
+    def leave(self, who: str) -> None: ...
+
+
 class Cluster(Protocol):
     async def spawn(self, cls: type, *args: Any, gpus: int = 0) -> Remote: ...
 

@@ -403,6 +403,7 @@ class EngineStatus:
     root: str = ""  # of the weights that the last update brought; "" before the first
     bytes_copied: int = 0  # by that update
     replicas: int = 1  # that this is the status of
+    memory: dict[str, int] = field(default_factory=dict)  # bytes by tag
 
 
 # -- weights on their way ------------------------------------------------------------------------
@@ -435,6 +436,27 @@ class Manifest:
 
     def with_version(self, version: int) -> Manifest:
         return replace(self, version=version)
+
+    def tree(self) -> dict[str, Any]:
+        """As plain data, for a file or a body."""
+        rows = [[t.name, list(t.shape), t.dtype, t.digest] for t in self.tensors]
+        return {"version": self.version, "root": self.root, "base": self.base, "tensors": rows}
+
+    @classmethod
+    def of(cls, tree: dict[str, Any]) -> Manifest:
+        """The inverse. ValueError where it is no manifest, or its root is not that of its rows."""
+        try:
+            rows = tuple(TensorInfo(name, tuple(shape), dtype, digest) for name, shape, dtype, digest in tree["tensors"])
+            found = cls(tree["version"], rows, tree.get("base", ""))
+            typed = all(isinstance(x, str) for t in rows for x in (t.name, t.dtype, t.digest)) and isinstance(found.base, str)
+            whole = all(type(side) is int and 0 <= side < 1 << 40 for t in rows for side in t.shape) and type(found.version) is int
+        except (LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"it is no manifest: {type(error).__name__}: {error}") from None
+        if not typed or not whole:
+            raise ValueError("it is no manifest: a tensor is [name, [sides], dtype, digest]")
+        if found.root != tree.get("root"):
+            raise ValueError(f"it says root {str(tree.get('root'))[:8]}, and its rows have {found.root[:8]}")
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Workers as Ray actors, on this machine or any of a Ray cluster: the same `spawn`, the same awaitable verbs.
 
-One placement group holds a bundle for every worker, so that either all of them get their devices or none; worker i is in bundle i.
+One placement group holds a bundle for every worker, so that either all of them get their devices or none. Ray numbers bundles as it
+likes; worker i is in the i-th by the address of its node and then the GPU, so that ranks that are neighbours are on one machine.
 An actor that ends, or does not answer a ping for `patience` seconds while it is asked for something, fails its calls by name.
 """
 
@@ -8,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import queue
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -19,7 +22,7 @@ from typing import Any
 import ray
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rondel.runtime.cluster.child import portable
@@ -36,6 +39,7 @@ class RayCluster:
     def __init__(self, workers: int, *, cpus: int = 1, gpus: int = 0, address: str | None = None, patience: float = 60.0) -> None:
         self.patience, self.cpus, self.gpus = patience, cpus, gpus
         self.workers: list[RayWorker] = []
+        self._order: list[int] = []  # of the bundles
         self._bundles: dict[str, int] = {}  # one that is started again goes where it was
         self._mine = not ray.is_initialized()
         if self._mine:
@@ -50,18 +54,34 @@ class RayCluster:
                 f"the Ray cluster found no room for {workers} workers of {cpus} CPU and {gpus} GPU within {RESERVE:g} s; it has {has}. "
                 "Use fewer place.engines and place.ranks, or wait until others have ended"
             )
+        self._order = ordered(self._found(workers))
+
+    def _found(self, workers: int) -> list[tuple[str, list[int]]]:
+        """The node and the GPUs of each bundle: the group tells the node, and only who is inside it sees its GPUs."""
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        gpus: list[list[int]] = [[] for _ in range(workers)]
+        if self.gpus:
+            inside = [self._within(i) for i in range(workers)]
+            how = {"num_cpus": self.cpus, "num_gpus": self.gpus}
+            probes: list[Any] = [ray.remote(Probe).options(**how, scheduling_strategy=s).remote() for s in inside]
+            gpus = [[int(gpu) for gpu in told] for told in ray.get([probe.gpus.remote() for probe in probes], timeout=RESERVE)]
+            for probe in probes:
+                ray.kill(probe)
+        return [(addresses[nodes[i]], gpus[i]) for i in range(workers)]
+
+    def _within(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
 
     def spawn(self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = (), tells: bool = True) -> RayWorker:
         """`cores` are this machine's and mean nothing on another: Ray places by its own count."""
-        bundle = PlacementGroupSchedulingStrategy(
-            self._group, placement_group_bundle_index=self._bundles.setdefault(name, len(self._bundles))
-        )
+        bundle = self._order[self._bundles.setdefault(name, len(self._bundles))]
         actor = ray.remote(Host).options(
             name=f"rondel-{os.getpid()}-{name}-{len(self.workers)}",
             num_cpus=self.cpus,
             num_gpus=self.gpus,
             max_concurrency=4096,
-            scheduling_strategy=bundle,
+            scheduling_strategy=self._within(bundle),
         )
         worker = RayWorker(name, actor.remote(name, tells), make, args, tells=tells, patience=self.patience)
         self.workers.append(worker)
@@ -76,6 +96,33 @@ class RayCluster:
             remove_placement_group(self._group)
         if self._mine:
             ray.shutdown()
+
+
+class Probe:
+    """Looks around in a bundle."""
+
+    def gpus(self) -> list[Any]:
+        return ray.get_gpu_ids()
+
+
+def ordered(bundles: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
+    """Numbers of (node, GPUs), by the node's address as numbers and then the GPUs: 10.0.0.2 comes before 10.0.0.10.  SPEC O2.
+
+    A host name counts as its address, and one without an address by its letters, behind all others.
+    """
+
+    def address(node: str) -> tuple[int, bytes]:
+        try:
+            return 0, ipaddress.ip_address(node).packed
+        except ValueError:
+            pass
+        try:
+            return 0, ipaddress.ip_address(socket.gethostbyname(node)).packed
+        except (OSError, UnicodeError, ValueError):
+            return 1, node.encode()
+
+    known = {node: address(node) for node, _ in bundles}
+    return sorted(range(len(bundles)), key=lambda i: (known[bundles[i][0]], bundles[i][0], list(bundles[i][1]), i))
 
 
 class Host:

@@ -35,6 +35,15 @@ def rank_and_size() -> tuple[int, int]:
         ) from error
 
 
+def own_device(device: str) -> str:
+    """ "cuda" is one GPU for each rank of a machine, in the order of their numbers."""
+    return f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" else device
+
+
+def ranks_here() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+
+
 def joined(device: str) -> Any:
     """The group of all ranks, which is then torch's default, and one beside it for calls."""
     if not dist.is_initialized():

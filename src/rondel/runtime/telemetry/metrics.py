@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from rondel.words.events import Evaluated, Event, GroupFinished, GroupsTaken, Resumed, Speculated, StepDone, Synced
+from rondel.words.events import Evaluated, Event, GroupFinished, GroupsTaken, Resident, Resumed, Speculated, StepDone, Synced
 
 SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "score/reward_mean": ("reward", "mean over the scored trajectories that finished since the last step, dropped groups included"),
@@ -63,6 +63,7 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
 }
 FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
     "time/": ("s", "a phase on the learner's path; time/step is their sum"),
+    "mem/": ("bytes", "peak on a shared device in a phase; with a name behind it, what was held of that at the phase's end"),
     "ledger/": ("groups", "what became of the groups issued so far (law 1)"),
     "train/mismatch_k3_tenth_": ("nats", "the K3 of the first, second, ... tenth of the answers"),
     "train/mismatch_k3_lag_": ("nats", "the K3 of tokens that were so many versions old; at lag 0 above 1e-3 (mixtures: 1e-1) it warns"),
@@ -137,6 +138,9 @@ class StepMetrics:
             case Synced():
                 self._row |= {"sync/seconds": event.seconds, "sync/bytes_copied": event.bytes_copied}
                 self._row |= {"sync/probe_gap": event.probe_gap, "sync/paused": event.paused}
+            case Resident():
+                self._row |= {f"mem/{phase}": peak for phase, peak in event.peak.items()}
+                self._row |= {f"mem/{phase}_{who}": n for phase, held in event.held.items() for who, n in held.items() if n}
             case Evaluated():
                 self._write(event.step, {"eval/score": event.score, "eval/low": event.low, "eval/high": event.high})
             case StepDone():

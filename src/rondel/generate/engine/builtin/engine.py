@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from rondel.generate.engine.builtin.arrivals import Arrivals
 from rondel.generate.engine.builtin.channels import open_channels
 from rondel.generate.engine.builtin.grammar import Grammars
-from rondel.generate.engine.builtin.pages import Pages
+from rondel.generate.engine.builtin.pages import Layers, Pages
 from rondel.generate.engine.builtin.request import Heard, Live
 from rondel.generate.engine.builtin.runner import Runner
 from rondel.generate.engine.builtin.scheduler import Scheduler
@@ -27,7 +27,7 @@ from rondel.models import linear
 from rondel.models.compiled import Compiled
 from rondel.words.errors import EngineError, LawError, StalledError, SyncError, UserError
 from rondel.words.events import Generating, Speculated, Warned, emit
-from rondel.words.protocols import Interrupt, Tags, Transport
+from rondel.words.protocols import Claim, Interrupt, Tags, Transport
 from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Message, Request, Route, Scored
 
 if TYPE_CHECKING:
@@ -54,8 +54,10 @@ class BuiltinEngine:
         compiled: Compiled | None = None,
         transports: Mapping[str, Transport] | None = None,
         log: TokenLog | None = None,
+        claim: Claim | None = None,
     ) -> None:
-        self.loaded, self._run = loaded, run
+        """`claim`: on the memory of a device that a trainer wants, too; without one there is nobody to ask."""
+        self.loaded, self._run, self.claim = loaded, run, claim
         self.arrivals = Arrivals(loaded, transports or {})
         self.pages = Pages(kv_pages)
         self.scheduler = Scheduler(self.pages, max_running=max_running, prefill_tokens=prefill_tokens)
@@ -337,7 +339,13 @@ class BuiltinEngine:
             capabilities=frozenset({"logprobs", "hold", "drain", "abort", "score", *(f"update_{kind}" for kind in self.arrivals.kinds)}),
             root=self.arrivals.root,
             bytes_copied=self.arrivals.bytes_copied,
+            memory={"kv_cache": sum(layers.bytes for layers in self._caches)},
         )
+
+    @property
+    def _caches(self) -> list[Layers]:
+        draft = self.speculation.draft if self.speculation else None
+        return [self.pages.keys, self.pages.values, *([draft.keys, draft.values] if draft else [])]
 
     async def pause(self, how: Interrupt = "hold", lease: float = float("inf")) -> None:
         """hold: park requests between two steps, caches kept. drain: let the begun ones end. abort: return what is written."""
@@ -401,10 +409,14 @@ class BuiltinEngine:
             self.pages.release_memory()
             if self.speculation is not None and self.speculation.draft is not None:
                 self.speculation.draft.release_memory()
+            if self.claim is not None:
+                self.claim.leave("engine")
         self._asleep.update(tags)
 
     async def wake(self, tags: Tags) -> None:
         """Awake when every tag is back."""
+        if "kv_cache" in tags and self.claim is not None:
+            self.claim.take("engine")
         self._asleep.difference_update(tags)
         self._wake_pump()
 

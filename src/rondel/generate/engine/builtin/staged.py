@@ -103,15 +103,20 @@ async def update(
         return Manifest(version, tuple(rows), names.base(engine.loaded.model)), tensors
 
     manifest, tensors = await run(stage)
+    return await deliver(engine, manifest, Route("tensor", tensors), keep=keep)
+
+
+async def deliver(engine: BuiltinEngine, manifest: Manifest, route: Route, *, keep: bool) -> int:
+    """One update of one engine, beside what it serves. -> the version served."""
     serving = False
     try:
         await engine.receive(Begin(manifest, beside=True, anew=True))  # who says a version means it
-        await engine.receive(Route("tensor", tensors))
+        await engine.receive(route)
         if serving := engine.state == "serving":
             await engine.pause("hold")  # else it is paused already, and its lease goes on
         if not keep:
             await engine.flush()
-        return await engine.receive(Commit(version, manifest.root))
+        return await engine.receive(Commit(manifest.version, manifest.root))
     except BaseException as error:
         await engine.receive(Abort(f"{type(error).__name__}: {error}"))
         raise

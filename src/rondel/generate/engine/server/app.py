@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rondel.generate.engine.server import control, native, openai
+from rondel.generate.engine.server import broadcast, control, native, openai, weights
 from rondel.generate.engine.server.answers import Samples
 from rondel.generate.engine.server.errors import GONE, Refusal, refusal
 from rondel.generate.engine.server.fields import read_fields
@@ -38,10 +38,12 @@ CONTROL: dict[str, Handler] = {
     "/flush_cache": control.flush_cache,
     "/release_memory_occupation": control.release_memory_occupation,
     "/resume_memory_occupation": control.resume_memory_occupation,
-    "/update_weights_from_disk": control.update_weights_from_disk,
-    "/update_weights_from_tensor": control.update_weights_from_tensor,
-    "/update_weights_from_distributed": control.missing("torch.distributed"),
-    "/update_weights_from_ipc": control.missing("CUDA IPC"),
+    "/update_weights_from_disk": weights.update_weights_from_disk,
+    "/update_weights_from_tensor": weights.update_weights_from_tensor,
+    "/update_weights_from_distributed": broadcast.update_weights_from_distributed,
+    "/update_weights_from_ipc": weights.update_weights_from_ipc,
+    "/init_weights_update_group": broadcast.init_weights_update_group,
+    "/destroy_weights_update_group": broadcast.destroy_weights_update_group,
 }
 FACTS: dict[str, Handler] = {
     "/get_weight_version": control.get_weight_version,

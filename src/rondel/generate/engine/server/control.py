@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from rondel.generate.engine.builtin import staged
 from rondel.generate.engine.server.errors import Refusal
-from rondel.generate.engine.server.fields import Fields, parse, read_body, read_fields
-from rondel.generate.engine.server.service import Service
+from rondel.generate.engine.server.fields import Fields
+from rondel.generate.engine.server.told import done, fields_of
 from rondel.words.errors import RondelError
+
+if TYPE_CHECKING:
+    from rondel.generate.engine.server.service import Service
 
 PAUSES = {"hold": "hold", "in_place": "hold", "retract": "hold", "drain": "drain", "abort": "abort"}  # SGLang's names beside ours
 TAGS = ("kv_cache", "weights", "cuda_graph")
 LEASE = 600.0  # seconds after which a pause that nobody ended ends itself
-
-
-def done(message: str, **more: Any) -> dict[str, Any]:
-    return {"success": True, "message": message, **more}
-
-
-async def fields_of(service: Service, request: Request) -> Fields:
-    return await read_fields(request, service.limits.body)
 
 
 # -- pause, abort, cache ---------------------------------------------------------------------------
@@ -102,89 +93,6 @@ async def release_memory_occupation(service: Service, request: Request) -> dict[
 async def resume_memory_occupation(service: Service, request: Request) -> dict[str, Any]:
     await service.engine.wake(_tags(await fields_of(service, request)))
     return done(f"the engine is {service.engine.state}")
-
-
-# -- weights ---------------------------------------------------------------------------------------
-
-
-def _version(service: Service, f: Fields) -> int:
-    """SGLang's is a string; ours counts, so that staleness can be measured."""
-    given = f.take("weight_version", service.engine.version + 1)
-    if isinstance(given, str) and given.isascii() and given.isdecimal() and len(given) < 16:
-        given = int(given)
-    if type(given) is not int or not 0 <= given < 1 << 53:
-        raise f.wrong("weight_version", "it must be a whole number; left out it is the next one")
-    return given
-
-
-async def _update(service: Service, read: Callable[..., Any], source: Any, version: int, f: Fields) -> dict[str, Any]:
-    keep, abort = not f.flag("flush_cache", True), f.flag("abort_all_requests")
-    f.end()
-    if service.updating.locked():
-        raise Refusal(409, "another update is on its way; ask again when it is done")
-    async with service.updating:
-        if abort:
-            await service.engine.abort(lambda _: True)
-        parked = service.open
-        try:
-            served = await staged.update(service.engine, service.run, read, source, version=version, keep=keep)
-        except RondelError as error:
-            old = service.engine.state != "refusing"
-            raise Refusal(400 if old else 500, f"{error}{f'; version {service.engine.version} goes on serving' if old else ''}") from error
-    return done(f"version {served} serves", weight_version=str(served), num_paused_requests=parked)
-
-
-async def update_weights_from_disk(service: Service, request: Request) -> dict[str, Any]:
-    """A folder on this machine. Requests in flight are parked meanwhile and go on, each token with its version."""
-    f = await fields_of(service, request)
-    path, version = f.text("model_path"), _version(service, f)
-    f.only("load_format", "auto", "safetensors")
-    for harmless in ("is_async", "torch_empty_cache", "recapture_cuda_graph"):
-        f.only(harmless, False, True)
-    f.only("keep_pause", False)
-    f.only("manifest", {})
-    f.whole("token_step", 0, 0, 1 << 53)
-    if not path or "\0" in path or len(path) > 4096:
-        raise f.wrong("model_path", "it must name a folder")
-    return await _update(service, staged.from_disk, path, version, f)
-
-
-async def update_weights_from_tensor(service: Service, request: Request) -> dict[str, Any]:
-    """All tensors as one safetensors file: as the body itself, or base64 in `serialized_named_tensors`. Never pickle."""
-    most = 4096 + 2 * sum(p.numel() * p.element_size() for p in service.engine.loaded.model.parameters())
-    body = await read_body(request, most + service.limits.body)
-    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if kind == "application/octet-stream":
-        f = Fields({k: v for k, v in request.query_params.items() if k == "weight_version"})
-        return await _update(service, staged.from_bytes, body, _version(service, f), f)
-    if kind != "application/json":
-        raise Refusal(415, f"the body is '{kind or 'of no type'}'; send application/octet-stream, or JSON")
-    f = Fields(parse(body))
-    parts = f.texts("serialized_named_tensors", 1)
-    f.only("load_format", "safetensors")
-    if len(parts) != 1:
-        raise Refusal(
-            400,
-            "serialized_named_tensors must be one base64 text of a safetensors file (pickle is never read); "
-            "or send the file itself as application/octet-stream",
-            param="serialized_named_tensors",
-        )
-    try:
-        blob = base64.b64decode(parts[0], validate=True)
-    except (binascii.Error, ValueError):
-        raise Refusal(400, "serialized_named_tensors is not base64", param="serialized_named_tensors") from None
-    return await _update(service, staged.from_bytes, blob, _version(service, f), f)
-
-
-def missing(transport: str) -> Any:
-    async def update(service: Service, request: Request) -> dict[str, Any]:
-        raise Refusal(
-            501,
-            f"weights over {transport} are not carried by this server yet; use /update_weights_from_disk or /update_weights_from_tensor",
-            code="not_implemented",
-        )
-
-    return update
 
 
 # -- facts -----------------------------------------------------------------------------------------

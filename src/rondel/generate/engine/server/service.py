@@ -55,10 +55,21 @@ class Asked:
 class Service:
     """`run` executes on the device's thread; nothing here touches a tensor on the event loop."""
 
-    def __init__(self, engine: BuiltinEngine, *, run: Callable[..., Awaitable[Any]], name: str, limits: Limits, api_key: str = "") -> None:
-        self.engine, self.run, self.name, self.limits, self.api_key = engine, run, name, limits, api_key
+    def __init__(
+        self,
+        engine: BuiltinEngine,
+        *,
+        run: Callable[..., Awaitable[Any]],
+        name: str,
+        limits: Limits,
+        api_key: str = "",
+        segment: Callable[[str, int, int], Any] | None = None,
+    ) -> None:
+        """`segment(path, size, number)`: a piece of others' memory, as the engine's transport "ipc" opens it."""
+        self.engine, self.run, self.name, self.limits, self.api_key, self.segment = engine, run, name, limits, api_key, segment
         self.metrics = Metrics(self)
         self.updating = asyncio.Lock()
+        self.groups: dict[str, Any] = {}  # of trainers that broadcast weights, by name
         self.open = 0  # answers promised and not yet given
         self.draining = False
         self.tokenizer = copy.deepcopy(engine.loaded.tokenizer)  # the engine decodes with its own; the two must not share a borrow

@@ -1,0 +1,165 @@
+"""Weights over torch.distributed, as SGLang takes them: a group that a trainer leads as rank 0, and one broadcast a tensor.
+
+    /init_weights_update_group        join: both sides wait for each other
+    /update_weights_from_distributed  some tensors by name; they wait beside those that serve. The call that brings the last one commits
+    /destroy_weights_update_group     leave, and forget what has come
+
+So an update is whole or none (law 6), where SGLang serves what has come so far. Bytes of tensors and nothing else are read from the group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from starlette.requests import Request
+from torch import Tensor
+
+from rondel.generate.engine.builtin import staged
+from rondel.generate.engine.server.errors import Refusal
+from rondel.generate.engine.server.fields import Fields
+from rondel.generate.engine.server.told import done, fields_of, served, updating, version_of
+from rondel.models import names
+from rondel.words.errors import StalledError, SyncError
+
+if TYPE_CHECKING:
+    from rondel.generate.engine.server.service import Service
+
+NAME, WAIT = "weight_update_group", 300.0  # SGLang's default name; seconds that either side waits for the other
+MOST = 1 << 16  # tensors of one call
+
+
+@dataclass(slots=True)
+class Group:
+    """What has been joined, and what came through it since the last commit."""
+
+    group: Any
+    device: str
+    arrived: dict[str, Tensor] = field(default_factory=dict)
+
+
+async def init_weights_update_group(service: Service, request: Request) -> dict[str, Any]:
+    f = await fields_of(service, request)
+    host, port = f.text("master_address", ""), f.whole("master_port", None, 1, 65535)
+    rank, size = f.whole("rank_offset", 1, 1, 4095), f.whole("world_size", None, 2, 4096)
+    name, backend, wait = f.text("group_name", NAME), f.text("backend", "nccl"), f.number("timeout", WAIT, 0.1, 3600.0)
+    f.end()
+    device = service.engine.loaded.device.type
+    if not host or port is None or size is None:
+        raise Refusal(400, "a group needs master_address, master_port and world_size", param="master_address")
+    if rank >= size:
+        raise f.wrong("rank_offset", f"of {size} members the last one is {size - 1}")
+    if backend != (fits := "nccl" if device == "cuda" else "gloo"):
+        raise f.wrong("backend", f"the weights of this server lie on a {device}: {fits}")
+    if name in service.groups:
+        raise Refusal(409, f"group '{name}' is there already; /destroy_weights_update_group ends it")
+    async with updating(service):
+        service.groups[str(name)] = Group(await asyncio.to_thread(_join, host, port, rank, size, name, wait, device), device)
+    return done(f"rank {rank} of {size} in group '{name}'")
+
+
+def _join(host: str, port: int, rank: int, size: int, name: str, wait: float, device: str) -> Any:
+    """The same keys in the same store as torch's own groups, of which the other side has one (its `_new_process_group_helper`)."""
+    limit = timedelta(seconds=wait)
+    try:
+        store: Any = dist.TCPStore(host, port, size, is_master=False, timeout=limit)
+        for prefix in (name, f"{name}/", f"{device}/"):
+            store = dist.PrefixStore(prefix, store)
+        if device == "cpu":
+            return dist.ProcessGroupGloo(store, rank, size, limit)
+        options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(store, rank, size, options)  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        raise _told(f"joining '{name}' at {host}:{port}", wait, error) from error
+
+
+async def destroy_weights_update_group(service: Service, request: Request) -> dict[str, Any]:
+    f = await fields_of(service, request)
+    name = f.text("group_name", NAME)
+    f.end()
+    async with updating(service):
+        if service.groups.pop(str(name), None) is None:
+            raise Refusal(400, f"there is no group '{name}'", param="group_name")
+    return done(f"group '{name}' is left")
+
+
+async def update_weights_from_distributed(service: Service, request: Request) -> dict[str, Any]:
+    """`names`, `dtypes`, `shapes` of the broadcasts that follow, in order; with `load_format` "flattened_bucket" they are one broadcast."""
+    f = await fields_of(service, request)
+    rows, name = _rows(service, f), f.text("group_name", NAME)
+    flat = f.text("load_format") == "flattened_bucket"
+    f.only("load_format", "flattened_bucket", "auto")
+    version, keep, abort = version_of(service, f), not f.flag("flush_cache", True), f.flag("abort_all_requests")
+    f.end()
+    if (group := service.groups.get(str(name))) is None:
+        raise Refusal(400, f"there is no group '{name}': /init_weights_update_group makes one", param="group_name")
+    wanted = dict(names.weights(service.engine.loaded.model))
+    if twice := sorted(group.arrived.keys() & {row[0] for row in rows}):
+        group.arrived.clear()
+        raise Refusal(400, f"{twice[0]} came twice before all {len(wanted)} tensors had come; what had come is forgotten", param="names")
+    async with updating(service):
+        try:
+            came = await asyncio.to_thread(_receive, group, rows, flat)
+        except BaseException:
+            service.groups.pop(str(name), None)  # its members are no longer in step
+            raise
+        group.arrived |= {n: t.to(wanted[n].dtype) for n, t in came.items()}
+        if missing := len(wanted) - len(group.arrived):
+            said = f"{len(came)} tensors wait for the {missing} that are still to come"
+            return done(said, weight_version=str(service.engine.version))
+        whole, group.arrived = group.arrived, {}
+        deliver = partial(staged.update, service.engine, service.run, lambda _, found: found, whole, version=version, keep=keep)
+        return await served(service, deliver, abort=abort)
+
+
+def _rows(service: Service, f: Fields) -> list[tuple[str, torch.dtype, list[int]]]:
+    """Announced as this model has them, so that nothing is waited for that could not be taken."""
+    mine = dict(names.weights(service.engine.loaded.model))
+    found, dtypes, shapes = f.texts("names", MOST), f.texts("dtypes", MOST), f.take("shapes", [])
+    if not found or not isinstance(shapes, list) or not len(found) == len(dtypes) == len(shapes):
+        raise Refusal(400, "names, dtypes and shapes are lists of one length, with a tensor each", param="names")
+    if len(set(found)) < len(found):
+        raise f.wrong("names", "each tensor comes once")
+    rows = []
+    for name, dtype, shape in zip(found, dtypes, shapes):
+        if name not in mine:
+            raise Refusal(400, f"this model has no tensor '{name[:200]}'", param="names")
+        if shape != list(mine[name].shape):
+            raise Refusal(400, f"{name} has shape {list(mine[name].shape)} here, and not {str(shape)[:80]}", param="shapes")
+        kind = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(kind, torch.dtype) or kind.is_floating_point != mine[name].is_floating_point():
+            raise Refusal(400, f"{name} is {mine[name].dtype} here, and cannot come as '{dtype[:80]}'", param="dtypes")
+        rows.append((name, kind, shape))
+    return rows
+
+
+def _receive(group: Group, rows: list[tuple[str, torch.dtype, list[int]]], flat: bool) -> dict[str, Tensor]:
+    """On a thread of its own: the device goes on decoding while the other side sends."""
+    tensors = {name: torch.empty(shape, dtype=kind, device=group.device) for name, kind, shape in rows}
+    sizes = [t.numel() * t.element_size() for t in tensors.values()]
+    whole = [torch.empty(sum(sizes), dtype=torch.uint8, device=group.device)] if flat else list(tensors.values())
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    try:
+        for work in [group.group.broadcast([t], options) for t in whole]:
+            work.wait()
+        if group.device == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise _told(f"{len(rows)} tensors were announced and did not come, so the group is left", WAIT, error) from error
+    if flat:
+        for tensor, piece in zip(tensors.values(), whole[0].split(sizes)):
+            tensor.view(-1).view(torch.uint8).copy_(piece)
+    return tensors
+
+
+def _told(what: str, wait: float, error: RuntimeError) -> SyncError | StalledError:
+    late = any(word in str(error).lower() for word in ("timeout", "timed out"))
+    said = f"{what}: {str(error)[:300]}"
+    return StalledError(f"{said} (waited at most {wait:g} s, law 10)") if late else SyncError(said)

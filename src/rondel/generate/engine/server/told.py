@@ -1,0 +1,55 @@
+"""What control endpoints share: their fields, their answer, and one update at a time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+
+from rondel.generate.engine.server.errors import Refusal
+from rondel.generate.engine.server.fields import Fields, read_fields
+from rondel.words.errors import RondelError
+
+if TYPE_CHECKING:
+    from rondel.generate.engine.server.service import Service
+
+
+def done(message: str, **more: Any) -> dict[str, Any]:
+    return {"success": True, "message": message, **more}
+
+
+async def fields_of(service: Service, request: Request) -> Fields:
+    return await read_fields(request, service.limits.body)
+
+
+def version_of(service: Service, f: Fields) -> int:
+    """SGLang's is a string; ours counts, so that staleness can be measured."""
+    given = f.take("weight_version", service.engine.version + 1)
+    if isinstance(given, str) and given.isascii() and given.isdecimal() and len(given) < 16:
+        given = int(given)
+    if type(given) is not int or not 0 <= given < 1 << 53:
+        raise f.wrong("weight_version", "it must be a whole number; left out it is the next one")
+    return given
+
+
+@asynccontextmanager
+async def updating(service: Service) -> AsyncIterator[None]:
+    """One at a time; what goes wrong is told with what serves now."""
+    if service.updating.locked():
+        raise Refusal(409, "another update is on its way; ask again when it is done")
+    async with service.updating:
+        try:
+            yield
+        except RondelError as error:
+            old = service.engine.state != "refusing"
+            raise Refusal(400 if old else 500, f"{error}{f'; version {service.engine.version} goes on serving' if old else ''}") from error
+
+
+async def served(service: Service, deliver: Callable[[], Awaitable[int]], *, abort: bool) -> dict[str, Any]:
+    if abort:
+        await service.engine.abort(lambda _: True)
+    parked = service.open
+    version = await deliver()
+    return done(f"version {version} serves", weight_version=str(version), num_paused_requests=parked)

@@ -1,0 +1,101 @@
+"""New weights for a server, under SGLang's names and payloads: a folder, a body, a segment of shared memory. Never pickle.
+
+Whatever the way, tensors are checked beside those that serve; a bad update leaves the old version serving (law 6).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+
+from rondel.generate.engine.builtin import staged
+from rondel.generate.engine.server.errors import Refusal
+from rondel.generate.engine.server.fields import Fields, parse, read_body
+from rondel.generate.engine.server.told import fields_of, served, updating, version_of
+from rondel.words.types import Manifest, Route
+
+if TYPE_CHECKING:
+    from rondel.generate.engine.server.service import Service
+
+
+async def _update(service: Service, f: Fields, deliver: Callable[..., Awaitable[int]]) -> dict[str, Any]:
+    """`deliver(keep=...)` -> the version served."""
+    keep, abort = not f.flag("flush_cache", True), f.flag("abort_all_requests")
+    f.end()
+    async with updating(service):
+        return await served(service, lambda: deliver(keep=keep), abort=abort)
+
+
+async def update_weights_from_disk(service: Service, request: Request) -> dict[str, Any]:
+    """A folder on this machine. Requests in flight are parked meanwhile and go on, each token with its version."""
+    f = await fields_of(service, request)
+    path, version = f.text("model_path"), version_of(service, f)
+    f.only("load_format", "auto", "safetensors")
+    for harmless in ("is_async", "torch_empty_cache", "recapture_cuda_graph"):
+        f.only(harmless, False, True)
+    f.only("keep_pause", False)
+    f.only("manifest", {})
+    f.whole("token_step", 0, 0, 1 << 53)
+    if not path or "\0" in path or len(path) > 4096:
+        raise f.wrong("model_path", "it must name a folder")
+    return await _update(service, f, partial(staged.update, service.engine, service.run, staged.from_disk, path, version=version))
+
+
+async def update_weights_from_tensor(service: Service, request: Request) -> dict[str, Any]:
+    """All tensors as one safetensors file: as the body itself, or base64 in `serialized_named_tensors`. Never pickle."""
+    most = 4096 + 2 * sum(p.numel() * p.element_size() for p in service.engine.loaded.model.parameters())
+    body = await read_body(request, most + service.limits.body)
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind == "application/octet-stream":
+        f = Fields({k: v for k, v in request.query_params.items() if k == "weight_version"})
+        return await _update(service, f, _from_bytes(service, body, version_of(service, f)))
+    if kind != "application/json":
+        raise Refusal(415, f"the body is '{kind or 'of no type'}'; send application/octet-stream, or JSON")
+    f = Fields(parse(body))
+    parts = f.texts("serialized_named_tensors", 1)
+    f.only("load_format", "safetensors")
+    if len(parts) != 1:
+        raise Refusal(
+            400,
+            "serialized_named_tensors must be one base64 text of a safetensors file (pickle is never read); "
+            "or send the file itself as application/octet-stream",
+            param="serialized_named_tensors",
+        )
+    try:
+        blob = base64.b64decode(parts[0], validate=True)
+    except (binascii.Error, ValueError):
+        raise Refusal(400, "serialized_named_tensors is not base64", param="serialized_named_tensors") from None
+    return await _update(service, f, _from_bytes(service, blob, version_of(service, f)))
+
+
+def _from_bytes(service: Service, blob: bytes, version: int) -> Callable[..., Awaitable[int]]:
+    return partial(staged.update, service.engine, service.run, staged.from_bytes, blob, version=version)
+
+
+async def update_weights_from_ipc(service: Service, request: Request) -> dict[str, Any]:
+    """A segment of shared memory that a process of this machine has written, read in place: `manifest` and `segment` of its publication.
+
+    SGLang's payload are CUDA handles, pickled, on a ZMQ socket: unpickling runs what the other side wrote, so that way stays shut.
+    """
+    f = await fields_of(service, request)
+    if f.take("zmq_handles") is not None:
+        raise f.wrong("zmq_handles", "what comes that way is pickled, and pickle is never read: send manifest and segment of shared memory")
+    if service.segment is None:
+        raise Refusal(501, "this server maps no memory of others; use /update_weights_from_disk", code="not_implemented")
+    at = f.object("segment")
+    path, size, number = at.text("path", ""), at.whole("size", 0, 1, 1 << 50), at.whole("number", 0, 0, 1 << 60)
+    at.end()
+    try:
+        manifest = Manifest.of(f.take("manifest", {})).with_version(version_of(service, f))
+    except ValueError as error:
+        raise f.wrong("manifest", str(error)) from None
+
+    async def deliver(*, keep: bool) -> int:
+        return await staged.deliver(service.engine, manifest, Route("ipc", service.segment(path, size, number)), keep=keep)
+
+    return await _update(service, f, deliver)

@@ -1,0 +1,146 @@
+"""Where the trainer's tensors lie while somebody else has the device: host memory, each tensor the same object before and after.  SPEC H6.
+
+    device   masters  moments  gradients  critic  draft's optimizer          reference, teacher: there for their own pass
+                │ put ▲ fetch      └ spent: let go, zeros again                     │ put (nothing changed: no copy) ▲ fetch
+    host     a room for each, pinned beside a GPU, kept from one time to the next
+
+On a CPU the host is the device and nothing is saved; the copies and the count of bytes are the same, so laws that hold here hold there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from rondel.words.errors import TrainError
+
+if TYPE_CHECKING:
+    from rondel.models.load import Loaded
+    from rondel.train.optim import MasterWeights
+    from rondel.words.protocols import Claim
+
+
+class Host:
+    """Rooms in host memory."""
+
+    def __init__(self) -> None:
+        self._rooms: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> (its room, the device that it comes from)
+
+    def put(self, tensors: Iterable[Tensor], *, changed: bool = True) -> None:
+        """Off the device, bit for bit. Not `changed` since it was fetched: the room still has it."""
+        leaving = [t for t in tensors if not self.has(t)]
+        for t in leaving:
+            known = t in self._rooms
+            if not known:
+                pinned = t.device.type == "cuda"
+                self._rooms[t] = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=pinned), t.device
+            if changed or not known:
+                self._rooms[t][0].copy_(t.detach(), non_blocking=True)
+        if any(t.device.type == "cuda" for t in leaving):
+            torch.cuda.synchronize()
+        for t in leaving:
+            t.data = self._rooms[t][0]
+
+    def fetch(self, tensors: Iterable[Tensor]) -> None:
+        """Back to where each came from."""
+        for t in tensors:
+            if self.has(t):
+                room, device = self._rooms[t]
+                t.data = room.to(device, non_blocking=True, copy=True)
+
+    def has(self, tensor: Tensor) -> bool:
+        return tensor in self._rooms and tensor.data_ptr() == self._rooms[tensor][0].data_ptr()
+
+    def resident(self, tensors: Iterable[Tensor], seen: set[int]) -> int:
+        """Bytes of their storages that are not in a room, each storage once; those of `seen` were counted before."""
+        total = 0
+        for t in tensors:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in seen and not self.has(t):
+                seen.add(storage.data_ptr())
+                total += storage.nbytes()
+        return total
+
+
+class Offload:
+    """What a trainer keeps, and whether it lies on the device; all on the device's thread.
+
+    policy   its weights stay: the engine reads them, too
+    owners   optimizers: of the policy, of a critic, of a draft
+    beside   other models by what they are: "critic" is awake with the trainer; "reference" and "teacher" are there for their own pass only
+    claim    on the memory of a device that an engine wants, too. With one the trainer begins asleep, without one nothing moves by itself
+    high     most bytes on the device that were seen, until somebody sets it to 0 again
+    """
+
+    def __init__(self, policy: Loaded, owners: list[MasterWeights], beside: dict[str, Loaded | None], claim: Claim | None) -> None:
+        self.policy, self.owners, self.beside, self.claim = policy, owners, beside, claim
+        self.host, self.asleep, self.high = Host(), False, 0
+        if claim is not None:
+            for model in ("reference", "teacher"):
+                self.host.put(self._own(beside[model]))
+            self.sleep()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on the device by what they are, each storage once."""
+        seen: set[int] = set()
+        models = {name: self._own(model) for name, model in self.beside.items()}
+        optimizers = {name: [t for owner in self.owners for t in owner.state()[name]] for name in self.owners[0].state()}
+        what = {"weights": _tensors(self.policy), **models, **optimizers}
+        return {name: self.host.resident(tensors, seen) for name, tensors in what.items()}
+
+    def sleep(self) -> None:
+        if self.asleep:
+            return
+        for owner in self.owners:
+            owner.rest()
+        self.host.put(self._state())
+        self.asleep = True
+        if self.claim is not None:
+            self.claim.leave("trainer")
+
+    def wake(self) -> None:
+        if self.claim is not None:
+            self.claim.take("trainer")
+        self.host.fetch(self._state())
+        for owner in self.owners:
+            owner.rise()
+        self.asleep = False
+
+    def settle(self) -> None:
+        """What was made while it slept, by a checkpoint, sleeps too."""
+        if self.asleep:
+            self.host.put(self._state())
+
+    @contextmanager
+    def present(self, model: Loaded | None) -> Iterator[None]:
+        """For a pass of a frozen model."""
+        mine = self._own(model) if self.claim is not None else []
+        self.host.fetch(mine)
+        if mine:
+            self.high = max(self.high, sum(self.memory().values()))
+        try:
+            yield
+        finally:
+            self.host.put(mine, changed=False)
+
+    def refuse_asleep(self, verb: str) -> None:
+        if self.asleep:
+            raise TrainError(f"{verb} of a trainer that is asleep: its optimizer lies in host memory; wake it first (law 8)")
+
+    def _state(self) -> list[Tensor]:
+        """What a step needs and nobody else reads."""
+        return [*(t for owner in self.owners for tensors in owner.state().values() for t in tensors), *self._own(self.beside["critic"])]
+
+    def _own(self, model: Loaded | None) -> list[Tensor]:
+        """What a model has for itself: the base under an adapter is the policy's."""
+        policy = {id(t) for t in _tensors(self.policy)}
+        return [t for t in _tensors(model) if id(t) not in policy] if model is not None else []
+
+
+def _tensors(loaded: Loaded) -> list[Tensor]:
+    return [*loaded.model.parameters(), *loaded.model.buffers()]

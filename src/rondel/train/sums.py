@@ -1,0 +1,69 @@
+"""What a step measures of its tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rondel.train.parallel import Alone
+
+
+class Sums:
+    """Per-token terms of a step, reduced once at its end."""
+
+    def __init__(self) -> None:
+        self.loss, self.packed = 0.0, 0
+        self.terms: dict[str, list[Tensor]] = {}
+        self.values: dict[str, float] = {}
+
+    def add(self, loss: Tensor, terms: dict[str, Tensor]) -> None:
+        self.loss += float(loss)
+        for name, values in terms.items():
+            self.terms.setdefault(name, []).append(values.float().cpu())
+
+    def routed(self, flips_L: list[Tensor]) -> None:
+        """Share of each token's own choice of experts that the engine's record does not hold."""
+        for layer, flips in enumerate(flips_L):
+            self.terms.setdefault(f"flips_{layer}", []).append(flips.cpu())
+
+    def gather(self, ranks: Alone) -> None:
+        """All that the ranks have summed."""
+        told = ranks.everyone((self.loss, self.packed, {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces}))
+        self.loss, self.packed = sum(loss for loss, _, _ in told), sum(packed for _, packed, _ in told)
+        self.terms = {name: [terms[name] for _, _, terms in told if name in terms] for name in {n: 0 for _, _, t in told for n in t}}
+
+    def put(self, name: str, value: float) -> None:
+        self.values[name] = max(value, self.values.get(name, value))
+
+    def metrics(self, updates: int) -> dict[str, float]:
+        out = {"train/loss": self.loss / max(1, updates), "train/packed_tokens": float(self.packed), **self.values}
+        terms = {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces}
+        if "correction" in terms:
+            terms["dropped"] = (terms["correction"] == 0).float()
+        names_of = {
+            "entropy": "train/entropy",
+            "clipped": "train/clip_fraction",
+            "kl": "train/kl_ref",
+            "correction": "train/correction",
+            "dropped": "train/correction_dropped",
+            "value": "train/value_loss",
+            "value_clipped": "train/value_clip_fraction",
+        }
+        for term, name in names_of.items():
+            if term in terms and terms[term].numel():
+                out[name] = float(terms[term].mean())
+        flips = {name: values for name, values in terms.items() if name.startswith("flips_")}
+        if flips:
+            out["train/route_flips"] = float(torch.cat(list(flips.values())).mean())
+            out |= {f"train/route_{name}": float(values.mean()) for name, values in flips.items()}
+        if "gap" in terms and terms["gap"].numel():
+            gap = terms["gap"].abs()
+            out |= {
+                "train/gap_mean": float(gap.mean()),
+                "train/gap_max": float(gap.max()),
+                "train/gap_p99": float(np.quantile(gap.numpy(), 0.99)),
+            }
+        if "ratio" in terms and terms["ratio"].numel():
+            out["train/ratio_max_deviation"] = float((terms["ratio"] - 1).abs().max())
+        return out

@@ -1,0 +1,172 @@
+"""Files for SLURM and Kubernetes: what they say fits the cluster, and their syntax is what the other side reads."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rondel.cli import main, read_job
+from rondel.planner.launching import Layout, kuberay, slurm
+from rondel.words.config import Job
+from rondel.words.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "quickstart.toml"
+# https://ray-project.github.io/kuberay/reference/api/ (v1.4), required: of the CRDs since v1.0
+FIELDS = {
+    "RayJobSpec": set(["activeDeadlineSeconds", "backoffLimit", "rayClusterSpec", "submitterPodTemplate", "metadata", "clusterSelector", "submitterConfig", "managedBy", "deletionStrategy", "entrypoint", "runtimeEnvYAML", "jobId", "submissionMode", "entrypointResources", "entrypointNumCpus", "entrypointNumGpus", "ttlSecondsAfterFinished", "shutdownAfterJobFinishes", "suspend"]),
+    "RayClusterSpec": set(["suspend", "managedBy", "autoscalerOptions", "headServiceAnnotations", "enableInTreeAutoscaling", "gcsFaultToleranceOptions", "headGroupSpec", "rayVersion", "workerGroupSpecs"]),
+    "HeadGroupSpec": set(["template", "headService", "enableIngress", "rayStartParams", "serviceType"]),
+    "WorkerGroupSpec": set(["suspend", "groupName", "replicas", "minReplicas", "maxReplicas", "idleTimeoutSeconds", "rayStartParams", "template", "scaleStrategy", "numOfHosts"]),
+}  # fmt: skip
+REQUIRED = {
+    "RayJobSpec": {"entrypoint", "rayClusterSpec"},
+    "RayClusterSpec": {"headGroupSpec"},
+    "HeadGroupSpec": {"rayStartParams", "template"},
+    "WorkerGroupSpec": {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"},
+}
+
+
+def layout(nodes: int, gpus: int, *overrides: str, way: str = "ray", recipe: Path = RECIPE) -> Layout:
+    place = ("--place.kind=split", f"--place.cluster={way}")
+    return Layout(recipe, read_job(str(recipe), *overrides, *place)[0], nodes, gpus, overrides).check(way)
+
+
+def trained(text: str) -> Job:
+    """The recipe that the file's command means, of the words that a shell would hand over."""
+    line = next(line for line in text.replace("\\\n", " ").splitlines() if " train " in line)
+    words = shlex.split(line.partition("rondel train ")[2])
+    words = [w for w in words if w.startswith("--") and not w.startswith("--place.address")]
+    return read_job(str(RECIPE), *words)[0]
+
+
+@pytest.mark.parametrize("way", ["ray", "torchrun"])
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, 2), (2, 8), (16, 4)])
+def test_a_batch_script_is_good_shell_and_fills_the_cluster(tmp_path, way, nodes, gpus):
+    text = slurm(layout(nodes, gpus, "--loop.steps=7", way=way), way=way)
+    (tmp_path / "run.sh").write_text(text)
+    assert subprocess.run(["bash", "-n", tmp_path / "run.sh"], capture_output=True, text=True).stderr == ""
+    if found := shutil.which("shellcheck"):
+        done = subprocess.run([found, "--severity=style", tmp_path / "run.sh"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", text, re.MULTILINE))
+    assert (asked["nodes"], asked["gpus-per-node"], asked["ntasks-per-node"]) == (str(nodes), str(gpus), "1")
+    assert text.index("#SBATCH --output") < text.index("set -euo"), "sbatch reads no directive behind the first command"
+    job = trained(text)
+    assert (job.place.kind, job.place.cluster, job.place.engines, job.loop.steps) == ("split", way, 1, 7)
+    if way == "ray":
+        assert job.place.ranks + job.place.engines == nodes * gpus and text.count("ray start") == 2
+    else:
+        assert f"ranks={gpus - 1}\n" in text and f"--nnodes {nodes}" in text
+
+
+FAKES = {  # what the scripts call, each writing down what it was asked
+    "scontrol": 'printf "n0\\nn1\\nn2\\n"',
+    "srun": 'while [ "$1" != -w ]; do shift; done; node=$2; shift 2; echo "$node $*" >> "$CALLS"; "$@"',
+    "hostname": 'echo "10.0.0.7 fe80::1"',
+    "ray": 'if [ "$1" = start ]; then sleep 1; fi',
+    "torchrun": "exit 0",
+    "rondel": "exit 0",
+}
+
+
+@pytest.mark.parametrize("way", ["ray", "torchrun"])
+def test_a_batch_script_starts_what_it_should_where_it_should(tmp_path, way):
+    """Run by bash with stand-ins for SLURM, Ray and torchrun."""
+    for name, body in FAKES.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "run.sh").write_text(slurm(layout(3, 4, "--place.engines=2", way=way), way=way))
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "n[0-2]", "CALLS": str(tmp_path / "calls")}
+    done = subprocess.run(["bash", tmp_path / "run.sh"], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    if way == "torchrun":
+        told = {c.split()[0]: (c.split("--node-rank ")[1].split()[0], c.split("--nproc-per-node ")[1].split()[0]) for c in calls}
+        assert told == {"n0": ("0", "2"), "n1": ("1", "4"), "n2": ("2", "4")}
+        assert all("--master-addr n0 --master-port 20041" in c and "--place.engines=2" in c for c in calls)
+    else:
+        started = sorted(c for c in calls if "ray start" in c)
+        assert [c.split()[0] for c in started] == ["n0", "n1", "n2"] and "--head --node-ip-address=10.0.0.7" in started[0]
+        assert all("--address=10.0.0.7:6379 --num-gpus=4" in c for c in started[1:])
+        last = calls[-1] if "rondel train" in calls[-1] else next(c for c in calls if "rondel train" in c)
+        assert last.startswith("n0 rondel train") and "--place.ranks=10" in last and "--place.address=auto" in last
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_ray_job_has_what_its_definition_requires_and_nothing_else(nodes):
+    told = kuberay(layout(nodes, 8, "--place.engines=2"), image="registry/rondel:1", claim="disk")
+    config, job = yaml.safe_load_all(told)
+    spec = job["spec"]
+    cluster = spec["rayClusterSpec"]
+    parts = [("RayJobSpec", spec), ("RayClusterSpec", cluster), ("HeadGroupSpec", cluster["headGroupSpec"])]
+    parts += [("WorkerGroupSpec", group) for group in cluster.get("workerGroupSpecs", [])]
+    for kind, part in parts:
+        assert REQUIRED[kind] <= part.keys() <= FIELDS[kind], kind
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"]) and len(job["metadata"]["name"]) <= 47
+    groups = cluster.get("workerGroupSpecs", [])
+    assert sum(g["replicas"] for g in groups) == nodes - 1 and all(g["minReplicas"] == g["maxReplicas"] for g in groups)
+    for part in [cluster["headGroupSpec"], *groups]:
+        assert all(isinstance(v, str) for v in part["rayStartParams"].values())
+        (container,), volumes = part["template"]["spec"]["containers"], part["template"]["spec"]["volumes"]
+        assert container["image"] == "registry/rondel:1" and container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+        assert [m["name"] for m in container["volumeMounts"]] == [v["name"] for v in volumes] == ["recipe", "runs", "shm"]
+        assert volumes[0]["configMap"]["name"] == config["metadata"]["name"] and volumes[1]["persistentVolumeClaim"]["claimName"] == "disk"
+    assert config["data"] == {"quickstart.toml": RECIPE.read_text()}
+    words = shlex.split(spec["entrypoint"])
+    assert words[:3] == ["rondel", "train", "/recipe/quickstart.toml"]
+    told_job = read_job(str(RECIPE), *words[3:])[0]
+    assert (told_job.place.cluster, told_job.place.address, told_job.run.folder) == ("ray", "auto", "/runs/quickstart")
+    assert told_job.place.ranks + told_job.place.engines == 8 * nodes
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "more", "way", "said"),
+    [
+        (1, 1, [], "ray", "0 ranks and 1 engines do not fit"),
+        (1, 4, ["--place.ranks=4"], "ray", "4 ranks and 1 engines do not fit on 1 x 4 GPUs"),
+        (2, 2, ["--place.engines=2"], "torchrun", "leave no GPU of 2"),
+        (2, 4, ["--place.ranks=3"], "torchrun", "Leave place.ranks out"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(nodes, gpus, more, way, said):
+    with pytest.raises(UserError, match=said):
+        layout(nodes, gpus, *more, way=way)
+
+
+def test_the_command_prints_the_file(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["launch", "slurm", str(RECIPE), "--nodes", "2", "--gpus", "4", "--with", "torchrun", "--loop.steps=9"])
+    assert not end.value.code and "--loop.steps=9" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        main(["launch", "kuberay", str(RECIPE), "--nodes", "2"])
+    assert not end.value.code and len(list(yaml.safe_load_all(capsys.readouterr().out))) == 2
+
+
+def test_recipes_for_a_machine_and_for_a_ray_cluster_differ_by_four_lines():
+    """The pair that docs/place.md shows."""
+    text = (ROOT / "docs" / "place.md").read_text()
+    one, two = re.findall(r"```toml\n(# (?:one machine|a Ray cluster).*?)```", text, re.DOTALL)
+    lines = [{line.strip() for line in block.splitlines() if line.strip() and not line.startswith("#")} for block in (one, two)]
+    assert len(lines[1] - lines[0]) == 4 and not lines[0] - lines[1]
+    jobs = [Job.parse(over_tiny(block), "docs/place.md") for block in (one, two)]
+    trees = [job.tree() for job in jobs]
+    places = [tree.pop("place") for tree in trees]
+    assert trees[0] == trees[1] and places[0]["cluster"] == "local" and places[1]["cluster"] == "ray"
+
+
+def over_tiny(block: str) -> dict:
+    """Over the tiny recipe, as test_docs.py reads pieces of recipes."""
+    import tomllib
+
+    tree = tomllib.loads((ROOT / "recipes" / "tiny.toml").read_text())
+    for section, keys in tomllib.loads(block).items():
+        tree[section] = tree.get(section, {}) | keys
+    return tree
