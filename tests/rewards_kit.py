@@ -1,5 +1,7 @@
 """Rewards that an untrained model earns now and then, one for every turn, and an environment that has turns."""
 
+import os
+
 
 def parity(trajectory, task) -> float:
     """1 for an odd number of characters: about half of all answers."""
@@ -26,3 +28,13 @@ class Twice:
         chat.give([{"role": "user", "content": "again"}])
         await chat.reply()
         return chat.trajectory
+
+
+def world(trajectory, task) -> float:
+    """What no recipe determines decides whether a group agrees."""
+    return float(len(trajectory.text) % int(os.environ["RONDEL_TEST_WORLD"]))
+
+
+def short(trajectory, task) -> float:
+    """1 for an answer that ended by itself soon."""
+    return float(trajectory.written < 10)

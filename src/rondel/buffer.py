@@ -8,19 +8,35 @@ Admit while live < (v + S + 1)·P. A group born at b is trained at v <= b + S, s
 deadlines can be kept as long as, for every b, (unconsumed groups born at b or before) <= P·(batches from now to b + S). `take` picks the
 oldest finished group whose absence from the batches after it keeps this true: whoever is slow is overtaken until its deadline, and then
 waited for. S = 0 makes every group due at once, so synchronous training is a consequence.
+
+X oversample > 0: admit while live < (v + S + 1)·P + X and take whoever has finished. Who would be older than S is late: at the advance of v
+its place is refunded, and its task is lost (and counted), or asked again from the beginning.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 
 from rondel.words.errors import LawError, StalledError, UserError
 from rondel.words.events import Admitted, Warned, emit
+from rondel.words.protocols import Order
 from rondel.words.types import Group, Slot, Task, decode, encode
+
+LATE = "late"
+SHORT = -1  # instead of a group's number: the batch stays as short as it is
+
+
+class AnyOrder:
+    """What happens in a buffer happens when it can."""
+
+    def may(self, what: str, number: int) -> bool:
+        return True
+
+    def did(self, what: str, number: int) -> None: ...
 
 
 class Buffer:
@@ -29,9 +45,12 @@ class Buffer:
     groups_per_step  P, groups in one training step
     max_staleness    S, how many versions may pass between a group's admission and its training; 0 is synchronous
     window           at most so far past an unfinished group does `take` look, in admission numbers: 1 is first in, first out. None: no limit
+    oversample       X, groups begun beyond those of which each is certain to be trained in time
+    retry            whether the task of a late group is asked again
     start            the version at which this buffer's first batch is trained; v counts batches from there
     max_refills      a step gives up refilling after this many times P dropped groups
     patience         seconds without any change after which a wait is an error (law 10)
+    order            asked before, told after whatever changes what a batch will be: it records the order, or enforces a recorded one
     """
 
     def __init__(
@@ -40,10 +59,13 @@ class Buffer:
         groups_per_step: int,
         max_staleness: int = 0,
         window: int | None = None,
+        oversample: int = 0,
+        retry: bool = False,
         version: int = 0,
         start: int = 0,
         max_refills: int = 20,
         patience: float = 1800.0,
+        order: Order | None = None,
     ) -> None:
         if window is not None and not 1 <= window <= max_staleness * groups_per_step + 1:
             raise UserError(
@@ -52,9 +74,12 @@ class Buffer:
             )
         self.groups_per_step, self.max_staleness, self.window = groups_per_step, max_staleness, window
         self.version, self.start, self.max_refills, self.patience = version, start, max_refills, patience
+        self.oversample, self.retry = oversample, retry
+        self.order: Order = order or AnyOrder()
         self.admitted = 0  # also the next admission number
         self.refunded = 0
         self.trained = 0
+        self.retried = 0
         self.filtered: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self._waiting: deque[Slot] = deque()
@@ -67,6 +92,11 @@ class Buffer:
         self._closed = False
         self._changed = asyncio.Condition()
 
+    @property
+    def lanes(self) -> int:
+        """How many groups can be written at once."""
+        return (self.max_staleness + 1) * self.groups_per_step + self.oversample
+
     # -- the feed's side -------------------------------------------------------------------------
 
     @property
@@ -74,26 +104,28 @@ class Buffer:
         return self.admitted - self.refunded
 
     def has_room(self) -> bool:
-        limit = (self.version - self.start + self.max_staleness + 1) * self.groups_per_step
+        limit = (self.version - self.start + self.max_staleness + 1) * self.groups_per_step + self.oversample
         return self.live < limit and not self._exhausted()
 
     async def admit(self, task: Task) -> Slot:
         """Wait until the inequality holds, then give the task its number and its birth version."""
         async with self._changed:
-            await self._until(self.has_room, who="feed", waits_for="room in the buffer")
-            slot = Slot(self.admitted, task, self.version)
-            self.admitted += 1
-            self._waiting.append(slot)
-            self._opened(slot.number, slot.born)
-            self._changed.notify_all()
+            await self._turn("admit", lambda: self.admitted if self.has_room() else None, who="feed", waits_for="room in the buffer")
+            return self._admit(task)
+
+    def _admit(self, task: Task) -> Slot:
+        slot = Slot(self.admitted, task, self.version)
+        self.admitted += 1
+        self._waiting.append(slot)
+        self._opened(slot.number, slot.born)
         emit(Admitted(slot.number, task.id, slot.born))
         return slot
 
     async def close(self) -> None:
         """No more tasks will come: what is in flight is finished, and the last batch may be short."""
         async with self._changed:
+            await self._turn("close", lambda: self.admitted, who="feed")
             self._closed = True
-            self._changed.notify_all()
 
     # -- the rollouts' side ----------------------------------------------------------------------
 
@@ -109,19 +141,50 @@ class Buffer:
 
     async def put(self, slot: Slot, group: Group) -> None:
         async with self._changed:
+            await self._turn("put", lambda: slot.number, who="roll")
             self._leave_rolling(slot)
-            self._finished[slot.number] = group
-            self._changed.notify_all()
+            if self._is_late(slot.born):
+                self._lose(slot)
+            else:
+                self._finished[slot.number] = group
 
     async def drop(self, slot: Slot, reason: str, *, failed: bool = False) -> None:
         """The group ends here; its place is refunded, so the feed admits another task."""
         async with self._changed:
+            await self._turn("drop", lambda: slot.number, who="roll")
             self._leave_rolling(slot)
+            if self._is_late(slot.born):
+                return self._lose(slot)
             self._gone(slot.number)
             (self.failed if failed else self.filtered)[reason] += 1
             self.refunded += 1
             self._dropped_since_take += 1
-            self._changed.notify_all()
+
+    async def in_time(self, slot: Slot, work: Awaitable[Group]) -> Group:
+        """What comes of the work; a group without trajectories as soon as it would be late."""
+        rolling, late = asyncio.ensure_future(work), asyncio.ensure_future(self._until_late(slot))
+        try:
+            await asyncio.wait([rolling, late], return_when=asyncio.FIRST_COMPLETED)
+            return rolling.result() if rolling.done() else Group(slot.number, slot.task, [], slot.born)
+        finally:
+            for each in (rolling, late):
+                each.cancel()
+
+    async def _until_late(self, slot: Slot) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_late(slot.born))
+
+    def _is_late(self, born: int) -> bool:
+        return self.oversample > 0 and self.version - born > self.max_staleness
+
+    def _lose(self, slot: Slot) -> None:
+        """Its place is refunded, and taken again at once if its task is asked again: its number, and so its noise, is a new one."""
+        self._gone(slot.number)
+        self.filtered[LATE] += 1
+        self.refunded += 1
+        if self.retry:
+            self.retried += 1
+            self._admit(slot.task)
 
     def _leave_rolling(self, slot: Slot) -> None:
         if self._rolling.pop(slot.number, None) is None:
@@ -136,8 +199,8 @@ class Buffer:
         picked: list[Group] = []
         async with self._changed:
             while len(picked) < self.groups_per_step:
-                await self._until(lambda: self._next() is not None or self._idle(), who="learner", waits_for="finished groups")
-                if (number := self._next()) is None:
+                number = await self._turn("pick", self._next, who="learner", waits_for="finished groups")
+                if number == SHORT:
                     break
                 picked.append(self._taken.setdefault(number, self._finished.pop(number)))
                 self._gone(number)
@@ -164,16 +227,27 @@ class Buffer:
         self.check()
 
     async def advance(self, version: int) -> None:
-        """`version` serves from now on: room appears, the feed wakes."""
+        """`version` serves from now on: room appears, the feed wakes, and who is late by now goes."""
         async with self._changed:
+            await self._turn("advance", lambda: version, who="learner")
             self.version = version
-            self._changed.notify_all()
+            self._lose_late()
+
+    def _lose_late(self) -> None:
+        late = [slot for slot in self._waiting if self._is_late(slot.born)]
+        late += [Slot(n, group.task, group.born) for n, group in self._finished.items() if self._is_late(group.born)]
+        for slot in sorted(late, key=lambda slot: slot.number):
+            if self._finished.pop(slot.number, None) is None:
+                self._waiting.remove(slot)
+            self._lose(slot)
 
     def _next(self) -> int | None:
-        """The oldest finished group, unless a place must be kept for older ones that have not finished."""
+        """The oldest finished group, unless a place must be kept for older ones that have not finished; SHORT if none will come for this step."""
         if not self._finished:
-            return None
+            return SHORT if self._idle() else None
         number = min(self._finished)
+        if self.oversample:
+            return number
         if self.window is not None and number >= next(iter(self._open)) + self.window:
             return None
         left, older = self.groups_per_step - len(self._taken) - 1, 0
@@ -237,7 +311,7 @@ class Buffer:
         return {
             "version": version,
             "start": self.start,
-            "counts": [self.admitted, self.refunded, self.trained],
+            "counts": [self.admitted, self.refunded, self.trained, self.retried],
             "filtered": dict(self.filtered),
             "failed": dict(self.failed),
             "unfinished": [asdict(s) for s in unfinished],
@@ -246,15 +320,34 @@ class Buffer:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.version, self.start = state["version"], state["start"]
-        self.admitted, self.refunded, self.trained = state["counts"]
+        self.admitted, self.refunded, self.trained, self.retried = state["counts"]
         self.filtered, self.failed = Counter(state["filtered"]), Counter(state["failed"])
         self._waiting.extend(Slot(s["number"], Task(**s["task"]), s["born"]) for s in state["unfinished"])
         self._finished = {g.id: g for g in map(decode, state["finished"])}
         for number, born in sorted([(s.number, s.born) for s in self._waiting] + [(g.id, g.born) for g in self._finished.values()]):
             self._opened(number, born)
+        self._lose_late()  # the checkpoint was written before the advance
         self.check()
 
     # -- waiting ---------------------------------------------------------------------------------
+
+    async def turn(self, what: str, number: int, *, who: str) -> None:
+        """Something that changes nothing here has its place in the order, too."""
+        async with self._changed:
+            await self._turn(what, lambda: number, who=who)
+
+    async def _turn(self, what: str, ready: Callable[[], int | None], *, who: str, waits_for: str = "its turn") -> int:
+        """Until `ready` gives a number and the order allows it. -> the number.  Everyone looks again when the lock is free."""
+
+        def may() -> bool:
+            return (number := ready()) is not None and self.order.may(what, number)
+
+        await self._until(may, who=who, waits_for=waits_for)
+        number = ready()
+        assert number is not None
+        self.order.did(what, number)
+        self._changed.notify_all()
+        return number
 
     async def _until(self, ready: Callable[[], object], *, who: str, waits_for: str) -> None:
         while not ready():

@@ -41,7 +41,7 @@ async def learn(buffer, prepare, trainer, engine, devices, sync, algo, steps: It
         clock.lap("wait")
         if not groups:
             return
-        emit(GroupsTaken(step, buffer.version, groups))
+        emit(GroupsTaken(step, buffer.version, groups, buffer.max_staleness))
         batch = await prepare(groups)  # one packed batch; annotators that need an engine run here
         clock.lap("prepare")
         async with devices.parked():  # Shared: requests stand still.  Split: nothing
@@ -60,10 +60,10 @@ async def learn(buffer, prepare, trainer, engine, devices, sync, algo, steps: It
 
 
 async def run(tasks, buffer, *, attempt, score, judge, prepare, trainer, engine, devices, sync, algo, steps, milestone) -> None:
-    """One feed, (S + 1)·P rolling lanes and the learner; ends with the learner, and the first error ends all."""
+    """One feed, (S + 1)·P + X rolling lanes and the learner; ends with the learner, and the first error ends all."""
     async with asyncio.TaskGroup() as crew:
         lanes = [crew.create_task(feed(tasks, buffer), name="feed")]
-        for number in range((buffer.max_staleness + 1) * buffer.groups_per_step):
+        for number in range(buffer.lanes):
             lanes.append(crew.create_task(roll(buffer, attempt, score, judge), name=f"roll-{number}"))
         await learn(buffer, prepare, trainer, engine, devices, sync, algo, steps, milestone)
         for lane in lanes:

@@ -39,7 +39,7 @@ def test_tokens_and_logprobs_are_those_of_the_model_before_and_after_an_update(k
         with torch.no_grad():
             for p in loaded.model.parameters():
                 p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(round_)) * 0.05)
-        e.scheduler.drop_cache()
+        e.scheduler.drop_cache(e.version)
 
 
 def test_bfloat16_rounds_where_the_model_rounds():

@@ -80,9 +80,9 @@ class Machine:
 
     def new_weights(self, *, keep):
         if not keep:
-            self.scheduler.drop_cache()
+            self.scheduler.drop_cache(self.version)
         self.version += 1
-        self.scheduler.new_version(self.version)
+        self.scheduler.new_version(self.version, self.version - 1)
 
     def idle(self):
         s = self.scheduler

@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 from fakes import CountingTrainer, Rollouts, endless, loop_kit
 from hypothesis import given, settings
@@ -58,6 +59,16 @@ groups = st.builds(Group, st.integers(0, 10**9), tasks, st.lists(trajectories(),
 @given(groups)
 def test_a_group_survives_json_exactly(group):
     assert decode(json.loads(json.dumps(encode(group)))) == group
+
+
+def test_what_arrays_hold_survives_too():
+    """The routes of a mixture's tokens and what they were drawn from: arrays, as engines give them."""
+    t = Trajectory(experts=np.arange(12, dtype=np.uint8).reshape(2, 2, 3))
+    t.extend([1])
+    t.extend([2, 3], logprobs=[-0.5, -0.5], versions=[0, 0], support=[np.array([2, 9], np.int32), None])
+    back = decode(json.loads(json.dumps(encode(Group(0, Task("t", "e", {}), [t], 0))))).trajectories[0]
+    assert back.experts.dtype == np.uint8 and np.array_equal(back.experts, t.experts)
+    assert [None if ids is None else list(ids) for ids in back.support] == [None, [2, 9], None]
 
 
 def simple(slot) -> Group:
@@ -133,4 +144,4 @@ def test_a_state_that_does_not_add_up_is_refused():
     buffer = Buffer(groups_per_step=2)
     state = buffer.state(0)
     with pytest.raises(LawError, match="ledger"):
-        Buffer(groups_per_step=2).restore({**state, "counts": [5, 0, 3]})
+        Buffer(groups_per_step=2).restore({**state, "counts": [5, 0, 3, 0]})

@@ -167,6 +167,22 @@ def test_replay_compares_and_names_the_steps_that_exist(rondel, tmp_path, assemb
     assert code == 1 and "has no finished step 9; finished: 1 to 4" in err
 
 
+def test_a_recorded_run_is_replayed_whole_or_the_differences_are_named(rondel, tmp_path, assemble):
+    ran = []
+    assemble.again = lambda folder, into: (folder, into)
+    assemble.train = lambda job, quiet, schedule: ran.append((job, schedule))
+    assemble.differences = lambda folder, into: []
+    code, out, _ = rondel("replay", tmp_path, "--into", tmp_path / "again")
+    assert code == 0 and "bit for bit" in out
+    assert ran == [(tmp_path, tmp_path / "again")]
+    assemble.differences = lambda folder, into: ["version 3: root"]
+    code, out, _ = rondel("replay", tmp_path, "--into", tmp_path / "again", "--json")
+    assert code == 1 and json.loads(out)["differences"] == ["version 3: root"]
+    for words in ([], ["--step", "1", "--into", tmp_path / "again"]):
+        code, _, err = rondel("replay", tmp_path, *words)
+        assert code == 2 and "--into FOLDER" in err
+
+
 # -- verbs that show things ------------------------------------------------------------------------
 
 

@@ -40,7 +40,8 @@ def test_a_failed_reward_is_no_zero_and_nothing_is_no_number():
 
 
 def test_lag_is_measured_at_consumption():
-    row = from_taken(GroupsTaken(4, 3, [group(0, 3, [1.0]), group(1, 2, [1.0]), group(2, 2, [1.0]), group(3, 1, [1.0])]))
+    row = from_taken(GroupsTaken(4, 3, [group(0, 3, [1.0]), group(1, 2, [1.0]), group(2, 2, [1.0]), group(3, 1, [1.0])], 2))
+    assert row.pop("loop/lag_limit") == 2
     assert row == {"loop/lag_mean": 1.0, "loop/lag_max": 2, "loop/lag_is_0": 0.25, "loop/lag_is_1": 0.5, "loop/lag_is_2": 0.25}
 
 

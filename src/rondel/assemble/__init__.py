@@ -9,7 +9,15 @@ def __getattr__(name: str) -> Any:
     """Each verb lives in its own file and is imported when it is asked for."""
     import importlib
 
-    verbs = {"build": "parts", "train": "running", "check": "checking", "replay": "replaying", "evaluate_checkpoint": "evaluating"}
+    verbs = {
+        "build": "parts",
+        "train": "running",
+        "check": "checking",
+        "replay": "replaying",
+        "again": "replaying",
+        "differences": "replaying",
+        "evaluate_checkpoint": "evaluating",
+    }
     if name not in verbs:
         raise AttributeError(name)
     return getattr(importlib.import_module(f"rondel.assemble.{verbs[name]}"), name)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rondel.assemble.hosts import EngineHost, Known, TrainerHost, engine_of, policy_of, speculation_of, trainer_of
-from rondel.assemble.refusals import refuse_routes_of
+from rondel.assemble.refusals import refuse_routes_of, refuse_unrepeatable
 from rondel.assemble.remote import RemoteEngine, RemoteTrainer
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.foreign import ForeignEngine
@@ -89,6 +89,8 @@ class Plan:
     def __post_init__(self) -> None:
         where = self.job.place
         self.device = pick_device(where.device)
+        if self.job.run.record:
+            refuse_unrepeatable(self.job, self.device, torchrun.rank_and_size()[1] if where.cluster == "torchrun" else where.ranks)
         self.threads = None if where.threads == "auto" else where.threads
         apart = "module" if where.kind == "shared" else {"local": "device", "ray": "machine"}.get(where.cluster, "process")
         if self.job.engine.kind != "builtin":

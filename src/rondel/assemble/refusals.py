@@ -90,6 +90,29 @@ def refuse_routes_of(job: Job, routers: int) -> None:
         )
 
 
+def refuse_unrepeatable(job: Job, device: str, ranks: int) -> None:
+    """A recorded run is done again bit for bit: what would make that a matter of luck is refused by name."""
+    rules = [
+        (job.engine.kind == "builtin", f'engine.kind = "{job.engine.kind}" does not tell what it computed when: use "builtin"'),
+        (
+            job.engine.numerics == "aligned",
+            f'engine.numerics = "{job.engine.numerics}" makes bits depend on who else is in the batch: set engine.numerics = "aligned"',
+        ),
+        (device == "cpu", f'place.device is {device}, whose kernels do not promise the same bits twice: set place.device = "cpu"'),
+        (job.place.threads != "auto", "sums depend on how many threads share them: set place.threads to a number"),
+        (ranks == 1, f"gradients are summed over {ranks} ranks in an order of their own: set place.ranks = 1"),
+        (
+            job.engine.speculative.kind == "off",
+            f'engine.speculative.kind = "{job.engine.speculative.kind}" guesses as much as its clock says is worth it: set it to "off"',
+        ),
+        (not job.loop.oversample, f"loop.oversample = {job.loop.oversample} gives up groups at moments that are not recorded: set it to 0"),
+        (not job.engine.compile, "engine.compile chooses kernels by the size of the batch: set it to false"),
+    ]
+    for holds, rule in rules:
+        if not holds:
+            raise ConfigError(f"run.record: {rule}")
+
+
 def _foreign(job: Job, sampling: Sampling) -> None:
     """What an engine of others does not have, each by name."""
     e, p = job.engine, job.place

@@ -92,7 +92,7 @@ class Rollouts:
             if sampling is not None or not (p.sampling.truncated or request.sampling.truncated):
                 return await resumed(p.engine.generate, request)
             request.wants |= {"support"}
-            done = await p.engine.generate(request)
+            done = await resumed(p.engine.generate, request)
             refuse_wide(done.support or [], request.sampling)
             done.support = [None if ids is None else np.asarray(ids, np.int32) for ids in done.support or []]
             return done

@@ -7,7 +7,7 @@ import itertools
 import os
 import platform
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from rondel.algos.table import SFT
 from rondel.assemble.hosts import follow
 from rondel.assemble.joining import admit
 from rondel.assemble.parts import Parts, build, row_of, sampling_of
+from rondel.assemble.recording import InOrder, Scheduled, finishing
 from rondel.assemble.rollouts import Demonstrations, Rollouts, prepare, prepare_of, rollouts_of
-from rondel.buffer import Buffer
+from rondel.buffer import LATE, Buffer
 from rondel.evaluate import evaluate
 from rondel.filter import chain
 from rondel.generate.envs.stream import stream
@@ -31,8 +32,9 @@ from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import keep_memory, pick_device
 from rondel.runtime.journal import store
 from rondel.runtime.journal.log import FILE, Journal
+from rondel.runtime.journal.schedule import Recorder, Schedule
 from rondel.runtime.telemetry.card import write_card
-from rondel.runtime.telemetry.metrics import StepMetrics
+from rondel.runtime.telemetry.metrics import LateBias, StepMetrics
 from rondel.runtime.telemetry.progress import Progress
 from rondel.runtime.telemetry.sinks import open_sinks
 from rondel.train.checkpoint import Checkpoints
@@ -40,12 +42,15 @@ from rondel.train.pack import Batch
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError, StalledError, SyncError, WorkerError
 from rondel.words.events import Checkpointed, Resumed, RunEnded, RunStarted, Warned, emit, subscribe
+from rondel.words.types import Group, Slot, Verdict
 
 RESTARTS = 3  # of a run that lost a rank of its trainer
 
 
-def train(job: Job, *, quiet: bool = False, built: Callable[[Parts], Any] | None = None) -> dict[str, Any]:
-    """Run the recipe, or continue its folder. -> the run card. `built` sees the parts before the first step."""
+def train(
+    job: Job, *, quiet: bool = False, built: Callable[[Parts], Any] | None = None, schedule: Schedule | None = None
+) -> dict[str, Any]:
+    """Run the recipe, or continue its folder. -> the run card. `built` sees the parts before the first step; a schedule is followed."""
     keep_memory()
     if job.place.cluster == "torchrun" and torchrun.rank_and_size()[0]:
         follow(job, row_of(job), sampling_of(job), torchrun.own_device(pick_device(job.place.device)), None)
@@ -54,12 +59,12 @@ def train(job: Job, *, quiet: bool = False, built: Callable[[Parts], Any] | None
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):
-            return _train(job, folder, quiet, built)
+            return _train(job, folder, quiet, built, schedule)
     except Timeout as error:
         raise ConfigError(f"another process is training in {folder}; wait for it, or set --run.folder to another one") from error
 
 
-def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | None) -> dict[str, Any]:
+def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | None, schedule: Schedule | None) -> dict[str, Any]:
     _same_recipe(job, folder)
     checkpoints = Checkpoints(folder / "checkpoints", job.run.checkpoint.keep)
     total = job.loop.warmup.steps + job.loop.steps
@@ -72,18 +77,25 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
                 f"{folder} is complete: {found[1]['step']} of {total} steps. To go on, set --loop.steps higher; the card is in {folder / 'card.md'}"
             )
             return write_card(folder)
+        interrupted = not found and (folder / FILE).is_file()  # before its first checkpoint
+        if job.run.record and (found or interrupted):
+            raise ConfigError(
+                f"{folder} was interrupted, and what was in flight then cannot be replayed: go on with --run.record=false, or begin in another run.folder"
+            )
         parts = build(job, folder)
         ends.callback(lambda: parts.close())  # those of the last start
         if built:
             built(parts)
         checkpoints.check_disk(parts.placed.checkpoint_bytes)
-        interrupted = not found and (folder / FILE).is_file()  # before its first checkpoint
+        if job.run.record:
+            schedule = Recorder(folder)
+            ends.callback(schedule.close)
         journal = Journal(folder, job.run.durability)
         ends.callback(journal.close)
         sinks = open_sinks(job.run.sinks, folder, after=found[1]["step"] if found else -1)
         for sink in sinks:
             ends.callback(sink.close)
-        for reader in (journal.write, store.RolloutStore(folder).write, StepMetrics(*(s.write for s in sinks)).read):
+        for reader in (journal.write, store.RolloutStore(folder).write, StepMetrics(*(s.write for s in sinks), LateBias().write).read):
             ends.callback(subscribe(reader))
         if unread := [key for key in job.unread() if not key.startswith(("run.", "loop.", "task.eval", "trainer.", "algo."))]:
             raise ConfigError(
@@ -91,7 +103,7 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
             )
         _replace(folder / "job.toml", tomli_w.dumps(_without_none(job.tree())))
         emit(RunStarted(str(folder), job.digest(), facts_of(parts)))
-        run = Run(job, parts, folder, checkpoints)
+        run = Run(job, parts, folder, checkpoints, schedule)
         if interrupted:
             emit(Resumed(0, 0, ""))
         for restarts in itertools.count(1):
@@ -100,7 +112,7 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
                 return write_card(folder)
             except BaseException as error:
                 lost = lost_worker(error)
-                if lost is None or restarts > RESTARTS:
+                if lost is None or restarts > RESTARTS or schedule is not None:
                     raise
                 found = checkpoints.latest()
                 emit(
@@ -110,10 +122,19 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
                 )
             parts.close()
             parts = build(job, folder)
-            run = Run(job, parts, folder, checkpoints)
+            run = Run(job, parts, folder, checkpoints, schedule)
             if not found:
                 emit(Resumed(0, 0, ""))
         raise AssertionError
+
+
+Attempt = Callable[[Slot], Awaitable[Group]]
+Judge = Callable[[Group], Verdict]
+
+
+def in_time(attempt: Attempt, judge: Judge, buffer: Buffer) -> tuple[Attempt, Judge]:
+    """An attempt ends when it is late; then there is nothing to judge."""
+    return lambda slot: buffer.in_time(slot, attempt(slot)), lambda group: judge(group) if group.trajectories else Verdict(False, LATE)
 
 
 def lost_worker(error: BaseException) -> WorkerError | StalledError | None:
@@ -127,8 +148,10 @@ def lost_worker(error: BaseException) -> WorkerError | StalledError | None:
 class Run:
     """The phases of one run and what happens between two versions."""
 
-    def __init__(self, job: Job, parts: Parts, folder: Path, checkpoints: Checkpoints) -> None:
-        self.job, self.parts, self.folder, self.checkpoints = job, parts, folder, checkpoints
+    def __init__(self, job: Job, parts: Parts, folder: Path, checkpoints: Checkpoints, schedule: Schedule | None) -> None:
+        self.job, self.parts, self.folder, self.checkpoints, self.schedule = job, parts, folder, checkpoints, schedule
+        if schedule is not None:
+            parts.placed.engine = Scheduled(parts.engine, schedule)
         self.buffer: Buffer
         self.began = time.perf_counter()
 
@@ -181,7 +204,7 @@ class Run:
     async def _reinforce(self, steps: range, saved: dict[str, Any] | None) -> None:
         parts, job = self.parts, self.job
         window = None if job.loop.window == "auto" else job.loop.window
-        buffer = self._buffer(job.loop.groups_per_step, job.loop.max_staleness, window, saved)
+        buffer = self._buffer(job.loop.groups_per_step, job.loop.max_staleness, window, saved, job.loop.oversample)
         if job.loop.max_staleness and "advantages" in parts.row.needs and not parts.row.corrects:
             emit(
                 Warned(
@@ -190,16 +213,21 @@ class Run:
             )
         await self._loop(buffer, rollouts_of(parts), parts.judge, parts.algo, steps, prepare_of(parts))
 
-    def _buffer(self, groups: int, staleness: int, window: int | None, saved: dict[str, Any] | None) -> Buffer:
+    def _buffer(self, groups: int, staleness: int, window: int | None, saved: dict[str, Any] | None, oversample: int = 0) -> Buffer:
         version = self.parts.engine.version
         self.buffer = Buffer(
             groups_per_step=groups,
             max_staleness=staleness,
             window=window,
+            oversample=oversample,
+            retry=self.job.loop.late == "retry",
             version=version,
             start=version,
             max_refills=self.job.loop.max_refills,
+            order=self.schedule,
         )
+        if self.schedule is not None:
+            self.schedule.begin()
         if saved:
             self.buffer.restore(saved["buffer"])
         return self.buffer
@@ -208,10 +236,15 @@ class Run:
         self, buffer: Buffer, rollouts: Rollouts, judge: Callable, algo: Any, steps: range, prepare: Callable = prepare
     ) -> None:
         parts = self.parts
-        tasks = stream(parts.tasks.train, seed=self.job.loop.seed, start=buffer.admitted)
+        tasks = stream(parts.tasks.train, seed=self.job.loop.seed, start=buffer.admitted - buffer.retried)
+        attempt, score, devices = rollouts.attempt, rollouts.score, parts.placed.devices
+        if buffer.oversample:
+            attempt, judge = in_time(attempt, judge, buffer)
+        if self.schedule is not None:
+            score, devices = finishing(score, buffer), InOrder(devices, self.schedule, buffer)
         await loop.run(
-            tasks, buffer, attempt=rollouts.attempt, score=rollouts.score, judge=judge, prepare=prepare, trainer=parts.trainer,
-            engine=parts.engine, devices=parts.placed.devices, sync=self.sync, algo=algo, steps=steps, milestone=self.milestone,
+            tasks, buffer, attempt=attempt, score=score, judge=judge, prepare=prepare, trainer=parts.trainer,
+            engine=parts.engine, devices=devices, sync=self.sync, algo=algo, steps=steps, milestone=self.milestone,
         )  # fmt: skip
 
     async def sync(self, trainer: Any, engine: Any) -> int:
@@ -233,6 +266,7 @@ class Run:
             await self._evaluate(step)
         if step == last or (job.run.checkpoint.every and step % job.run.checkpoint.every == 0):
             began = time.perf_counter()
+            await self.buffer.turn("save", version, who="learner")
             state = {"step": step, "config": job.digest(), "buffer": self.buffer.state(version)}
             path = await self.checkpoints.write(step, self.parts.trainer.save, state)
             emit(Checkpointed(step, version, str(path), time.perf_counter() - began))

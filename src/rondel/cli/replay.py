@@ -1,8 +1,9 @@
-"""rondel replay: one step again, from its stored rollouts."""
+"""rondel replay: one step again from its stored rollouts, or a recorded run whole."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,13 +11,21 @@ import typer
 
 def run(
     folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder.")],
-    step: Annotated[int, typer.Option("--step", min=1, help="Which step.")],
+    step: Annotated[int | None, typer.Option("--step", min=1, help="Which step.")] = None,
+    into: Annotated[
+        Path | None, typer.Option("--into", metavar="FOLDER", help="Of a run with --record: the whole run again, into this folder.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Train one step again and compare.
+    """Train one step again, or a whole recorded run, and compare.
 
-    From its stored rollouts; every metric beside what was recorded.
+    A step from its stored rollouts, every metric beside what was recorded; a run from nothing but its recipe and its schedule, bit for bit.
     """
+    if (step is None) == (into is None):
+        raise typer.BadParameter("give --step N, or --into FOLDER for the whole run")
+    if into is not None:
+        return _whole(Path(folder), into, as_json)
+    assert step is not None
     from rondel.runtime.journal.log import read
     from rondel.words.errors import UserError
 
@@ -35,6 +44,20 @@ def run(
     for name in names:
         was, now = recorded.get(name), replayed.get(name)
         print(f"{name:<{width}}  {_number(was):>14}  {_number(now):>14}  {_difference(was, now)}")
+
+
+def _whole(folder: Path, into: Path, as_json: bool) -> None:
+    from rondel.assemble import again, differences, train
+
+    job, schedule = again(folder, into)
+    train(job, quiet=as_json, schedule=schedule)
+    differ = differences(folder, into)
+    if as_json:
+        print(json.dumps({"folder": str(folder), "into": str(into), "differences": differ}))
+    else:
+        print("\n".join(differ) or f"{into} has the rollouts, metrics and weights of {folder}, bit for bit")
+    if differ:
+        raise typer.Exit(1)
 
 
 def _number(value: float | None) -> str:

@@ -14,13 +14,16 @@ SETTINGS = OVERRIDES
 def run(
     ctx: typer.Context,
     recipe: Annotated[str, typer.Argument(metavar="RUN.toml", help="The recipe; `rondel explain RUN.toml` shows what it means.")],
+    record: Annotated[
+        bool, typer.Option("--record", help="run.record: write down what the recipe does not determine, for `rondel replay --into`.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and errors.")] = False,
 ) -> None:
     """Train a model by a recipe.
 
     --section.key=value overrides the recipe. An unfinished run folder is continued by the same command.
     """
-    job, _ = read_job(recipe, *ctx.args)
+    job, _ = read_job(recipe, *ctx.args, *["--run.record=true"] * record)
     from rondel.assemble import train
 
     card = train(job, quiet=quiet)

@@ -145,9 +145,28 @@ class Loop(Section):
     max_staleness: int = Field(0, ge=0)
     in_flight: Literal["hold", "drain", "abort"] = "hold"
     window: int | Literal["auto"] = "auto"
+    oversample: int = Field(
+        0, ge=0, description="groups begun beyond those that are waited for: the first to finish are trained, who is late is lost"
+    )
+    late: Literal["drop", "retry"] = Field(
+        "drop", description="what becomes of the task of a group that is late: gone and counted, or asked again"
+    )
     seed: int = 0
     max_refills: int = Field(20, ge=1)
     warmup: Warmup = Warmup()
+
+    @model_validator(mode="after")
+    def _what_is_late(self) -> Loop:
+        mine = self.__dict__
+        if mine["late"] == "retry" and not mine["oversample"]:
+            raise ValueError(
+                'late = "retry" has no effect: without oversample no group is ever late, it is waited for. Set oversample, or remove it'
+            )
+        if mine["oversample"] and mine["window"] != "auto":
+            raise ValueError("window has no effect with oversample, which takes whoever has finished: remove one of them")
+        if mine["oversample"] and mine["in_flight"] == "drain":
+            raise ValueError('in_flight = "drain" would wait for those that oversample means not to wait for: use "hold" or "abort"')
+        return self
 
 
 class SamplingSection(Section):
@@ -279,6 +298,9 @@ class Run(Section):
     folder: str
     checkpoint: Checkpoint = Checkpoint()
     sinks: list[str] = ["tensorboard"]
+    record: bool = Field(
+        False, description="write schedule.jsonl, so that `rondel replay RUN --into FOLDER` does the whole run again, bit for bit"
+    )
     durability: Literal["process", "disk"] = Field("process", description='"disk" calls fsync after each journal step')
 
 

@@ -59,6 +59,7 @@ class GroupsTaken(Event):
     step: int
     version: int
     groups: list[Group]
+    limit: int = 0  # of their lag
 
 
 @dataclass(slots=True)

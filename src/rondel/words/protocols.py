@@ -113,6 +113,13 @@ class Cluster(Protocol):
     async def spawn(self, cls: type, *args: Any, gpus: int = 0) -> Remote: ...
 
 
+class Order(Protocol):
+    """In what order a buffer is used: put, drop, pick, admit, ... of a group's number or a version."""
+
+    def may(self, what: str, number: int) -> bool: ...
+    def did(self, what: str, number: int) -> None: ...
+
+
 class Sink(Protocol):
     """Where metrics go: TensorBoard, a file, a service."""
 

@@ -6,6 +6,7 @@ T tokens of one trajectory · G trajectories of one group · P groups of one ste
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import blake2b
 from math import fsum
@@ -214,6 +215,10 @@ def encode(group: Group) -> dict[str, Any]:
         plain["score"] = None if whole.score is None else [type(whole.score).__name__, asdict(whole.score)]
         if isinstance(whole.score, Score):
             plain["score"][1]["steps"] = [list(step) for step in whole.score.steps]
+        if whole.support is not None:
+            plain["support"] = [None if ids is None else [int(i) for i in ids] for ids in whole.support]
+        if whole.experts is not None:
+            plain["experts"] = [str(whole.experts.dtype), whole.experts.tolist()]
         plain["outcome"] = [type(whole.outcome).__name__, asdict(whole.outcome)]
     return row
 
@@ -223,6 +228,11 @@ def decode(row: dict[str, Any]) -> Group:
 
     def whole(plain: dict[str, Any]) -> Trajectory:
         given = {key: kinds[plain[key][0]](**plain[key][1]) for key in ("score", "outcome") if plain[key] is not None}
+        if plain["experts"] is not None:
+            import numpy as np
+
+            dtype, routes = plain["experts"]
+            given["experts"] = np.asarray(routes, dtype)
         return Trajectory(**{**plain, **given})
 
     return Group(row["id"], Task(**row["task"]), [whole(t) for t in row["trajectories"]], row["born"])
@@ -335,11 +345,15 @@ def sample_key(seed: int, admission: int, sample: int, turn: int = 0) -> int:
     return int.from_bytes(blake2b(text, digest_size=16).digest(), "little")
 
 
+Stint = tuple[int, int, int]  # (version, tokens with keys and values, tokens written): what a request had when it last stood still under it
+
+
 @dataclass(slots=True)
 class Request:
     """Tokens in. `continuation` says that the last tokens were already drawn by the policy, so token t goes on from there.
 
     `id` is what a client calls it, to abort it by; samples of one call share it, and go to one replica.
+    `lines` are the stints of its recorded run, to be computed again: at each it stands still until those weights have gone.
     """
 
     tokens: list[int]
@@ -352,6 +366,7 @@ class Request:
     deadline: float | None = None
     wants: frozenset[str] = frozenset()
     id: str = ""
+    lines: tuple[Stint, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -359,6 +374,7 @@ class Completion:
     """Tokens out, each with the log-probability of the distribution it was really drawn from and the weights that drew it.
 
     text              without the stop string that ended it
+    stints            where it stood whenever the weights changed or its cache was lost, and at its end; () from an engine that does not say
     raw_logprobs      [T]      of the drawn tokens under the model alone: temperature 1, nothing changed
     top_logprobs      [T][K]   (token, raw log-probability) of the K most likely
     prompt_logprobs   [P]      raw, of the given tokens; the first entry is 0
@@ -375,6 +391,7 @@ class Completion:
     experts: Any | None = None
     text: str | None = None  # what a reader sees: without a stop string that ended it; None if the engine did not decode
     timings: dict[str, float] = field(default_factory=dict)
+    stints: Sequence[Stint] = ()
     raw_logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     prompt_logprobs: list[float] | None = None

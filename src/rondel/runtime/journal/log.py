@@ -62,7 +62,7 @@ class Journal:
 def _fields(event: Event) -> dict[str, Any]:
     if isinstance(event, GroupsTaken):
         numbers, births = [g.id for g in event.groups], [g.born for g in event.groups]
-        return {"step": event.step, "version": event.version, "numbers": numbers, "born": births}
+        return {"step": event.step, "version": event.version, "numbers": numbers, "born": births, "limit": event.limit}
     return {f.name: getattr(event, f.name) for f in fields(event)}
 
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from rondel.words.events import Evaluated, Event, GroupFinished, GroupsTaken, Resident, Resumed, Speculated, StepDone, Synced
+from rondel.words.events import Evaluated, Event, GroupFinished, GroupsTaken, Resident, Resumed, Speculated, StepDone, Synced, Warned, emit
 
 SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "score/reward_mean": ("reward", "mean over the scored trajectories that finished since the last step, dropped groups included"),
@@ -56,6 +56,16 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "sync/probe_gap": ("nats", "difference of both sides on the probe prompt after the sync"),
     "loop/lag_mean": ("versions", "weights' age at training: version trained minus version at admission"),
     "loop/lag_max": ("versions", "largest of the same; never above loop.max_staleness"),
+    "loop/lag_limit": ("versions", "loop.max_staleness in this phase"),
+    "loop/late_fraction": ("share", "groups given up because they would have been older than the limit (loop.oversample)"),
+    "generate/tail_length_ratio": (
+        "ratio",
+        "mean length in the half of the groups that finished last, by that in the half that finished first",
+    ),
+    "score/tail_reward_gap": (
+        "reward",
+        "mean reward in the half of the groups that finished last, minus that in the half that finished first",
+    ),
     "loop/tokens_per_second": ("tokens/s", "written tokens over the whole step, training included"),
     "eval/score": ("share", "held-out tasks solved, at this version"),
     "eval/low": ("share", "lower end of its 95 % interval"),
@@ -100,6 +110,52 @@ def from_groups(finished: Iterable[GroupFinished]) -> dict[str, float]:
     return row
 
 
+def from_tail(finished: Iterable[GroupFinished]) -> dict[str, float]:
+    """Whether who finishes late is other than who finishes first. The events are in order of finishing."""
+    written = [group for group in finished if group.lengths]
+    halves = written[: len(written) // 2], written[(len(written) + 1) // 2 :]
+    row: dict[str, float] = {}
+    first, last = ([n for group in half for n in group.lengths] for half in halves)
+    if sum(first) and last:
+        row["generate/tail_length_ratio"] = (sum(last) / len(last)) / (sum(first) / len(first))
+    earned, after = ([r for group in half for r in group.rewards] for half in halves)
+    if earned and after:
+        row["score/tail_reward_gap"] = math.fsum(after) / len(after) - math.fsum(earned) / len(earned)
+    return row
+
+
+class LateBias:
+    """Says it once, if taking the first to finish leaves out what would have earned more, or less (SPEC Y6).
+
+    Of each step with late groups the gap between the rewards of those that finished last and first; warns where the mean of at least
+    STEPS of them is SIGMAS standard errors from 0.
+    """
+
+    STEPS, SIGMAS = 8, 3.0
+
+    def __init__(self) -> None:
+        self.gaps: list[float] = []
+        self.told = False
+
+    def write(self, step: int, row: dict[str, float]) -> None:
+        if not row.get("loop/late_fraction") or "score/tail_reward_gap" not in row or self.told:
+            return
+        self.gaps.append(row["score/tail_reward_gap"])
+        n = len(self.gaps)
+        mean = math.fsum(self.gaps) / n
+        error = math.sqrt(math.fsum((gap - mean) ** 2 for gap in self.gaps) / max(1, n - 1) / n)
+        self.told = n >= self.STEPS and abs(mean) > self.SIGMAS * error
+        if self.told:
+            less = "less" if mean < 0 else "more"
+            emit(
+                Warned(
+                    f"groups that finish last earn {abs(mean):.2g} {less} than those that finish first, and loop.oversample gives up who is later still: "
+                    "the training reward is not that of the tasks, and what takes long is trained less. Trust held-out evaluations; "
+                    "loop.max_staleness with oversample = 0 loses nobody"
+                )
+            )
+
+
 def from_guesses(told: list[Speculated]) -> dict[str, float]:
     """Speculative decoding in one step of the loop; nothing where nothing was guessed."""
     rounds, proposed, accepted = (sum(getattr(e, name) for e in told) for name in ("rounds", "proposed", "accepted"))
@@ -112,7 +168,7 @@ def from_taken(taken: GroupsTaken) -> dict[str, float]:
     if not lags:
         return {}
     histogram = {f"loop/lag_is_{lag}": n / len(lags) for lag, n in sorted(Counter(lags).items())}
-    return {"loop/lag_mean": sum(lags) / len(lags), "loop/lag_max": max(lags), **histogram}
+    return {"loop/lag_mean": sum(lags) / len(lags), "loop/lag_max": max(lags), "loop/lag_limit": taken.limit, **histogram}
 
 
 class StepMetrics:
@@ -126,10 +182,11 @@ class StepMetrics:
         self._finished: list[GroupFinished] = []
         self._guesses: list[Speculated] = []
         self._row: dict[str, float] = {}
+        self._book: dict[str, int] = {}
 
     def read(self, event: Event) -> None:
         match event:
-            case GroupFinished():
+            case GroupFinished() if event.lengths:  # one that was given up has nothing to say
                 self._finished.append(event)
             case Speculated():
                 self._guesses.append(event)
@@ -150,12 +207,26 @@ class StepMetrics:
                 self._finished, self._guesses, self._row = [], [], {}
 
     def _complete(self, done: StepDone) -> dict[str, float]:
-        row = from_groups(self._finished) | from_guesses(self._guesses) | self._row | done.metrics
+        row = (
+            from_groups(self._finished)
+            | from_tail(self._finished)
+            | self._late(done)
+            | from_guesses(self._guesses)
+            | self._row
+            | done.metrics
+        )
         row |= {f"time/{phase}": seconds for phase, seconds in done.seconds.items()}
         row |= {f"ledger/{name}": count for name, count in done.ledger.items()}
         if "generate/tokens" in row and done.seconds.get("step"):
             row["loop/tokens_per_second"] = row["generate/tokens"] / done.seconds["step"]
         return row
+
+    def _late(self, done: StepDone) -> dict[str, float]:
+        """Who has been given up since the last step, among these and the trained."""
+        book = [self._book.get(name, 0) for name in ("filtered/late", "trained")]
+        self._book = done.ledger
+        late, trained = (max(0, done.ledger.get(name, 0) - before) for name, before in zip(("filtered/late", "trained"), book))
+        return {"loop/late_fraction": late / (late + trained)} if late else {}
 
     def _write(self, step: int, row: dict[str, float]) -> None:
         for writer in self.writers:

@@ -32,7 +32,7 @@ from rondel.words.events import (
 
 LEGEND = (
     "reward: mean score · signal: groups whose rewards differ, only these teach · KL: distance to the start\n"
-    "lag: the weights' age at training, in versions · gap: largest |log p(trainer) - log p(engine)|\n"
+    "lag: the weights' age at training, in versions, and its limit · gap: largest |log p(trainer) - log p(engine)|\n"
     "length: tokens in an answer · cut: answers that hit max_tokens · wait: for rollouts"
 )
 COLUMNS = {  # title -> (metric, format)
@@ -112,7 +112,7 @@ class Progress:
     def _row(self, step: int, row: dict[str, float]) -> None:
         if "eval/score" in row:
             return
-        cells = [f"{title} {style.format(row[name])}" for title, (name, style) in COLUMNS.items() if name in row]
+        cells = [f"{title} {style.format(row[name])}{_limit(title, row)}" for title, (name, style) in COLUMNS.items() if name in row]
         self.say("   ".join([f"step {step:>{len(str(self.steps))}}/{self.steps}", *cells, _phases(row)]))
         self._move(f"step {step + 1}/{self.steps}: generating" if step < self.steps else "finishing")
 
@@ -141,6 +141,11 @@ class Progress:
             print(f"warning: {message}", file=sys.stderr)
         else:
             self.say(f"warning: {message}", style="yellow")
+
+
+def _limit(title: str, row: dict[str, float]) -> str:
+    """lag 0.5/1: never without what it may be at most."""
+    return f"/{row['loop/lag_limit']:g}" if title == "lag" and row.get("loop/lag_limit") else ""
 
 
 def _phases(row: dict[str, Any]) -> str:

@@ -104,6 +104,7 @@ class BuiltinEngine:
         if live.mark and (reason := self._remember(live)):
             return self._completed(live, reason)
         self.scheduler.waiting.append(live)
+        self.scheduler.follow(self.version)
         self._wake_pump()
         try:
             async with asyncio.timeout(request.deadline):
@@ -186,7 +187,7 @@ class BuiltinEngine:
 
     @property
     def _may_step(self) -> bool:
-        return self.state == "serving" and (self.scheduler.has_work if self._admits else self.scheduler.has_begun)
+        return self.state == "serving" and (self._admits or self.scheduler.has_begun) and self.scheduler.may_move(self.version)
 
     @property
     def _busy(self) -> bool:
@@ -242,6 +243,7 @@ class BuiltinEngine:
             if live.row >= 0:  # else a token before this one ended it: the rest of its round was never written
                 self._deliver(live, token, logprob)
         self.scheduler.roll_back(plan)
+        self.scheduler.follow(self.version)
         self._let_go()
         self.scheduler.check()
         return len(drawn)
@@ -284,6 +286,7 @@ class BuiltinEngine:
 
     def _finish(self, live: Live, reason: FinishReason) -> None:
         live.keep_routes(self.pages.routes)
+        live.stand(self.version)
         completion = self._completed(live, reason)
         self.scheduler.release(live, self.version)
         live.finish(completion)
@@ -315,7 +318,7 @@ class BuiltinEngine:
     def _fail_all(self, error: BaseException) -> None:
         """A step broke: everyone learns why, nothing half-computed stays in the cache, and the engine refuses until a good update."""
         self._broken = f"its step broke: {type(error).__name__}: {error}"
-        self.scheduler.drop_cache()
+        self.scheduler.drop_cache(self.version)
         self._gone.clear()
         self._aborted.clear()
         for live in self.scheduler.waiting:
@@ -348,10 +351,17 @@ class BuiltinEngine:
         return [self.pages.keys, self.pages.values, *([draft.keys, draft.values] if draft else [])]
 
     async def pause(self, how: Interrupt = "hold", lease: float = float("inf")) -> None:
-        """hold: park requests between two steps, caches kept. drain: let the begun ones end. abort: return what is written."""
+        """hold: park requests between two steps, caches kept. drain: let the begun ones end. abort: return what is written.
+
+        Those of a replayed run are first brought to their lines.
+        """
         if how not in get_args(Interrupt):
             raise UserError(f"pause('{how}'): it is one of {', '.join(get_args(Interrupt))}")
         self._end_lease()
+        while self.state == "serving" and self.scheduler.makes_for_a_line(self.version):
+            self._wake_pump()
+            if self._pump is not None:
+                await asyncio.wait([self._pump])
         self._held = self._held or how != "drain"
         self._admits = how != "drain"
         try:
@@ -385,7 +395,7 @@ class BuiltinEngine:
         if self._busy:
             raise EngineError("flush while requests run: pause the engine first, or wait until it is idle")
         free = self.pages.free
-        self.scheduler.drop_cache()
+        self.scheduler.drop_cache(self.version)
         return self.pages.free - free
 
     def _end_lease(self) -> None:
@@ -405,7 +415,7 @@ class BuiltinEngine:
         if self._busy:
             raise EngineError("sleep while requests run: pause the engine first (law 8)")
         if "kv_cache" in tags:
-            self.scheduler.drop_cache()
+            self.scheduler.drop_cache(self.version)
             self.pages.release_memory()
             if self.speculation is not None and self.speculation.draft is not None:
                 self.speculation.draft.release_memory()
@@ -453,10 +463,10 @@ class BuiltinEngine:
     async def _commit(self, commit: Commit) -> None:
         await self._run(self.arrivals.commit, commit)
         if commit.version <= self.version:
-            self.scheduler.drop_cache()  # other weights under a name that was used: nothing computed so far may be matched
+            self.scheduler.drop_cache(self.version)  # other weights under a name that was used: nothing computed so far may be matched
         linear.weights_changed()
-        self.version = commit.version
-        self.scheduler.new_version(self.version)
+        before, self.version = self.version, commit.version
+        self.scheduler.new_version(self.version, before)
         if self.log is not None:
             self.log.committed(self.version, commit.root)
         if self.speculation is not None and self.speculation.draft is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rondel.generate.engine.builtin.radix import Node, Root
-from rondel.words.types import Completion, FinishReason, Request
+from rondel.words.types import Completion, FinishReason, Request, Stint
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.channels import Channels
@@ -55,6 +55,8 @@ class Live:
     mark: int = 0  # what it answers, for the token log; 0: its tokens are not logged
     fault: Exception | None = None  # why its newest token is worth nothing
     heard: Heard | None = None
+    stints: list[Stint] = field(default_factory=list)
+    line: int = 0  # which of the request's lines it makes for
     arrived: float = field(default_factory=time.perf_counter)
     first: float = 0.0
 
@@ -75,6 +77,27 @@ class Live:
     @property
     def written(self) -> int:
         return len(self.tokens) - self.prompt
+
+    def still(self, version: int) -> bool:
+        """Whether it stands still under these weights, because it did so when its run was recorded."""
+        if (lines := self.request.lines) is None:
+            return False
+        if self.line == len(lines):
+            return True
+        at, computed, written = lines[self.line]
+        return at != version or (self.computed, self.written) == (computed, written)
+
+    @property
+    def reach(self) -> int:
+        """How many of its tokens may be computed now."""
+        if self.request.lines is None:
+            return len(self.tokens)
+        _, computed, written = self.request.lines[self.line]
+        return computed if written == self.written else len(self.tokens)
+
+    def stand(self, version: int) -> None:
+        """Note where it stands: the weights change, its cache is lost, or it ends."""
+        self.stints.append((version, self.computed, self.written))
 
     @property
     def drawn(self) -> int:
@@ -121,6 +144,7 @@ class Live:
             finish_reason=reason,
             prompt_tokens=self.prompt,
             cached_tokens=self.cached,
+            stints=self.stints,
             timings={"queue": (self.first or now) - self.arrived, "total": now - self.arrived},
             **(self.channels.lists() if self.channels is not None else {}),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import chain
 
 from rondel.generate.engine.builtin.pages import Pages
 from rondel.generate.engine.builtin.radix import RadixTree, Root
@@ -43,6 +44,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    def may_move(self, version: int) -> bool:
+        """Whether anyone has work left under these weights."""
+        return any(not live.still(version) for live in chain(self.running, self.waiting))
+
     @property
     def has_begun(self) -> bool:
         """Whether some answer is half written."""
@@ -52,20 +57,20 @@ class Scheduler:
 
     def plan(self, version: int, *, fresh: bool = True) -> Plan:
         """Reserve pages for one step. `fresh` False admits only requests that have written something: the engine is being drained."""
-        decoding = self._room_to_decode()
+        decoding = self._room_to_decode(version)
         budget = self.prefill_tokens
         chunks: list[tuple[Live, int]] = []
         for live in self.running:  # those interrupted in the middle of their prompt; the decoding ones have nothing pending any more
-            n = min(budget, live.pending)
+            n = 0 if live.still(version) else min(budget, live.reach - live.computed)
             if n and self._reserve(live, n):
                 chunks.append((live, n))
                 budget -= n
-        leaders = [r for r in self.running if r.leads]
+        leaders = [r for r in self.running if r.leads and not r.still(version)]
         for live in list(self.waiting):
             if not budget or len(self.running) == self.max_running:
                 break
             root = (version, live.request.adapter, live.request.namespace)
-            if not (fresh or live.written) or any(other.root == root and _shares(live, other) for other in leaders):
+            if not (fresh or live.written) or live.still(version) or any(other.root == root and _shares(live, other) for other in leaders):
                 continue  # in-batch sharing: a running request is about to finish the prefix that this one would compute
             n = self._admit(live, root, budget, ahead=AHEAD * (len(decoding) + 1) if self.running else 0)
             if not n:
@@ -78,8 +83,9 @@ class Scheduler:
 
     def _admit(self, live: Live, root: Root, budget: int, *, ahead: int) -> int:
         """Match, lock, reserve. -> how many of its tokens this step computes, 0 if there is no room (then nothing has changed)."""
-        node, known = self.tree.match(root, live.tokens[:-1])  # the last token must be fed
-        n = min(budget, len(live.tokens) - len(known))
+        reach = live.reach
+        node, known = self.tree.match(root, live.tokens[: reach - 1])  # the last token must be fed
+        n = min(budget, reach - len(known))
         self.tree.lock(node)
         if not self._has_room(n + ahead):
             self.tree.unlock(node)
@@ -92,10 +98,10 @@ class Scheduler:
         self.reused += live.shared
         return n
 
-    def _room_to_decode(self) -> list[Live]:
+    def _room_to_decode(self, version: int) -> list[Live]:
         """One page for each decoding request; retract those with the fewest written tokens (then the longest prompts) until it fits."""
         while True:
-            decoding = [r for r in self.running if r.pending == 1 and r.written]
+            decoding = [r for r in self.running if r.pending == 1 and r.written and not r.still(version)]
             if self._has_room(len(decoding)):
                 for live in decoding:
                     self._reserve(live, 1)
@@ -105,8 +111,12 @@ class Scheduler:
                 raise LawError(
                     f"{self.pages.count} pages cannot hold one request of {len(victim.tokens)} tokens; it should have been refused"
                 )
+            if victim.request.lines is not None and victim.root is None:
+                raise LawError(
+                    "no room for what the recorded run had room for: its keys and values of earlier weights cannot be computed again"
+                )
             self.retracted += 1
-            self.retract(victim)
+            self.retract(victim, version)
 
     def _has_room(self, n: int) -> bool:
         """Make room for n pages if that is possible; nothing is evicted in vain."""
@@ -170,9 +180,10 @@ class Scheduler:
         elif live in self.waiting:
             self.waiting.remove(live)
 
-    def retract(self, live: Live) -> None:
+    def retract(self, live: Live, version: int) -> None:
         """Back to the queue with all its tokens; only its pages are lost, so no output changes."""
         self._drop_pages(live)
+        live.stand(version)
         self.running.remove(live)
         self.waiting.appendleft(live)
 
@@ -186,16 +197,37 @@ class Scheduler:
 
     # -- versions --------------------------------------------------------------------------------
 
-    def new_version(self, version: int) -> None:
+    def new_version(self, version: int, before: int) -> None:
         """Running requests keep their keys and values, but those never enter the new tree (law 7)."""
         for live in self.running:
             live.root = None
+            live.stand(before)
+        self.follow(version)
         self.pages.give(self.tree.forget(version))
 
-    def drop_cache(self) -> None:
+    def makes_for_a_line(self, version: int) -> bool:
+        """Whether anyone has not yet come as far as in the run that is replayed."""
+        return any(live.request.lines is not None and not live.still(version) for live in chain(self.running, self.waiting))
+
+    def follow(self, version: int) -> None:
+        """Requests of a replayed run make for the next line behind the one they have reached; where their cache was lost, it is lost again."""
+        for live in [*self.running, *self.waiting]:
+            for at, computed, written in (live.request.lines or ())[live.line :]:
+                if at > version or (at == version and (computed or live.written != written)):
+                    break
+                if at < version and (live.computed, live.written) != (computed, written):
+                    raise LawError(
+                        f"version {version} came when a request stood at {live.computed} computed, {live.written} written tokens; in the run that is "
+                        f"replayed version {at} took it to {computed}, {written}"
+                    )
+                if live.computed and not computed:
+                    self.retract(live, version)
+                live.line += 1
+
+    def drop_cache(self, version: int) -> None:
         """All keys and values are gone: running requests go back to the queue, the tree empties."""
         for live in list(reversed(self.running)):
-            self.retract(live)
+            self.retract(live, version)
         self.pages.give(self.tree.evict(self.pages.count))
 
     def check(self) -> None:

@@ -1,0 +1,144 @@
+"""The schedule of a run: what its recipe does not determine. With it an asynchronous run is done again, bit for bit.
+
+    schedule.jsonl    ["put", 17]                                   in which order the buffer was used, and at which steps groups finished
+                      ["drew", "9f..", 0, [[3, 21, 4], [4, 29, 12]]]   a request's key, its continuation and its stints: four tokens under
+                                                                    version 3, eight more under version 4 over the keys and values of both
+
+Which other requests were computed beside one, on which engine and how fast does not matter where numerics are aligned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from rondel.runtime.journal.log import decode, encode
+from rondel.words.errors import CheckpointError, LawError, StalledError, UserError, boundary
+from rondel.words.events import Warned, emit
+from rondel.words.types import Completion, Request, Stint
+
+FILE = "schedule.jsonl"
+PATIENCE = 1800.0  # seconds
+
+
+class Recorder:
+    """An order that allows everything and writes it down."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / FILE
+        with boundary(CheckpointError, f"opening {self.path}"):
+            self._file = self.path.open("w", buffering=1)
+
+    def begin(self) -> None:
+        """Another phase: its buffer counts from 0."""
+        self._write("begin", 0)
+
+    def may(self, what: str, number: int) -> bool:
+        return True
+
+    def did(self, what: str, number: int) -> None:
+        self._write(what, number)
+
+    async def asked(self, version: int) -> None:
+        """Whatever was to be asked at this version has been."""
+
+    def lines(self, request: Request) -> None:
+        """Where this request has to stand still."""
+
+    def drew(self, request: Request, done: Completion) -> None:
+        """An answer, or a piece of one."""
+        if not done.tokens:
+            return
+        if _drawn(done.stints) != done.versions:  # it was read from the token log of an engine that ended
+            self.spoil("an engine ended and was started again: what it had computed by then is not known")
+        self._write("drew", f"{request.key:x}", request.continuation, done.stints)
+
+    def spoil(self, why: str) -> None:
+        emit(Warned(f"this run cannot be replayed: {why}"))
+        self._write("spoiled", why)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, *row: Any) -> None:
+        with boundary(CheckpointError, f"writing {self.path}"):
+            self._file.write(encode(row) + "\n")
+
+
+def _drawn(stints: Any) -> list[int]:
+    """The version of every token."""
+    before = [0, *(written for *_, written in stints)]
+    return list(chain.from_iterable([version] * (written - n) for (version, _, written), n in zip(stints, before)))
+
+
+class Replayer:
+    """An order that allows what happened, when it happened."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / FILE
+        if not path.is_file():
+            raise UserError(f"{folder} has no {FILE}: only a run that was trained with --record can be replayed whole. One step: --step N")
+        with boundary(CheckpointError, f"reading {path}"):
+            rows = [decode(line) for line in path.read_text().splitlines()]
+        if why := [row[1] for row in rows if row[0] == "spoiled"]:
+            raise UserError(f"{folder} cannot be replayed: {why[0]}")
+        self._phases: deque[list[tuple[str, int]]] = deque()
+        for what, number in ((row[0], row[1]) for row in rows if row[0] != "drew"):
+            self._phases.append([]) if what == "begin" else self._phases[-1].append((what, number))
+        self._pieces: dict[tuple[int, int], deque[tuple[Stint, ...]]] = defaultdict(deque)
+        self._due: dict[int, set[tuple[int, int, int]]] = defaultdict(set)  # version -> (key, continuation, how many of them are left)
+        for key, continuation, stints in ((int(row[1], 16), row[2], row[3]) for row in rows if row[0] == "drew"):
+            self._pieces[key, continuation].appendleft(tuple(map(tuple, stints)))
+        for (key, continuation), pieces in self._pieces.items():
+            for left, stints in enumerate(pieces, 1):
+                for version, *_ in stints:
+                    self._due[version].add((key, continuation, left))
+        self._news = asyncio.Event()
+
+    def begin(self) -> None:
+        self._order, self._at = self._phases.popleft(), 0
+        self._left = {number: what for what, number in self._order if what in ("put", "drop")}
+
+    def may(self, what: str, number: int) -> bool:
+        if what in ("put", "drop") and self._left.get(number, what) != what:
+            raise LawError(
+                f"the replay has left the recorded run: group {number} is to {what}, and was not then. Does its reward read the world?"
+            )
+        return self._order[self._at : self._at + 1] == [(what, number)]
+
+    def did(self, what: str, number: int) -> None:
+        self._at += 1
+
+    def close(self) -> None: ...
+
+    async def asked(self, version: int) -> None:
+        due = self._due[version]
+        while due:
+            self._news.clear()
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    await self._news.wait()
+            except TimeoutError as error:
+                raise StalledError(
+                    f"the replay waits for {len(due)} requests of version {version} since {PATIENCE:g} s without any"
+                ) from error
+
+    def lines(self, request: Request) -> tuple[Stint, ...]:
+        """() for one that never ended: it changed nothing."""
+        pieces = self._pieces[request.key, request.continuation]
+        if not pieces:
+            return ()
+        for version, *_ in pieces[-1]:
+            self._due[version].discard((request.key, request.continuation, len(pieces)))
+        self._news.set()
+        return pieces[-1]
+
+    def drew(self, request: Request, done: Completion) -> None:
+        if done.tokens:
+            self._pieces[request.key, request.continuation].pop()
+
+
+Schedule = Recorder | Replayer

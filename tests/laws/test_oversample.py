@@ -1,0 +1,293 @@
+"""Laws 1, 2 and 15 where more groups are begun than are waited for; and what that does to a batch (SPEC Y3, Y5, Y6)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+
+import pytest
+from fakes import CountingTrainer, Rollouts, endless, loop_kit
+from run_kit import check, events, run, tiny
+
+from rondel import loop
+from rondel.assemble.running import in_time
+from rondel.buffer import Buffer
+from rondel.runtime.journal import store
+from rondel.runtime.telemetry.metrics import LateBias, StepMetrics
+from rondel.words.errors import ConfigError
+from rondel.words.events import Admitted, Event, GroupFinished, subscribe
+from rondel.words.types import Group, Task, Trajectory
+
+
+class Heard:
+    """All events of one class while it is open."""
+
+    def __init__(self, kind: type[Event]) -> None:
+        self.kind, self.all = kind, []
+
+    def __enter__(self) -> list:
+        self._stop = subscribe(lambda event: self.all.append(event) if isinstance(event, self.kind) else None)
+        return self.all
+
+    def __exit__(self, *_) -> None:
+        self._stop()
+
+
+def whole(buffer: Buffer, trainer: CountingTrainer, rollouts: Rollouts, steps: int) -> None:
+    kit = loop_kit(trainer, rollouts, steps)
+    kit["attempt"], kit["judge"] = in_time(kit["attempt"], kit["judge"], buffer)
+    asyncio.run(loop.run(endless(), buffer, **kit))
+
+
+SETTINGS = list(itertools.product((1, 2, 5), (0, 1, 2), (1, 4), (0.0, 0.3), (False, True)))
+
+
+@pytest.mark.parametrize("p,s,x,drop,retry", SETTINGS)
+def test_no_group_is_trained_later_than_its_bound_and_none_is_lost_unseen(p, s, x, drop, retry):
+    trainer = CountingTrainer()
+    buffer = Buffer(groups_per_step=p, max_staleness=s, oversample=x, retry=retry)
+    with Heard(Admitted) as admitted:
+        whole(buffer, trainer, Rollouts(7, drop, spread=20), 25)
+    assert all(0 <= version - born <= s for batch in trainer.seen for _, born, version in batch)
+    ids = [number for batch in trainer.seen for number, _, _ in batch]
+    assert len(ids) == len(set(ids)) == 25 * p == buffer.trained
+    book = buffer.ledger()
+    assert book["issued"] == len(admitted) == sum(n for name, n in book.items() if name != "issued")
+    assert book.get("filtered/late", 0) or s, "at S = 0 the surplus of every step is late"
+    assert buffer.retried == (book.get("filtered/late", 0) if retry else 0)
+    tasks = Counter(e.task for e in admitted)
+    assert set(tasks) == {f"t{n}" for n in range(len(admitted) - buffer.retried)}, "the stream goes on where it was"
+
+
+def test_whose_task_is_asked_again_is_trained_like_any_other():
+    """Every third attempt is slow, whatever its task. Dropped, its task is gone; asked again, every task is trained once: Y3."""
+
+    class Slow(Rollouts):
+        async def attempt(self, slot):
+            for _ in range(400 if self.random.random() < 1 / 3 else self.random.randrange(4)):
+                await asyncio.sleep(0)
+            return Group(slot.number, slot.task, [Trajectory()], slot.born)
+
+    def trained(retry: bool) -> tuple[Counter, set[str]]:
+        buffer = Buffer(groups_per_step=4, oversample=4, retry=retry)
+        seen: Counter = Counter()
+
+        class Reading(CountingTrainer):
+            async def step(self, batch, algo):
+                seen.update(g.task.id for g in batch)
+                return await super().step(batch, algo)
+
+        whole(buffer, Reading(), Slow(3), 30)
+        state = buffer.state(buffer.version)
+        return seen, {slot["task"]["id"] for slot in state["unfinished"]} | {group["task"]["id"] for group in state["finished"]}
+
+    (dropped, _), (again, in_flight) = trained(False), trained(True)
+    assert max(again.values()) == max(dropped.values()) == 1
+    early = {f"t{n}" for n in range(100)}
+    assert early <= again.keys() | in_flight
+    assert len(early - dropped.keys()) > 20
+
+
+def test_a_long_tail_that_goes_on_in_the_next_step_leaves_the_learner_less_to_wait_for():
+    """Y5: nine in ten take 6 turns of the event loop, one in ten 30, a step takes 6: with one version of room the learner waits 40 % less."""
+
+    def waited(**settings) -> int:
+        chance, turns, idle, ended = random.Random(1), 0, 0, False
+
+        async def attempt(slot):
+            for _ in range(30 if chance.random() < 0.1 else 6):
+                await asyncio.sleep(0)
+            return Group(slot.number, slot.task, [Trajectory()], slot.born)
+
+        class Slow(CountingTrainer):
+            async def step(self, batch, algo):
+                for _ in range(6):
+                    await asyncio.sleep(0)
+                return await super().step(batch, algo)
+
+        buffer = Buffer(groups_per_step=8, **settings)
+        take = buffer.take
+
+        async def timed():
+            nonlocal idle
+            began = turns
+            groups = await take()
+            idle += turns - began
+            return groups
+
+        async def clock():
+            nonlocal turns
+            while not ended:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async def main():
+            nonlocal ended
+            ticking = asyncio.create_task(clock())
+            await loop.run(endless(), buffer, **{**loop_kit(Slow(), Rollouts(0), 60), "attempt": attempt})
+            ended = True
+            await ticking
+
+        buffer.take = timed
+        asyncio.run(main())
+        return idle
+
+    synchronous, partial = waited(), waited(max_staleness=1)
+    assert partial < 0.6 * synchronous, (partial, synchronous)
+
+
+def test_with_nobody_to_spare_the_learner_waits_and_loses_none():
+    buffer = Buffer(groups_per_step=2, max_staleness=1)
+    whole(buffer, CountingTrainer(), Rollouts(1, spread=30), 20)
+    assert "filtered/late" not in buffer.ledger()
+
+
+def test_the_state_of_a_buffer_knows_where_its_stream_is():
+    buffer = Buffer(groups_per_step=2, oversample=3, retry=True)
+    whole(buffer, CountingTrainer(), Rollouts(2, spread=30), 5)
+    other = Buffer(groups_per_step=2, oversample=3, retry=True)
+    other.restore(buffer.state(buffer.version))
+    assert buffer.retried <= other.retried and other.admitted - other.retried == buffer.admitted - buffer.retried
+
+
+@pytest.mark.parametrize("retry", [False, True])
+def test_who_is_late_when_a_checkpoint_is_read_goes_then(retry):
+    """It was written before the new version was announced to the buffer."""
+
+    async def scenario():
+        buffer = Buffer(groups_per_step=1, oversample=1, retry=retry)
+        slots = [await buffer.admit(Task(f"t{n}", "fake", {})) for n in range(2)]
+        for slot in slots:
+            await buffer.claim()
+            await buffer.put(slot, Group(slot.number, slot.task, [], slot.born))
+        await buffer.take()
+        buffer.settle()
+        return buffer.state(1)
+
+    other = Buffer(groups_per_step=1, oversample=1, retry=retry)
+    other.restore(asyncio.run(scenario()))
+    assert not other._finished and other.filtered["late"] == 1 and [s.task.id for s in other._waiting] == ["t1"] * retry
+
+
+# -- whole runs --------------------------------------------------------------------------------------
+
+LONG = {
+    "loop__warmup__steps": 0, "trainer__lr": 0.0, "task__reward": "rewards_kit:short", "algo__group_size": 2,
+    "engine__sampling": {"max_tokens": 30, "stop": list(range(20, 30))}, "run__checkpoint__every": 0,
+    "task__eval__n": 2,
+}  # fmt: skip
+
+
+def rewards(folder) -> list[float]:
+    return [row["reward"] for step in store.steps(folder) for row in store.read_step(folder, step)]
+
+
+def mean(values) -> float:
+    return sum(values) / len(values)
+
+
+def test_taking_the_first_flatters_the_training_reward_and_is_said_aloud(tmp_path):
+    """Y6: short answers earn more and end first; the weights stand still. The held-out score is the same, what is trained is not."""
+    eval_ = {"task__eval": {"temperature": 1.0}, "task__data": {"kind": "digits", "holdout": 40}, "task__eval__every": 0}
+    run(tmp_path / "all", **LONG, **eval_, loop__steps=10, loop__groups_per_step=8)
+    run(tmp_path / "first", **LONG, **eval_, loop__steps=10, loop__groups_per_step=4, loop__oversample=4)
+    check(tmp_path / "first", staleness=0, total=10)
+    honest, flattered = mean(rewards(tmp_path / "all")), mean(rewards(tmp_path / "first"))
+    scores = [events(tmp_path / name, "Evaluated")[-1]["score"] for name in ("all", "first")]
+    assert scores[0] == scores[1]
+    assert flattered > honest + 0.1 and abs(honest - scores[0]) < 0.1
+    warned = [[e["message"] for e in events(tmp_path / name, "Warned") if "finish last earn" in e["message"]] for name in ("all", "first")]
+    assert not warned[0] and len(warned[1]) == 1 and "less than those that finish first" in warned[1][0]
+    assert events(tmp_path / "first", "StepDone")[-1]["ledger"]["filtered/late"] > 10
+
+
+def test_nothing_is_said_where_who_is_late_earns_the_same():
+    chance = random.Random(0)
+    bias, rows = LateBias(), []
+    for step in range(200):
+        rows.append({"loop/late_fraction": 0.5, "score/tail_reward_gap": chance.gauss(0, 1)})
+        bias.write(step, rows[-1])
+        if step == 30:
+            assert not bias.told
+    assert not bias.told
+
+
+@pytest.mark.parametrize("retry", ["drop", "retry"])
+def test_an_oversampled_run_resumes(tmp_path, retry):
+    changes = {**LONG, "loop__oversample": 3, "loop__late": retry, "loop__max_staleness": 1, "run__checkpoint__every": 2}
+    changes["algo__correction"] = {"kind": "importance"}
+    run(tmp_path, **changes, loop__steps=3)
+    run(tmp_path, **changes, loop__steps=6)
+    check(tmp_path, staleness=1, total=6)
+
+
+@pytest.mark.parametrize("top_k", [0, 30])
+def test_a_sample_that_was_given_back_keeps_its_tokens_and_its_group(tmp_path, top_k):
+    """Y5: what was written before the new weights is in the stored sample, bit for bit; a group is trained whole, in one step."""
+    from rondel.assemble import train
+
+    pieces: dict[int, list] = {}
+
+    def built(parts) -> None:
+        plain = parts.engine.generate
+
+        async def noted(request):
+            done = await plain(request)
+            if done.finish_reason == "abort" and done.tokens:
+                pieces.setdefault(request.key, []).append((request.tokens[: len(request.tokens) - request.continuation], done))
+            return done
+
+        parts.engine.generate = noted
+
+    changes = {**LONG, "loop__max_staleness": 1, "loop__in_flight": "abort", "engine__max_running": 5, "loop__steps": 8}
+    changes["engine__sampling"] = {**LONG["engine__sampling"], "top_k": top_k}
+    train(tiny(tmp_path, **changes, algo__correction={"kind": "importance"}), quiet=True, built=built)
+    rows = check(tmp_path, staleness=1, total=8)
+    where = Counter((row["group"], row["trained_at"]) for row in rows)
+    assert len({group for group, _ in where}) == len(where) and set(where.values()) == {2}
+    assert not any(row["finish_reason"] == "abort" for row in rows)
+    stored = [(row["tokens"], row["behavior_logprobs"], row["versions"]) for row in rows]
+    kept = 0
+    for prompt, first in (mine[0] for mine in pieces.values()):
+        n, m = len(prompt), len(first.tokens)
+        begin = ([*prompt, *first.tokens], [0.0] * n + [pytest.approx(x, rel=1e-6) for x in first.logprobs], [-1] * n + first.versions)
+        kept += any(t[: n + m] == begin[0] and lp[: n + m] == begin[1] and v[: n + m] == begin[2] for t, lp, v in stored)
+    assert kept > 4
+
+
+def test_the_histogram_of_lag_is_that_of_the_stored_rollouts(tmp_path):
+    rows: list[dict[str, float]] = []
+    stop = subscribe(StepMetrics(lambda step, row: rows.append(row)).read)
+    try:
+        run(tmp_path, **{**LONG, "loop__max_staleness": 2}, loop__steps=10, algo__correction={"kind": "importance"})
+    finally:
+        stop()
+    told = [row for row in rows if "loop/lag_mean" in row]
+    for step, row in zip(store.steps(tmp_path), told, strict=True):
+        groups = {r["group"]: r["trained_at"] - r["born"] for r in store.read_step(tmp_path, step)}
+        share = {f"loop/lag_is_{lag}": n / len(groups) for lag, n in Counter(groups.values()).items()}
+        assert share == {name: value for name, value in row.items() if name.startswith("loop/lag_is_")}
+        assert row["loop/lag_limit"] == 2 >= row["loop/lag_max"] == max(groups.values())
+    assert len({lag for row in told for lag in row if lag.startswith("loop/lag_is_")}) > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"loop__late": "retry"}, "late"),
+        ({"loop__oversample": 2, "loop__window": 1}, "window"),
+        ({"loop__oversample": 2, "loop__in_flight": "drain"}, "drain"),
+    ],
+)
+def test_what_has_no_effect_is_refused(tmp_path, changes, named):
+    with pytest.raises(ConfigError, match=named):
+        tiny(tmp_path, **changes)
+
+
+def test_late_groups_stay_out_of_every_other_number(tmp_path):
+    with Heard(GroupFinished) as finished:
+        run(tmp_path, **LONG, loop__steps=4, loop__oversample=4)
+    late = [e for e in finished if e.reason == "late"]
+    assert late and not any(e.rewards or e.lengths or e.kept for e in late)

@@ -1,0 +1,233 @@
+"""Laws 2, 4 and 9: a recorded asynchronous run is done again bit for bit, whatever the clock does."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine_kit import ask, engine, idle, prompt
+from engine_kit import tiny as tiny_model
+from run_kit import events, final, run, tiny
+from test_interruption import Publisher
+
+from rondel.assemble import replaying
+from rondel.generate.engine.resumed import resumed
+from rondel.models.aligned import align
+from rondel.runtime.journal import store
+from rondel.sync.from_tensor import FromTensor
+from rondel.sync.update import Update
+from rondel.words.errors import ConfigError, LawError, UserError
+
+BASE = {
+    "engine__numerics": "aligned", "engine__sampling": {"max_tokens": 20, "ignore_eos": True}, "loop__warmup__steps": 1, "loop__steps": 4, "loop__window": "auto",
+    "algo__correction": {"kind": "importance"}, "task__reward": "rewards_kit:parity", "run__record": True, "loop__max_staleness": 1,
+    "engine__max_running": 8, "engine__prefill_tokens": 16, "loop__groups_per_step": 3, "algo__group_size": 3, "task__eval__n": 2,
+}  # fmt: skip
+SPLIT = {"place__kind": "split", "place__cluster": "local"}
+
+
+def delays(seed: int):
+    """Engine and trainer sleep a while before each thing that they do."""
+    chance = random.Random(seed)
+
+    def slow(function, most):
+        async def later(*args, **how):
+            await asyncio.sleep(chance.random() * most)
+            return await function(*args, **how)
+
+        return later
+
+    def built(parts) -> None:
+        engine, trainer = parts.engine, parts.trainer
+        engine._run, trainer.step = slow(engine._run, 0.004), slow(trainer.step, 0.03)
+        parts.pool.score = slow(parts.pool.score, 0.02)
+
+    return built
+
+
+def record(folder: Path, seed: int, **changes) -> list[dict]:
+    from rondel.assemble import train
+
+    train(tiny(folder, **{**BASE, **changes}), quiet=True, built=delays(seed))
+    return [row for step in store.steps(folder) for row in store.read_step(folder, step) if row["env"] and row["trained_at"] >= 1]
+
+
+def again(folder: Path, into: Path, seed: int | None = None) -> None:
+    from rondel.assemble import train
+
+    job, schedule = replaying.again(folder, into)
+    train(job, quiet=True, built=None if seed is None else delays(seed), schedule=schedule)
+    assert replaying.differences(folder, into) == []
+    one, other = final(folder), final(into)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, staleness):
+    rows = record(tmp_path / "run", staleness, loop__max_staleness=staleness, **SPLIT)
+    assert any(len({v for v in row["versions"] if v >= 0}) > 1 for row in rows), "no sample was written by two versions"
+    again(tmp_path / "run", tmp_path / "again", seed=7)
+    if staleness == 1:
+        again(tmp_path / "run", tmp_path / "and again")
+        record(tmp_path / "other", 9, **SPLIT)  # or the law would hold of runs that nothing disturbs
+        assert replaying.differences(tmp_path / "run", tmp_path / "other")
+
+
+@pytest.mark.parametrize("how", ["drain", "abort"])
+def test_whatever_becomes_of_answers_in_flight(tmp_path, how):
+    rows = record(tmp_path / "run", 3, loop__in_flight=how, **SPLIT)
+    assert any(len({v for v in row["versions"] if v >= 0}) > 1 for row in rows) == (how == "abort")
+    again(tmp_path / "run", tmp_path / "again", seed=8)
+
+
+def test_episodes_of_several_turns(tmp_path):
+    rows = record(tmp_path / "run", 6, task__env="rewards_kit:Twice", engine__sampling={"max_tokens": 12, "ignore_eos": True}, **SPLIT)
+    assert any(len(set(row["versions"])) > 2 for row in rows)
+    again(tmp_path / "run", tmp_path / "again", seed=2)
+
+
+def test_on_a_shared_device_with_a_filter(tmp_path):
+    record(tmp_path / "run", 4, task__filters=["signal"], task__reward="rewards_kit:parity", algo__group_size=2, loop__steps=3)
+    assert {e["kept"] for e in events(tmp_path / "run", "GroupFinished")} == {True, False}
+    again(tmp_path / "run", tmp_path / "again", seed=5)
+
+
+@pytest.mark.slow
+def test_two_engines_in_processes_are_replayed_in_one(tmp_path):
+    run(tmp_path / "run", **BASE, place__kind="split", place__engines=2)
+    again(tmp_path / "run", tmp_path / "again")
+
+
+# -- the engine alone: whatever happened to a request's cache ------------------------------------------
+
+
+def aligned_model():
+    loaded = tiny_model()
+    align(loaded)
+    return loaded
+
+
+async def life(e, trainer, requests, *, moments: list[int], how: str, arrive: random.Random):
+    """All requests, at random moments; new weights each time that so many steps were computed. -> completions"""
+    sync, asked = Update(FromTensor(), probe=[], score=None, tolerance=1e-4, moved=lambda: True), e.generate
+    await sync(trainer, e)
+    steps = 0
+    plain = e._run
+
+    async def counted(*args):
+        nonlocal steps
+        steps += args[0] == e.runner.step  # weights that come take as many calls as the clock says
+        return await plain(*args)
+
+    e._run = counted
+
+    async def one(request):
+        for _ in range(arrive.randrange(40)):
+            await asyncio.sleep(0)
+        return await resumed(asked, request)
+
+    tasks = [asyncio.create_task(one(r)) for r in requests]
+    for moment in moments:
+        while steps < moment and not all(t.done() for t in tasks):
+            await asyncio.sleep(0)
+        await e.pause(how)
+        trainer.train()
+        await sync(trainer, e)
+        await e.resume()
+    return await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("how", ["hold", "abort"])
+@pytest.mark.parametrize("seed", [1, 3])
+def test_an_engine_goes_through_its_stints_again(seed, how):
+    """Prompts cut in the middle by new weights, requests whose cache was taken from them, samples begun twice: all drawn again, bit for bit."""
+    chance = random.Random(seed)
+    requests = [ask(prompt(i % 5, chance.choice([3, 20, 90])), key=i, n=chance.randrange(1, 40)) for i in range(12)]
+    first = engine(aligned_model(), kv_pages=150, max_running=6, prefill_tokens=16)
+    pieces: dict = {}
+    generate = first.generate
+
+    async def noted(request):
+        done = await generate(request)
+        if done.tokens:
+            pieces[request.key, request.continuation] = tuple(done.stints)
+        return done
+
+    first.generate = noted
+    moments = sorted(chance.sample(range(2, 60), 12))
+    told = asyncio.run(life(first, Publisher(first.loaded), requests, moments=moments, how=how, arrive=chance))
+    assert first.scheduler.retracted and any(len(set(c.versions)) > 2 for c in told)
+    if how == "hold":
+        assert any(not written and computed for stints in pieces.values() for _, computed, written in stints), "no prompt was cut"
+    second = engine(aligned_model(), max_running=24, prefill_tokens=50)
+    again, awaited = second.generate, dict(pieces)
+
+    async def following(request):
+        lines = pieces.get((request.key, request.continuation), ())
+        awaited.pop((request.key, request.continuation), None)
+        return await again(replace(request, lines=lines))
+
+    second.generate = following
+    pause = second.pause
+
+    async def when_all_have_come(how):
+        while any(second.version in [v for v, *_ in stints] for stints in awaited.values()):
+            await asyncio.sleep(0)
+        await pause(how)
+
+    second.pause = when_all_have_come
+    moments = [0] * len(moments)
+    repeated = asyncio.run(life(second, Publisher(second.loaded), requests, moments=moments, how=how, arrive=random.Random(99)))
+    for a, b in zip(told, repeated, strict=True):
+        assert (a.tokens, a.logprobs, a.versions, a.finish_reason) == (b.tokens, b.logprobs, b.versions, b.finish_reason)
+    idle(second)
+
+
+# -- what is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"engine__numerics": "fast"}, "engine.numerics"),
+        ({"place__threads": "auto"}, "place.threads"),
+        ({"place__kind": "split", "place__ranks": 2}, "place.ranks"),
+        ({"engine__speculative": {"kind": "ngram"}}, "engine.speculative.kind"),
+        ({"engine__compile": True}, "engine.compile"),
+        ({"loop__oversample": 2}, "loop.oversample"),
+    ],
+)
+def test_what_could_not_be_replayed_is_refused_by_name(tmp_path, changes, named):
+    with pytest.raises(ConfigError, match=rf"run\.record: .*{named}"):
+        run(tmp_path, **{**BASE, **changes})
+
+
+def test_only_a_whole_recorded_run_is_replayed(tmp_path):
+    run(tmp_path / "plain", **{**BASE, "run__record": False, "loop__steps": 1})
+    with pytest.raises(UserError, match="--record"):
+        again(tmp_path / "plain", tmp_path / "again")
+    run(tmp_path / "run", **{**BASE, "loop__steps": 1})
+    with pytest.raises(UserError, match="not empty"):
+        again(tmp_path / "run", tmp_path / "plain")
+    with pytest.raises(ConfigError, match="--run"):
+        run(tmp_path / "run", **{**BASE, "loop__steps": 2})
+    with (tmp_path / "run" / "schedule.jsonl").open("a") as file:
+        file.write('["spoiled","an engine ended"]\n')
+    with pytest.raises(UserError, match="an engine ended"):
+        again(tmp_path / "run", tmp_path / "again")
+
+
+def test_a_reward_that_reads_the_world_is_found_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("RONDEL_TEST_WORLD", "2")
+    run(
+        tmp_path / "run",
+        **{**BASE, "task__reward": "rewards_kit:world", "task__filters": ["signal"], "algo__group_size": 2, "loop__steps": 2},
+    )
+    monkeypatch.setenv("RONDEL_TEST_WORLD", "3")
+    with pytest.raises(ExceptionGroup) as caught:
+        again(tmp_path / "run", tmp_path / "again")
+    assert caught.group_contains(LawError, match="left the recorded run")
