@@ -65,7 +65,7 @@ class Buffer:
         self._open: dict[int, int] = {}  # waiting, rolling or finished: number -> born
         self._births: Counter[int] = Counter()  # of those
         self._head = 0  # no open number is less
-        self._ripe: list[int] = []  # the finished numbers, as a heap
+        self._ripe: list[int] = []  # the finished numbers, as a heap; some are taken already
         self._dropped_since_take = 0
         self._closed = False
         self._changed = 0.0  # when something last did, by the event loop's clock
@@ -141,7 +141,6 @@ class Buffer:
             await self._until(lambda: self._next() is not None or self._idle(), who="learner", waits_for="finished groups")
             if (number := self._next()) is None:
                 break
-            heapq.heappop(self._ripe)
             self._gone(number)
             picked.append(self._taken.setdefault(number, self._finished.pop(number)))
         self._explain_short(picked)
@@ -173,6 +172,8 @@ class Buffer:
 
     def _next(self) -> int | None:
         """The oldest finished group, unless a place must be kept for older ones that have not finished."""
+        while self._ripe and self._ripe[0] not in self._finished:
+            heapq.heappop(self._ripe)
         if not self._ripe:
             return None
         number = self._ripe[0]
