@@ -161,7 +161,7 @@ def small(count: int = 1000, updates: int = 3) -> dict[str, float]:
     for name, bucket in (("per_tensor_s", 1), ("buckets_s", BUCKET)):
         sender, taker, seconds = FromDistributed(bucket=bucket), FromDistributed(bucket=bucket), []
         for _ in range(updates + 1):
-            manifest, route = sender.publish(Route("distributed", 1), 1, rows)
+            manifest, route = sender.publish(Route("distributed", (1, 1)), 1, rows)
             began, thread = time.perf_counter(), threading.Thread(target=sender.send, args=(route, weights.items()))
             thread.start()
             for n, tensor in taker.receive(route, manifest, weights):

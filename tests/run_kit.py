@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from rondel.runtime.journal import store
 from rondel.runtime.journal.log import read
 from rondel.words.config import Job
+from rondel.words.errors import Stopped
 from rondel.words.events import subscribe
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.toml"
@@ -38,16 +40,16 @@ def run(folder: Path, **changes: Any) -> dict[str, Any]:
     return train(tiny(folder, **changes), quiet=True)
 
 
-def run_and_die(folder: Path, moment: tuple[str, int], **changes: Any) -> int:
-    """The same run in another process, which kills itself at the n-th event of a kind, or the n-th fsync. -> -9 if it died."""
-    child = context.Process(target=_child, args=(folder, moment, changes))
+def run_and_die(folder: Path, moment: tuple[str, int], what: signal.Signals = signal.SIGKILL, **changes: Any) -> int:
+    """The same run in another process, which signals itself at the n-th event of a kind, or the n-th fsync. -> -9 if it was killed."""
+    child = context.Process(target=_child, args=(folder, moment, what, changes))
     child.start()
     child.join(120)
     assert child.exitcode is not None, "the child hangs"
     return child.exitcode
 
 
-def _child(folder: Path, moment: tuple[str, int], changes: dict[str, Any]) -> None:
+def _child(folder: Path, moment: tuple[str, int], what: signal.Signals, changes: dict[str, Any]) -> None:
     kind, n = moment
     seen = 0
 
@@ -55,13 +57,17 @@ def _child(folder: Path, moment: tuple[str, int], changes: dict[str, Any]) -> No
         nonlocal seen
         seen += name == kind
         if seen == n and name == kind:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), what)
 
     if kind == "fsync":  # the manifest of a checkpoint is being written
         plain = os.fsync
         os.fsync = lambda descriptor: (tick("fsync"), plain(descriptor))[1]
     subscribe(lambda event: tick(type(event).__name__))
-    run(folder, **changes)
+    try:
+        run(folder, **changes)
+    except Stopped as stopped:
+        print(stopped)
+        sys.exit(stopped.code)
 
 
 def final(folder: Path) -> dict[str, Any]:

@@ -16,13 +16,14 @@ its place is refunded, and its task is lost (and counted), or asked again from t
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+import heapq
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 
-from rondel.words.errors import LawError, StalledError, UserError
-from rondel.words.events import Admitted, Warned, emit
+from rondel.words.errors import LawError, UserError
+from rondel.words.events import Admitted, Warned, emit, stalled
 from rondel.words.protocols import Order
 from rondel.words.types import Group, Slot, Task, decode, encode
 
@@ -86,11 +87,16 @@ class Buffer:
         self._rolling: dict[int, Slot] = {}
         self._finished: dict[int, Group] = {}
         self._taken: dict[int, Group] = {}
-        self._open: dict[int, int] = {}  # waiting, rolling or finished: number -> born, oldest first
+        self._open: dict[int, int] = {}  # waiting, rolling or finished: number -> born
         self._births: Counter[int] = Counter()  # of those
+        self._head = 0  # no open number is less
+        self._ripe: list[int] = []  # the finished numbers, as a heap; some are taken already
         self._dropped_since_take = 0
         self._closed = False
-        self._changed = asyncio.Condition()
+        self._changed = 0.0  # when something last did, by the event loop's clock
+        self._asleep: dict[str, OrderedDict[asyncio.Future[None], None]] = {
+            who: OrderedDict() for who in ("feed", "roll", "learner", "late")
+        }
 
     @property
     def lanes(self) -> int:
@@ -109,56 +115,57 @@ class Buffer:
 
     async def admit(self, task: Task) -> Slot:
         """Wait until the inequality holds, then give the task its number and its birth version."""
-        async with self._changed:
-            await self._turn("admit", lambda: self.admitted if self.has_room() else None, who="feed", waits_for="room in the buffer")
-            return self._admit(task)
+        await self._turn("admit", lambda: self.admitted if self.has_room() else None, who="feed", waits_for="room in the buffer")
+        return self._admit(task)
 
     def _admit(self, task: Task) -> Slot:
         slot = Slot(self.admitted, task, self.version)
         self.admitted += 1
         self._waiting.append(slot)
         self._opened(slot.number, slot.born)
+        self._wake("roll")
         emit(Admitted(slot.number, task.id, slot.born))
         return slot
 
     async def close(self) -> None:
         """No more tasks will come: what is in flight is finished, and the last batch may be short."""
-        async with self._changed:
-            await self._turn("close", lambda: self.admitted, who="feed")
-            self._closed = True
+        await self._turn("close", lambda: self.admitted, who="feed")
+        self._closed = True
+        self._wake_all("roll")
+        self._wake("learner")
 
     # -- the rollouts' side ----------------------------------------------------------------------
 
     async def claim(self) -> Slot | None:
         """The next slot to work on; None once the tasks have ended."""
-        async with self._changed:
-            await self._until(lambda: self._waiting or self._closed, who="roll", waits_for="a task")
-            if not self._waiting:
-                return None
-            slot = self._waiting.popleft()
-            self._rolling[slot.number] = slot
-            return slot
+        await self._until(lambda: self._waiting or self._closed, who="roll", waits_for="a task")
+        if not self._waiting:
+            return None
+        slot = self._waiting.popleft()
+        self._rolling[slot.number] = slot
+        return slot
 
     async def put(self, slot: Slot, group: Group) -> None:
-        async with self._changed:
-            await self._turn("put", lambda: slot.number, who="roll")
-            self._leave_rolling(slot)
-            if self._is_late(slot.born):
-                self._lose(slot)
-            else:
-                self._finished[slot.number] = group
+        await self._turn("put", lambda: slot.number, who="roll")
+        self._leave_rolling(slot)
+        if self._is_late(slot.born):
+            return self._lose(slot)
+        self._finished[slot.number] = group
+        heapq.heappush(self._ripe, slot.number)
+        self._wake("learner")
 
     async def drop(self, slot: Slot, reason: str, *, failed: bool = False) -> None:
         """The group ends here; its place is refunded, so the feed admits another task."""
-        async with self._changed:
-            await self._turn("drop", lambda: slot.number, who="roll")
-            self._leave_rolling(slot)
-            if self._is_late(slot.born):
-                return self._lose(slot)
-            self._gone(slot.number)
-            (self.failed if failed else self.filtered)[reason] += 1
-            self.refunded += 1
-            self._dropped_since_take += 1
+        await self._turn("drop", lambda: slot.number, who="roll")
+        self._leave_rolling(slot)
+        if self._is_late(slot.born):
+            return self._lose(slot)
+        self._gone(slot.number)
+        (self.failed if failed else self.filtered)[reason] += 1
+        self.refunded += 1
+        self._dropped_since_take += 1
+        self._wake("feed")
+        self._wake("learner")
 
     async def in_time(self, slot: Slot, work: Awaitable[Group]) -> Group:
         """What comes of the work; a group without trajectories as soon as it would be late."""
@@ -171,8 +178,7 @@ class Buffer:
                 each.cancel()
 
     async def _until_late(self, slot: Slot) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._is_late(slot.born))
+        await self._until(lambda: self._is_late(slot.born), who="late", waits_for="the end of its time")
 
     def _is_late(self, born: int) -> bool:
         return self.oversample > 0 and self.version - born > self.max_staleness
@@ -185,6 +191,8 @@ class Buffer:
         if self.retry:
             self.retried += 1
             self._admit(slot.task)
+        self._wake("feed")
+        self._wake("learner")
 
     def _leave_rolling(self, slot: Slot) -> None:
         if self._rolling.pop(slot.number, None) is None:
@@ -197,15 +205,14 @@ class Buffer:
         if self._taken:
             raise LawError("take() before the groups of the last step were settled (law 1)")
         picked: list[Group] = []
-        async with self._changed:
-            while len(picked) < self.groups_per_step:
-                number = await self._turn("pick", self._next, who="learner", waits_for="finished groups")
-                if number == SHORT:
-                    break
-                picked.append(self._taken.setdefault(number, self._finished.pop(number)))
-                self._gone(number)
-            self._explain_short(picked)
-            self._dropped_since_take = 0
+        while len(picked) < self.groups_per_step:
+            number = await self._turn("pick", self._next, who="learner", waits_for="finished groups")
+            if number == SHORT:
+                break
+            self._gone(number)
+            picked.append(self._taken.setdefault(number, self._finished.pop(number)))
+        self._explain_short(picked)
+        self._dropped_since_take = 0
         picked.sort(key=lambda group: group.id)  # a batch does not depend on who ended first
         for group in picked:
             if self.version - group.born > self.max_staleness:
@@ -228,10 +235,11 @@ class Buffer:
 
     async def advance(self, version: int) -> None:
         """`version` serves from now on: room appears, the feed wakes, and who is late by now goes."""
-        async with self._changed:
-            await self._turn("advance", lambda: version, who="learner")
-            self.version = version
-            self._lose_late()
+        await self._turn("advance", lambda: version, who="learner")
+        self.version = version
+        self._lose_late()
+        self._wake("feed")
+        self._wake_all("late")
 
     def _lose_late(self) -> None:
         late = [slot for slot in self._waiting if self._is_late(slot.born)]
@@ -243,12 +251,16 @@ class Buffer:
 
     def _next(self) -> int | None:
         """The oldest finished group, unless a place must be kept for older ones that have not finished; SHORT if none will come for this step."""
-        if not self._finished:
+        while self._ripe and self._ripe[0] not in self._finished:
+            heapq.heappop(self._ripe)
+        if not self._ripe:
             return SHORT if self._idle() else None
-        number = min(self._finished)
+        number = self._ripe[0]
         if self.oversample:
             return number
-        if self.window is not None and number >= next(iter(self._open)) + self.window:
+        while self._head not in self._open:
+            self._head += 1
+        if self.window is not None and number >= self._head + self.window:
             return None
         left, older = self.groups_per_step - len(self._taken) - 1, 0
         for born in sorted(self._births):
@@ -306,7 +318,8 @@ class Buffer:
             raise LawError(f"the ledger does not balance (law 1): {book}")
 
     def state(self, version: int) -> dict[str, Any]:
-        """What a resume needs, with `version` serving: finished groups whole, unfinished ones as tasks that are started again."""
+        """What a resume needs, with `version` serving: finished groups whole, also those that a step
+        has picked and not trained, unfinished ones as tasks that are started again."""
         unfinished = sorted([*self._waiting, *self._rolling.values()], key=lambda s: s.number)
         return {
             "version": version,
@@ -315,7 +328,7 @@ class Buffer:
             "filtered": dict(self.filtered),
             "failed": dict(self.failed),
             "unfinished": [asdict(s) for s in unfinished],
-            "finished": [encode(self._finished[n]) for n in sorted(self._finished)],
+            "finished": [encode(group) for _, group in sorted((self._finished | self._taken).items())],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -324,8 +337,10 @@ class Buffer:
         self.filtered, self.failed = Counter(state["filtered"]), Counter(state["failed"])
         self._waiting.extend(Slot(s["number"], Task(**s["task"]), s["born"]) for s in state["unfinished"])
         self._finished = {g.id: g for g in map(decode, state["finished"])}
-        for number, born in sorted([(s.number, s.born) for s in self._waiting] + [(g.id, g.born) for g in self._finished.values()]):
+        self._ripe = sorted(self._finished)
+        for number, born in [(s.number, s.born) for s in self._waiting] + [(g.id, g.born) for g in self._finished.values()]:
             self._opened(number, born)
+        self._head = min(self._open, default=self.admitted)
         self._lose_late()  # the checkpoint was written before the advance
         self.check()
 
@@ -333,11 +348,10 @@ class Buffer:
 
     async def turn(self, what: str, number: int, *, who: str) -> None:
         """Something that changes nothing here has its place in the order, too."""
-        async with self._changed:
-            await self._turn(what, lambda: number, who=who)
+        await self._turn(what, lambda: number, who=who)
 
     async def _turn(self, what: str, ready: Callable[[], int | None], *, who: str, waits_for: str = "its turn") -> int:
-        """Until `ready` gives a number and the order allows it. -> the number.  Everyone looks again when the lock is free."""
+        """Until `ready` gives a number and the order allows it. -> the number.  What is in order waits for what was before it, whoever does that."""
 
         def may() -> bool:
             return (number := ready()) is not None and self.order.may(what, number)
@@ -346,17 +360,46 @@ class Buffer:
         number = ready()
         assert number is not None
         self.order.did(what, number)
-        self._changed.notify_all()
+        if not isinstance(self.order, AnyOrder):
+            asyncio.get_running_loop().call_soon(self._wake_all, *self._asleep)
         return number
 
     async def _until(self, ready: Callable[[], object], *, who: str, waits_for: str) -> None:
+        """What may have made it ready wakes one of those who wait for it, the first to come; the others sleep on."""
+        clock, asleep = asyncio.get_running_loop().time, self._asleep[who]
+        since = clock()
         while not ready():
+            woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            asleep[woken] = None
             try:
-                async with asyncio.timeout(self.patience):  # wait_for may swallow a cancellation on Python 3.11
-                    await self._changed.wait()
+                async with asyncio.timeout_at(
+                    max(since, self._changed) + self.patience
+                ):  # wait_for may swallow a cancellation on Python 3.11
+                    await woken
             except TimeoutError as error:
+                if clock() < max(since, self._changed) + self.patience:
+                    continue
                 rolling = sorted(self._rolling)
-                raise StalledError(
+                raise stalled(
                     f"{who} waits for {waits_for} since {self.patience:.0f} s without any change; "
                     f"{len(self._waiting)} tasks unclaimed, rolling {rolling[:8]}, {len(self._finished)} finished, version {self.version}"
                 ) from error
+            except asyncio.CancelledError:
+                if woken.done() and not woken.cancelled():
+                    self._wake(who)  # what it was woken for is another one's now
+                raise
+            finally:
+                asleep.pop(woken, None)
+
+    def _wake_all(self, *names: str) -> None:
+        for who in names:
+            for _ in range(len(self._asleep[who])):
+                self._wake(who)
+
+    def _wake(self, who: str) -> None:
+        self._changed, asleep = asyncio.get_running_loop().time(), self._asleep[who]
+        while asleep:
+            woken, _ = asleep.popitem(last=False)
+            if not woken.done():
+                woken.set_result(None)
+                return

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from run_kit import check, events, run
+from run_kit import check, events, run, run_and_die, tiny
 
+from rondel.assemble import train
 from rondel.words.errors import RondelError
-from rondel.words.events import Event, GroupFinished, GroupsTaken, StepDone, Synced, Warned, subscribe
+from rondel.words.events import Event, GroupFinished, GroupsTaken, StepDone, Synced, Warned, emit, subscribe
 
 KINDS = {"rollout": GroupFinished, "taken": GroupsTaken, "synced": Synced, "step": StepDone}
 SPLIT = {"place__kind": "split", "place__patience": 6.0, "loop__warmup__steps": 0, "loop__steps": 8}
@@ -19,14 +23,17 @@ STALE = {"loop__max_staleness": 1, "algo__correction": {"kind": "importance"}, "
 
 
 def children(of: str) -> list[int]:
-    """Processes of this one that were started as `of`, by their log."""
+    """Processes of this one that were started as `of`: workers by their log, the reward's by its program."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            with open(f"/proc/{pid}/cmdline", "rb") as line, open(f"/proc/{pid}/stat") as stat:
-                words = stat.read().rpartition(")")[2].split()
-                mine = b"rondel.runtime.cluster.child" in line.read() and int(words[1]) == os.getpid() and words[0] != "Z"
-            if mine and of in os.readlink(f"/proc/{pid}/fd/1"):
+            with open(f"/proc/{pid}/cmdline", "rb") as file, open(f"/proc/{pid}/stat") as stat:
+                words, line = stat.read().rpartition(")")[2].split(), file.read()
+            if int(words[1]) != os.getpid() or words[0] == "Z":
+                continue
+            if of in (
+                os.readlink(f"/proc/{pid}/fd/1") if b"rondel.runtime.cluster.child" in line else "reward" * (b"rondel.score.worker" in line)
+            ):
                 found.append(int(pid))
         except OSError:
             continue
@@ -72,6 +79,99 @@ def test_a_killed_engine_comes_back(tmp_path, mode, kind, n):
     assert len(numbers) == len(set(numbers)), "a group was trained twice"
 
 
+@pytest.mark.parametrize(("kind", "n"), [("rollout", 6), ("taken", 3)])
+def test_one_of_two_engines_comes_back(tmp_path, kind, n):
+    struck(tmp_path, Strike("engine-1", kind, n), **STALE, place__engines=2)
+    check(tmp_path, staleness=1, total=8)
+    assert any("worker engine-1" in e["message"] and "started again" in e["message"] for e in events(tmp_path, "Warned"))
+
+
+def test_an_engine_lost_in_an_update_joins_again(tmp_path):
+    """The router leaves it behind, the update goes through with the other one, and then there are two again."""
+    parts = []
+
+    def strike(event: Event) -> None:
+        if isinstance(event, Begun) and event.number == 4:
+            [os.kill(pid, signal.SIGKILL) for pid in children("engine-1")]
+
+    def built(made) -> None:
+        parts.append(made)
+        plain, seen = made.trainer.publish, iter(range(99))
+
+        async def publish(route):
+            emit(Begun(next(seen)))
+            return await plain(route)
+
+        made.trainer.publish = publish
+
+    stop = subscribe(strike)
+    try:
+        train(tiny(tmp_path, **SPLIT, place__engines=2), quiet=True, built=built)
+    finally:
+        stop()
+    check(tmp_path, staleness=0, total=8)
+    assert sorted(parts[0].engine.replicas) == ["engine-0", "engine-1"] and not parts[0].engine.lost
+    assert parts[0].placed.remotes["engine-1"].restarts == 1
+
+
+@dataclass
+class Begun(Event):
+    number: int
+
+
+def test_a_killed_reward_worker_is_hired_anew(tmp_path):
+    """Whom it hits between two calls costs nothing; a call that it hits is a failure with its reason."""
+    stop = subscribe(strike := Strike("reward", "taken", 3))
+    try:
+        run(tmp_path, loop__warmup__steps=0, loop__steps=8)
+    finally:
+        stop()
+    assert strike.hit == 1 and not children("")
+    check(tmp_path, staleness=0, total=8)
+
+
+def test_nothing_outlives_a_killed_controller_and_the_run_goes_on(tmp_path):
+    assert run_and_die(tmp_path, ("GroupsTaken", 5), **SPLIT) == -9
+    deadline = time.monotonic() + 5
+    while (left := writers(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left
+    run(tmp_path, **SPLIT)
+    check(tmp_path, staleness=0, total=8)
+    numbers = [n for e in events(tmp_path, "GroupsTaken") for n in e["numbers"]]
+    assert len(numbers) == len(set(numbers)) == 8 * 4
+
+
+def writers(folder: Path) -> list[str]:
+    """Living processes that print into a log of this run."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if str(folder) in os.readlink(f"/proc/{pid}/fd/1"):
+                found.append(pid)
+    return found
+
+
+@pytest.mark.slow
+def test_a_killed_engine_on_ray_comes_back(tmp_path):
+    pytest.importorskip("ray")
+    parts, left = [], [6]
+
+    def strike(event: Event) -> None:
+        if isinstance(event, GroupFinished):
+            left[0] -= 1
+            if not left[0]:
+                parts[0].placed.remotes["engine-0"]._worker._kill()  # and says nothing to the worker's proxy
+
+    stop = subscribe(strike)
+    try:
+        train(tiny(tmp_path, **SPLIT, place__cluster="ray"), quiet=True, built=parts.append)
+    finally:
+        stop()
+    check(tmp_path, staleness=0, total=8)
+    assert any("worker engine-0 ended" in e["message"] and "started again (1 of" in e["message"] for e in events(tmp_path, "Warned"))
+
+
 def test_a_stopped_engine_is_named_and_replaced(tmp_path):
     struck(tmp_path, Strike("engine-0", "rollout", 6, signal.SIGSTOP))
     check(tmp_path, staleness=0, total=8)
@@ -83,6 +183,14 @@ def test_a_killed_rank_goes_on_from_the_last_checkpoint(tmp_path, kind, n):
     struck(tmp_path, Strike("trainer-1", kind, n), place__ranks=2)
     assert [e["step"] for e in events(tmp_path, "StepDone")] == list(range(1, 9))
     assert any("trainer-1" in e["message"] and "last checkpoint" in e["message"] for e in events(tmp_path, "Warned"))
+
+
+def test_a_stopped_rank_is_named_and_the_run_goes_on(tmp_path):
+    struck(tmp_path, Strike("trainer-1", "taken", 5, signal.SIGSTOP), place__ranks=2)
+    assert [e["step"] for e in events(tmp_path, "StepDone")] == list(range(1, 9))
+    said = [e["message"] for e in events(tmp_path, "Warned")]
+    assert any("gives no sign of life" in text and "trainer-1" in text and "asked for: step" in text for text in said)
+    assert "most recent call first" in (tmp_path / "logs" / "trainer-0.log").read_text(), "what the other one waited for"
 
 
 def test_what_keeps_dying_is_an_error_with_its_cause(tmp_path):

@@ -167,6 +167,38 @@ def test_a_wait_names_who_waits_for_what():
         asyncio.run(Buffer(groups_per_step=1, patience=0.05).take())
 
 
+def test_a_task_wakes_one_lane_and_not_all_of_them():
+    """Ten thousand lanes that look up at every change are what a controller would do all day."""
+
+    async def scenario():
+        buffer = Buffer(groups_per_step=8)
+        lanes = [asyncio.create_task(buffer.claim()) for _ in range(50)]
+        await asyncio.sleep(0)
+        await buffer.admit(Task("t", "fake", {}))
+        assert len(buffer._asleep["roll"]) == 49
+        lanes[0].cancel()  # it was woken, and hears of it no more: the next one gets the task
+        await asyncio.sleep(0.01)
+        assert [lane for lane in lanes if lane.done()] == lanes[:2] and lanes[1].result().number == 0
+        await buffer.close()
+        assert await asyncio.gather(*lanes[2:]) == [None] * 48
+
+    asyncio.run(scenario())
+
+
+def test_any_change_is_a_sign_of_life_for_all_who_wait():
+    async def scenario():
+        buffer = Buffer(groups_per_step=8, patience=0.3)
+        waits = asyncio.create_task(buffer.take())
+        for n in range(5):
+            await asyncio.sleep(0.15)
+            await buffer.admit(Task(f"t{n}", "fake", {}))
+        assert not waits.done()
+        with pytest.raises(StalledError, match="5 tasks unclaimed"):
+            await waits
+
+    asyncio.run(scenario())
+
+
 def test_an_error_in_a_lane_ends_the_run_at_once():
     trainer, rollouts = CountingTrainer(), Rollouts(0)
 

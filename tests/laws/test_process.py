@@ -150,9 +150,11 @@ def test_a_stopped_worker_is_named_within_its_deadline(cluster):
     worker.now()
     os.kill(worker.pid, signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(StalledError, match=r"worker trainer-1 .* no sign of life .* asked for: add"):
+    with pytest.raises(StalledError, match=r"worker trainer-1 .* no sign of life .* asked for: add(?s:.*)most recent call first") as told:
         worker.now("add", 1)
     assert time.monotonic() - began < 10
+    assert isinstance(told.value, WorkerError), "and is given up like one that ended"
+    assert "in _pulse" in str(told.value), "its stacks, though it was stopped"
     cluster.close()
     assert not exists(worker.pid)
 

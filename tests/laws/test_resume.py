@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -63,6 +66,75 @@ def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path, moments):
     assert not list((folder / "checkpoints").glob(".writing-*"))
 
 
+STALE = {
+    "loop__max_staleness": 1,
+    "algo__correction": {"kind": "importance"},
+    "loop__warmup__steps": 0,
+    "loop__steps": 12,
+    "engine__sampling": {"max_tokens": 12},
+}
+
+STOPS = {  # the moment, and the step that is kept
+    "rollouts": (("Admitted", 6 * 8 + 4 * 2 + 2), 8),
+    "a step": (("Synced", 1 + 8), 8),
+    "an evaluation": (("StepDone", 6), 6),
+}
+
+
+@pytest.mark.parametrize("when", STOPS)
+def test_a_run_that_is_asked_to_end_keeps_its_last_step_and_goes_on_bit_for_bit(whole, tmp_path, when):
+    moment, kept = STOPS[when]
+    folder = tmp_path / "run"
+    assert run_and_die(folder, moment, signal.SIGTERM) == 128 + signal.SIGTERM
+    assert [e["step"] for e in events(folder, "StepDone")][-1] == kept == events(folder, "Checkpointed")[-1]["step"]
+    run(folder)
+    assert [e["step"] for e in events(folder, "Resumed")] == [kept]
+    same_run(folder, whole)
+
+
+def test_a_stale_run_that_is_asked_to_end_keeps_what_it_has(tmp_path):
+    folder = tmp_path / "run"
+    assert run_and_die(folder, ("GroupFinished", 22), signal.SIGTERM, **STALE) == 128 + signal.SIGTERM
+    run(folder, **STALE)
+    taken = [number for e in events(folder, "GroupsTaken") for number in e["numbers"]]
+    assert len(taken) == len(set(taken)) == 12 * 4
+    assert all(balances(e["ledger"]) for e in events(folder, "StepDone"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["process", "torchrun"])
+def test_the_whole_process_group_may_be_asked(tmp_path, cluster):
+    """By the command, on several processes: exit code and word; nobody ends before the checkpoint is whole, nobody is left after it."""
+    folder = tmp_path / "run"
+    ranks = {"place.ranks": 2} if cluster == "process" else {}
+    settings = {
+        "loop.steps": 30,
+        "loop.warmup.steps": 0,
+        "run.folder": str(folder),
+        "place.kind": "split",
+        "place.cluster": cluster,
+        **ranks,
+    }
+    words = [f"--{key}={json.dumps(value)}" for key, value in {**FAST, **settings}.items()]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"] if cluster == "torchrun" else []
+    command = [*launch, sys.executable, "-c", "from rondel.cli import main; main()", "train", str(RECIPE), "--quiet", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        while not (folder / "journal.jsonl").is_file() or len(events(folder, "StepDone")) < 5:
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGTERM)
+        said = process.communicate(timeout=60)[1]
+    kept = events(folder, "Checkpointed")[-1]["step"]
+    assert process.returncode == 143 or cluster == "torchrun", "which has codes of its own"
+    assert f"stopped by SIGTERM after step {kept} of 30" in said and "same command" in said, said
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert [e["step"] for e in events(folder, "Resumed")] == [kept]
+    assert [e["step"] for e in events(folder, "StepDone")] == list(range(1, 31))
+
+
 OTHERS = {
     "rloo with KL": {"algo__kind": "rloo", "algo__kl": {"coef": 0.05}, "loop__warmup__steps": 0, "loop__steps": 14},
     "two updates, cosine": {"loop__updates_per_step": 2, "trainer__schedule": "cosine", "trainer__warmup_steps": 3},
@@ -95,15 +167,6 @@ def test_with_refills_the_samples_are_the_same(tmp_path):
         for a, b in zip(store.read_step(tmp_path / "run", n), store.read_step(tmp_path / "whole", n), strict=True):
             assert all(a[key] == b[key] for key in ("group", "sample", "task", "tokens", "mask", "versions", "reward"))
             assert a["trainer_logprobs"] == pytest.approx(b["trainer_logprobs"], abs=1e-4)
-
-
-STALE = {
-    "loop__max_staleness": 1,
-    "algo__correction": {"kind": "importance"},
-    "loop__warmup__steps": 0,
-    "loop__steps": 12,
-    "engine__sampling": {"max_tokens": 12},
-}
 
 
 def test_a_stale_run_loses_no_group_and_trains_none_twice(tmp_path):

@@ -550,7 +550,7 @@ def test_nobody_waits_for_ever():
     """An engine that waits for a trainer that never sends says so."""
     sender, receiver = FromDistributed(deadline=1.0), FromDistributed(deadline=1.0)
     rows = rows_of({"a": torch.ones(5)})
-    manifest, route = sender.publish(Route("distributed", 1), 1, rows)
+    manifest, route = sender.publish(Route("distributed", (1, 1)), 1, rows)
     with pytest.raises(StalledError, match=r"an engine receives weights: no answer for 1 s"):
         list(receiver.receive(route, manifest, {"a": torch.zeros(5)}))
     assert not receiver._one.locked()

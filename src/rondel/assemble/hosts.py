@@ -6,7 +6,9 @@ split     EngineHost and TrainerHost: a device and weights of their own, in this
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +166,7 @@ def follow(job: Job, row: Algorithm, sampling: Sampling, device: str, threads: i
     """A rank that torchrun started beside the one with the loop: does what that one calls."""
     rank, size = torchrun.rank_and_size()
     host = TrainerHost(job, row, sampling, device, threads, FromTensor())  # it gives its shards and sends nothing itself
-    calls = host.device.call(torchrun.joined, device)
+    calls = host.device.call(torchrun.joined, device, collective_patience(job))
     host.join(rank, size)
     torchrun.follow(host, calls)
 
@@ -197,18 +199,21 @@ class TrainerHost:
         known = Known.of(self.loaded)
         if size > 1:
             meeting = None if address is None else self.meeting if rank == 0 else Meeting.at(address)  # None: torchrun has joined them
-            self.ranks = self.device.call(lambda: Sharded(rank, size, meeting, device=self.device.name))
+            patience = collective_patience(self.job)
+            self.ranks = self.device.call(lambda: Sharded(rank, size, meeting, device=self.device.name, patience=patience))
         self.trainer, resolved = trainer_of(
             self.job, self.row, self.sampling, self.loaded, self.device, ranks=self.ranks, transport=self.transport
         )
         return known, resolved, bytes_needed(self.trainer)
 
     async def annotate(self, batch: Batch, needs: frozenset[str], model: str = "policy") -> list[dict[str, Any]]:
-        await self.trainer.annotate(batch, needs, model)
+        with self.ranks.together("annotate"):
+            await self.trainer.annotate(batch, needs, model)
         return self._told(batch)
 
     async def step(self, batch: Batch, algo: Any, model: str = "policy") -> tuple[StepStats, bool, list[dict[str, Any]]]:
-        stats = await self.trainer.step(batch, algo, model)
+        with self.ranks.together("step"):
+            stats = await self.trainer.step(batch, algo, model)
         return stats, self.trainer.moved, self._told(batch)
 
     def _told(self, batch: Batch) -> list[dict[str, Any]]:
@@ -217,11 +222,24 @@ class TrainerHost:
     def __getattr__(self, verb: str) -> Any:
         if verb == "trainer":
             raise AttributeError(verb)
-        return getattr(self.trainer, verb)
+        found = getattr(self.trainer, verb)
+        return self._together(verb, found) if iscoroutinefunction(found) else found
+
+    def _together(self, verb: str, found: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: Any) -> Any:
+            with self.ranks.together(verb):
+                return await found(*args)
+
+        return call
 
     def close(self) -> None:
         self.ranks.close()
         self.device.close()
+
+
+def collective_patience(job: Job) -> float:
+    """Seconds that one rank waits for another: they compute side by side, but one of them writes the checkpoints."""
+    return 10 * job.place.patience
 
 
 # -- what they are made of -------------------------------------------------------------------------

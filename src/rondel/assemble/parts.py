@@ -96,7 +96,7 @@ def build(job: Job, folder: Path | None = None) -> Parts:
         placed = place(job, row, sampling, lambda known: longest(job, tasks, env, known, sampling), folder)
         ends.callback(placed.close)
         sync = sync_of(job, placed)
-        for remote in placed.remotes:
+        for remote in placed.remotes.values():
             remote.catch_up = sync.catch_up
         return Parts(job, row, tasks, sampling, pool, placed, sync, judge_of(job, row), env, placed.resolved, shown, ends.pop_all().close)
 

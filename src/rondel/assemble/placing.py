@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rondel.assemble.hosts import EngineHost, Known, TrainerHost, engine_of, policy_of, speculation_of, trainer_of
+from rondel.assemble.hosts import EngineHost, Known, TrainerHost, collective_patience, engine_of, policy_of, speculation_of, trainer_of
 from rondel.assemble.refusals import refuse_routes_of, refuse_unrepeatable
 from rondel.assemble.remote import RemoteEngine, RemoteTrainer
 from rondel.generate.engine.builtin.engine import BuiltinEngine
@@ -38,7 +38,7 @@ from rondel.runtime.devices import Device, OneAtATime, Shared, Split, pick_devic
 from rondel.sync import transport_of
 from rondel.train.checkpoint import bytes_needed
 from rondel.words.config import Job
-from rondel.words.errors import ConfigError
+from rondel.words.errors import ConfigError, WorkerError
 from rondel.words.protocols import Transport
 from rondel.words.registry import find
 from rondel.words.types import Sampling
@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 
 ENGINES = {"builtin": BuiltinEngine, "sglang": Sglang, "vllm": Vllm}
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # mean nats a token of what two sides score
+
+
+async def _nobody() -> None:
+    """A trainer in this process is there as long as we are."""
 
 
 @dataclass
@@ -62,13 +66,21 @@ class Placed:
     where: str
     checkpoint_bytes: int
     transport: Transport
-    remotes: list[RemoteEngine] = field(default_factory=list)  # engines that may end and be started again
+    remotes: dict[str, RemoteEngine] = field(default_factory=dict)  # engines that may end and be started again
     reach: Callable[[str], ForeignEngine] | None = None  # an engine of others by its address, if it can carry this run
+    lost: Callable[[], Awaitable[WorkerError | None]] = _nobody  # a rank of the trainer that has ended
+    dump: Callable[[], None] = lambda: None  # makes the workers write their stacks
     close: Callable[[], None] = lambda: None
 
     async def heal(self) -> bool:
-        """Start again what has ended. -> was there any?"""
-        return any([await remote.whole() for remote in self.remotes])
+        """Start again the engines that have ended; one that a router has lost joins again. -> was there any?"""
+        healed = False
+        for name, remote in self.remotes.items():
+            healed |= await remote.whole()
+            if isinstance(self.engine, Router) and name in self.engine.lost:
+                await self.engine.join(name, remote, remote.caught_up)
+                healed = True
+        return healed
 
 
 @dataclass
@@ -187,14 +199,14 @@ def _split(plan: Plan) -> Placed:
     for worker in hosts:
         resolved |= worker.now("open", longest)
     where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {engines} of the engine"
-    remotes = [RemoteEngine(worker, partial(start, i), longest) for i, worker in enumerate(hosts)]
+    remotes = {f"engine-{i}": RemoteEngine(worker, partial(start, i), longest) for i, worker in enumerate(hosts)}
     reach = None if mine else partial(_reach, job, plan.sampling, longest)
     others = {url: reach(url) for url in _urls(job, known)} if reach else {}
     if others:
         where += f", which is {job.engine.kind} at {', '.join(others)}"
-    named: dict[str, Any] = {f"engine-{i}": remote for i, remote in enumerate(remotes)} | others
-    engine = remotes[0] if mine and engines == 1 else _routed(named, job, known)
-    return Placed(known, engine, RemoteTrainer(trainers), Split(), resolved, where, size, plan.transport(), remotes, reach)
+    engine = remotes["engine-0"] if mine and engines == 1 else _routed(remotes | others, job, known)
+    trainer, way = RemoteTrainer(trainers), plan.transport()
+    return Placed(known, engine, trainer, Split(), resolved, where, size, way, remotes, reach, lost=trainer.lost, dump=cluster.dump)
 
 
 def _spawned(plan: Plan, cluster: Any, names: list[str], shares: list[tuple[int, ...]], each: int | None) -> tuple[list[Any], Any]:
@@ -215,7 +227,7 @@ def _spawned(plan: Plan, cluster: Any, names: list[str], shares: list[tuple[int,
 def _led(plan: Plan, ranks: int, device: str, each: int | None) -> tuple[list[Any], Any]:
     """This process is the first rank, the others follow it."""
     host = TrainerHost(plan.job, plan.row, plan.sampling, device, each, plan.transport())
-    calls = host.device.call(torchrun.joined, host.device.name)
+    calls = host.device.call(torchrun.joined, host.device.name, collective_patience(plan.job))
     told = host.join(0, ranks)
     leader = torchrun.Leader(host, calls)
     plan.ends.callback(leader.close)

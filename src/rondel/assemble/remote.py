@@ -7,17 +7,19 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rondel.train.pack import Batch
-from rondel.words.errors import EngineError, StalledError, WorkerError
-from rondel.words.events import Warned, emit
+from rondel.words.errors import EngineError, SilentError, StalledError, WorkerError
+from rondel.words.events import Warned, emit, stalled
 from rondel.words.protocols import Remote
-from rondel.words.types import Message, StepStats
+from rondel.words.types import Completion, Message, Request, StepStats
 
 RESTARTS = 5  # of one engine in one run
+MOMENT = 2.0  # seconds between the end of a worker and the time when everyone knows
 
 
 class RemoteEngine:
-    """One engine in another process. One that ends is started again, takes the weights that serve from where they lie, and is asked again:
-    requests keep their keys, and its token log has what the first life drew. Only an update is not repeated here: it is a transaction.
+    """One engine in another process. One that ends is started again, takes the weights that serve from where they lie, and its requests are
+    asked again: they keep their keys, and its token log has what the first life drew. Every other verb says that it ended: an update is a
+    transaction, and one that mended an engine in its midst would wait for itself.
 
     start     another worker that is asked for nothing yet
     longest   what it is opened with
@@ -34,21 +36,20 @@ class RemoteEngine:
         self.version = await self._worker.receive(message)
         return self.version
 
+    async def generate(self, request: Request) -> Completion:
+        while True:
+            worker = self._worker
+            try:
+                return await worker.generate(request)
+            except WorkerError as error:
+                if worker.alive:
+                    raise
+                await self._again(worker, error)
+
     def __getattr__(self, verb: str) -> Any:
         if verb.startswith("_"):
             raise AttributeError(verb)
-
-        async def call(*args: Any, **how: Any) -> Any:
-            while True:
-                worker = self._worker
-                try:
-                    return await getattr(worker, verb)(*args, **how)
-                except (WorkerError, StalledError) as error:
-                    if worker.alive:
-                        raise
-                    await self._again(worker, error)
-
-        return call
+        return getattr(self._worker, verb)
 
     async def whole(self) -> bool:
         """Start it again if it has ended. -> had it?"""
@@ -56,6 +57,12 @@ class RemoteEngine:
             return False
         await self._again(worker, WorkerError(worker.fate))
         return True
+
+    async def caught_up(self, _: Any) -> int:
+        """What a router asks of one that joins. -> the version that it serves."""
+        assert self.catch_up is not None, "there was an update, or nobody is lost"
+        self.version = await self.catch_up(self)
+        return self.version
 
     async def _again(self, dead: Remote, why: Exception) -> None:
         async with self._one:
@@ -75,7 +82,7 @@ class RemoteEngine:
                     if self.catch_up is not None:
                         self.version = await self.catch_up(fresh)
                 except BaseException as error:
-                    if fresh.alive or not isinstance(error, WorkerError | StalledError):
+                    if fresh.alive or not isinstance(error, WorkerError):
                         fresh.dismiss()
                         raise
                     why = error
@@ -84,7 +91,7 @@ class RemoteEngine:
 
 
 class RemoteTrainer:
-    """All ranks of a trainer: each is asked the same, the first one's answer counts, the first error is everyone's."""
+    """All ranks of a trainer: each is asked the same, the first one's answer counts, an error of one is everyone's."""
 
     def __init__(self, ranks: list[Remote]) -> None:
         self._ranks = ranks
@@ -108,10 +115,36 @@ class RemoteTrainer:
 
         return call
 
+    async def lost(self) -> WorkerError | None:
+        """A rank that has ended. Who reads its memory may know before we do, so a moment is waited for it."""
+        for _ in range(int(MOMENT / 0.1)):
+            if dead := [rank.fate for rank in self._ranks if not rank.alive]:
+                return WorkerError(dead[0])
+            await asyncio.sleep(0.1)
+        return None
+
     async def _all(self, verb: str, *args: Any) -> Any:
-        async with asyncio.TaskGroup() as asked:
-            answers = [asked.create_task(getattr(rank, verb)(*args)) for rank in self._ranks]
+        answers = [asyncio.ensure_future(getattr(rank, verb)(*args)) for rank in self._ranks]
+        try:
+            await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
+            if any(answer.done() and answer.exception() for answer in answers):
+                await asyncio.wait(answers, timeout=MOMENT)  # one that ended explains what the others complain of
+                raise self._cause(answers)
+        finally:
+            for answer in answers:
+                answer.cancel()
         return answers[0].result()
+
+    def _cause(self, answers: list[asyncio.Future[Any]]) -> BaseException:
+        """Of several errors the one that others follow from: who ended, then who has not come where the others wait, then the first."""
+        errors = {i: error for i, answer in enumerate(answers) if answer.done() and (error := answer.exception())}
+        if ended := [error for i, error in errors.items() if not self._ranks[i].alive]:
+            return ended[0]
+        first = next(iter(errors.values()))
+        if not isinstance(first, StalledError):
+            return first
+        late = ", ".join(f"trainer-{i}" for i, answer in enumerate(answers) if not answer.done())
+        return stalled(f"{first}; {f'{late} has not come' if late else 'all of them wait, at different places'}", SilentError)
 
 
 def _learn(batch: Batch, told: list[dict[str, Any]]) -> None:

@@ -12,14 +12,14 @@ from typing import Annotated, Any
 
 import typer
 
-from rondel.words.errors import ConfigError, RondelError
+from rondel.words.errors import ConfigError, RondelError, Stopped
 
 VERBS = ("train", "eval", "serve", "check", "explain", "import", "view", "replay", "card", "doctor", "launch", "bench")
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}  # SETTINGS of a verb that takes --section.key=value
 
 
 def main(argv: list[str] | None = None) -> None:
-    """`rondel VERB ...`: exits 0 only if the work was done; a RondelError is one line on stderr and 1, a bug of ours 2, Ctrl-C 130."""
+    """`rondel VERB ...`: exits 0 only if the work was done; a RondelError is one line on stderr and 1, a bug of ours 2, a signal 128 and its number."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
@@ -85,6 +85,8 @@ def ending(error: BaseException) -> tuple[str, int]:
     """(the one line, the exit code). Of several errors that ended a task group together, the first of ours speaks."""
     leaves = list(_leaves(error))
     ours = [leaf for leaf in leaves if isinstance(leaf, RondelError)]
+    if stopped := next((leaf for leaf in leaves if isinstance(leaf, Stopped)), None):
+        return str(stopped), stopped.code
     if ours:
         more = f" (and {len(leaves) - 1} more; --debug shows them)" if len(leaves) > 1 else ""
         return f"error: {' '.join(str(ours[0]).split())}{more}", 1

@@ -73,6 +73,9 @@ class RewardPool:
     def _call(self, job: bytes) -> Score | Failed:
         try:
             worker = self._idle.pop() if self._idle else self._hire()
+            if worker.process.poll() is not None:  # it ended between two calls: no reward's fault
+                self._dismiss(worker)
+                worker = self._hire()
         except (ConfigError, OSError) as error:  # it started once, and no longer does
             return Failed("worker did not start", str(error))
         reply, late = worker.ask(job, self.timeout)

@@ -29,6 +29,8 @@ def main() -> None:
     os.dup2(2, 1)
     spec, parent = pickle.load(jobs)
     die_with(parent)
+    for number in (signal.SIGTERM, signal.SIGINT):  # of the whole machine: the run decides when it ends
+        signal.signal(number, lambda *_: None)
 
     def answer(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message) + "\n")

@@ -4,8 +4,8 @@
     engine           | recv A         | recv B, copy A | ...        two of them, so that copying and sending overlap
 
 Which tensor lies in which bucket follows from the manifest, so no other word travels. The group belongs to the weights alone (the
-trainer's collectives know nothing of it); it is made at the first update, warmed up, kept, and made anew after a fault or when the
-number of engines changes: a group cannot be resized. Everyone waits with a deadline, and who fails leaves, which wakes the others.
+trainer's collectives know nothing of it); it is made at the first update, warmed up, kept, and made anew after a fault or when
+other engines receive: a group cannot be resized, and nobody takes another one's place in it. Everyone waits with a deadline, and who fails leaves, which wakes the others.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ class FromDistributed:
         self.host, self.bucket, self.deadline = host, bucket, deadline
         self._store: dist.TCPStore | None = None
         self._group: Group | None = None
-        self._made = 0
+        self._made = self._rounds = 0
+        self._asked: tuple[int, ...] = ()
+        self._for = (0, 0)  # whom the group was made for
         self._rows: tuple[TensorInfo, ...] = ()
         self._one = threading.Lock()  # broadcasts of one group never overlap
 
@@ -125,7 +127,10 @@ class FromDistributed:
         return partial(FromDistributed, bucket=self.bucket, deadline=self.deadline), (self.host,)
 
     async def route(self, trainer: Trainer, engines: list[Engine]) -> Route:
-        return Route("distributed", sum([(await engine.status()).replicas for engine in engines]))
+        """How many receive, and their number in the row of those who were asked: others than the last time need a group of their own."""
+        if (asked := tuple(map(id, engines))) != self._asked:
+            self._asked, self._rounds = asked, self._rounds + 1
+        return Route("distributed", (sum([(await engine.status()).replicas for engine in engines]), self._rounds))
 
     # -- the trainer's end -----------------------------------------------------------------------
 
@@ -135,10 +140,9 @@ class FromDistributed:
         if self._store is None:
             wait = timedelta(seconds=self.deadline)
             self._store = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=wait)
-        size = route.data + 1
-        if self._group is None or self._group.meeting.size != size:
-            self._group, self._made = None, self._made + 1
-        meeting = Meeting(self.host, self._store.port, f"weights-{self._made}", size)
+        if self._group is None or self._for != route.data:
+            self._group, self._made, self._for = None, self._made + 1, route.data
+        meeting = Meeting(self.host, self._store.port, f"weights-{self._made}", route.data[0] + 1)
         return Manifest(version, self._rows), Route("distributed", meeting, bytes=sum(map(size_of, self._rows)))
 
     def send(self, route: Route, weights: Tensors) -> None:

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from rondel.words.errors import StalledError, SyncError
-from rondel.words.events import Synced, Warned, emit
+from rondel.words.errors import SyncError
+from rondel.words.events import Synced, Warned, emit, stalled
 from rondel.words.protocols import Engine, Interrupt, Trainer, Transport
-from rondel.words.types import Abort, Begin, Commit, Manifest, Message, Request, Route
+from rondel.words.types import Abort, Begin, Commit, EngineStatus, Manifest, Message, Request, Route
 
 GROWN, SHARE = 10, 0.02  # a gap so many times the first one, and such a part of what an update moves, is doubted
 LEASE = 600.0  # seconds after which a paused engine that nobody resumes goes on by itself
@@ -59,11 +59,11 @@ class Update:
     async def __call__(self, trainer: Trainer, *engines: Engine) -> int:
         async with self._one:
             began = time.perf_counter()
-            manifest, route = await trainer.publish(await self.transport.route(trainer, list(engines)))
+            manifest, route = await self._published(trainer, engines)
             self._check_moved(manifest)
             paused, gap = await self._deliver(manifest, route, engines, holds=self.transport.holds, send=trainer.send, probe=self.probe)
             self.root, self._last = manifest.root, (manifest, route, trainer)
-            copied = sum([(await engine.status()).bytes_copied for engine in engines])
+            copied = sum(status.bytes_copied for status in await self._statuses(engines))
             emit(Synced(manifest.version, manifest.root, time.perf_counter() - began, copied, gap, paused))
         return manifest.version
 
@@ -74,7 +74,7 @@ class Update:
                 return (await engine.status()).version
             manifest, route, trainer = self._last
             if self.transport.holds == "begin":
-                manifest, route = await trainer.publish(await self.transport.route(trainer, [engine]))
+                manifest, route = await self._published(trainer, [engine])
             await self._deliver(manifest, route, [engine], holds=self.transport.holds, send=trainer.send)
         return manifest.version
 
@@ -83,6 +83,13 @@ class Update:
         async with self._one:
             await self._deliver(manifest, route, [engine], holds="commit")
         return manifest.version
+
+    async def _published(self, trainer: Trainer, engines: Sequence[Engine]) -> tuple[Manifest, Route]:
+        (route,) = await self._together({"an engine": self.transport.route(trainer, list(engines))}, "how many they are")
+        return (await self._together({"the trainer": trainer.publish(route)}, "publish"))[0]
+
+    async def _statuses(self, engines: Sequence[Engine]) -> list[EngineStatus]:
+        return await self._together({f"engine {i}": engine.status() for i, engine in enumerate(engines)}, "its status")
 
     async def _deliver(
         self,
@@ -120,7 +127,7 @@ class Update:
 
     async def _park(self, engines: Sequence[Engine]) -> list[Engine]:
         """-> those that were decoding, between two steps now."""
-        serving = [engine for engine in engines if (await engine.status()).state == "serving"]
+        serving = [engine for engine, status in zip(engines, await self._statuses(engines), strict=True) if status.state == "serving"]
         await self._together({f"engine {i}": engine.pause(self.how, LEASE) for i, engine in enumerate(serving)}, "a pause")
         return serving
 
@@ -147,7 +154,7 @@ class Update:
                 failed[0].result()
             if late:
                 names = ", ".join(sorted(tasks[task] for task in late))
-                raise StalledError(f"{names}: no answer to {what} for {self.deadline:g} s; the update is aborted (law 10)")
+                raise stalled(f"{names}: no answer to {what} for {self.deadline:g} s; the update is aborted (law 10)")
         finally:
             for task in tasks:
                 task.cancel()
@@ -163,8 +170,9 @@ class Update:
             raise SyncError("no update was applied, but the published weights changed (law 6)")
 
     async def _probe_gap(self, engine: Engine, manifest: Manifest) -> float:
-        theirs = (await engine.score(Request(list(self.probe)))).logprobs
-        ours = await self.score(self.probe)
+        scored = await self._together({"the engine": engine.score(Request(list(self.probe)))}, "the probe")
+        (ours,) = await self._together({"the trainer": self.score(self.probe)}, "the probe")
+        theirs = scored[0].logprobs
         if len(theirs) != len(ours):
             raise SyncError(
                 f"the probe has {len(self.probe)} tokens; the trainer scored {len(ours)} of them, the engine {len(theirs)} (law 6)"

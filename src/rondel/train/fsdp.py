@@ -9,7 +9,10 @@ adapter  fp32, whole on every rank: 1-2 % of the numbers. The base under it lies
 from __future__ import annotations
 
 import datetime
+import os
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -26,6 +29,7 @@ from rondel.models.head import Head
 from rondel.models.load import Loaded
 from rondel.train.optim import MasterWeights
 from rondel.train.parallel import Alone
+from rondel.words.errors import StalledError
 
 
 class Meeting:
@@ -41,10 +45,13 @@ class Meeting:
 
 
 class Sharded(Alone):
-    """One of `size` ranks that meet there; without a meeting, in the group that a launcher has made already."""
+    """One of `size` ranks that meet there; without a meeting, in the group that a launcher has made already.
+
+    patience  seconds that one rank waits for another in a collective
+    """
 
     def __init__(self, rank: int, size: int, meeting: Meeting | None, *, device: str = "cpu", patience: float = 600.0) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.patience = rank, size, patience
         if meeting is not None:
             backend, wait = "gloo" if device == "cpu" else "nccl", datetime.timedelta(seconds=patience)
             dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=size, timeout=wait)
@@ -99,6 +106,17 @@ class Sharded(Alone):
         told: list[Any] = [None] * self.size
         dist.all_gather_object(told, value)
         return told
+
+    @contextmanager
+    def together(self, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if "timed out" not in (said := str(error).lower()) and "timeout" not in said:
+                raise
+            raise StalledError(
+                f"rank {self.rank} of {self.size} waits for another one since {self.patience:g} s, {_where(error)}, asked for: {verb}"
+            ) from error
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -188,6 +206,13 @@ class ShardedWeights(MasterWeights):
                 master.copy_(self.shard(i, weights[name]))
             for master, rounded in zip(self.masters, self._rounded):
                 rounded.copy_(master)
+
+
+def _where(error: BaseException) -> str:
+    """ "in all_reduce (optim.py:71, step)": the operation, and which of our lines began it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = next((frame for frame in reversed(frames) if f"{os.sep}torch{os.sep}" not in frame.filename), frames[0])
+    return f"in {frames[-1].name} ({os.path.basename(ours.filename)}:{ours.lineno}, {ours.name})"
 
 
 def _enter(model: nn.Module, work: Callable[[], Any]) -> Any:

@@ -8,6 +8,7 @@ What one rank found out about its tokens is exchanged, so that all of them go on
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -54,6 +55,11 @@ class Alone:
         for theirs in self.everyone(found):
             for i, told in theirs.items():
                 batch.samples[i].notes.update(told)
+
+    @contextmanager
+    def together(self, verb: str) -> Iterator[None]:
+        """What all ranks do at the same time: a wait for one that does not come ends with a name."""
+        yield
 
     def close(self) -> None:
         pass

@@ -62,6 +62,18 @@ class StalledError(RondelError):
     """A wait passed its deadline: "A waits for B since t"."""
 
 
+class SilentError(WorkerError, StalledError):
+    """A worker that was waited for stands still: it is given up like one that ended."""
+
+
+class Stopped(RondelError):
+    """The run was asked to end and did: nobody's fault. The exit code is that of the signal."""
+
+    def __init__(self, text: str, number: int) -> None:
+        super().__init__(text)
+        self.code = 128 + number
+
+
 @contextmanager
 def boundary(error: type[RondelError], what: str) -> Iterator[None]:
     """Anything raised inside becomes `error`, prefixed with what was being crossed. Our own errors pass unchanged."""

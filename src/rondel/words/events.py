@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rondel.words.errors import StalledError
 from rondel.words.types import Group
 
 
@@ -139,6 +140,14 @@ class Warned(Event):
 
 
 @dataclass(slots=True)
+class Stalled(Event):
+    """A wait passed its deadline. Who keeps stacks writes them while it is told, and says where."""
+
+    message: str
+    stacks: str = ""
+
+
+@dataclass(slots=True)
 class RunEnded(Event):
     step: int
     version: int
@@ -153,6 +162,13 @@ def emit(event: Event) -> None:
     """Hand an event to every reader, in the order in which they subscribed."""
     for reader in tuple(_subscribers):
         reader(event)
+
+
+def stalled(message: str, error: type[StalledError] = StalledError) -> StalledError:
+    """The error of a wait that passed its deadline, after everyone has heard of it. Call it where the wait ends, before anything is unwound."""
+    event = Stalled(message)
+    emit(event)
+    return error(f"{message}; the stacks of all processes are in {event.stacks}" if event.stacks else message)
 
 
 def subscribe(reader: Callable[[Event], None]) -> Callable[[], None]:

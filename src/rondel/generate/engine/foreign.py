@@ -19,7 +19,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol, get_args
 
-from rondel.words.errors import EngineError, StalledError, SyncError, UserError, boundary
+from rondel.words.errors import EngineError, SyncError, UserError, boundary
+from rondel.words.events import stalled
 from rondel.words.protocols import Interrupt, Tags
 from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Message, Request, Route, Sampling, Scored
 
@@ -87,7 +88,7 @@ class ForeignEngine:
             async with asyncio.timeout(request.deadline):
                 await self._write(request, done)
         except TimeoutError as error:
-            raise StalledError(
+            raise stalled(
                 f"a request waits for {self.server.name} since {request.deadline} s; it had written {len(done.tokens)} tokens, engine {self.state}"
             ) from error
         done.timings = {"total": time.perf_counter() - began}
@@ -202,7 +203,7 @@ class ForeignEngine:
         except BaseException as error:
             await self.resume()
             if isinstance(error, TimeoutError):
-                raise StalledError(
+                raise stalled(
                     f"{self._drawing} requests at {self.server.name} have not come back from a {how} for {min(lease, self.patience):g} s"
                 ) from error
             raise

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rondel.words.errors import EngineError, LawError, StalledError, WorkerError
-from rondel.words.events import Warned, emit
+from rondel.words.events import Warned, emit, stalled
 from rondel.words.protocols import Engine, Interrupt, Tags
 from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, Message, Request, Scored
 
@@ -91,7 +91,7 @@ class Router:
                 async with asyncio.timeout(request.deadline):
                     replica = await self._place(group, first=again)
             except TimeoutError as error:
-                raise StalledError(
+                raise stalled(
                     f"a request waits for a replica since {request.deadline} s; each of {len(self.replicas)} has {self.max_inflight} already"
                 ) from error
             if replica is None:
@@ -193,7 +193,7 @@ class Router:
                         await self._still.wait_for(lambda: not self._busy)
         except TimeoutError as error:
             waits = ", ".join(sorted(self._busy)) or f"version {self.version}"
-            raise StalledError(f"replica '{name}' waits to join since {self.deadline:g} s: {waits}") from error
+            raise stalled(f"replica '{name}' waits to join since {self.deadline:g} s: {waits}") from error
         self.lost.pop(name, None)
         self.replicas[name] = Replica(name, engine)
         self._assign()

@@ -15,6 +15,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rondel.runtime import stacks
 from rondel.runtime.cluster.process import PULSE
 from rondel.words.errors import RondelError, WorkerError
 from rondel.words.events import subscribe
@@ -26,7 +27,9 @@ def main() -> None:
     _die_with(parent)
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when a run ends
+    for number in (signal.SIGINT, signal.SIGTERM):  # the controller decides when a run ends; handled, not ignored: that would be inherited
+        signal.signal(number, lambda *_: None)
+    stacks.listen(sys.stderr)
     asyncio.run(Child(pipe, name, tells).serve())
 
 

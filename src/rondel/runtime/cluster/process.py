@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from rondel.runtime.cluster.worker import Worker
-from rondel.words.errors import StalledError
+from rondel.runtime.stacks import SIGNAL
+from rondel.words.errors import SilentError
 
 PULSE = 1.0  # seconds between two signs of life
-START = 120.0  # that a worker may be silent while it imports and loads
 GRACE = 5.0  # that one may take to end when it is asked to
+DUMP = 2.0  # that one may take to write its stacks
 LINES = 50  # of a dead worker's output that its error shows
 
 
@@ -51,9 +52,14 @@ class ProcessCluster:
         if self.logs is not None:
             self.logs.mkdir(parents=True, exist_ok=True)
             log = self.logs / f"{name}.log"
-        worker = ProcessWorker(name, make, args, cores=tuple(cores), tells=tells, log=log, patience=self.patience)
+        worker = ProcessWorker(name, make, args, cores=tuple(cores), tells=tells, log=log, patience=self.patience, all_dump=self.dump)
         self.workers.append(worker)
         return worker
+
+    def dump(self) -> None:
+        """Each child writes its stacks into its log."""
+        for worker in self.workers:
+            worker.dump()
 
     def close(self) -> None:
         for worker in self.workers:
@@ -75,9 +81,10 @@ class ProcessWorker(Worker):
         tells: bool,
         log: Path | None,
         patience: float,
+        all_dump: Callable[[], None],
     ) -> None:
         super().__init__(name, patience)
-        self._log = log
+        self._log, self._all_dump = log, all_dump
         ours, theirs = socket.socketpair()
         with theirs, log.open("ab") if log else contextlib.nullcontext(subprocess.DEVNULL) as out:
             self._process = subprocess.Popen(
@@ -90,7 +97,7 @@ class ProcessWorker(Worker):
             )
         self._pipe = Connection(ours.detach())
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._heard = time.monotonic()
+        self._heard, self._speaks = time.monotonic(), False  # one that has not spoken yet does not know the signal
         self._end = weakref.finalize(self, _end, self._process)
         self._put((os.getpid(), name, cores, tells))
         self._made = self.ask("", make, args)
@@ -141,7 +148,7 @@ class ProcessWorker(Worker):
         try:
             while True:
                 number, kind, value = pickle.loads(self._pipe.recv_bytes())
-                self._heard = time.monotonic()
+                self._heard, self._speaks = time.monotonic(), True
                 if kind == "event":
                     self._tell(value)
                 elif kind == "broken":
@@ -152,7 +159,7 @@ class ProcessWorker(Worker):
         except (EOFError, OSError):
             code = self._process.wait()
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            self._lost(f"worker {self._name} (process {self.pid}) {how}{self._last_words()}")
+            self._lost(f"worker {self._name} (process {self.pid}) {how}", words=self._last_words)
 
     # -- life and death --------------------------------------------------------------------------
 
@@ -160,14 +167,31 @@ class ProcessWorker(Worker):
         """A worker that stands still says so through its silence."""
         while not self._over:
             time.sleep(min(PULSE, self._patience / 4))
-            limit = self._patience if self._made.done() else max(self._patience, START)
-            if (silent := time.monotonic() - self._heard) > limit and (waiting := self._waiting()):
+            if (silent := time.monotonic() - self._heard) > (limit := self._limit) and (waiting := self._waiting()):
                 self._lost(
-                    f"worker {self._name} (process {self.pid}) gives no sign of life since {silent:.0f} s (limit {limit:g} s), "
-                    f"asked for: {waiting}{self._last_words()}",
-                    StalledError,
+                    f"worker {self._name} (process {self.pid}) gives no sign of life since {silent:.0f} s (limit {limit:g} s), asked for: {waiting}",
+                    SilentError,
+                    self._stacks,
                 )
                 self._process.kill()
+
+    def dump(self) -> None:
+        """Its stacks, into its log; one that was stopped goes on, or it could not."""
+        if self._speaks and self._process.poll() is None:
+            self._process.send_signal(SIGNAL)
+            self._process.send_signal(signal.SIGCONT)
+
+    def _stacks(self) -> str:
+        """What it does, and what the others wait for meanwhile: into the logs, before it is killed."""
+        size, deadline = self._logged(), time.monotonic() + DUMP
+        self._all_dump()
+        while self._logged() == size and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.1)  # it is many writes
+        return self._last_words()
+
+    def _logged(self) -> int:
+        return self._log.stat().st_size if self._log and self._log.is_file() else 0
 
     def _last_words(self) -> str:
         if self._log is None or not self._log.is_file():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import ipaddress
 import os
 import queue
@@ -26,8 +27,8 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rondel.runtime.cluster.child import portable
-from rondel.runtime.cluster.worker import Worker
-from rondel.words.errors import ConfigError, StalledError, WorkerError
+from rondel.runtime.cluster.worker import START, Worker
+from rondel.words.errors import ConfigError, SilentError, WorkerError
 from rondel.words.events import subscribe
 
 RESERVE = 120.0  # seconds that the cluster may take to find room for all workers
@@ -87,6 +88,11 @@ class RayCluster:
         self.workers.append(worker)
         return worker
 
+    def dump(self) -> None:
+        """Each actor writes its stacks into its log, which Ray shows here too."""
+        for worker in self.workers:
+            worker.dump()
+
     def close(self) -> None:
         for worker in self.workers:
             worker.dismiss()
@@ -139,6 +145,10 @@ class Host:
 
     async def ping(self) -> None: ...
 
+    async def dump(self) -> None:
+        """Its stacks, to where Ray keeps its output; no signal reaches another machine."""
+        faulthandler.dump_traceback(all_threads=True)
+
     async def listen(self) -> list[Any]:
         """Events since the last time; waits for one."""
         events = [await asyncio.to_thread(self.told.get)]
@@ -179,7 +189,7 @@ class RayWorker(Worker):
     @property
     def host(self) -> str:
         """By which other workers reach it."""
-        return ray.get(self._actor.where.remote())
+        return ray.get(self._actor.where.remote(), timeout=START)
 
     def dismiss(self) -> None:
         """End the actor, and wait for nothing."""
@@ -191,6 +201,10 @@ class RayWorker(Worker):
         self.dismiss()
         for thread in self._threads:  # one that asked after the shutdown would start another Ray
             thread.join(10)
+
+    def dump(self) -> None:
+        if not self._over:
+            self._actor.dump.remote()
 
     def _send(self, number: int, verb: str, args: tuple[Any, ...], how: dict[str, Any]) -> None:
         ref = self._refs[number] = self._actor.call.remote(verb, cloudpickle.dumps((args, how)))
@@ -206,7 +220,7 @@ class RayWorker(Worker):
             self._settle(number, *done.result())
         except RayActorError as error:  # all its calls end so, and it is not asked again
             self._lost(f"worker {self._name} ended: {' '.join(str(error).split())}")
-            self._kill()
+            threading.Thread(target=self._kill, daemon=True).start()  # this thread is Ray's own: its calls would wait for themselves
         except BaseException as error:
             self._settle(number, "error", WorkerError(f"worker {self._name}: {type(error).__name__}: {error}"))
 
@@ -226,10 +240,10 @@ class RayWorker(Worker):
     def _watch(self) -> None:
         while not self._closed.wait(self._patience / 4) and not self._over:
             try:
-                ray.get(self._actor.ping.remote(), timeout=self._patience)
+                ray.get(self._actor.ping.remote(), timeout=(limit := self._limit))
             except GetTimeoutError:
                 if waiting := self._waiting():
-                    self._lost(f"worker {self._name} gives no sign of life for {self._patience:g} s, asked for: {waiting}", StalledError)
+                    self._lost(f"worker {self._name} gives no sign of life for {limit:g} s, asked for: {waiting}", SilentError)
                     self._kill()
             except Exception:
                 return

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import os
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -44,15 +45,17 @@ def ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
 
 
-def joined(device: str) -> Any:
+def joined(device: str, patience: float) -> Any:
     """The group of all ranks, which is then torch's default, and one beside it for calls."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo" if device == "cpu" else "nccl")
+        dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=datetime.timedelta(seconds=patience))
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 class Leader:
     """Rank 0's object, as `process.Worker` is one elsewhere: every verb is called on all ranks, the answer is its own."""
+
+    alive, fate = True, ""  # torchrun ends all of them when one ends
 
     def __init__(self, made: Any, calls: Any) -> None:
         self._object, self._calls = made, calls
@@ -79,7 +82,9 @@ class Leader:
 
 
 def follow(made: Any, calls: Any) -> None:
-    """Do what rank 0 calls, until it closes."""
+    """Do what rank 0 calls, until it closes. torchrun sends its signals to all ranks, and the first one decides what they mean."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
     with asyncio.Runner() as runner:
         while True:
             heard: list[Any] = [None, None]

@@ -13,6 +13,8 @@ from typing import Any
 from rondel.words.errors import WorkerError
 from rondel.words.events import Event, emit
 
+START = 120.0  # seconds that a worker may be silent while it imports and loads
+
 
 class Worker:
     """An object elsewhere: every public name is an awaitable verb of it. `ask` and `now` are for code without an event loop.
@@ -84,17 +86,23 @@ class Worker:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(emit, event) if self._loop else emit(event)
 
+    @property
+    def _limit(self) -> float:
+        """Seconds that it may be silent now."""
+        return self._patience if self._made.done() else max(self._patience, START)
+
     def _waiting(self) -> str:
         with self._guard:
             return ", ".join(sorted({verb for verb, _ in self._asked.values()}))
 
-    def _lost(self, why: str, error: type[Exception] = WorkerError) -> None:
-        """It answers no more, and whoever waits is told."""
+    def _lost(self, why: str, error: type[Exception] = WorkerError, words: Callable[[], str] = str) -> None:
+        """It answers no more, and whoever waits is told; `words` are its last ones, asked for when it can no longer be heard otherwise."""
         with self._guard:
             if self._over:
                 return
             self._over = why
             waiting, self._asked = list(self._asked.values()), {}
+        self._over = why = why + words()
         for _, answer in waiting:
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(error(why))

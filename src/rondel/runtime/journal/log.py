@@ -24,7 +24,7 @@ from rondel.words.events import Checkpointed, Event, Generating, GroupsTaken, Ru
 
 FILE = "journal.jsonl"
 MILESTONES = (StepDone, Checkpointed, RunEnded)  # on disk before the run goes on, with durability = "disk"
-LASTING = {"RunStarted", "Resumed", "Warned"}  # true whatever is repeated later
+LASTING = {"RunStarted", "Resumed", "Warned", "Stalled"}  # true whatever is repeated later
 
 
 class Journal:
@@ -119,7 +119,7 @@ def settled(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Leave out what a later `Resumed` repeats. Three rules:
 
     1. `Resumed(step=k)` goes back to the line of `Checkpointed(step=k)`. What follows that line is void, except facts of
-       steps <= k (`StepDone(k)` is written after its checkpoint) and what stays true: RunStarted, Resumed, Warned.
+       steps <= k (`StepDone(k)` is written after its checkpoint) and what stays true: RunStarted, Resumed, Warned, Stalled.
        Where the crash came before that line was written, the last event of a step <= k takes its place.
        `Resumed(checkpoint="")` begins again from nothing.
     2. Numbers are given in order, so an `Admitted(m)` voids earlier events about groups numbered m or higher: while a

@@ -25,8 +25,8 @@ from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.generate.engine.builtin.text import open_reader, split_stops
 from rondel.models import linear
 from rondel.models.compiled import Compiled
-from rondel.words.errors import EngineError, LawError, StalledError, SyncError, UserError
-from rondel.words.events import Generating, Speculated, Warned, emit
+from rondel.words.errors import EngineError, LawError, SyncError, UserError
+from rondel.words.events import Generating, Speculated, Warned, emit, stalled
 from rondel.words.protocols import Claim, Interrupt, Tags, Transport
 from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Message, Request, Route, Scored
 
@@ -110,7 +110,7 @@ class BuiltinEngine:
             async with asyncio.timeout(request.deadline):
                 return await done
         except TimeoutError as error:
-            raise StalledError(
+            raise stalled(
                 f"a request waits for the engine since {request.deadline} s; it had written {live.written} tokens, engine {self.state}"
             ) from error
         finally:

@@ -1,0 +1,201 @@
+"""The controller alone: the real loop, buffer, rollouts, router and journal, engines that answer after a virtual delay, 10,000 samples at once.
+
+rondel bench controller                    an hour of virtual time; `--hours 0.1 --rollouts 500,2000,8000` shows how costs grow
+
+Time is virtual: when nothing is ready the clock jumps to the next timer, so what is measured is the work of the event loop and nothing else.
+Lag is the time of one pass of the loop: so long anything that is ready may wait for its turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import random
+import sys
+import tempfile
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from _work import report
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.toml"
+GROUP, STALENESS, ENGINES = 8, 1, 8
+TRAIN, SYNC = 40.0, 2.0  # virtual seconds of a step and of its update
+TOKEN = 0.2  # virtual seconds
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer when nothing is ready. `passes` are real seconds, one for each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.passes, self._since = 0.0, [0.0], time.perf_counter()
+        self._poll, self._selector.select = self._selector.select, self._jump  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        return self.now
+
+    def _jump(self, timeout: float | None = None) -> list[Any]:
+        self.passes.append(time.perf_counter() - self._since)
+        self.now += timeout or 0.0
+        self._since = time.perf_counter()
+        return self._poll(0 if timeout is not None else None)
+
+
+class Later:
+    """An engine that answers after as long as an engine would: lengths are skewed, as those of a reasoning model."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw, self.version = random.Random(seed), 0
+        self.tokens, self.logprobs = list(range(10, 522)), [-1.0] * 512
+
+    async def generate(self, request: Any) -> Any:
+        from rondel.words.types import Completion
+
+        n = min(512, 1 + int(self.draw.lognormvariate(4.5, 0.8)))
+        await asyncio.sleep(TOKEN * n)
+        return Completion(self.tokens[:n], self.logprobs[:n], [self.version] * n, "stop", prompt_tokens=len(request.tokens))
+
+
+class Trainer:
+    async def step(self, batch: Any, algo: Any) -> Any:
+        from rondel.words.types import StepStats
+
+        await asyncio.sleep(TRAIN)
+        return StepStats(True, {})
+
+
+class Apart:
+    @asynccontextmanager
+    async def training(self) -> Any:
+        yield
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="rondel bench controller", description=__doc__.splitlines()[0])
+    parser.add_argument("--rollouts", default="10000", help="samples in flight; several numbers are run one after the other")
+    parser.add_argument("--hours", type=float, default=1.0, help="virtual")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    for n in map(int, args.rollouts.split(",")):
+        report(measure(n, args.hours * 3600), only_json=args.json)
+
+
+def measure(rollouts: int, seconds: float) -> dict[str, Any]:
+    from rondel.runtime.journal.log import Journal
+    from rondel.runtime.telemetry.metrics import StepMetrics
+    from rondel.words.events import subscribe
+
+    seen = [0]
+
+    def count(_: Any) -> None:
+        seen[0] += 1
+
+    parts, tasks = made(rollouts)
+    importlib.import_module("rondel.assemble.running")  # the time that it takes is not the loop's
+    with tempfile.TemporaryDirectory(prefix="controller-") as folder:
+        journal = Journal(folder)
+        ends = [subscribe(reader) for reader in (journal.write, StepMetrics().read, count)]
+        try:
+            with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+                loop, memory = runner.get_loop(), [rss()]
+                began, cpu = time.perf_counter(), time.process_time()
+                buffer = runner.run(drive(parts, tasks, rollouts, seconds, memory))
+                took, cpu = time.perf_counter() - began, time.process_time() - cpu
+        finally:
+            for end in ends:
+                end()
+            journal.close()
+    lag, samples = np.array(loop.passes) * 1e3, buffer.trained * GROUP
+    return {
+        "rollouts in flight": rollouts,
+        "virtual_s": round(loop.now),
+        "real_s": round(took, 1),
+        "cpu_s": round(cpu, 1),
+        "steps": buffer.version,
+        "samples": samples,
+        "events_per_s": round(seen[0] / took),
+        "cpu_us_per_sample": round(cpu / max(1, samples) * 1e6),
+        "lag_p50_ms": round(float(np.percentile(lag, 50)), 3),
+        "lag_p99_ms": round(float(np.percentile(lag, 99)), 2),
+        "lag_max_ms": round(float(lag.max()), 1),
+        "rss_mb": [memory[0], memory[len(memory) // 2], memory[-1]],
+    }
+
+
+def made(rollouts: int) -> tuple[SimpleNamespace, Any]:
+    """What a run has when it begins; engines, trainer and reward are ours."""
+    from rondel.assemble.parts import judge_of, row_of, sampling_of
+    from rondel.generate.engine.router import Router
+    from rondel.generate.envs.single_turn import SingleTurn
+    from rondel.generate.envs.sources import load_tasks
+    from rondel.generate.envs.stream import stream
+    from rondel.models.load import load
+    from rondel.words.config import Job
+    from rondel.words.types import Score
+
+    changes = {
+        "run.folder": "nowhere",
+        "algo.group_size": GROUP,
+        "model.path.max_position_embeddings": 1024,
+        "engine.sampling.max_tokens": 512,
+    }
+    job = Job.read(RECIPE, changes)
+    loaded, draw = load(job.model.path, dtype="float32", device="cpu"), random.Random(0)
+
+    async def score(trajectory: Any, task: Any) -> Any:
+        return Score(float(draw.random() < 0.5))
+
+    engines = {f"engine-{i}": Later(i) for i in range(ENGINES)}
+    return SimpleNamespace(
+        job=job, sampling=sampling_of(job), env=SingleTurn(), routes=False, judge=judge_of(job, row_of(job)), engines=engines,
+        engine=Router(engines, max_inflight=2 * rollouts // ENGINES), pool=SimpleNamespace(score=score),
+        known=SimpleNamespace(tokenizer=loaded.tokenizer, max_context=loaded.max_context),
+    ), stream(load_tasks(job.task.data, env=job.task.env).train, seed=0)  # fmt: skip
+
+
+async def drive(parts: Any, tasks: Any, rollouts: int, seconds: float, memory: list[int]) -> Any:
+    """The loop as a run has it."""
+    from rondel import loop as house
+    from rondel.assemble.rollouts import Rollouts, prepare
+    from rondel.buffer import Buffer
+
+    groups = max(1, rollouts // (GROUP * (STALENESS + 1)))
+    buffer = Buffer(groups_per_step=groups, max_staleness=STALENESS)
+    work, clock = Rollouts(parts, GROUP), asyncio.get_running_loop()
+
+    async def sync(trainer: Any, engine: Any) -> int:
+        await asyncio.sleep(SYNC)
+        for one in parts.engines.values():
+            one.version += 1
+        return buffer.version + 1
+
+    async def milestone(step: int, version: int, batch: Any) -> None:
+        memory.append(rss())
+
+    def steps() -> Any:
+        step = 0
+        while clock.time() < seconds:
+            yield (step := step + 1)
+
+    await house.run(
+        tasks, buffer, attempt=work.attempt, score=work.score, judge=parts.judge, prepare=prepare, trainer=Trainer(),
+        engine=parts.engine, devices=Apart(), sync=sync, algo=None, steps=steps(), milestone=milestone,
+    )  # fmt: skip
+    return buffer
+
+
+def rss() -> int:
+    """Resident memory of this process, MB."""
+    if sys.platform != "linux":
+        return 0
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+
+if __name__ == "__main__":
+    main()

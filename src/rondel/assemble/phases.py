@@ -1,0 +1,246 @@
+"""The phases of one run, what happens between two versions, and how it is stopped between two steps."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rondel import loop
+from rondel.algos.table import SFT
+from rondel.assemble.joining import admit
+from rondel.assemble.recording import InOrder, Scheduled, finishing
+from rondel.assemble.rollouts import Demonstrations, Rollouts, prepare, prepare_of, rollouts_of
+from rondel.buffer import LATE, Buffer
+from rondel.evaluate import evaluate
+from rondel.filter import chain
+from rondel.generate.envs.stream import stream
+from rondel.runtime.ending import Ending
+from rondel.runtime.journal import store
+from rondel.runtime.journal.schedule import Schedule
+from rondel.train.checkpoint import Checkpoints
+from rondel.train.pack import Batch
+from rondel.words.config import Job
+from rondel.words.errors import EngineError, StalledError, SyncError, WorkerError
+from rondel.words.events import Checkpointed, Resumed, RunEnded, Warned, emit
+from rondel.words.types import Group, Slot, Verdict
+
+if TYPE_CHECKING:
+    from rondel.assemble.parts import Parts
+
+
+Attempt = Callable[[Slot], Awaitable[Group]]
+Judge = Callable[[Group], Verdict]
+
+
+class Run:
+    """The phases of one run and what happens between two versions."""
+
+    def __init__(
+        self, job: Job, parts: Parts, folder: Path, checkpoints: Checkpoints, ending: Ending, schedule: Schedule | None = None
+    ) -> None:
+        self.job, self.parts, self.folder, self.checkpoints, self.ending, self.schedule = job, parts, folder, checkpoints, ending, schedule
+        if schedule is not None:
+            parts.placed.engine = Scheduled(parts.engine, schedule)
+        self.buffer: Buffer
+        self.began = time.perf_counter()
+        self.total = job.loop.warmup.steps + job.loop.steps
+        self.rest = asyncio.Event()  # set while no step is being trained
+        self.done: tuple[int, int, dict[str, Any] | None] = (0, 0, None)  # step, version; of a synchronous run the buffer then
+        self.saved = 0  # the step of the newest checkpoint
+        self.writing: asyncio.Task[None] | None = None
+
+    async def all(self, found: tuple[Path, dict[str, Any]] | None) -> None:
+        """The phases to their end, or until a signal."""
+        self.rest.set()
+        work, asked = asyncio.create_task(self._all(found)), asyncio.create_task(self.ending.wait())
+        try:
+            await asyncio.wait([work, asked], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                await asyncio.wait([work, rest := asyncio.create_task(self.rest.wait())], return_when=asyncio.FIRST_COMPLETED)
+                rest.cancel()
+            if work.done():
+                return work.result()
+        finally:
+            asked.cancel()
+            work.cancel()
+            await asyncio.wait([work])
+        await self._checkpoint()
+        raise self.ending.stopped(
+            f"after step {self.saved} of {self.total}, which is in a checkpoint" if self.saved else "before its first step"
+        )
+
+    async def _all(self, found: tuple[Path, dict[str, Any]] | None) -> None:
+        parts = self.parts
+        done, saved = 0, None
+        if found:
+            path, saved = found
+            await parts.trainer.load(path)
+            done = self.saved = saved["step"]
+            self.done = (done, saved["buffer"]["version"], None)
+            emit(Resumed(done, saved["buffer"]["version"], str(path)))
+        await self.sync(parts.trainer, parts.engine)  # the initial sync
+        parts.sync.moved = lambda: parts.trainer.moved
+        async with self._open_to_newcomers():
+            await self._phases(done, saved)
+
+    @asynccontextmanager
+    async def _open_to_newcomers(self) -> AsyncIterator[None]:
+        """Engines of others may come late or come back."""
+        parts, task = self.parts, None
+        if (reach := parts.placed.reach) is not None:
+            urls = parts.job.engine.url or []
+            known = [urls] if isinstance(urls, str) else urls
+            task = asyncio.create_task(admit(parts.engine, self.folder, known, reach, parts.sync.catch_up), name="newcomers")
+        try:
+            yield
+        finally:
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
+
+    async def _phases(self, done: int, saved: dict[str, Any] | None) -> None:
+        parts, job = self.parts, self.job
+        if done == 0:
+            await self._evaluate(0)
+        warm, steps = job.loop.warmup.steps, job.loop.steps
+        if done < warm:
+            done = await self._warmup(range(done + 1, warm + 1), saved)
+            saved = None
+        await self._reinforce(range(done + 1, warm + steps + 1), saved if done > warm else None)
+        emit(RunEnded(warm + steps, parts.engine.version, "all steps done", time.perf_counter() - self.began))
+
+    async def _warmup(self, steps: range, saved: dict[str, Any] | None) -> int:
+        """A supervised phase: the same loop, whose Generate copies answers."""
+        parts = self.parts
+        buffer = self._buffer(parts.job.loop.warmup.groups_per_step, 0, None, saved)
+        await self._loop(buffer, Demonstrations(parts, 1), chain([]), SFT, steps)
+        return steps.stop - 1
+
+    async def _reinforce(self, steps: range, saved: dict[str, Any] | None) -> None:
+        parts, job = self.parts, self.job
+        window = None if job.loop.window == "auto" else job.loop.window
+        buffer = self._buffer(job.loop.groups_per_step, job.loop.max_staleness, window, saved, job.loop.oversample)
+        if job.loop.max_staleness and "advantages" in parts.row.needs and not parts.row.corrects:
+            emit(
+                Warned(
+                    f"max_staleness = {job.loop.max_staleness} without a correction: stale tokens are trained as if they were fresh. Set algo.correction.kind = 'importance'"
+                )
+            )
+        await self._loop(buffer, rollouts_of(parts), parts.judge, parts.algo, steps, prepare_of(parts))
+
+    def _buffer(self, groups: int, staleness: int, window: int | None, saved: dict[str, Any] | None, oversample: int = 0) -> Buffer:
+        version = self.parts.engine.version
+        self.buffer = Buffer(
+            groups_per_step=groups,
+            max_staleness=staleness,
+            window=window,
+            oversample=oversample,
+            retry=self.job.loop.late == "retry",
+            version=version,
+            start=version,
+            max_refills=self.job.loop.max_refills,
+            order=self.schedule,
+        )
+        if self.schedule is not None:
+            self.schedule.begin()
+        if saved:
+            self.buffer.restore(saved["buffer"])
+        return self.buffer
+
+    async def _loop(
+        self, buffer: Buffer, rollouts: Rollouts, judge: Callable, algo: Any, steps: range, prepare: Callable = prepare
+    ) -> None:
+        parts = self.parts
+        tasks = stream(parts.tasks.train, seed=self.job.loop.seed, start=buffer.admitted - buffer.retried)
+        attempt, score, devices = rollouts.attempt, rollouts.score, parts.placed.devices
+        if buffer.oversample:
+            attempt, judge = in_time(attempt, judge, buffer)
+        if self.schedule is not None:
+            score, devices = finishing(score, buffer), InOrder(devices, self.schedule, buffer)
+        await loop.run(
+            tasks, buffer, attempt=attempt, score=score, judge=judge, prepare=self._starting(prepare), trainer=parts.trainer,
+            engine=parts.engine, devices=devices, sync=self.sync, algo=algo, steps=steps, milestone=self.milestone,
+        )  # fmt: skip
+
+    def _starting(self, prepare: Callable) -> Callable:
+        """What begins a step; none is begun any more once the run was asked to end."""
+
+        async def start(groups: list[Group]) -> Batch:
+            if self.ending.asked:
+                await asyncio.get_running_loop().create_future()  # until it is cancelled
+            self.rest.clear()
+            return await prepare(groups)
+
+        return start
+
+    async def sync(self, trainer: Any, engine: Any) -> int:
+        """The update, once more if an engine ended in the middle of it; if a rank of the trainer did, that is the error."""
+        placed = self.parts.placed
+        while True:
+            try:
+                version = await self.parts.sync(trainer, engine)
+            except (WorkerError, StalledError, SyncError, EngineError) as error:
+                if not await placed.heal():
+                    if ended := await placed.lost():
+                        raise ended from error
+                    raise
+            else:
+                await placed.heal()  # one of several, which was left behind
+                return version
+
+    # -- between two versions --------------------------------------------------------------------
+
+    async def milestone(self, step: int, version: int, batch: Batch) -> None:
+        """Store what training learned of the rollouts; evaluate; checkpoint."""
+        job, last = self.job, self.total
+        store.annotate_step(self.folder, step, trainer_logprobs=per_token(batch, "trained"), advantages=per_token(batch, None))
+        self.done = (step, version, None if self.buffer.max_staleness else self.buffer.state(version))
+        if step < last:
+            self.rest.set()
+        if step == last or step == job.loop.warmup.steps or (job.task.eval.every and step % job.task.eval.every == 0):
+            await self._evaluate(step)
+        if step == last or (job.run.checkpoint.every and step % job.run.checkpoint.every == 0):
+            await self._checkpoint()
+
+    async def _checkpoint(self) -> None:
+        """The last whole step, if it is not in one already. What has begun is written to its end, whoever waits for it no more."""
+        if self.writing is None or self.writing.done():
+            self.writing = asyncio.create_task(self._write())
+        await asyncio.shield(self.writing)
+
+    async def _write(self) -> None:
+        """A synchronous run replays what it had begun since; another one goes on with it."""
+        step, version, then = self.done
+        if step == self.saved:
+            return
+        await self.buffer.turn("save", version, who="learner")
+        began, state = time.perf_counter(), then or self.buffer.state(version)
+        told = {"step": step, "config": self.job.digest(), "buffer": state}
+        path = await self.checkpoints.write(step, self.parts.trainer.save, told)
+        self.saved = step
+        emit(Checkpointed(step, version, str(path), time.perf_counter() - began))
+
+    async def _evaluate(self, step: int) -> None:
+        if self.parts.tasks.held_out:
+            emit(await evaluate(self.parts, step))
+
+
+def in_time(attempt: Attempt, judge: Judge, buffer: Buffer) -> tuple[Attempt, Judge]:
+    """An attempt ends when it is late; then there is nothing to judge."""
+    return lambda slot: buffer.in_time(slot, attempt(slot)), lambda group: judge(group) if group.trajectories else Verdict(False, LATE)
+
+
+def per_token(batch: Batch, note: str | None) -> dict[tuple[int, int], list[float]]:
+    """A note (or the advantages) of every trained token, laid out over the whole stream."""
+    out = {}
+    for sample in batch.samples:
+        values = [0.0] * len(sample.tokens)
+        told = sample.notes.get(note) if note else sample.advantages
+        for i, at in enumerate(sample.trainable.tolist()):
+            values[at] = float(told[i]) if told is not None else float("nan")
+        out[(sample.group, sample.index)] = values
+    return out

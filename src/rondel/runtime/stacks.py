@@ -1,0 +1,78 @@
+"""Every Python stack of a run, in its logs: written when a wait passes its deadline, and on demand.
+
+    kill -USR1 CONTROLLER
+
+What hangs cannot be called, so each process writes its own stacks when it gets the signal: from C, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import io
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+from rondel.words.events import Event, Stalled
+
+SIGNAL = signal.SIGUSR1
+
+
+def listen(file: IO[str]) -> None:
+    """From now on the signal makes this process write the stacks of all its threads there."""
+    faulthandler.register(SIGNAL, file=file, all_threads=True)
+
+
+class Stacks:
+    """Of a controller and its workers, into `logs` of the run folder. Reads events: `Stalled` is answered with where they are.
+
+    others  makes the workers write theirs, as they are now
+    """
+
+    def __init__(self, folder: Path, others: Callable[[], None] = lambda: None) -> None:
+        self.logs, self.others = folder / "logs", others
+
+    def read(self, event: Event) -> None:
+        if isinstance(event, Stalled):
+            self.dump(event.message)
+            event.stacks = str(self.logs)
+
+    def dump(self, why: str = "asked for by a signal") -> None:
+        self.others()
+        self.logs.mkdir(parents=True, exist_ok=True)
+        with (self.logs / "controller.log").open("a") as file:
+            file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')}  stacks: {why}\n{tasks()}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+
+    @contextlib.contextmanager
+    def on_demand(self) -> Iterator[None]:
+        """The signal makes this process write them, where Python lets it hear signals: on the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(SIGNAL, lambda *_: self.dump())
+        try:
+            yield
+        finally:
+            signal.signal(SIGNAL, before)
+
+
+def tasks() -> str:
+    """Where the tasks of the running event loop wait, those that wait at the same place as one."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return "no event loop runs"
+    places: Counter[str] = Counter()
+    for task in asyncio.all_tasks(loop):
+        text = io.StringIO()
+        task.print_stack(file=text)
+        places["".join(text.getvalue().splitlines(keepends=True)[1:])] += 1  # the first line has the task's name
+    return "\n".join(f"{n} task{'s' * (n > 1)} at\n{place}" for place, n in places.most_common())
