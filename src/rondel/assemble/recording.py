@@ -8,7 +8,7 @@ score       a group is finished when it was
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -41,11 +41,14 @@ class InOrder:
         self.devices, self.schedule, self.buffer = devices, schedule, buffer
 
     @asynccontextmanager
-    async def training(self) -> AsyncIterator[None]:
+    async def parked(self) -> AsyncIterator[None]:
         await self.schedule.asked(self.buffer.version)
-        async with self.devices.training():
+        async with self.devices.parked():
             yield
         await self.buffer.turn("trained", self.buffer.version, who="learner")  # what the step has counted is known from here
+
+    def training(self) -> AbstractAsyncContextManager[None]:
+        return self.devices.training()
 
 
 def finishing(score: Callable[[Group], Awaitable[None]], buffer: Buffer) -> Callable[[Group], Awaitable[None]]:
