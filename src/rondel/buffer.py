@@ -93,7 +93,7 @@ class Buffer:
         self._ripe: list[int] = []  # the finished numbers, as a heap; some are taken already
         self._dropped_since_take = 0
         self._closed = False
-        self._changed = 0.0  # when something last did, by the event loop's clock
+        self._changes = 0
         self._asleep: dict[str, OrderedDict[asyncio.Future[None], None]] = {
             who: OrderedDict() for who in ("feed", "roll", "learner", "late")
         }
@@ -366,18 +366,16 @@ class Buffer:
 
     async def _until(self, ready: Callable[[], object], *, who: str, waits_for: str) -> None:
         """What may have made it ready wakes one of those who wait for it, the first to come; the others sleep on."""
-        clock, asleep = asyncio.get_running_loop().time, self._asleep[who]
-        since = clock()
+        seen, asleep = self._changes, self._asleep[who]
         while not ready():
             woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             asleep[woken] = None
             try:
-                async with asyncio.timeout_at(
-                    max(since, self._changed) + self.patience
-                ):  # wait_for may swallow a cancellation on Python 3.11
+                async with asyncio.timeout(self.patience):  # wait_for may swallow a cancellation on Python 3.11
                     await woken
             except TimeoutError as error:
-                if clock() < max(since, self._changed) + self.patience:
+                if self._changes != seen:
+                    seen = self._changes
                     continue
                 rolling = sorted(self._rolling)
                 raise stalled(
@@ -397,7 +395,8 @@ class Buffer:
                 self._wake(who)
 
     def _wake(self, who: str) -> None:
-        self._changed, asleep = asyncio.get_running_loop().time(), self._asleep[who]
+        self._changes += 1
+        asleep = self._asleep[who]
         while asleep:
             woken, _ = asleep.popitem(last=False)
             if not woken.done():

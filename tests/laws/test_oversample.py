@@ -12,7 +12,7 @@ from fakes import CountingTrainer, Rollouts, endless, loop_kit
 from run_kit import check, events, run, tiny
 
 from rondel import loop
-from rondel.assemble.running import in_time
+from rondel.assemble.phases import in_time
 from rondel.buffer import Buffer
 from rondel.runtime.journal import store
 from rondel.runtime.telemetry.metrics import LateBias, StepMetrics
