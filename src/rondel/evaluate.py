@@ -63,7 +63,7 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
 
 def profile(given: Evaluation, rollouts: Sampling) -> Sampling:
     """How held-out tasks are sampled: greedy, unless the recipe says otherwise, and ending where rollouts end."""
-    more = {"temperature": given.temperature, "max_tokens": given.max_tokens or rollouts.max_tokens, "stop": rollouts.stop}
+    more: dict[str, Any] = {"temperature": given.temperature, "max_tokens": given.max_tokens or rollouts.max_tokens, "stop": rollouts.stop}
     known = {f.name for f in fields(Sampling)} - {"temperature", "max_tokens", "n", "seed"}
     for name in given.sampling.keys() - known:
         raise ConfigError(f"task.eval.sampling has no '{name}'.{nearest(name, sorted(known))}")

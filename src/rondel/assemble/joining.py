@@ -16,6 +16,7 @@ from rondel.generate.engine.router import Router
 from rondel.words.config import Job
 from rondel.words.errors import RondelError, UserError
 from rondel.words.events import Warned, emit
+from rondel.words.protocols import Engine
 
 FOLDER, EVERY = "engines", 2.0  # inside the run folder; seconds
 
@@ -25,7 +26,7 @@ async def admit(
     folder: Path,
     urls: list[str],
     reach: Callable[[str], ForeignEngine],
-    bring: Callable[[ForeignEngine], Awaitable[int]],
+    bring: Callable[[Engine], Awaitable[int]],
 ) -> None:
     """For ever. `reach` asks a server whether it can carry this run; one that cannot be reached is asked again, one that cannot is named once."""
     told: set[str] = set()

@@ -29,7 +29,7 @@ from rondel.train.step import LocalTrainer
 from rondel.words.config import OF_GROUPS, Job
 from rondel.words.errors import ConfigError, DataError, boundary
 from rondel.words.registry import find
-from rondel.words.types import Group, Sampling, Task, Trajectory, Verdict
+from rondel.words.types import Completion, Group, Request, Sampling, Task, Trajectory, Verdict
 
 ENVS = {"single_turn": SingleTurn, "tools": Tools}
 TOOLS = {"calculator": calculator}
@@ -152,11 +152,14 @@ def longest(job: Job, tasks: TaskSet, env: Any, known: Known, sampling: Sampling
     def text(task: Task) -> str:
         return str(task.data.get("prompt", task.data.get("messages", "")))
 
+    async def silent(request: Request) -> Completion:
+        raise AssertionError("only prompts are rendered here")
+
     prompt = env.prompt if hasattr(env, "prompt") else SingleTurn(suffix=job.task.suffix).prompt
     most = 0
     for task in sorted([*tasks.train, *tasks.held_out], key=lambda t: len(text(t)))[-32:]:
         chat = TokenChat(
-            known.tokenizer, None, sampling=sampling, key=lambda turn: 0, max_context=known.max_context, system=job.task.system
+            known.tokenizer, silent, sampling=sampling, key=lambda turn: 0, max_context=known.max_context, system=job.task.system
         )
         chat.give(*prompt(task))
         n = len(chat.trajectory.tokens)

@@ -156,7 +156,9 @@ class Run:
     ) -> None:
         parts = self.parts
         tasks = stream(parts.tasks.train, seed=self.job.loop.seed, start=buffer.admitted - buffer.retried)
-        attempt, score, devices = rollouts.attempt, rollouts.score, parts.placed.devices
+        attempt: Attempt = rollouts.attempt
+        score: Callable[[Group], Awaitable[None]] = rollouts.score
+        devices: Any = parts.placed.devices
         if buffer.oversample:
             attempt, judge = in_time(attempt, judge, buffer)
         if self.schedule is not None:

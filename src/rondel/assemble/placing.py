@@ -104,7 +104,8 @@ class Plan:
         if self.job.run.record:
             refuse_unrepeatable(self.job, self.device, torchrun.rank_and_size()[1] if where.cluster == "torchrun" else where.ranks)
         self.threads = None if where.threads == "auto" else where.threads
-        apart = "module" if where.kind == "shared" else {"local": "device", "ray": "machine"}.get(where.cluster, "process")
+        of: dict[str, planner.Apart] = {"local": "device", "ray": "machine"}
+        apart: planner.Apart = "module" if where.kind == "shared" else of.get(where.cluster, "process")
         if self.job.engine.kind != "builtin":
             apart = "server"
         way = planner.transport(self.job.sync.kind, apart=apart, room=planner.shared_memory())

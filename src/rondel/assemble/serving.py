@@ -24,6 +24,7 @@ from rondel.runtime.devices import Device, keep_memory, pick_device
 from rondel.sync.from_ipc import FromIpc
 from rondel.words.errors import UserError
 from rondel.words.events import Event, Warned, subscribe
+from rondel.words.protocols import Transport
 
 GUESSES = 4  # of one answer in one step, at most
 
@@ -65,6 +66,7 @@ def serve(model: str | dict[str, Any], settings: Settings, *, ready: Callable[[s
             page_bytes=page_bytes(loaded) + (page_bytes(draft.loaded) if draft else 0),
             free_bytes=torch.cuda.mem_get_info()[0] if device_name.startswith("cuda") else planner.free_memory(),
         )
+        transports: dict[str, Transport] = {"ipc": FromIpc()}
         engine = BuiltinEngine(
             loaded,
             run=device.run,
@@ -73,7 +75,7 @@ def serve(model: str | dict[str, Any], settings: Settings, *, ready: Callable[[s
             prefill_tokens=settings.prefill_tokens,
             speculation=speculation,
             compiled=device.call(Compiled, loaded) if settings.compile else None,
-            transports={"ipc": FromIpc()},
+            transports=transports,
         )
         name = settings.name or (Path(model).name if isinstance(model, str) and Path(model).is_dir() else loaded.name)
         what = f"{name}, {str(loaded.dtype).removeprefix('torch.')} on {device_name}, {pages.value} cache pages"

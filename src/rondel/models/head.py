@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rondel.models.linear import Stack, product
 
@@ -15,8 +15,8 @@ from rondel.models.linear import Stack, product
 class Head:
     """`logits = softcap(scale · (h Wᵀ + b))`; the weight is the module's own parameter, so tied embeddings stay tied."""
 
-    weight: nn.Parameter  # [V, D]
-    bias: nn.Parameter | None = None
+    weight: torch.Tensor  # [V, D]
+    bias: torch.Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
     stack: Stack = field(default_factory=Stack, repr=False)

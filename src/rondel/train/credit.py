@@ -19,12 +19,15 @@ def credit(batch: Batch, row: Algorithm) -> dict[str, float]:
     scored, lengths = batch.scored, batch.lengths_N.tolist()
     for sample, piece in zip(batch.samples, row.advantages_T(scored).float().split(lengths)):
         sample.advantages = piece.numpy()
-    told = {"train/kl_teacher": float((scored.behavior_T - scored.teacher_T).mean())} if scored.teacher_T is not None else {}
+    told = {}
+    if scored.teacher_T is not None and scored.behavior_T is not None:
+        told["train/kl_teacher"] = float((scored.behavior_T - scored.teacher_T).mean())
     if "values" not in row.needs:
         return told
     returns_T = row.returns_T(scored)
     for sample, piece in zip(batch.samples, returns_T.float().split(lengths)):
         sample.notes["returns"] = piece.numpy()
+    assert scored.values_T is not None, "the row needs values"
     known = explained_variance(scored.values_T, returns_T)
     return told if known is None else told | {"train/explained_variance": known}
 

@@ -85,7 +85,7 @@ class Critic:
             (weight_N[packed.sample] * loss_T).sum().mul(not packed.idle).backward()
             if packed.idle:
                 continue
-            sums.add(0.0, {"value": loss_T.detach(), "value_clipped": clipped_T})
+            sums.add(torch.zeros(()), {"value": loss_T.detach(), "value_clipped": clipped_T})
         return self.weights.gradient_norm()
 
     def move(self, *, lr: float, clip: float, norm: Tensor) -> None:

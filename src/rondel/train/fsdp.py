@@ -220,7 +220,7 @@ def _enter(model: nn.Module, work: Callable[[], Any]) -> Any:
     return work()
 
 
-def _now(model: Any) -> nn.Module:
+def _now(model: Any) -> Any:
     return model.get_output_embeddings()
 
 

@@ -101,7 +101,7 @@ class LocalTrainer:
         self.alarm = Alarm(MIXTURE if loaded.routers else DENSE)
         self.kl_coef: float | None = None  # where a KL with a target has got to
         self.moved = False  # did the last step write other bits into the weights that the engine reads?
-        beside = {"critic": self.critic and self.critic.loaded, "reference": self.start, "teacher": self.teacher}
+        beside = {"critic": self.critic.loaded if self.critic is not None else None, "reference": self.start, "teacher": self.teacher}
         owners = [self.weights, *(other.weights for other in (critic, draft) if other is not None)]
         self.offload = Offload(self.loaded, owners, beside, claim)
 
@@ -181,7 +181,9 @@ class LocalTrainer:
     def _annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         self.offload.refuse_asleep("annotate")
         settings = self.settings
-        how = dict(budget=settings.micro_tokens, temperature=settings.temperature, share=settings.share_prompts, ranks=self.ranks)
+        how: dict[str, Any] = dict(
+            budget=settings.micro_tokens, temperature=settings.temperature, share=settings.share_prompts, ranks=self.ranks
+        )
         for need, source in (
             ("proximal_logprobs", self.loaded),
             ("ref_logprobs", self.start),
@@ -341,7 +343,8 @@ class LocalTrainer:
     def _kl_to_start(self, batch: Batch) -> float:
         """k3 estimate of KL(policy || starting weights) on the first samples, in nats a token."""
         probe = Batch(batch.samples[: self.settings.start_probe])
-        how = dict(budget=self.main.micro_tokens, temperature=self.main.temperature, ranks=self.ranks)
+        assert self.start is not None, "start_probe keeps the starting weights"
+        how: dict[str, Any] = dict(budget=self.main.micro_tokens, temperature=self.main.temperature, ranks=self.ranks)
         with self.offload.present(self.start):
             notes.annotate(self.start, probe, "start", **how)
         return float(k3(torch.cat([torch.from_numpy(s.notes["trained"] - s.notes["start"]) for s in probe.samples])).mean())

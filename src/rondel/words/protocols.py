@@ -87,7 +87,8 @@ class Transport(Protocol):
             "commit": all data is written when `publish` returns and is read beside those weights
     """
 
-    holds: Literal["never", "begin", "commit"]
+    @property
+    def holds(self) -> Literal["never", "begin", "commit"]: ...
 
     async def route(self, trainer: Trainer, engines: list[Engine]) -> Route: ...  # the driver's end
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]: ...  # the trainer's

@@ -25,7 +25,9 @@ Schemas = Sequence[dict[str, Any]]  # of tools, as OpenAI's `tools` has them
 SYSTEM = {"role": "system", "content": "s"}  # given, so that no template injects its own
 USER = {"role": "user", "content": "u"}
 ASSISTANT = {"role": "assistant", "content": "a"}
-DUMMIES = (  # some templates refuse a system, some two users in a row, some a tool's answer that nobody asked for
+DUMMIES: tuple[
+    list[dict[str, Any]], ...
+] = (  # some templates refuse a system, some two users in a row, some a tool's answer that nobody asked for
     [SYSTEM, USER],
     [USER],
     [SYSTEM, USER, ASSISTANT],
@@ -116,7 +118,7 @@ class Template:
         have = next((k for k in range(len(self.tail), 0, -1) if tokens[-k:] == self.tail[:k]), 0)
         return self.tail[have:]
 
-    def _render(self, messages: Messages, *, prompt: bool = True, tools: Schemas = ()) -> list[int]:
+    def _render(self, messages: Sequence[dict[str, Any]], *, prompt: bool = True, tools: Schemas = ()) -> list[int]:
         return list(_rendered(self.tokenizer, json.dumps(messages), prompt, json.dumps(tools)))
 
     def _text(self, messages: Messages, tools: Schemas) -> str:

@@ -17,7 +17,8 @@ OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 class Rows(Protocol):
     """The table of algorithms, which lies beyond this room."""
 
-    names: Collection[str]
+    @property
+    def names(self) -> Collection[str]: ...
 
     def refuses(self, section: dict[str, Any]) -> str:
         """Why an [algo] section cannot be; "" if it can."""

@@ -219,8 +219,8 @@ class BuiltinEngine:
             self.seconds += time.perf_counter() - began
             self._pump = None
             self._let_go()
-            if self.speculation is not None and (told := self.speculation.untold())[0]:
-                emit(Speculated(*told))
+            if self.speculation is not None and (guessed := self.speculation.untold())[0]:
+                emit(Speculated(*guessed))
 
     async def _step(self) -> int:
         """-> how many tokens were drawn."""

@@ -163,11 +163,12 @@ class Runner:
             own = _Families.of([(id(feed), feed.first) for feed, _ in rows], total)
             best = min((best, own), key=lambda families: families.cost)
         if self.loaded.aligned or best.cost > SHARE * int(total.max()) * len(rows):
-            return Decoding(*(x.to(self.device) for x in (self._slots(lines, torch.zeros_like(total), total), total)))
+            return Decoding(self._slots(lines, torch.zeros_like(total), total).to(self.device), total.to(self.device))
         grid, place = best.grid()
         prefix = self._slots(lines[grid[:, 0]], torch.zeros_like(best.shared), best.shared)
         parts = (self._slots(lines, best.above, total - best.above), total - best.above, prefix, best.shared, grid, place)
-        return Decoding(*(x.to(self.device) for x in parts))
+        slots, lengths, *family = (x.to(self.device) for x in parts)
+        return Decoding(slots, lengths, *family)  # type: ignore[arg-type]  # four tensors
 
     def _slots(self, rows: Tensor, first: Tensor, count: Tensor) -> Tensor:
         """[B, max(count)]: slots first .. first+count of each line of the table, padded with slot 0."""

@@ -7,7 +7,7 @@ text     |sent to a stream|held back: half a character, or what may become a sto
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ class Answer:
 
     def end(self, completion: Completion) -> str:
         """-> the rest of the text."""
-        rest = completion.text[len(self.text) :]
+        rest = (completion.text or "")[len(self.text) :]
         self.completion, self.text = completion, self.text + rest
         self.tokens, self.logprobs, self.versions = completion.tokens, completion.logprobs, completion.versions
         self.top = completion.top_logprobs or []
@@ -105,7 +105,7 @@ class Samples:
             self._pieces.put_nowait(None)
         return self.answers
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncGenerator[Piece]:
         """As they come; the last of each answer `ends` it. Left early, everything ends."""
         work = asyncio.create_task(self.whole())
         try:

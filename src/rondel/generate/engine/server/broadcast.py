@@ -52,6 +52,8 @@ async def init_weights_update_group(service: Service, request: Request) -> dict[
     device = service.engine.loaded.device.type
     if not host or port is None or size is None:
         raise Refusal(400, "a group needs master_address, master_port and world_size", param="master_address")
+    if name is None:
+        raise Refusal(400, "a group needs a group_name", param="group_name")
     if rank >= size:
         raise f.wrong("rank_offset", f"of {size} members the last one is {size - 1}")
     if backend != (fits := "nccl" if device == "cuda" else "gloo"):
@@ -59,7 +61,7 @@ async def init_weights_update_group(service: Service, request: Request) -> dict[
     if name in service.groups:
         raise Refusal(409, f"group '{name}' is there already; /destroy_weights_update_group ends it")
     async with updating(service):
-        service.groups[str(name)] = Group(await asyncio.to_thread(_join, host, port, rank, size, name, wait, device), device)
+        service.groups[name] = Group(await asyncio.to_thread(_join, host, port, rank, size, name, wait, device), device)
     return done(f"rank {rank} of {size} in group '{name}'")
 
 

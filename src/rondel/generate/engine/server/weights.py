@@ -85,10 +85,10 @@ async def update_weights_from_ipc(service: Service, request: Request) -> dict[st
     f = await fields_of(service, request)
     if f.take("zmq_handles") is not None:
         raise f.wrong("zmq_handles", "what comes that way is pickled, and pickle is never read: send manifest and segment of shared memory")
-    if service.segment is None:
+    if (segment := service.segment) is None:
         raise Refusal(501, "this server maps no memory of others; use /update_weights_from_disk", code="not_implemented")
     at = f.object("segment")
-    path, size, number = at.text("path", ""), at.whole("size", 0, 1, 1 << 50), at.whole("number", 0, 0, 1 << 60)
+    path, size, number = at.text("path", "") or "", at.whole("size", 0, 1, 1 << 50), at.whole("number", 0, 0, 1 << 60)
     at.end()
     try:
         manifest = Manifest.of(f.take("manifest", {})).with_version(version_of(service, f))
@@ -96,6 +96,6 @@ async def update_weights_from_ipc(service: Service, request: Request) -> dict[st
         raise f.wrong("manifest", str(error)) from None
 
     async def deliver(*, keep: bool) -> int:
-        return await staged.deliver(service.engine, manifest, Route("ipc", service.segment(path, size, number)), keep=keep)
+        return await staged.deliver(service.engine, manifest, Route("ipc", segment(path, size, number)), keep=keep)
 
     return await _update(service, f, deliver)
