@@ -1,20 +1,26 @@
-"""A game of several turns that scores itself: `env = "guess:Guess"`. Three guesses for a number from 1 to 7, each answered by more or less."""
+"""A game of several turns that scores itself: three guesses for a number from 1 to 7, each answered by more, less or no.
+
+`env = "guess:Guess"`, with tasks of its own: `data = { kind = "guess:numbers" }`. Whoever halves what is left always wins.
+"""
 
 from rondel.words.types import Score
+
+
+def numbers(n=70):
+    """The tasks, as rows."""
+    return ({"prompt": f"game {i}", "answer": 1 + i % 7} for i in range(n))
 
 
 class Guess:
     turns = 3
 
     async def run(self, task, chat):
-        said, secret = "guess ", int(task.data["answer"])
+        said, secret = "guess ", str(task.data["answer"])
         for _ in range(self.turns):
             chat.give([{"role": "user", "content": said}])
             guess = (await chat.reply()).text.strip()
-            if guess == str(secret):
-                chat.trajectory.score = Score(1.0)
+            if guess == secret:
                 break
-            said = " no " if guess not in "1234567" or not guess else " more " if int(guess) < secret else " less "
-        else:
-            chat.trajectory.score = Score(0.0)
+            said = (" more " if guess < secret else " less ") if guess.isdigit() else " no "
+        chat.trajectory.score = Score(float(guess == secret))
         return chat.trajectory

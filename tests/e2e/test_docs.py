@@ -44,6 +44,8 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "PYTHONPATH=examples rondel check recipes/tiny.toml --task.reward=my_reward:grade": "whole",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.reward=my_reward:grade --run.folder=runs/mine": "reduced",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=my_env:SecondThought --run.folder=runs/two-turns": "reduced",
+    "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=guess:Guess --task.data.kind=guess:numbers --loop.warmup.steps=0 "
+    "--loop.steps=200 --engine.sampling.max_tokens=1 --trainer.lr=3e-3 --run.folder=runs/guess": "reduced",
     "rondel train recipes/tiny.toml --run.checkpoint.every=20": "reduced",
     "rondel replay runs/tiny --step 8": "whole",
     "rondel check recipes/tiny.toml --task.reward=number": "whole",
@@ -88,7 +90,7 @@ RECIPES = {
     "lora.toml": "parsed: it takes minutes and a model of 93 MB; tests/laws/test_adapters.py runs a tiny one",
     "quickstart.toml": "parsed: it takes minutes and a model of 93 MB",
 }
-EXAMPLES = {"my_reward.py": "by a command of README.md", "my_env.py": "by a command of docs/generate.md"}
+EXAMPLES = {"my_reward.py": "by a command of README.md", "my_env.py": "by a command of docs/generate.md", "guess.py": "by another"}
 SHOWN_ONLY = {"text", ""}  # drawings and output
 
 

@@ -46,6 +46,7 @@ class Fake:
                 self._live()
                 while self.state == "held":
                     await asyncio.sleep(0)
+                    self._live()
             if self.state == "refusing":
                 raise EngineError("the engine refuses to generate until a good update")
             if request.key == WRONG:

@@ -27,13 +27,13 @@ class Section(BaseModel):
         return value
 
     def unread(self, prefix: str = "") -> list[str]:
-        """Dotted names of keys that were set but that no part of the run looked at."""
+        """Dotted names of keys that were set to other than their defaults, but that no part of the run looked at."""
         out = []
         for name in self.model_fields_set:
             value = self.__dict__.get(name)
             if isinstance(value, Section):
                 out += value.unread(f"{prefix}{name}.")
-            elif name not in self._read:
+            elif name not in self._read and value != type(self).model_fields[name].get_default(call_default_factory=True):
                 out.append(f"{prefix}{name}")
         return sorted(out)
 
