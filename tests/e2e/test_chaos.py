@@ -31,9 +31,14 @@ def children(of: str) -> list[int]:
                 words, line = stat.read().rpartition(")")[2].split(), file.read()
             if int(words[1]) != os.getpid() or words[0] == "Z":
                 continue
-            if of in (
-                os.readlink(f"/proc/{pid}/fd/1") if b"rondel.runtime.cluster.child" in line else "reward" * (b"rondel.score.worker" in line)
-            ):
+            kind = (
+                os.readlink(f"/proc/{pid}/fd/1")
+                if b"rondel.runtime.cluster.child" in line
+                else "reward"
+                if b"rondel.score.worker" in line
+                else None
+            )
+            if kind is not None and of in kind:
                 found.append(int(pid))
         except OSError:
             continue
