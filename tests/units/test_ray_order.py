@@ -73,7 +73,7 @@ def test_weights_are_broadcast_from_the_address_that_others_reach(tmp_path):
         async def published():
             from rondel.words.types import Route
 
-            return await host.publish(Route("distributed", 1))
+            return await host.publish(Route("distributed", (1, 1)))
 
         import asyncio
 
