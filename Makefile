@@ -42,7 +42,7 @@ parity:
 		$$pip $$index "torch==$(TORCH)+cpu" 2>/dev/null || true; \
 		$$pip "torch==$(TORCH)" $(PEERS); \
 		$$pip --no-deps verl==0.9.1; \
-		PYTHONPATH=src $$home/bin/python -m pytest -rs tests/parity/algos tests/parity/test_peer_tables.py
+		PYTHONPATH=src $$home/bin/python -m pytest -rs tests/parity/algos tests/parity/test_peer_tables.py tests/parity/test_templates.py
 
 lint: install
 	@echo "lint      ruff"

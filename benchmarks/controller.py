@@ -15,7 +15,6 @@ import random
 import sys
 import tempfile
 import time
-from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,28 +22,12 @@ from typing import Any
 import numpy as np
 from _work import report
 
+from rondel.simulate.clock import VirtualLoop
+
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.toml"
 GROUP, STALENESS, ENGINES = 8, 1, 8
 TRAIN, SYNC = 40.0, 2.0  # virtual seconds of a step and of its update
 TOKEN = 0.2  # virtual seconds
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer when nothing is ready. `passes` are real seconds, one for each pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now, self.passes, self._since = 0.0, [0.0], time.perf_counter()
-        self._poll, self._selector.select = self._selector.select, self._jump  # type: ignore[attr-defined]
-
-    def time(self) -> float:
-        return self.now
-
-    def _jump(self, timeout: float | None = None) -> list[Any]:
-        self.passes.append(time.perf_counter() - self._since)
-        self.now += timeout or 0.0
-        self._since = time.perf_counter()
-        return self._poll(0 if timeout is not None else None)
 
 
 class Later:
@@ -68,12 +51,6 @@ class Trainer:
 
         await asyncio.sleep(TRAIN)
         return StepStats(True, {})
-
-
-class Apart:
-    @asynccontextmanager
-    async def training(self) -> Any:
-        yield
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -130,11 +107,12 @@ def measure(rollouts: int, seconds: float) -> dict[str, Any]:
 
 def made(rollouts: int) -> tuple[SimpleNamespace, Any]:
     """What a run has when it begins; engines, trainer and reward are ours."""
+    from rondel.assemble.failures import Failures
     from rondel.assemble.parts import judge_of, row_of, sampling_of
     from rondel.generate.engine.router import Router
+    from rondel.generate.envs.order import Shuffled, stream
     from rondel.generate.envs.single_turn import SingleTurn
     from rondel.generate.envs.sources import load_tasks
-    from rondel.generate.envs.stream import stream
     from rondel.models.load import load
     from rondel.words.config import Job
     from rondel.words.types import Score
@@ -153,10 +131,10 @@ def made(rollouts: int) -> tuple[SimpleNamespace, Any]:
 
     engines = {f"engine-{i}": Later(i) for i in range(ENGINES)}
     return SimpleNamespace(
-        job=job, sampling=sampling_of(job), env=SingleTurn(), routes=False, judge=judge_of(job, row_of(job)), engines=engines,
+        job=job, sampling=sampling_of(job), env=SingleTurn(), routes=False, failures=Failures(), judge=judge_of(job, row_of(job)), engines=engines,
         engine=Router(engines, max_inflight=2 * rollouts // ENGINES), pool=SimpleNamespace(score=score),
         known=SimpleNamespace(tokenizer=loaded.tokenizer, max_context=loaded.max_context),
-    ), stream(load_tasks(job.task.data, env=job.task.env).train, seed=0)  # fmt: skip
+    ), stream(Shuffled(load_tasks(job.task.data, env=job.task.env).train, seed=0))  # fmt: skip
 
 
 async def drive(parts: Any, tasks: Any, rollouts: int, seconds: float, memory: list[int]) -> Any:
@@ -183,9 +161,11 @@ async def drive(parts: Any, tasks: Any, rollouts: int, seconds: float, memory: l
         while clock.time() < seconds:
             yield (step := step + 1)
 
+    from rondel.runtime.devices import Split
+
     await house.run(
         tasks, buffer, attempt=work.attempt, score=work.score, judge=parts.judge, prepare=prepare, trainer=Trainer(),
-        engine=parts.engine, devices=Apart(), sync=sync, algo=None, steps=steps(), milestone=milestone,
+        engine=parts.engine, devices=Split(), sync=sync, algo=None, steps=steps(), milestone=milestone,
     )  # fmt: skip
     return buffer
 

@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
 
     def round_of(name: str, running: int, seed: int) -> float:
         engine.runner.hidden = passes[name]
-        engine.scheduler.drop_cache()
+        engine.scheduler.drop_cache(engine.version)
         return median(asyncio.run(steps(engine, running, a.context, a.new, seed)))
 
     table: dict[int, dict[str, list[float]]] = {}

@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     engine = BuiltinEngine(loaded, run=device.run, kv_pages=65536, max_running=a.groups * a.group, compiled=compiled)
 
     async def once(kind: str, seed: int) -> tuple[int, float]:
-        engine.scheduler.drop_cache()
+        engine.scheduler.drop_cache(engine.version)
         jobs = [
             Request(list(p), Sampling(max_tokens=n, ignore_eos=True), key=sample_key(seed, g, s))
             for g, (p, lengths) in enumerate(work(kind, a.groups, a.group, vocab, seed=seed))

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     trainer = device.call(lambda: LocalTrainer(loaded, Settings(lr=0.0, start_probe=0), run=device.run))
 
     def gradient(share: bool) -> tuple[float, int, torch.Tensor]:
-        trainer.settings = replace(trainer.settings, share_prompts=share)
+        trainer.main = replace(trainer.main, share_prompts=share)
         trainer.weights.zero_grad()
         sums, began = Sums(), time.perf_counter()
         trainer._accumulate(batch, row, sums, proximal_noted=False)

@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     template = Template(loaded.tokenizer)
 
     async def once(engine: BuiltinEngine, kind: str, heat: float, running: int, seed: int) -> tuple[int, float]:
-        engine.scheduler.drop_cache()
+        engine.scheduler.drop_cache(engine.version)
         seeds = [1000 * seed + i for i in range(running)]
         if kind == "copy":
             prompts = [loaded.tokenizer.encode(copied(n)) for n in seeds]

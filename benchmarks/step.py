@@ -34,6 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     from _work import SUFFIX, SUM_TASK, gemm_peak, median, multiplications, report
 
     from rondel.assemble import train
+    from rondel.assemble.placing import cores
     from rondel.words.config import Job
     from rondel.words.events import StepDone, subscribe
 
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
             "run": {"folder": folder, "checkpoint": {"every": 0}, "sinks": []},
         }
         train(Job.parse(tree, "rondel bench step"), quiet=True, built=parts.append)
-    loaded, threads = parts[0].loaded, parts[0].device.threads
+    loaded, threads = parts[0].trainer.loaded, a.threads or len(cores())
     dtype = str(loaded.dtype).removeprefix("torch.")
     body, head = multiplications(loaded.model)
     used = [e for e, _, _ in rows[1:]]

@@ -76,7 +76,7 @@ def measured(steps: int, staleness: int) -> dict[str, float]:
         changes = {
             "run.folder": folder, "run.sinks": [], "place.threads": 1, "run.checkpoint.every": 0, "loop.warmup.steps": 0, "loop.steps": steps,
             "loop.groups_per_step": 16, "algo.group_size": 4, "algo.kind": "reinforce", "task.env": "tails:Mixed",
-            "model.path.max_position_embeddings": 512, "engine.sampling": {"max_tokens": LONG}, "engine.max_running": PLACES, "loop.max_staleness": staleness,
+            "model.path.max_position_embeddings": 512, "task.data.holdout": 0, "engine.sampling": {"max_tokens": LONG}, "engine.max_running": PLACES, "loop.max_staleness": staleness,
         }  # fmt: skip
         if staleness:
             changes["algo.correction"] = {"kind": "importance"}
@@ -87,7 +87,6 @@ def measured(steps: int, staleness: int) -> dict[str, float]:
         "idle": 1 - sum(filled) / (PLACES * len(filled)),
         "seconds": (counted[-1]["t"] - done[FIRST - 1]["t"]) / len(counted),
         "waits": statistics.median(e["seconds"]["wait"] for e in counted),
-        "tokens": statistics.mean(e["metrics"]["tokens/trained"] for e in counted) if "tokens/trained" in counted[0]["metrics"] else 0.0,
     }
 
 

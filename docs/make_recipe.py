@@ -15,11 +15,11 @@ from rondel.words.config import Job, Section
 PAGE = Path(__file__).with_name("recipe.md")
 BEGIN, END = "<!-- keys: written by docs/make_recipe.py -->\n", "<!-- end of keys -->\n"
 MEANING = {
-    "task.env": 'an environment: "single_turn", or "module:name"',
+    "task.env": 'an environment: "single_turn", "tools", "gateway", or "module:name"',
     "task.data": "where tasks come from: `kind` and its settings, `prompt`, `answer`, `holdout`, `eval_<key>`, `seed`; see generate.md",
     "task.suffix": "appended to the last message of every prompt",
     "task.system": "a system message for prompts that bring none",
-    "task.tools": 'what the policy may call with env = "tools": calculator, or functions and classes of yours as "module:name"',
+    "task.tools": 'what the policy may call with env = "tools": calculator, python (in a sandbox), or functions and classes of yours as "module:name"',
     "task.turns": "most replies of the policy in one episode",
     "task.tool_timeout": "seconds for one call of a tool",
     "task.reward_workers": "processes that compute rewards",
@@ -70,7 +70,7 @@ MEANING = {
     "run.folder": "where the run lives",
     "run.checkpoint.every": "steps between two checkpoints; 0 is only at the end",
     "run.checkpoint.keep": "how many stay",
-    "run.sinks": 'tensorboard, jsonl, csv, or "module:name"',
+    "run.sinks": 'tensorboard, jsonl, csv, wandb, trackio, mlflow, or "module:name"',
 }
 
 

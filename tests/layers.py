@@ -25,7 +25,7 @@ LAYERS = (
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 SIDEWAYS = {("generate.engine", "models"), ("train", "models")}  # all exceptions
 DEEPEST = 9
-TORCH_FREE = ("rondel", "words", "planner", "generate.envs", "score", "filter", "buffer", "loop", "runtime.journal")
+TORCH_FREE = ("rondel", "words", "planner", "generate.envs", "score", "filter", "buffer", "loop", "simulate", "runtime.journal")
 FOREIGN = ("vllm", "sglang", "megatron", "ray")  # each in one file at most
 
 MODULES = {

@@ -38,3 +38,20 @@ def world(trajectory, task) -> float:
 def short(trajectory, task) -> float:
     """1 for an answer that ended by itself soon."""
     return float(trajectory.written < 10)
+
+
+def constant(trajectory, task) -> float:
+    """Nobody learns from this."""
+    return 0.5
+
+
+def broken(trajectory, task) -> float:
+    """Judges half of the answers and breaks on the others."""
+    if len(trajectory.text) % 2:
+        raise ValueError("an odd answer")
+    return float(len(trajectory.text) % 4 == 0)
+
+
+def long(trajectory, task) -> float:
+    """Pays length and nothing else."""
+    return trajectory.written / 4 + 0.01 * (len(trajectory.text) % 2)

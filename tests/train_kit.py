@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rondel.algos.table import Algorithm, resolve
+from rondel.generate.envs.episode import joined, rooted
 from rondel.models.load import Loaded, load
 from rondel.train.credit import credit
 from rondel.train.critic import Critic
@@ -85,6 +86,36 @@ def awkward_groups(seed: int = 0) -> list[Group]:
         group(11, [(e, [(3, 1), (4, 0), (2, 1)]), (e, [(5, 1), (2, 0), (1, 1), (3, 0)]), (e, [(1, 1), (1, 0), (1, 1)])]),
         group(12, [(c, [(1, 1)]), (c, [(8, 1)])]),
     ]
+
+
+def fork(of: Trajectory, at: int, pieces: list[tuple[int, int]], rng: np.random.Generator) -> Trajectory:
+    """Another walk, with the first `at` tokens of this one."""
+    out = Trajectory(of.tokens[:at], of.mask[:at], of.logprobs[:at], of.versions[:at], agent=of.agent)
+    rest = trajectory(pieces, rng)
+    out.tokens, out.mask = out.tokens + rest.tokens, out.mask + rest.mask
+    out.logprobs, out.versions = out.logprobs + rest.logprobs, out.versions + rest.versions
+    return out
+
+
+def forked_group(seed: int = 0, number: int = 3) -> Group:
+    """Three episodes to one prompt: one with branches of branches, one plain, one whose branch ends inside another."""
+    rng = np.random.default_rng(seed)
+    asked = rng.integers(5, 100, 6).tolist()
+    one, two, three = (trajectory([(7, 1), (3, 0), (5, 1), (2, 0), (4, 1)], rng, prompt=asked) for _ in range(3))
+    late = fork(one, 17, [(2, 0), (3, 1)], rng)
+    episodes = [
+        [one, late, fork(late, 17, [(1, 0), (2, 1)], rng), fork(one, 9, [(4, 1)], rng), trajectory([(3, 1)], rng, prompt=[9, 8, 7])],
+        [two],
+        [three, fork(three, 21, [], rng)],
+    ]
+    for score, episode in zip((1.0, 0.0, 0.5), episodes):
+        for branch in episode:
+            branch.score = None
+        episode[0].score = Score(score)
+    group = Group(number, Task(f"t{number}", "fake", {}), joined(map(rooted, episodes)), 0)
+    for t in group.trajectories:
+        t.score = t.score if t.parent is None else group.trajectories[t.parent].score
+    return group
 
 
 def row(kind: str = "grpo", **knobs: Any) -> Algorithm:

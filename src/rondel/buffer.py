@@ -113,6 +113,10 @@ class Buffer:
         limit = (self.version - self.start + self.max_staleness + 1) * self.groups_per_step + self.oversample
         return self.live < limit and not self._exhausted()
 
+    async def room(self) -> None:
+        """Wait until the inequality holds."""
+        await self._until(self.has_room, who="feed", waits_for="room in the buffer")
+
     async def admit(self, task: Task) -> Slot:
         """Wait until the inequality holds, then give the task its number and its birth version."""
         await self._turn("admit", lambda: self.admitted if self.has_room() else None, who="feed", waits_for="room in the buffer")

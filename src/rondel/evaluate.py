@@ -12,7 +12,7 @@ from rondel.words.config import Evaluation
 from rondel.words.errors import ConfigError, boundary
 from rondel.words.events import Evaluated
 from rondel.words.registry import nearest
-from rondel.words.types import Group, Sampling, Task, Trajectory, sample_key
+from rondel.words.types import Sampling, Task, Trajectory, sample_key
 
 NAMESPACE = "eval"  # its prefixes stay out of the rollouts' cache, so that a resumed run computes the same bits
 SHOWN = 6
@@ -21,6 +21,7 @@ SHOWN = 6
 async def evaluate(parts: Any, step: int) -> Evaluated:
     """Every held-out task once (or the first n), under the recipe's eval profile; failures count as wrong and are reported."""
     from rondel.assemble.rollouts import Rollouts
+    from rondel.generate.envs.episode import listed, rooted
 
     began, job = time.perf_counter(), parts.job
     tasks = parts.tasks.held_out[: job.task.eval.n or None]
@@ -29,9 +30,9 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
 
     async def one(number: int, task: Task) -> Trajectory:
         chat = rollouts.chat(lambda turn: sample_key(job.loop.seed, -1 - number, 0, turn), sampling, NAMESPACE)
-        trajectory = await parts.env.run(task, chat)
-        await rollouts.score(Group(-1 - number, task, [trajectory], 0))
-        return trajectory
+        episode = rooted(listed(await parts.env.run(task, chat)))
+        await rollouts.score_episode(episode, task)
+        return episode[0]
 
     done = await asyncio.gather(*(one(i, t) for i, t in enumerate(tasks)))
     rewards = [t.reward or 0.0 for t in done]
@@ -39,7 +40,7 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
     low, high = wilson(total, len(tasks)) if all(0 <= r <= 1 for r in rewards) else normal(rewards)
     samples = [
         {
-            "prompt": task.data.get("prompt", ""),
+            "prompt": task.data["prompt"] if "prompt" in task.data else task.data.get("messages", [{"content": ""}])[-1]["content"],
             "answer": task.data.get("answer"),
             "text": t.text,
             "reward": t.reward,

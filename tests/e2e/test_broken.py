@@ -167,6 +167,7 @@ REWARDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REWARDS)
 def test_a_reward_that(capfd, tmp_path, monkeypatch, name):
     """The run ends with the diagnosis; no failure was ever a number, and the rollouts are in the journal."""

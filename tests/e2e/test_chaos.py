@@ -17,6 +17,8 @@ from rondel.assemble import train
 from rondel.words.errors import RondelError
 from rondel.words.events import Event, GroupFinished, GroupsTaken, StepDone, Synced, Warned, emit, subscribe
 
+pytestmark = pytest.mark.slow
+
 KINDS = {"rollout": GroupFinished, "taken": GroupsTaken, "synced": Synced, "step": StepDone}
 SPLIT = {"place__kind": "split", "place__patience": 6.0, "loop__warmup__steps": 0, "loop__steps": 8}
 STALE = {"loop__max_staleness": 1, "algo__correction": {"kind": "importance"}, "engine__sampling": {"max_tokens": 16}}

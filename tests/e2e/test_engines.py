@@ -23,6 +23,8 @@ from rondel.words.errors import ConfigError, EngineError, SyncError
 from rondel.words.events import StepDone, subscribe
 from rondel.words.types import TensorInfo
 
+pytestmark = pytest.mark.slow
+
 serve_kit = pytest.importorskip("serve_kit")
 
 SHORT = {"loop__warmup__steps": 2, "loop__steps": 3, "loop__max_staleness": 1, "loop__window": "auto"}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from filelock import FileLock
+from guess import Guess
 from run_kit import RECIPE
 
 from rondel.assemble import train
@@ -49,3 +52,23 @@ def test_a_row_learns(tmp_path, start, kind):
     end = sum(curve[-5:]) / 5
     print(f"CURVE {kind}, seed {seed}: {curve[0]:.2f} -> {end:.3f}")
     assert curve[0] + 0.03 < end and BAND[0] <= end <= BAND[1]
+
+
+class TwoGuesses(Guess):
+    """For a number from 1 to 3: who asks for 2 and listens to the answer always wins."""
+
+    turns = 2
+
+
+def three(n: int = 60) -> Iterator[dict]:
+    return ({"prompt": f"game {i}", "answer": 1 + i % 3} for i in range(n))
+
+
+def test_a_game_of_two_turns_is_learned_from_its_result_alone(tmp_path):
+    """From random weights, without a demonstration. Measured on seeds 0 and 1: 0.01 and 0.03 -> 0.99."""
+    small = {"model.path.hidden_size": 48, "model.path.intermediate_size": 96, "model.path.num_hidden_layers": 2}
+    task = {"task.env": "test_learning:TwoGuesses", "task.data.kind": "test_learning:three", "engine.sampling.max_tokens": 1}
+    steps = {"loop.warmup.steps": 0, "loop.steps": 130, "loop.groups_per_step": 15, "trainer.lr": 8e-3}
+    curve = learn(tmp_path, small | task | steps)
+    print(f"CURVE game: {curve[0]:.2f} -> {sum(curve[-10:]) / 10:.3f}")
+    assert sum(curve[:3]) / 3 < 0.3 and sum(curve[-10:]) / 10 > 0.9

@@ -8,6 +8,8 @@ from run_kit import RECIPE, check, events, final, run
 from rondel.runtime.journal import store
 from rondel.words.events import Evaluated, subscribe
 
+pytestmark = pytest.mark.slow
+
 TIS = {"algo__correction": {"kind": "importance"}}
 LONG = {
     "engine__sampling": {"max_tokens": 16},

@@ -15,6 +15,8 @@ from run_kit import check, events, final, run, steps
 from rondel.runtime.journal import store
 from rondel.words.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 TIS = {"algo__correction": {"kind": "importance"}}
 LONG = {"engine__sampling": {"max_tokens": 16}, "engine__max_running": 10, "loop__warmup__steps": 0, "loop__steps": 8}
 PLACES = {

@@ -32,6 +32,8 @@ from rondel.models.save import save
 from rondel.words.errors import UserError
 from rondel.words.types import Request, Sampling, sample_key
 
+pytestmark = pytest.mark.slow
+
 openai = pytest.importorskip("openai")
 TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}" + loading.CHAT
 KEY = "k-7c1"

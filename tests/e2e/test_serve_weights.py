@@ -18,6 +18,8 @@ from rondel.models.save import save
 from rondel.sync.from_ipc import FromIpc
 from rondel.words.types import Route
 
+pytestmark = pytest.mark.slow
+
 serve_kit = pytest.importorskip("serve_kit")
 
 

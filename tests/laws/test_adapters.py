@@ -497,6 +497,7 @@ def test_a_run_trains_publishes_and_stores_the_adapter_alone(whole):
     assert "numbers are trained" in (whole / "card.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bits(whole, tmp_path):
     assert run_and_die(tmp_path / "run", ("StepDone", 10), **LORA) == -9
     run(tmp_path / "run", **LORA)
@@ -516,6 +517,7 @@ def test_engine_and_trainer_apart_make_the_same_run(whole, tmp_path, cluster):
     assert {e["bytes_copied"] for e in events(tmp_path / "run", "Synced")} == {sent}
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_publish_the_adapter_of_one(whole, tmp_path):
     run(tmp_path / "run", **LORA, place__kind="split", place__ranks=2, place__threads=1, loop__steps=2)
     sizes = load_file(sorted((whole / "checkpoints").glob("step-*"))[-1] / adapters.WEIGHTS).values()

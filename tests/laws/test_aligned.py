@@ -69,6 +69,7 @@ def batch_of(asks, done):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.slow
 def test_the_same_bits_in_every_batch_chunking_and_cache_state(kind, dtype):
     loaded = model(kind, dtype)
     asks = requests()
@@ -82,6 +83,7 @@ def test_the_same_bits_in_every_batch_chunking_and_cache_state(kind, dtype):
         idle(e)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", FAMILIES)

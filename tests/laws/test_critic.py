@@ -66,6 +66,7 @@ def noted(t, groups, algo) -> Batch:
     return b
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "tied", "gemma3_text"])
 def test_both_gradients_are_the_same_for_any_split(kind):
     t = learned(kind, CHARGED)
@@ -368,6 +369,7 @@ TINY = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_a_critic_ends_with_the_same_bits_and_its_steps_replay(tmp_path):
     """Killed in the supervised phase, while the policy is frozen, and behind it."""
     run(tmp_path / "whole", **TINY)
@@ -384,6 +386,7 @@ def test_a_killed_run_with_a_critic_ends_with_the_same_bits_and_its_steps_replay
         assert again[name] == done[11][name], name
 
 
+@pytest.mark.slow
 def test_turns_that_pay_on_their_own_stale_and_held_to_the_start(tmp_path):
     """Two turns with an observation in between, a reward for each, the KL charged to the rewards with a target, one step of staleness."""
     changes = {

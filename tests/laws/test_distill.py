@@ -76,6 +76,7 @@ def reverse_kl(loaded, teacher, b: Batch) -> float:
     return total / count
 
 
+@pytest.mark.slow
 def test_without_any_reward_the_reverse_kl_falls_and_falls():
     loaded, teacher = model(), load({"random": "llama", **SMALL, **KINDS["llama"], "seed": 5}, dtype="float32")
     opd = row("opd")

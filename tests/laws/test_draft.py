@@ -100,6 +100,7 @@ def acceptance_of(lr: float) -> list[float]:
 STEPS = 10
 
 
+@pytest.mark.slow
 def test_acceptance_rises_against_a_frozen_draft_as_the_policy_drifts():
     frozen, learning = acceptance_of(0.0), acceptance_of(4e-3)
     print("ACCEPTED frozen", [round(x, 2) for x in frozen], "trained", [round(x, 2) for x in learning])
@@ -135,6 +136,7 @@ def test_a_checkpoint_without_a_draft_says_so(tmp_path):
 DRAFT = {"kind": "draft", "k": 2, "lr": 1e-2, "model": SMALL | {"max_position_embeddings": 64}}
 
 
+@pytest.mark.slow
 def test_a_run_with_a_draft_and_its_resume(tmp_path):
     folder = tmp_path / "run"
     assert run_and_die(folder, ("StepDone", 11), engine__speculative=DRAFT) == -9

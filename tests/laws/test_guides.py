@@ -56,6 +56,7 @@ def probability(loaded) -> float:
     return total / len(PROMPTS)
 
 
+@pytest.mark.slow
 def test_luffy_learns_a_task_on_which_the_policy_earns_nothing():
     loaded, luffy = model(), row("luffy")
     assert probability(loaded) < 1e-4

@@ -16,6 +16,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODES)
 def test_nothing_moves_and_the_gap_stays_flat(tmp_path, name):
     parts = build(tiny(tmp_path / "start", **TEN))

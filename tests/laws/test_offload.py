@@ -204,6 +204,7 @@ def test_several_ranks_and_devices_of_ones_own_are_refused_by_name(tmp_path):
 WITH = {"algo__kl": {"coef": 0.01}, "model__dtype": "bfloat16", "loop__warmup__steps": 0}
 
 
+@pytest.mark.slow
 def test_an_offloaded_run_is_the_same_run_killed_or_not(tmp_path):
     """A key that only moves bytes: every number and every bit is that of a run without it."""
     rows = []

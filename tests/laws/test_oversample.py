@@ -188,6 +188,7 @@ def mean(values) -> float:
     return sum(values) / len(values)
 
 
+@pytest.mark.slow
 def test_taking_the_first_flatters_the_training_reward_and_is_said_aloud(tmp_path):
     """Y6: short answers earn more and end first; the weights stand still. The held-out score is the same, what is trained is not."""
     eval_ = {"task__eval": {"temperature": 1.0}, "task__data": {"kind": "digits", "holdout": 40}, "task__eval__every": 0}

@@ -159,6 +159,7 @@ def test_a_stopped_worker_is_named_within_its_deadline(cluster):
     assert not exists(worker.pid)
 
 
+@pytest.mark.slow
 def test_a_busy_worker_is_not_a_stopped_one(cluster):
     """Arithmetic that holds the event loop is work, not silence."""
     worker = cluster.spawn("part", time_waster)

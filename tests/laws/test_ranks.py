@@ -160,6 +160,7 @@ def apart(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.slow
 def test_two_ranks_have_the_gradient_of_one(pair, kind):
     algo = row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})
     alone, b = Rank(0), batch(awkward_groups(), algo)
@@ -171,6 +172,7 @@ def test_two_ranks_have_the_gradient_of_one(pair, kind):
             assert apart(got, whole) <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(TABLE))
 def test_every_row_has_the_same_gradient_on_two_ranks(pair, name):
     """As tests/laws/test_split.py has it for micro-batches: a stale batch with demonstrations and singled-out tokens."""
@@ -200,6 +202,7 @@ def test_every_row_has_the_same_gradient_on_two_ranks(pair, name):
         assert apart(got, whole) <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", "float32"), ("tied", "float32"), ("gemma3_text", "float32"), ("llama", "bfloat16")])
 def test_five_steps_on_two_ranks_end_where_one_ends(pair, kind, dtype):
     algo = row("ppo", kl={"coef": 0.05}) if kind == "llama" else row("grpo", kl={"coef": 0.1})
@@ -226,11 +229,13 @@ def test_five_steps_on_two_ranks_end_where_one_ends(pair, kind, dtype):
         assert apart(masters, ours) <= (1e-5 if dtype == "float32" else 2e-3)
 
 
-def test_gradients_agree_at_each_step_from_equal_parameters(pair, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "llama + fresh"], ids=["whole", "adapter"])
+def test_gradients_agree_at_each_step_from_equal_parameters(pair, tmp_path, model):
     """AdamW turns rounding of a gradient near zero into a whole step, so parameters are made equal again after every one."""
     algo, alone = row("grpo"), Rank(0)
-    alone.make("llama", algo=algo)
-    pair.make("llama", algo=algo)
+    alone.make(model, algo=algo)
+    pair.make(model, algo=algo)
     for number in range(5):
         b = batch(awkward_groups(number), algo)
         whole = alone.gradient(copy.deepcopy(b), algo)
@@ -240,6 +245,7 @@ def test_gradients_agree_at_each_step_from_equal_parameters(pair, tmp_path):
         pair.load(tmp_path / str(number))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_of_two_resumes_on_one_and_the_reverse(pair, tmp_path, dtype):
     algo, alone = row("grpo", kl={"coef": 0.1}), Rank(0)
@@ -292,6 +298,7 @@ def test_a_fault_on_one_rank_is_everyones(pair):
 # -- an adapter: the base in shards, what is trained whole on every rank ------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), [("llama + fresh", "float32"), ("tied + used", "float32"), ("gemma3_text + used", "bfloat16")])
 def test_an_adapter_has_the_gradient_of_one_rank_and_ends_where_it_ends(pair, kind, dtype):
     """Gradients of each of 5 steps, and the parameters behind them; with a critic whose adapter is its own."""
@@ -310,19 +317,6 @@ def test_an_adapter_has_the_gradient_of_one_rank_and_ends_where_it_ends(pair, ki
     first, second = pair.masters()
     np.testing.assert_array_equal(first, second)
     assert apart(first, alone.masters()) <= (1e-5 if exact else 0.02)
-
-
-def test_gradients_of_an_adapter_agree_at_each_step_from_equal_parameters(pair, tmp_path):
-    algo, alone = row("grpo"), Rank(0)
-    alone.make("llama + fresh", algo=algo)
-    pair.make("llama + fresh", algo=algo)
-    for number in range(5):
-        b = batch(awkward_groups(number), algo)
-        whole = alone.gradient(copy.deepcopy(b), algo)
-        assert all(apart(got, whole) <= 1e-6 for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=40))
-        alone.step(copy.deepcopy(b), algo)
-        alone.save(tmp_path / str(number))
-        pair.load(tmp_path / str(number))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

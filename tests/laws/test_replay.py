@@ -22,6 +22,8 @@ from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import Update
 from rondel.words.errors import ConfigError, LawError, UserError
 
+pytestmark = pytest.mark.slow
+
 BASE = {
     "engine__numerics": "aligned", "engine__sampling": {"max_tokens": 20, "ignore_eos": True}, "loop__warmup__steps": 1, "loop__steps": 4, "loop__window": "auto",
     "algo__correction": {"kind": "importance"}, "task__reward": "rewards_kit:parity", "run__record": True, "loop__max_staleness": 1,

@@ -22,6 +22,8 @@ from rondel.train.checkpoint import Checkpoints, flaw, load_trainer, save_traine
 from rondel.words.errors import CheckpointError, ConfigError
 from rondel.words.events import subscribe
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:

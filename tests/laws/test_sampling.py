@@ -72,6 +72,7 @@ GIVEN, OWN = [3, 9, 9, 14, 7], [8, 11, 8, 8]
 
 
 @pytest.mark.parametrize("how", SHAPES, ids=str)
+@pytest.mark.slow
 def test_draws_have_the_stated_distribution(how):
     logits = torch.randn(60, generator=torch.Generator().manual_seed(60)) * 2
     logits[sorted({END, *GIVEN, *OWN})] += 2  # what the transforms touch is likely
@@ -87,6 +88,7 @@ def test_draws_have_the_stated_distribution(how):
     assert np.abs(p - truncated(logits, s)).sum() > 0.02  # the transform does something: the test can fail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_the_stated_distribution_sums_to_one_over_its_support(seed):
     g = torch.Generator().manual_seed(seed)

@@ -324,6 +324,7 @@ SAMPLINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", SAMPLINGS, ids=str)
 def test_sequences_have_the_targets_distribution(how):
     """6,000 samples behind one prompt against the product of exact conditionals: their first four tokens, of which up to three are guessed."""
@@ -400,6 +401,7 @@ def constant(model, seed: int, spread: float):
 
 
 @pytest.mark.parametrize("k", [1, 3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_mean_tokens_of_a_round(k):
     """With p and q the same everywhere acceptance is i.i.d. with alpha = sum of min(p, q): (1 - alpha^(k+1)) / (1 - alpha) tokens a round."""
     model, draft = constant(MODEL, 1, 1.0), constant(tiny("llama", **LITTLE), 2, 0.5)
@@ -426,6 +428,7 @@ def test_a_draft_that_is_the_model_is_always_right():
     quiet(e)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [dict(), dict(temperature=0.7, top_p=0.9), dict(temperature=0.0)], ids=str)
 def test_stored_logprobs_are_the_targets(how):
     draft = tiny("llama", **LITTLE)
@@ -460,6 +463,7 @@ async def renew(e, draft=None):
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [4096, 100])
 def test_what_the_draft_knows_is_what_it_would_compute(pages):
     """Its guesses do not depend on how its cache came about: pages that were others' before, times when it was off, new weights."""

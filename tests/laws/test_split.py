@@ -63,7 +63,7 @@ def shuffled(b: Batch, seed: int, *, whole_groups: bool) -> Batch:
 
 
 @pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("kind", ["llama", "tied", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tied", "qwen3", "gemma3_text"))])
 def test_the_gradient_is_the_same_for_any_split(kind, name):
     algo = ROWS[name]
     t = trainer(model(kind), algo)
@@ -80,6 +80,7 @@ def test_the_gradient_is_the_same_for_any_split(kind, name):
     assert worst <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE)
 def test_every_row_is_the_same_for_any_split_of_a_stale_batch(name):
     """Proximal and behavior lie elsewhere than the policy, some samples are demonstrations, and some tokens are singled out."""
@@ -160,6 +161,7 @@ def test_the_gradient_is_that_of_the_formula(kind, name):
     assert apart(mine, exact) <= 1e-5, apart(mine, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "grpo, k3 and entropy", "dapo", "sft", "normalised", "clip_cov"])
 @pytest.mark.parametrize("updates", [1, 2])
 def test_a_step_moves_alike_for_any_split(name, updates):

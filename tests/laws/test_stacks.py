@@ -57,6 +57,7 @@ def cluster(tmp_path):
     made.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_with_the_operation(cluster, tmp_path):
     made, _ = cluster
     ranks = [made.spawn(f"trainer-{i}", Rank) for i in range(2)]
@@ -77,6 +78,7 @@ def test_a_rank_that_does_not_come_is_named_with_the_operation(cluster, tmp_path
     assert "in summed" in (tmp_path / "logs" / "trainer-0.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_buffer_in_which_nothing_moves_says_where_the_stacks_are(cluster, tmp_path):
     made, _ = cluster
     made.spawn("engine-0", Rank).now()
@@ -97,6 +99,7 @@ async def a_lane_that_never_ends() -> None:
     await asyncio.sleep(60)
 
 
+@pytest.mark.slow
 def test_a_signal_writes_them_on_demand(cluster, tmp_path):
     made, stacks = cluster
     made.spawn("engine-0", Rank).now()
@@ -119,7 +122,7 @@ import asyncio, sys
 from rondel.runtime.ending import Ending
 
 async def work(ending):
-    print("works", flush=True)
+    asyncio.get_running_loop().call_soon(lambda: print("works", flush=True))  # once it waits
     await ending.wait()
     print("asked", flush=True)
     await asyncio.sleep(60)

@@ -105,6 +105,7 @@ def test_the_gradient_is_that_of_the_formula_for_any_split(kind, cut):
     assert apart(mine, exact) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_forward_and_backward_across_chunks_equal_autograd(softcap):
     """Some rows cut and some not, in several chunks of rows."""

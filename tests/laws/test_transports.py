@@ -79,6 +79,7 @@ def models():
     yield "bf16", load({"random": "llama", **SIZE, "vocab_size": 101, "intermediate_size": 77, "seed": 4}, dtype="bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name, model", list(models()), ids=lambda x: x if isinstance(x, str) else "")
 def test_the_same_bits_arrive(kind, name, model, tmp_path):
@@ -99,6 +100,7 @@ def test_the_same_bits_arrive(kind, name, model, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["ipc", "distributed", *(pytest.param(k, marks=pytest.mark.slow) for k in ("named", "disk", "delta"))])
+@pytest.mark.slow
 def test_two_engines_in_processes_of_their_own(kind, tmp_path):
     """And after the end no process, port or segment is left."""
     before = left_behind()
@@ -188,6 +190,7 @@ def spoil(kind, what, route, folder):
 
 @pytest.mark.parametrize("what", ["flipped", "truncated", "reordered", "another", "gone"])
 @pytest.mark.parametrize("kind", BESIDE)
+@pytest.mark.slow
 def test_faulty_data_leaves_the_old_version_serving(kind, what, tmp_path):
     trainer, e, sync = ends(kind, tmp_path, tiny())
     request = ask(prompt(1, 12), key=5, n=60)
@@ -252,6 +255,7 @@ def test_messages_repeated_or_missing(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", BESIDE)
+@pytest.mark.slow
 def test_the_engine_decodes_until_the_commit(kind, tmp_path):
     """W15: staged beside, a pause only for the commit; the same tokens as with a pause at the same place, versions in order."""
     trainer, e, sync = ends(kind, tmp_path, tiny())
@@ -285,6 +289,7 @@ def test_the_engine_decodes_until_the_commit(kind, tmp_path):
     close(trainer, e)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ipc", "disk"])
 def test_a_compiled_pass_reads_what_the_module_points_to(kind, tmp_path):
     trainer, e, sync = ends(kind, tmp_path, tiny())

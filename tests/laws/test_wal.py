@@ -123,6 +123,7 @@ def test_segments_do_not_pile_up(tmp_path):
     assert [p.stem for p in sorted(tmp_path.glob("*.bin"))] == ["000007", "000008", "000009"]
 
 
+@pytest.mark.slow
 def test_interrupted_lengths_are_those_of_uninterrupted_samples(tmp_path):
     """h = 0.02, q = 0.01: restarting gives a mean of 33.6 tokens, the log 50 (SPEC Y7); Kolmogorov-Smirnov tells them apart."""
     rng, h, q, n = np.random.default_rng(0), 0.02, 0.01, 4000

@@ -6,10 +6,15 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from run_kit import run, tiny
 from units.synthetic import write_run
 
+from rondel.assemble.facts import devices_of, digest
+from rondel.cli import main
 from rondel.runtime.telemetry.card import normal, sparkline, wilson, write_card
+from rondel.runtime.telemetry.comparing import compare, comparison
 from rondel.words.errors import UserError
+from rondel.words.types import Task
 
 
 @pytest.mark.parametrize(
@@ -92,3 +97,56 @@ def test_an_empty_journal_and_a_missing_folder_are_readable_errors(tmp_path):
         write_card(tmp_path)
     with pytest.raises(UserError, match="no run folder at"):
         write_card(tmp_path / "nowhere")
+
+
+# -- two runs -----------------------------------------------------------------------------------------
+
+
+def test_only_what_differs_is_shown(tmp_path):
+    a, b = (write_card(write_run(tmp_path / name, steps=steps)) for name, steps in (("a", 4), ("b", 6)))
+    assert compare(a, a) == {} and "No difference" in comparison("a", "a", {})
+    found = compare(a, b)
+    assert found.keys() == {"results", "answers"}, "one recipe, one machine"
+    assert found["results"]["steps"] == (4, 6) and found["results"]["ledger.trained"] == (8, 12)
+    other = b | {"recipe": {**b["recipe"], "loop": {**b["recipe"]["loop"], "seed": 7}}, "data": {"digests": {"train": "ab"}}}
+    found = compare(b, other)
+    assert found == {"recipe": {"loop.seed": (None, 7)}, "data": {"digests.train": (None, "ab")}}
+    assert "| loop.seed |  | 7 |" in comparison("b", "c", found)
+
+
+def test_what_it_takes_to_do_it_again(tmp_path):
+    run(tmp_path, loop__warmup__steps=1, loop__steps=1, loop__seed=5)
+    card = json.loads((tmp_path / "card.json").read_text())
+    assert card["seeds"] == {"loop": 5} and "grpo" in card["loss"] and "A = (R - mean of its group)" in card["loss"]
+    assert card["cost"]["devices"] == 1 and card["cost"]["device_hours"] == pytest.approx(card["seconds"] / 3600, abs=1e-4)
+    assert all(len(card["data"]["digests"][name]) == 32 for name in ("train", "held_out"))
+    assert (
+        card["questions"]["routing replay"] == "none: a dense model"
+        and "one turn of at most 4 tokens" in card["questions"]["multi-turn budgets"]
+    )
+    assert card["loss"] in (tmp_path / "card.md").read_text()
+
+
+def test_the_digest_of_tasks_knows_content_and_not_order():
+    tasks = [Task(f"t/{i}", "single_turn", {"prompt": f"{i} + 4 =", "answer": str(i + 4)}) for i in range(5)]
+    assert digest(tasks) == digest(tasks[::-1]) != digest(tasks[:4])
+    assert digest(tasks) != digest([*tasks[:4], Task("t/4", "single_turn", {"prompt": "4 + 4 =", "answer": "9"})])
+
+
+def test_two_devices_cost_twice_as_much(tmp_path):
+    job = tiny(tmp_path, place__kind="split", place__ranks=2, place__engines=3)
+    assert devices_of(job) == 5 and devices_of(tiny(tmp_path)) == 1
+
+
+def test_the_command_compares_two(tmp_path, capsys):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=6)
+    for words, code, said in (
+        (["--diff", str(a), str(b)], 0, "## Results"),
+        (["--diff", str(a), str(b), "--json"], 0, '"steps":[4,6]'),
+        ([str(a), str(b)], 1, "go together"),
+        (["--diff", str(a)], 1, "go together"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["card", *words])
+        told = capsys.readouterr()
+        assert int(ended.value.code or 0) == code and said in told.out + told.err

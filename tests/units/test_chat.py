@@ -165,7 +165,7 @@ def test_the_example_environment(monkeypatch):
 
 
 def test_environments_and_rewards_start_without_torch():
-    modules = ["chat", "demonstrate", "single_turn", "sources", "stream"]
+    modules = ["agents", "chat", "curriculum", "demonstrate", "gym", "mcp", "order", "single_turn", "sources", "verifiers"]
     code = ";".join(f"import rondel.generate.envs.{m}" for m in modules) + ";import rondel.score.pool, rondel.score.preflight, sys"
     code += ";print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow', 'reasoning_gym', 'math_verify') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", f"import sys; sys.path[:] = {sys.path}; {code}"], text=True).strip() == "[]"

@@ -10,9 +10,10 @@ import pytest
 from rondel.filter import FILTERS, chain
 from rondel.filter.complete import Complete
 from rondel.filter.length import truncated
-from rondel.filter.repetition import Repetition, repeated
+from rondel.filter.repetition import Repetition
 from rondel.filter.signal import signal
 from rondel.words.errors import ConfigError
+from rondel.words.repeats import repeated
 from rondel.words.types import KEEP, EnvFault, Failed, Group, Score, Task, Trajectory, Verdict
 
 
@@ -58,13 +59,14 @@ def test_a_group_is_dropped_when_nobody_ended():
         (wrote([1, 2, 3, 4]), 2, 0.0),
         (wrote([1, 1, 1, 1, 1]), 2, 3 / 4),  # 4 bigrams, 1 of them new
         (wrote([1, 2, 1, 2, 1]), 2, 2 / 4),
-        (wrote([1, 2]), 3, 0.0),  # too short to repeat anything
+        (wrote([1, 2]), 3, None),  # too short to repeat anything
         (wrote([1, 2], ([9], False), ([1, 2], True)), 2, 1 / 2),  # a bigram across the given 9 does not count
-        (wrote([1], ([7, 7, 7, 7], False)), 2, 0.0),  # nor do the bigrams the policy did not write
+        (wrote([1], ([7, 7, 7, 7], False)), 2, None),  # nor do the bigrams the policy did not write
     ],
 )
 def test_the_share_of_repeated_ngrams(trajectory, n, share):
-    assert repeated(trajectory, n) == pytest.approx(share)
+    found = repeated(trajectory.tokens, trajectory.mask, n)
+    assert found is None if share is None else found == pytest.approx(share)
 
 
 def test_repetition_judges_the_mean_of_the_group():

@@ -13,7 +13,7 @@ from units.synthetic import evaluated, group, step_events
 
 from rondel.runtime.telemetry.metrics import SCHEMA, StepMetrics, from_groups, from_taken, meaning
 from rondel.runtime.telemetry.progress import Progress
-from rondel.runtime.telemetry.sinks import SINKS, open_sinks
+from rondel.runtime.telemetry.sinks import open_sinks
 from rondel.words.errors import ConfigError
 from rondel.words.events import Generating, GroupFinished, GroupsTaken, Resumed, RunEnded, RunStarted, StepDone, Warned
 
@@ -85,7 +85,7 @@ def read_back(kind, folder):
     return [(s.step, {"a/b": s.value}) for s in EventAccumulator(str(folder / "tensorboard")).Reload().Scalars("a/b")]
 
 
-@pytest.mark.parametrize("kind", sorted(SINKS))
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "tensorboard"])
 def test_a_resume_doubles_nothing_in_any_sink(tmp_path, kind):
     [sink] = open_sinks([kind], tmp_path)
     for step in range(4):

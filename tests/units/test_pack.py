@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train_kit import model, trajectory
+from train_kit import forked_group, model, trajectory
 
 from rondel.train.annotate import forward, gather, note
 from rondel.train.pack import Batch, Packed, Sample, batch_of, micro_batches, pack
@@ -95,6 +95,21 @@ def test_a_group_costs_its_prompt_once_and_its_completions(p, lengths, seed):
     assert len(apart.tokens) == len(lengths) * p + sum(n - 1 for n in lengths)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 999), st.integers(10, 200))
+def test_every_trainable_token_of_every_walk_appears_with_its_own_past(seed, budget):
+    whole = batch_of([forked_group(seed), forked_group(seed + 1, number=4)])
+    for packed in micro_batches(whole, budget):
+        check(whole, packed)
+
+
+def test_what_walks_share_is_computed_once():
+    whole = batch_of([forked_group()])
+    [packed] = micro_batches(whole, 10_000)
+    distinct = {tuple(s.tokens[: i + 1]) for s in whole.samples for i in range(s.trainable[-1])}
+    assert len(packed.tokens) == len(distinct)
+
+
 def test_one_layout_by_hand():
     """Prompt 10 11 12; completions [20 21], [30], and a sibling that left the prompt after 10 11."""
 
@@ -106,9 +121,9 @@ def test_one_layout_by_hand():
 
     rows = [written([10, 11, 12], [20, 21]), written([10, 11, 12], [30]), written([10, 11, 13], [40, 41])]
     packed = pack(Batch([Sample.of(t, group=0, index=i) for i, t in enumerate(rows)]), [0, 1, 2])
-    assert packed.tokens.tolist() == [10, 11, 12, 20, 12, 13, 40]
-    assert packed.positions.tolist() == [0, 1, 2, 3, 2, 2, 3]
-    assert packed.source.tolist() == [2, 3, 4, 5, 6]
+    assert packed.tokens.tolist() == [10, 11, 12, 20, 13, 40]
+    assert packed.positions.tolist() == [0, 1, 2, 3, 2, 3]
+    assert packed.source.tolist() == [2, 3, 2, 4, 5]
     assert packed.target.tolist() == [20, 21, 30, 40, 41]
     assert packed.sample.tolist() == [0, 0, 1, 2, 2]
     packed = pack(Batch([Sample.of(t, group=0, index=i) for i, t in enumerate(rows)]), [0, 1])

@@ -13,6 +13,8 @@ from rondel.assemble.parts import row_of, sampling_of
 from rondel.assemble.placing import _spawned
 from rondel.sync.from_distributed import FromDistributed
 
+pytestmark = pytest.mark.slow
+
 ray = pytest.importorskip("rondel.runtime.cluster.ray")
 
 

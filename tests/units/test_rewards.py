@@ -16,7 +16,7 @@ from rondel.score.number import last_number
 from rondel.score.pool import RewardPool
 from rondel.score.preflight import check_reward
 from rondel.score.result import placed, read
-from rondel.words.errors import ConfigError
+from rondel.words.errors import ConfigError, DataError
 from rondel.words.types import Failed, Score, Task, Trajectory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -328,3 +328,71 @@ def test_a_task_that_cannot_be_sent_is_a_failure():
         result = asyncio.run(pool.score(said("7"), task("7", oops=lambda: 0)))
         assert isinstance(result, Failed) and result.reason == "task cannot be sent"
         assert asyncio.run(pool.score(said("7"), task("7"))) == Score(1.0)
+
+
+def told_apart(tmp_path, monkeypatch, texts, **settings):
+    """Results of many calls at once, after enough of them that several share a message."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward_file(
+        tmp_path,
+        "import os, time\n"
+        "def grade(trajectory, task):\n"
+        "    match trajectory.text:\n"
+        "        case 'hang': time.sleep(60)\n"
+        "        case 'die': os._exit(3)\n"
+        "        case 'raise': raise SystemExit('no')\n"
+        "        case 'long': return [(i, 1.0) for i in range(20_000)]\n"
+        "        case text: return float(text[:9])\n",
+    )
+
+    async def burst(pool):
+        await asyncio.gather(*(pool.score(said("1"), task(1)) for _ in range(100)))
+        return await asyncio.gather(*(pool.score(said(text), task(1)) for text in texts))
+
+    with RewardPool("theirs:grade", alarm=1.0, **settings) as pool:
+        return asyncio.run(burst(pool))
+
+
+def test_who_shares_a_message_with_a_late_call_is_asked_again(tmp_path, monkeypatch):
+    texts = [str(i) for i in range(300)]
+    texts[5], texts[40], texts[41], texts[200], texts[299] = "hang", "die", "raise", "hang", "die"
+    results = told_apart(tmp_path, monkeypatch, texts, workers=2, timeout=0.5)
+    wrong = {i: r.reason for i, r in enumerate(results) if isinstance(r, Failed)}
+    assert wrong == {5: "timeout", 40: "worker died", 41: "raised SystemExit", 200: "timeout", 299: "worker died"}
+    assert [r.value for i, r in enumerate(results) if i not in wrong] == [float(i) for i in range(300) if i not in wrong]
+
+
+def test_neither_long_jobs_nor_long_replies_stop_a_message(tmp_path, monkeypatch):
+    """Both pipes are full at once: 128 jobs of 64 kB on the way there, replies of 300 kB on the way back."""
+    texts = ["long" if i % 8 == 0 else f"{i:09d}" + " " * 65536 for i in range(128)]
+    results = told_apart(tmp_path, monkeypatch, texts, timeout=10.0)
+    assert [r.value for r in results] == [20_000.0 if i % 8 == 0 else float(i) for i in range(128)]
+
+
+def test_a_pool_that_is_closed_leaves_nobody_waiting(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward_file(tmp_path, "import time\ndef slow(trajectory, task): time.sleep(60)\n")
+
+    async def closed_early(pool):
+        asked = [asyncio.ensure_future(pool.score(said("x"), task(1))) for _ in range(5)]
+        await asyncio.sleep(0.1)
+        pool.close()
+        return await asyncio.wait_for(asyncio.gather(*asked), 10)
+
+    results = asyncio.run(closed_early(RewardPool("theirs:slow", workers=2, timeout=30)))
+    assert {r.reason for r in results} <= {"worker died", "pool closed"}
+
+
+def test_a_field_of_the_task_names_its_reward():
+    reward = build({"kind": "by", "parts": {"sums": "number", "form": {"kind": "format", "pattern": "^ok"}}})
+
+    def asked(text, **data):
+        t = Trajectory(text=text)
+        return asyncio.run(reward(t, Task("t", "e", {"answer": "7", **data})))
+
+    assert asked("it is 7", source="sums").value == 1.0 and asked("it is 7", source="form").value == 0.0
+    assert asked("ok 8", source="sums").value == 0.0 and asked("ok 8", source="form").value == 1.0
+    with pytest.raises(DataError, match="has source = None, and reward 'by' has parts for: sums, form"):
+        asked("x")
+    with pytest.raises(ConfigError, match="has no parts"):
+        build({"kind": "by", "parts": {}})

@@ -103,6 +103,11 @@ def test_what_cannot_be_read_is_a_call_with_a_fault(text, said):
     assert said in one.fault
 
 
+def test_a_call_that_is_only_thought_of_is_not_made():
+    _, _, asked = play("<think>perhaps " + call("add", a=9) + "</think>" + call("add", a=3), "four.")
+    assert "\n4\n" in asked[1] and "\n10\n" not in asked[1]
+
+
 def test_several_calls_and_none():
     assert [c.arguments for c in HERMES.read(call("f", x=1) + " and " + call("f", x=2))] == [{"x": 1}, {"x": 2}]
     assert HERMES.read("the answer is 7") == []
@@ -154,8 +159,15 @@ def test_a_tool_that_raises_is_read_and_one_that_hangs_or_loses_its_line_is_the_
     assert "error: ZeroDivisionError: division by zero" in play(call("divide", a=1, b=0), "seven.", tools=[divide])[2][1]
     with pytest.raises(EnvError, match="tool cut: ConnectionError: gone"):
         play(call("cut", a=1), tools=[cut])
+
+    def stand() -> None:
+        assert threading.current_thread().daemon, "one that hangs must not keep the process"
+        threading.Event().wait(60)
+
     with pytest.raises(EnvError, match=r"tool hang did not answer within 0.05 s \(task.tool_timeout\)"):
         play(call("hang", a=1), tools=[hang], timeout=0.05)
+    with pytest.raises(EnvError, match="tool stand did not answer"):
+        play(call("stand"), tools=[stand], timeout=0.05)
 
 
 def test_calls_of_one_reply_run_side_by_side():
@@ -213,6 +225,8 @@ def test_what_cannot_be_a_tool_is_refused_at_the_start():
         Tools([lambda *args: 1])
     with pytest.raises(ConfigError, match="neither a function nor an object"):
         Tools([object()])
+    with pytest.raises(ConfigError, match="two tools are called 'add'"):
+        Tools([add, add])
 
 
 def test_the_schema_is_openais():

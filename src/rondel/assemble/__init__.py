@@ -13,10 +13,12 @@ def __getattr__(name: str) -> Any:
         "build": "parts",
         "train": "running",
         "check": "checking",
+        "check_env": "rehearsal",
         "replay": "replaying",
         "again": "replaying",
         "differences": "replaying",
         "evaluate_checkpoint": "evaluating",
+        "rate": "evaluating",
     }
     if name not in verbs:
         raise AttributeError(name)

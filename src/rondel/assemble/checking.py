@@ -11,13 +11,11 @@ from rondel.assemble.rollouts import prepare, rollouts_of
 from rondel.assemble.self_test import self_test
 from rondel.planner.resolve import free_memory
 from rondel.runtime.devices import keep_memory
-from rondel.score.preflight import Finding, check_reward
+from rondel.score.preflight import GROUPS, Finding, check_reward
 from rondel.train.checkpoint import Checkpoints
 from rondel.words.config import Job
 from rondel.words.errors import CheckpointError, RondelError
 from rondel.words.types import Failed, Group, Slot
-
-GROUPS = 6  # rolled out to measure the signal
 
 
 def check(job: Job, *, asked: bool = False) -> list[Finding]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 from rondel.generate.engine.foreign import ForeignEngine
@@ -29,7 +30,7 @@ async def admit(
     bring: Callable[[Engine], Awaitable[int]],
 ) -> None:
     """For ever. `reach` asks a server whether it can carry this run; one that cannot be reached is asked again, one that cannot is named once."""
-    told: set[str] = set()
+    told: set[tuple[str, str]] = set()
     while True:
         for url in dict.fromkeys([*urls, *registered(folder)]):
             if url in router.replicas:
@@ -38,15 +39,20 @@ async def admit(
                 engine = await asyncio.to_thread(reach, url)
                 await router.join(url, engine, bring)
                 emit(Warned(f"engine {url} has joined at version {router.version}; {len(router.replicas)} serve now"))
-            except RondelError as error:
-                if str(error) not in told:
-                    told.add(str(error))
-                    emit(Warned(f"engine {url} has not joined, and is asked again: {error}"))
+            except Exception as error:  # of a newcomer: the run goes on without it
+                said = str(error) if isinstance(error, RondelError) else f"{type(error).__name__}: {error}"
+                if (url, said) not in told:
+                    told.add((url, said))
+                    emit(Warned(f"engine {url} has not joined, and is asked again: {said}"))
         await asyncio.sleep(EVERY)
 
 
 def registered(folder: Path) -> list[str]:
-    return [path.read_text().strip() for path in sorted((folder / FOLDER).glob("*")) if not path.name.startswith(".")]
+    urls = []
+    for path in sorted((folder / FOLDER).glob("[!.]*")):
+        with suppress(FileNotFoundError):  # it has just left
+            urls.append(path.read_text().strip())
+    return urls
 
 
 def check_run(folder: Path, host: str) -> None:

@@ -10,19 +10,30 @@ from typing import Any
 
 from rondel.algos.mixture import Mixture
 from rondel.algos.table import Algorithm, resolve
+from rondel.assemble.failures import Failures
 from rondel.assemble.hosts import Known, replays
 from rondel.assemble.placing import ENGINES, TOLERANCE, Placed, place
 from rondel.assemble.refusals import refuse, refuse_unanswered
 from rondel.assemble.rollouts import Shown, shown_of
 from rondel.filter import FILTERS, chain
 from rondel.filter.complete import Complete
+from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
+from rondel.generate.envs.curriculum import admissions
+from rondel.generate.envs.gateway.agent import agent_of
+from rondel.generate.envs.gateway.env import Gateway
+from rondel.generate.envs.gym import Gym
+from rondel.generate.envs.mcp import Mcp
+from rondel.generate.envs.order import Admissions, Mixed
+from rondel.generate.envs.python import GRACE, SECONDS, python_tool
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, load_tasks
 from rondel.generate.envs.template import Template
 from rondel.generate.envs.toolbox import calculator
 from rondel.generate.envs.tools import Tools
+from rondel.generate.envs.verifiers import agent_of_verifiers
 from rondel.models import adapters
+from rondel.runtime.sandbox.box import Sandbox
 from rondel.score.pool import RewardPool
 from rondel.sync.update import Update
 from rondel.train.step import LocalTrainer
@@ -31,8 +42,16 @@ from rondel.words.errors import ConfigError, DataError, boundary
 from rondel.words.registry import find
 from rondel.words.types import Completion, Group, Request, Sampling, Task, Trajectory, Verdict
 
-ENVS = {"single_turn": SingleTurn, "tools": Tools}
-TOOLS = {"calculator": calculator}
+ENVS = {
+    "single_turn": SingleTurn,
+    "tools": Tools,
+    "gateway": Gateway,
+    "agents": Agents,
+    "verifiers": agent_of_verifiers,
+    "gym": Gym,
+}
+TOOLS = {"calculator": calculator, "python": python_tool(Sandbox)}
+LENDS = {"sandbox": "rondel.runtime.sandbox.box:Sandbox"}  # by name: a worker that wants none imports none
 PROBE = 24  # tokens of the first prompt that are scored on both sides after every sync
 
 
@@ -43,6 +62,7 @@ class Parts:
     job: Job
     row: Algorithm
     tasks: TaskSet
+    order: Admissions
     sampling: Sampling
     pool: RewardPool
     placed: Placed
@@ -52,6 +72,7 @@ class Parts:
     resolved: dict[str, str]
     shown: list[Shown]
     close: Callable[[], None]
+    failures: Failures
 
     @property
     def algo(self) -> Algorithm | Mixture:
@@ -88,17 +109,33 @@ def build(job: Job, folder: Path | None = None) -> Parts:
     for key, shows in (("algo.guides", job.algo.guides), ("loop.warmup", job.loop.warmup.steps)):
         if shows:
             refuse_unanswered(key, tasks.train)
-    env = env_of(job)
+    env, order = env_of(job), order_of(job, tasks)
     shown = shown_of(job, tasks, rows_beside(job))
     with ExitStack() as ends:
-        pool = RewardPool(job.task.reward, workers=job.task.reward_workers, timeout=job.task.reward_timeout)
+        t = job.task
+        pool = RewardPool(t.reward, workers=t.reward_workers, timeout=t.reward_timeout, folder=folder, lends=LENDS)
         ends.callback(pool.close)
         placed = place(job, row, sampling, lambda known: longest(job, tasks, env, known, sampling), folder)
         ends.callback(placed.close)
         sync = sync_of(job, placed)
         for remote in placed.remotes.values():
             remote.catch_up = sync.catch_up
-        return Parts(job, row, tasks, sampling, pool, placed, sync, judge_of(job, row), env, placed.resolved, shown, ends.pop_all().close)
+        return Parts(
+            job,
+            row,
+            tasks,
+            order,
+            sampling,
+            pool,
+            placed,
+            sync,
+            judge_of(job, row),
+            env,
+            placed.resolved,
+            shown,
+            ends.pop_all().close,
+            Failures(job.task.max_failures),
+        )
 
 
 def sampling_of(job: Job) -> Sampling:
@@ -118,6 +155,14 @@ def rows_beside(job: Job) -> list[Algorithm]:
     return [resolve({"kind": b.kind}).bounded(job.engine.sampling.max_tokens) for b in job.algo.beside]
 
 
+def order_of(job: Job, tasks: TaskSet) -> Admissions:
+    """Each source of a mixture in an order of its own."""
+    seed, spec = job.loop.seed, job.task.curriculum
+    if not tasks.sources:
+        return admissions(tasks.train, seed, spec)
+    return Mixed([(weight, admissions(own, seed + i, spec)) for i, (weight, own) in enumerate(tasks.sources)])
+
+
 def env_of(job: Job) -> Any:
     """One of ours, a class of the user's, or the user's async function of (task, chat)."""
     found = find("environment", job.task.env, ENVS)
@@ -127,8 +172,29 @@ def env_of(job: Job) -> Any:
     if found is Tools:
         if not t.tools:
             raise ConfigError('task.env = "tools" has none: set task.tools = ["calculator", "my_module:my_function"]')
-        tools = [find("tool", name, TOOLS) for name in t.tools]
+        if "python" in t.tools and t.tool_timeout <= SECONDS + GRACE:
+            raise ConfigError(
+                f"task.tool_timeout = {t.tool_timeout:g}: the python tool ends its own calls after {SECONDS + GRACE:g} s, and a call that the "
+                "environment gives up first would count as the world's fault; set it above, or leave it out"
+            )
+        tools = [Mcp(name) if name.startswith(("mcp:", "mcp+shared:")) else find("tool", name, TOOLS) for name in t.tools]
         return Tools(tools, turns=t.turns, timeout=t.tool_timeout, suffix=t.suffix, system=t.system)
+    if found is Gym:
+        if t.data.get("kind") != "gym":
+            raise ConfigError(
+                'task.env = "gym" plays the worlds of its tasks: set task.data = { kind = "gym", name = "my_module:make", n = 100 }'
+            )
+        return Gym(turns=t.turns, timeout=t.tool_timeout, suffix=t.suffix, system=t.system)
+    if found is Gateway:
+        if t.agent is None:
+            raise ConfigError('task.env = "gateway" has no agent: set task.agent = "my_module:my_function", or a command')
+        return Gateway(agent_of(t.agent), timeout=t.agent_timeout)
+    if found is Agents:
+        if not t.agents:
+            raise ConfigError('task.env = "agents" has none: set task.agents = [{ agent = "writer", says = "{prompt}" }, ...]')
+        return Agents(t.agents, suffix=t.suffix, system=t.system)
+    if found is agent_of_verifiers:
+        return Gateway(agent_of_verifiers(t.data), timeout=t.agent_timeout)
     return found() if isinstance(found, type) else AsFunction(found)
 
 

@@ -17,15 +17,15 @@ from rondel.assemble.rollouts import Demonstrations, Rollouts, prepare, prepare_
 from rondel.buffer import LATE, Buffer
 from rondel.evaluate import evaluate
 from rondel.filter import chain
-from rondel.generate.envs.stream import stream
+from rondel.generate.envs.order import Admissions, Shuffled, stream
 from rondel.runtime.ending import Ending
 from rondel.runtime.journal import store
 from rondel.runtime.journal.schedule import Schedule
 from rondel.train.checkpoint import Checkpoints
 from rondel.train.pack import Batch
 from rondel.words.config import Job
-from rondel.words.errors import EngineError, StalledError, SyncError, WorkerError
-from rondel.words.events import Checkpointed, Resumed, RunEnded, Warned, emit
+from rondel.words.errors import EngineError, RewardError, StalledError, SyncError, WorkerError
+from rondel.words.events import Checkpointed, Resumed, RunEnded, Warned, emit, subscribe
 from rondel.words.types import Group, Slot, Verdict
 
 if TYPE_CHECKING:
@@ -49,16 +49,23 @@ class Run:
         self.began = time.perf_counter()
         self.total = job.loop.warmup.steps + job.loop.steps
         self.rest = asyncio.Event()  # set while no step is being trained
-        self.done: tuple[int, int, dict[str, Any] | None] = (0, 0, None)  # step, version; of a synchronous run the buffer then
+        self.done: tuple[int, int, dict[str, Any] | None, Any] = (
+            0,
+            0,
+            None,
+            None,
+        )  # step, version, the buffer then if synchronous, the order
         self.saved = 0  # the step of the newest checkpoint
         self.writing: asyncio.Task[None] | None = None
 
     async def all(self, found: tuple[Path, dict[str, Any]] | None) -> None:
-        """The phases to their end, or until a signal."""
+        """The phases to their end, or until a signal, or until too much has failed."""
         self.rest.set()
+        failures = self.parts.failures
         work, asked = asyncio.create_task(self._all(found)), asyncio.create_task(self.ending.wait())
+        spent = asyncio.create_task(failures.spent.wait())
         try:
-            await asyncio.wait([work, asked], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([work, asked, spent], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 await asyncio.wait([work, rest := asyncio.create_task(self.rest.wait())], return_when=asyncio.FIRST_COMPLETED)
                 rest.cancel()
@@ -66,12 +73,17 @@ class Run:
                 return work.result()
         finally:
             asked.cancel()
+            spent.cancel()
             work.cancel()
             await asyncio.wait([work])
         await self._checkpoint()
-        raise self.ending.stopped(
-            f"after step {self.saved} of {self.total}, which is in a checkpoint" if self.saved else "before its first step"
-        )
+        state = f"after step {self.saved} of {self.total}, which is in a checkpoint" if self.saved else "before its first step"
+        if failures.why and not self.ending.asked:
+            raise RewardError(
+                f"the run stopped {state}: {failures.why}. The limit is task.max_failures = {failures.most:g}. Mend the reward or the environment and "
+                "give the same command: it goes on from there"
+            )
+        raise self.ending.stopped(state)
 
     async def _all(self, found: tuple[Path, dict[str, Any]] | None) -> None:
         parts = self.parts
@@ -80,7 +92,7 @@ class Run:
             path, saved = found
             await parts.trainer.load(path)
             done = self.saved = saved["step"]
-            self.done = (done, saved["buffer"]["version"], None)
+            self.done = (done, saved["buffer"]["version"], None, saved.get("order"))
             emit(Resumed(done, saved["buffer"]["version"], str(path)))
         await self.sync(parts.trainer, parts.engine)  # the initial sync
         parts.sync.moved = lambda: parts.trainer.moved
@@ -92,9 +104,8 @@ class Run:
         """Engines of others may come late or come back."""
         parts, task = self.parts, None
         if (reach := parts.placed.reach) is not None:
-            urls = parts.job.engine.url or []
-            known = [urls] if isinstance(urls, str) else urls
-            task = asyncio.create_task(admit(parts.engine, self.folder, known, reach, parts.sync.catch_up), name="newcomers")
+            urls = parts.job.engine.urls
+            task = asyncio.create_task(admit(parts.engine, self.folder, urls, reach, parts.sync.catch_up), name="newcomers")
         try:
             yield
         finally:
@@ -117,7 +128,7 @@ class Run:
         """A supervised phase: the same loop, whose Generate copies answers."""
         parts = self.parts
         buffer = self._buffer(parts.job.loop.warmup.groups_per_step, 0, None, saved)
-        await self._loop(buffer, Demonstrations(parts, 1), chain([]), SFT, steps)
+        await self._loop(buffer, Shuffled(parts.tasks.train, parts.job.loop.seed), Demonstrations(parts, 1), chain([]), SFT, steps)
         return steps.stop - 1
 
     async def _reinforce(self, steps: range, saved: dict[str, Any] | None) -> None:
@@ -130,7 +141,13 @@ class Run:
                     f"max_staleness = {job.loop.max_staleness} without a correction: stale tokens are trained as if they were fresh. Set algo.correction.kind = 'importance'"
                 )
             )
-        await self._loop(buffer, rollouts_of(parts), parts.judge, parts.algo, steps, prepare_of(parts))
+        if saved and saved.get("order") is not None:
+            parts.order.load(saved["order"])
+        ends = subscribe(parts.order.read)
+        try:
+            await self._loop(buffer, parts.order, rollouts_of(parts), parts.judge, parts.algo, steps, prepare_of(parts))
+        finally:
+            ends()
 
     def _buffer(self, groups: int, staleness: int, window: int | None, saved: dict[str, Any] | None, oversample: int = 0) -> Buffer:
         version = self.parts.engine.version
@@ -152,10 +169,17 @@ class Run:
         return self.buffer
 
     async def _loop(
-        self, buffer: Buffer, rollouts: Rollouts, judge: Callable, algo: Any, steps: range, prepare: Callable = prepare
+        self,
+        buffer: Buffer,
+        order: Admissions,
+        rollouts: Rollouts,
+        judge: Callable,
+        algo: Any,
+        steps: range,
+        prepare: Callable = prepare,
     ) -> None:
         parts = self.parts
-        tasks = stream(parts.tasks.train, seed=self.job.loop.seed, start=buffer.admitted - buffer.retried)
+        tasks = stream(order, start=buffer.admitted - buffer.retried, room=buffer.room)
         attempt: Attempt = rollouts.attempt
         score: Callable[[Group], Awaitable[None]] = rollouts.score
         devices: Any = parts.placed.devices
@@ -172,7 +196,7 @@ class Run:
         """What begins a step; none is begun any more once the run was asked to end."""
 
         async def start(groups: list[Group]) -> Batch:
-            if self.ending.asked:
+            if self.ending.asked or self.parts.failures.why:
                 await asyncio.get_running_loop().create_future()  # until it is cancelled
             self.rest.clear()
             return await prepare(groups)
@@ -200,7 +224,7 @@ class Run:
         """Store what training learned of the rollouts; evaluate; checkpoint."""
         job, last = self.job, self.total
         store.annotate_step(self.folder, step, trainer_logprobs=per_token(batch, "trained"), advantages=per_token(batch, None))
-        self.done = (step, version, None if self.buffer.max_staleness else self.buffer.state(version))
+        self.done = (step, version, None if self.buffer.max_staleness else self.buffer.state(version), self.parts.order.state())
         if step < last:
             self.rest.set()
         if step == last or step == job.loop.warmup.steps or (job.task.eval.every and step % job.task.eval.every == 0):
@@ -216,12 +240,12 @@ class Run:
 
     async def _write(self) -> None:
         """A synchronous run replays what it had begun since; another one goes on with it."""
-        step, version, then = self.done
+        step, version, then, order = self.done
         if step == self.saved:
             return
         await self.buffer.turn("save", version, who="learner")
         began, state = time.perf_counter(), then or self.buffer.state(version)
-        told = {"step": step, "config": self.job.digest(), "buffer": state}
+        told = {"step": step, "config": self.job.digest(), "buffer": state, "order": order}
         path = await self.checkpoints.write(step, self.parts.trainer.save, told)
         self.saved = step
         emit(Checkpointed(step, version, str(path), time.perf_counter() - began))

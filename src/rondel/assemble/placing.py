@@ -39,7 +39,7 @@ from rondel.sync import transport_of
 from rondel.train.checkpoint import bytes_needed
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError, WorkerError
-from rondel.words.protocols import Transport
+from rondel.words.protocols import Cluster, Transport
 from rondel.words.registry import find
 from rondel.words.types import Sampling
 
@@ -116,7 +116,7 @@ class Plan:
         folder = (self.folder or Path(tempfile.gettempdir()) / f"rondel-{os.getpid()}").resolve()  # others read it from where they are
         return transport_of(self.kind, folder=folder / "weights", one_module=self.job.place.kind == "shared")
 
-    def cluster(self, workers: int, threads: int | None) -> Any:
+    def cluster(self, workers: int, threads: int | None) -> Cluster:
         """What starts the workers."""
         where = self.job.place
         if where.cluster != "ray":
@@ -201,8 +201,10 @@ def _split(plan: Plan) -> Placed:
         resolved |= worker.now("open", longest)
     where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {engines} of the engine"
     remotes = {f"engine-{i}": RemoteEngine(worker, partial(start, i), longest) for i, worker in enumerate(hosts)}
+    if not mine:
+        refuse_routes_of(job, known.routers)
     reach = None if mine else partial(_reach, job, plan.sampling, longest)
-    others = {url: reach(url) for url in _urls(job, known)} if reach else {}
+    others = {url: reach(url) for url in job.engine.urls} if reach else {}
     if others:
         where += f", which is {job.engine.kind} at {', '.join(others)}"
     engine = remotes["engine-0"] if mine and engines == 1 else _routed(remotes | others, job, known)
@@ -210,7 +212,7 @@ def _split(plan: Plan) -> Placed:
     return Placed(known, engine, trainer, Split(), resolved, where, size, way, remotes, reach, lost=trainer.lost, dump=cluster.dump)
 
 
-def _spawned(plan: Plan, cluster: Any, names: list[str], shares: list[tuple[int, ...]], each: int | None) -> tuple[list[Any], Any]:
+def _spawned(plan: Plan, cluster: Cluster, names: list[str], shares: list[tuple[int, ...]], each: int | None) -> tuple[list[Any], Any]:
     """The trainer's ranks as workers of the cluster. -> they, and what the first one says of itself."""
     made_of = (plan.job, plan.row, plan.sampling)
     trainers = [
@@ -233,12 +235,6 @@ def _led(plan: Plan, ranks: int, device: str, each: int | None) -> tuple[list[An
     leader = torchrun.Leader(host, calls)
     plan.ends.callback(leader.close)
     return [leader], told
-
-
-def _urls(job: Job, known: Known) -> list[str]:
-    refuse_routes_of(job, known.routers)
-    urls = job.engine.url or []
-    return [urls] if isinstance(urls, str) else urls
 
 
 def _reach(job: Job, sampling: Sampling, longest: int, url: str) -> ForeignEngine:

@@ -105,6 +105,10 @@ def refuse_unrepeatable(job: Job, device: str, ranks: int) -> None:
             job.engine.speculative.kind == "off",
             f'engine.speculative.kind = "{job.engine.speculative.kind}" guesses as much as its clock says is worth it: set it to "off"',
         ),
+        (
+            job.task.curriculum.get("kind") not in ("priority", "band"),
+            "task.curriculum draws by what has ended so far, and when that was is not recorded: use shuffle or easy_first",
+        ),
         (not job.loop.oversample, f"loop.oversample = {job.loop.oversample} gives up groups at moments that are not recorded: set it to 0"),
         (not job.engine.compile, "engine.compile chooses kernels by the size of the batch: set it to false"),
     ]

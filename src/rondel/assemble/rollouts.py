@@ -14,8 +14,9 @@ from rondel.assemble.refusals import refuse_unanswered, refuse_untrainable, refu
 from rondel.generate.engine.resumed import resumed
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.demonstrate import Demonstrate
+from rondel.generate.envs.episode import joined, listed, rooted, share
+from rondel.generate.envs.order import Shuffled
 from rondel.generate.envs.sources import TaskSet, load_tasks
-from rondel.generate.envs.stream import nth
 from rondel.score.result import placed
 from rondel.train.pack import Batch, batch_of
 from rondel.words.config import Job
@@ -26,7 +27,6 @@ from rondel.words.types import (
     EnvFault,
     Failed,
     Group,
-    PolicyFault,
     Sampling,
     Score,
     Slot,
@@ -50,35 +50,43 @@ class Rollouts:
     greedy: bool = False
 
     async def attempt(self, slot: Slot) -> Group:
-        """G trajectories at once; an environment that breaks is tried once more, then it is a fault, which is data."""
-        asked = [self._one(slot, index) for index in range(self.group_size)]
+        """G trajectories at once, each scored as soon as it is written, while its siblings still are."""
+        asked = [self._scored(slot, index) for index in range(self.group_size)]
         if self.greedy:
-            asked.append(self._one(slot, self.group_size, GREEDY))
+            asked.append(self._scored(slot, self.group_size, GREEDY))
         asked += [self._demonstrated(slot, DATA) for _ in range(self.guides)]
-        return Group(slot.number, slot.task, list(await asyncio.gather(*asked)), slot.born)
+        return Group(slot.number, slot.task, joined(await asyncio.gather(*asked)), slot.born)
 
-    async def _demonstrated(self, slot: Slot, policy: str) -> Trajectory:
+    async def _demonstrated(self, slot: Slot, policy: str) -> list[Trajectory]:
         section = self.parts.job.task
-        return await Demonstrate(suffix=section.suffix, system=section.system, policy=policy).run(slot.task, self.chat(lambda turn: 0))
+        return [await Demonstrate(suffix=section.suffix, system=section.system, policy=policy).run(slot.task, self.chat(lambda turn: 0))]
 
-    async def _one(self, slot: Slot, index: int, policy: str = "policy") -> Trajectory:
+    async def _scored(self, slot: Slot, index: int, policy: str = "policy") -> list[Trajectory]:
+        episode = rooted(await self._one(slot, index, policy))
+        await self.score_episode(episode, slot.task)
+        self.parts.failures.count(episode[0].score)
+        return episode
+
+    async def _one(self, slot: Slot, index: int, policy: str = "policy") -> list[Trajectory]:
+        """An environment that breaks is tried once more, then it is a fault, which is data."""
         reason = ""
         sampling = replace(self.parts.sampling, temperature=0.0) if policy == GREEDY else None
         for _ in range(2):
             key = partial(sample_key, self.parts.job.loop.seed, slot.number, index)
             chat = self.chat(key, sampling, group=f"group-{slot.number}")
             try:
-                trajectory = await self.parts.env.run(slot.task, chat)
-                trajectory.policy = policy
-                refuse_without_support(trajectory, self.parts.sampling)
-                return trajectory
+                episode = listed(await self.parts.env.run(slot.task, chat))
+                for trajectory in episode:
+                    trajectory.policy = policy
+                    refuse_without_support(trajectory, self.parts.sampling)
+                return episode
             except (EngineError, DataError):
                 raise
             except (EnvError, Exception) as error:
                 if isinstance(error, RondelError) and not isinstance(error, EnvError):
                     raise
                 reason = f"{type(error).__name__}: {error}"
-        return Trajectory(outcome=EnvFault(reason), policy=policy)
+        return [Trajectory(outcome=EnvFault(reason), policy=policy)]
 
     def chat(self, key: Callable[[int], int], sampling: Sampling | None = None, namespace: str = "", group: str = "") -> TokenChat:
         p = self.parts
@@ -107,17 +115,24 @@ class Rollouts:
         )
 
     async def score(self, group: Group) -> None:
-        async def one(trajectory: Trajectory) -> None:
-            if isinstance(trajectory.outcome, EnvFault):
-                trajectory.score = Failed("environment fault", trajectory.outcome.reason)
-            elif trajectory.score is None:
-                trajectory.score = await self.parts.pool.score(trajectory, group.task)
-            else:  # an environment may have scored what happened in it
-                trajectory.score = placed(trajectory.score, trajectory)
-            if isinstance(trajectory.outcome, PolicyFault) and trajectory.score is None:
-                trajectory.score = Score(0.0, {"policy_fault": 0.0})
+        """Whoever has no score yet: what was shown, and not written."""
+        await asyncio.gather(*(self._judge(t, group.task) for t in group.trajectories if t.score is None))
 
-        await asyncio.gather(*map(one, group.trajectories))
+    async def score_episode(self, episode: list[Trajectory], task: Task) -> None:
+        """The first by the reward, or as its environment says; the others have that score, or one of their own."""
+        await self._judge(episode[0], task)
+        for trajectory in episode[1:]:
+            if trajectory.score is not None:
+                trajectory.score = placed(trajectory.score, trajectory)
+        share(episode)
+
+    async def _judge(self, trajectory: Trajectory, task: Task) -> None:
+        if isinstance(trajectory.outcome, EnvFault):
+            trajectory.score = Failed("environment fault", trajectory.outcome.reason)
+        elif trajectory.score is None:
+            trajectory.score = await self.parts.pool.score(trajectory, task)
+        else:
+            trajectory.score = placed(trajectory.score, trajectory)
 
 
 def rollouts_of(parts: Parts) -> Rollouts:
@@ -128,10 +143,10 @@ def rollouts_of(parts: Parts) -> Rollouts:
 class Demonstrations(Rollouts):
     """The supervised phase: Generate copies the data set's answers, Score has nothing to ask."""
 
-    async def _one(self, slot: Slot, index: int, policy: str = "policy") -> Trajectory:
-        trajectory = await self._demonstrated(slot, policy)
+    async def _one(self, slot: Slot, index: int, policy: str = "policy") -> list[Trajectory]:
+        [trajectory] = await self._demonstrated(slot, policy)
         trajectory.score = Score(1.0)
-        return trajectory
+        return [trajectory]
 
 
 @dataclass(frozen=True)
@@ -178,7 +193,7 @@ def prepare_of(parts: Parts) -> Callable[[list[Group]], Awaitable[Batch]]:
         for shown in parts.shown:
             first = min(group.id for group in groups) * shown.groups
             for number in range(first, first + shown.groups):
-                task = nth(shown.tasks, parts.job.loop.seed, number)
+                task = Shuffled(shown.tasks, parts.job.loop.seed).nth(number)
                 trajectory = await Demonstrate(suffix=shown.suffix, system=parts.job.task.system).run(task, rollouts.chat(lambda turn: 0))
                 trajectory.score = Score(1.0)
                 beside.append(Group(-1 - len(beside), task, [trajectory], 0))

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import platform
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-import torch
-import transformers
 from filelock import FileLock, Timeout
 
+from rondel.assemble.facts import facts_of
 from rondel.assemble.hosts import follow
 from rondel.assemble.parts import Parts, build, row_of, sampling_of
 from rondel.assemble.phases import Run
@@ -26,14 +24,17 @@ from rondel.runtime.journal import store
 from rondel.runtime.journal.log import FILE, Journal
 from rondel.runtime.journal.schedule import Recorder, Schedule
 from rondel.runtime.stacks import Stacks
+from rondel.runtime.telemetry.advice import Advisor, Place
 from rondel.runtime.telemetry.card import write_card
+from rondel.runtime.telemetry.hacking import Hacking
 from rondel.runtime.telemetry.metrics import LateBias, StepMetrics
 from rondel.runtime.telemetry.progress import Progress
+from rondel.runtime.telemetry.scraped import Scraped
 from rondel.runtime.telemetry.sinks import open_sinks
 from rondel.train.checkpoint import Checkpoints
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError, StalledError, WorkerError
-from rondel.words.events import Resumed, RunStarted, Warned, emit, subscribe
+from rondel.words.events import Broke, Resumed, RunStarted, Warned, emit, subscribe
 
 RESTARTS = 3  # of a run that lost a rank of its trainer
 
@@ -89,9 +90,16 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
         journal = Journal(folder, job.run.durability)
         ends.callback(journal.close)
         sinks = open_sinks(job.run.sinks, folder, after=found[1]["step"] if found else -1)
+        if job.run.metrics_port:
+            sinks.append(Scraped(job.run.metrics_port))
         for sink in sinks:
             ends.callback(sink.close)
-        for reader in (journal.write, store.RolloutStore(folder).write, StepMetrics(*(s.write for s in sinks), LateBias().write).read):
+        for reader in (
+            journal.write,
+            store.RolloutStore(folder).write,
+            StepMetrics(*(s.write for s in sinks), LateBias().write, Hacking().write).read,
+            Advisor(Place.of(job.tree()), after=job.loop.warmup.steps).read,
+        ):
             ends.callback(subscribe(reader))
         if unread := [key for key in job.unread() if not key.startswith(("run.", "loop.", "task.eval", "trainer.", "algo."))]:
             raise ConfigError(
@@ -109,6 +117,7 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
             except BaseException as error:
                 lost = lost_worker(error)
                 if lost is None or restarts > RESTARTS or schedule is not None or ending.asked:
+                    emit(Broke(last_words(error)))
                     raise
                 found = checkpoints.latest()
                 emit(
@@ -124,49 +133,19 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
         raise AssertionError
 
 
+def last_words(error: BaseException) -> str:
+    """Of several errors that ended a task group together, each in one line."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(dict.fromkeys(last_words(inner) for inner in error.exceptions))
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def lost_worker(error: BaseException) -> WorkerError | StalledError | None:
     """The worker that ended, if that is all that went wrong."""
     if isinstance(error, BaseExceptionGroup):
         found = [lost_worker(inner) for inner in error.exceptions]
         return next((one for one in found if one), None) if all(found) else None
     return error if isinstance(error, WorkerError) else None
-
-
-def facts_of(parts: Parts) -> dict[str, Any]:
-    """What the run card says about the machine and the software, as measured or read."""
-    from importlib.metadata import version
-
-    job, known = parts.job, parts.known
-    p, g, u = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step
-    return {
-        "versions": {
-            "rondel": version("rondel"),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "device": torch.cuda.get_device_name()
-        if torch.cuda.is_available() and parts.job.place.device != "cpu"
-        else f"cpu ({platform.machine()})",
-        "place": parts.placed.where,
-        "dtypes": {
-            "compute": str(known.dtype).removeprefix("torch."),
-            "master": "float32",
-            "logprobs": "float32",
-            "adapter": parts.resolved["model.adapter"],
-        },
-        "model": {"name": known.name, "parameters": known.parameters},
-        "batch": f"{p} groups x {g} samples = {p * g} trajectories a step, {u} optimizer update{'s' * (u > 1)}",
-        "tasks": {
-            "train": len(parts.tasks.train),
-            "held_out": len(parts.tasks.held_out),
-            "duplicates": parts.tasks.duplicates,
-            "leaked": parts.tasks.leaked,
-        },
-        "seed": job.loop.seed,
-        "algorithm": parts.row.name,
-        "resolved": parts.resolved,
-    }
 
 
 def _same_recipe(job: Job, folder: Path) -> None:

@@ -14,7 +14,10 @@ import typer
 
 from rondel.words.errors import ConfigError, RondelError, Stopped
 
-VERBS = ("train", "eval", "serve", "check", "explain", "import", "view", "replay", "card", "doctor", "launch", "bench")
+VERBS = (
+    "train", "eval", "serve", "check", "check-env", "explain", "plan", "simulate", "import", "view", "replay", "diagnose", "trace", "card",
+    "doctor", "launch", "bench",
+)  # fmt: skip
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}  # SETTINGS of a verb that takes --section.key=value
 
 
@@ -30,7 +33,7 @@ def _app(verbs: list[str], debug: bool) -> typer.Typer:
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False, no_args_is_help=True)
     app.callback()(_rondel)
     for verb in verbs:
-        module = importlib.import_module(f"rondel.cli.{verb}{'_' * keyword.iskeyword(verb)}")
+        module = importlib.import_module(f"rondel.cli.{verb.replace('-', '_')}{'_' * keyword.iskeyword(verb)}")
         app.command(verb, context_settings=getattr(module, "SETTINGS", {}))(_guarded(module.run, debug))
     return app
 
@@ -79,6 +82,21 @@ def read_job(*words: str) -> tuple[Any, dict[str, Any]]:
     if len(paths) != 1:
         raise ConfigError(f"one recipe is needed and {len(paths)} were given{': ' if paths else ''}{', '.join(paths)}")
     return Job.read(paths[0], overrides), overrides
+
+
+def setting_of(words: list[str]) -> Any:
+    """Recipe, overrides and what-ifs in any order: what has '=' and no dashes is a what-if."""
+    from rondel.planner.setting import of_job, what_if
+
+    questions = [word for words_ in words for word in words_.split() if "=" in word and not word.startswith("--")]
+    rest = [word for word in words if word and not ("=" in word and not word.startswith("--"))]
+    if not rest:
+        if not questions:
+            raise ConfigError("a recipe or a model is needed: rondel plan RUN.toml, or rondel plan --what-if model=7b")
+        return what_if(questions)
+    job, _ = read_job(*rest)
+    start = of_job(job)
+    return what_if(questions, start) if questions else start
 
 
 def ending(error: BaseException) -> tuple[str, int]:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from rondel.cli import OVERRIDES, read_job
+from rondel.cli.check_env import show
 
 SETTINGS = OVERRIDES
 
@@ -24,13 +25,14 @@ def run(
     """
     job, _ = read_job(recipe, *ctx.args)
     from rondel.assemble import check
+    from rondel.score import addresses
+    from rondel.score.preflight import GROUPS, PAID
 
+    for url in addresses(job.task.reward):  # before any of them is made
+        step = job.loop.groups_per_step * job.algo.group_size
+        print(f"the reward asks {url}: this check makes at most {3 * PAID + GROUPS * job.algo.group_size} calls, a step at least {step}")
     findings = check(job, asked=self_test)
-    width = max((len(f.what) for f in findings), default=0)
-    for finding in findings:
-        print(f"{'✓' if finding.ok else '✗'} {finding.what:<{width}}  {finding.message}")
-        if not finding.ok and finding.remedy:
-            print(f"  {'':<{width}}  do: {finding.remedy}")
+    show(findings)
     wrong = sum(not finding.ok for finding in findings)
     print(f"\n{wrong} of {len(findings)} checks failed" if wrong else f"\nall {len(findings)} checks passed; rondel train {recipe}")
     if wrong:

@@ -17,6 +17,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from rondel.words.errors import SandboxError
+
 MINIMUM = {"torch": (2, 11), "transformers": (5, 17)}
 NEEDED = ("safetensors", "pydantic", "numpy", "pyarrow", "tensorboard", "jinja2", "filelock", "tomli_w")
 EXTRAS = {  # extra -> (modules it brings, the command)
@@ -66,6 +68,7 @@ def examine() -> Iterator[Sign]:
     yield Sign("other packages", "broken" if missing else "ok", f"missing: {', '.join(missing)}" if missing else "all there", fix)
     yield from _extras()
     yield from _machine()
+    yield _sandbox()
     if importlib.util.find_spec("torch") is not None:
         yield from _device()
 
@@ -116,6 +119,18 @@ def _machine() -> Iterator[Sign]:
     library = next((p for where in ("*", ".") for p in Path("/usr/lib").glob(f"{where}/libjemalloc.so.2")), None)
     if library is not None and "jemalloc" not in os.environ.get("LD_PRELOAD", ""):
         yield Sign("allocator", "note", "jemalloc is here and not used", f"export LD_PRELOAD={library}  (less memory over long runs)")
+
+
+def _sandbox() -> Sign:
+    """Whether code of the policy can be run here, and what contains it."""
+    from rondel.runtime.sandbox.probe import REMEDY, isolation
+
+    try:
+        return Sign("sandbox", "ok", isolation().line())
+    except SandboxError as error:
+        return Sign(
+            "sandbox", "note", f"{str(error).removesuffix(REMEDY).strip()} Rewards of kind 'code' and the python tool are refused", REMEDY
+        )
 
 
 def _memory() -> tuple[float, float] | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
+import sys
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +21,10 @@ def run(
     model: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A run folder, a checkpoint, a model folder or a hub id.")],
     recipe: Annotated[str, typer.Argument(metavar="[RUN.toml]", help="Whose tasks; a run folder knows its own.")] = "",
     n: Annotated[int | None, typer.Option("--n", min=1, help="How many held-out tasks; all when left out.")] = None,
+    rates: Annotated[
+        str, typer.Option("--rates", metavar="FILE", help="Instead: the training tasks with their pass rates, as JSONL.")
+    ] = "",
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Tries at each task for --rates.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Score a model on held-out tasks.
@@ -30,6 +36,8 @@ def run(
         raise UserError(f"give a model or run, then at most one recipe; {len(names)} were given: {', '.join(names)}")
     model, recipe = names[0], (names[1] if len(names) > 1 else "")
     overrides |= {} if n is None else {"task.eval.n": n}
+    if rates:
+        return _rated(model, recipe or None, overrides, samples, Path(rates))
     from rondel.assemble import evaluate_checkpoint
 
     result = evaluate_checkpoint(model, recipe or None, overrides)
@@ -43,3 +51,23 @@ def run(
         print(
             f"\n  asked   {sample.get('prompt', '')}\n  wrote   {sample.get('text', '')}\n  answer  {sample.get('answer', '')}   ({reward})"
         )
+
+
+def _rated(model: str, recipe: str | None, overrides: dict[str, Any], samples: int, path: Path) -> None:
+    """One line a task, which task.data of kind "jsonl" reads: `where = { pass_rate = [0.1, 0.9] }` leaves out what teaches nothing."""
+    from rondel.assemble import rate
+
+    if not path.parent.is_dir():
+        raise UserError(f"--rates {path}: there is no folder {path.parent}")
+
+    def told(done: int, total: int) -> None:
+        if sys.stderr.isatty() or done == total or done % 100 == 0:
+            print(f"{done} of {total} tasks", end="\r" if sys.stderr.isatty() and done < total else "\n", file=sys.stderr, flush=True)
+
+    rows = rate(model, recipe, overrides, samples, told)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows), encoding="utf-8")
+    known = sorted(row["pass_rate"] for row in rows if row["pass_rate"] is not None)
+    never, always = (sum(r == end for r in known) for end in (0.0, 1.0))
+    print(f"{path}: {len(rows)} tasks, {samples} tries each; {never} never succeed, {always} always, {len(known) - never - always} between")
+    if len(known) < len(rows):
+        print(f"{len(rows) - len(known)} could not be scored: pass_rate is null there")

@@ -61,6 +61,10 @@ def trajectory(row: dict[str, Any], read_tokens: Any = None) -> dict[str, Any]:
         f"{sum(row['mask'])} tokens written",
         f"finish {row['finish_reason']}",
     ]
+    if row["agent"]:
+        facts.insert(2, row["agent"])
+    if row["parent"] is not None:
+        facts.insert(2, f"branch of {row['parent']}")
     if (distance := gap(row)) is not None:
         facts.append(f"gap {distance:.1e}")
     if row["trained_at"] is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rondel.words.errors import ConfigError
-from rondel.words.types import KEEP, Group, Trajectory, Verdict
+from rondel.words.repeats import repeated
+from rondel.words.types import KEEP, Group, Verdict
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,5 @@ class Repetition:
             raise ConfigError(f"at_most = {self.at_most}; it is a share in [0, 1]")
 
     def __call__(self, group: Group) -> Verdict:
-        shares = [repeated(t, self.n) for t in group.trajectories]
+        shares = [repeated(t.tokens, t.mask, self.n) or 0.0 for t in group.trajectories]
         return Verdict(False, "repetitive") if sum(shares) > self.at_most * len(shares) else KEEP
-
-
-def repeated(trajectory: Trajectory, n: int) -> float:
-    """1 - distinct / all n-grams of the tokens the policy wrote; one that spans a given token does not count. 0 when there are none."""
-    tokens, mask = trajectory.tokens, trajectory.mask
-    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1) if all(mask[i : i + n])]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0

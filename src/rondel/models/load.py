@@ -114,6 +114,18 @@ def load(path: str | dict[str, Any], *, dtype: str = "auto", device: str = "cpu"
     return Loaded(model, tokenizer, Head.of(model), name, _stop_ids(model, tokenizer), context, arm(model), path=path)
 
 
+def tokenizer_of(path: str | dict[str, Any]) -> tuple[Any, int]:
+    """(tokenizer, context length) of what `load` would load, without a weight."""
+    hf_logging.set_verbosity_error()
+    if isinstance(path, str) and adapters.is_adapter(path):
+        return tokenizer_of(adapters.base_of(path))
+    if isinstance(path, dict):
+        return character_tokenizer(), _max_context(_random_config(dict(path), character_tokenizer()).get_text_config())
+    folder = _folder(path)
+    with boundary(ModelError, f"loading the tokenizer of '{path}'"):
+        return AutoTokenizer.from_pretrained(folder), _max_context(AutoConfig.from_pretrained(folder).get_text_config())
+
+
 def pick_dtype(dtype: str, device: str) -> torch.dtype:
     """ "auto": bfloat16 on a GPU and on CPUs with bf16 instructions, else float32."""
     if dtype != "auto":
@@ -330,7 +342,16 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 def _random(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, str]:
     """{ random = "llama", seed = 0, hidden_size = 128, ... }: a config of that family with random weights and a character tokenizer."""
-    kind, seed = recipe.pop("random", None), recipe.pop("seed", 0)
+    kind, seed, tokenizer = recipe.get("random"), recipe.get("seed", 0), character_tokenizer()
+    config = _random_config(recipe, tokenizer)
+    with boundary(ModelError, f"making a random '{kind}'"):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return model.to(dtype), tokenizer, f"random-{kind}"
+
+
+def _random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:
+    kind, _ = recipe.pop("random", None), recipe.pop("seed", 0)
     if kind is None:
         raise ModelError(
             f'model.path = {recipe}: an inline table makes a random model and needs random = "llama" (a transformers model type)'
@@ -338,7 +359,6 @@ def _random(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, str]:
     if kind not in CONFIG_MAPPING:
         near = get_close_matches(str(kind), CONFIG_MAPPING, 3)
         raise ModelError(f"transformers knows no model type '{kind}'" + (f"; did you mean {' or '.join(near)}?" if near else ""))
-    tokenizer = character_tokenizer()
     with boundary(ModelError, f"making a random '{kind}'"):
         config = AutoConfig.for_model(
             kind, **{"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, **recipe}
@@ -350,6 +370,4 @@ def _random(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, str]:
         text = config.get_text_config()
         if (each := getattr(text, "num_experts_per_tok", None) or 0) > (all_of_them := experts(text)) > 0:
             raise ModelError(f"a {kind} of {all_of_them} experts cannot send every token to {each} of them: set num_experts_per_tok")
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    return model.to(dtype), tokenizer, f"random-{kind}"
+    return config

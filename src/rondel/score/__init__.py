@@ -3,48 +3,87 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
-from rondel.score.combine import Combine
+from rondel.score.code import Code
+from rondel.score.combine import By, Combine
 from rondel.score.format import Format
+from rondel.score.judge import Judge
 from rondel.score.math import Math
+from rondel.score.model import Model
 from rondel.score.number import Number
+from rondel.score.process import Process
 from rondel.score.reasoning_gym import ReasoningGym
+from rondel.score.remote import Remote
 from rondel.words.errors import ConfigError
 from rondel.words.registry import find
 
 Spec = str | dict[str, Any]
+Lent = dict[str, Callable[[], Any]]
 
 
-def combine(*, parts: dict[str, Spec]) -> Combine:
+def combine(*, parts: dict[str, Spec], **lent: Callable[[], Any]) -> Combine:
     """`parts = { correct = "number", format = { kind = "format", tag = "answer", weight = 0.2 } }`; a weight is 1 unless given."""
     specs = {name: {"kind": part} if isinstance(part, str) else dict(part) for name, part in parts.items()}
-    return Combine({name: (float(part.pop("weight", 1.0)), build(part)) for name, part in specs.items()})
+    return Combine({name: (float(part.pop("weight", 1.0)), build(part, lent)) for name, part in specs.items()})
+
+
+def by(*, parts: dict[str, Spec], field: str = "source", **lent: Callable[[], Any]) -> By:
+    """`field = "source", parts = { sums = "number", proofs = "math" }`: which of them judges a task, a field of its data says."""
+    return By(field, {name: build(part, lent) for name, part in parts.items()})
 
 
 REWARDS: dict[str, Callable[..., Any]] = {
     "number": Number,
     "math": Math,
+    "code": Code,
     "format": Format,
     "reasoning_gym": ReasoningGym,
     "combine": combine,
+    "by": by,
+    "judge": Judge,
+    "remote": Remote,
+    "model": Model,
+    "process": Process,
 }
 
 
-def build(spec: Spec) -> Callable[..., Any]:
+def addresses(spec: Spec) -> list[str]:
+    """Where a reward goes with every call: what may have a price."""
+    if isinstance(spec, str):
+        return []
+    return [spec[key] for key in ("url",) if key in spec] + [
+        url for part in dict(spec.get("parts", {})).values() for url in addresses(part)
+    ]
+
+
+def build(spec: Spec, lent: Lent | None = None) -> Callable[..., Any]:
     """A reward from its spec: "number", "module:name", or {kind = "number", tolerance = 0.01}.
 
     A class is constructed with the settings; a user's function is the reward itself, with the settings as keyword arguments.
+    `lent`: what is made for rewards that have a parameter of that name: sandbox, deadline.
     """
     settings = {"kind": spec} if isinstance(spec, str) else dict(spec)
     kind = settings.pop("kind", None)
     if not isinstance(kind, str):
         raise ConfigError(f"reward {spec!r} has no 'kind'. Known: {', '.join(sorted(REWARDS))}; or your own as 'module:name'")
     factory = find("reward", kind, REWARDS)
+    settings |= _wanted(factory, lent or {}, settings)
     try:
         if kind in REWARDS or isinstance(factory, type):
             return factory(**settings)
     except TypeError as error:
         raise ConfigError(f"reward '{kind}' cannot be made from {settings}: {error}") from error
     return functools.partial(factory, **settings) if settings else factory
+
+
+def _wanted(factory: Callable[..., Any], lent: Lent, settings: dict[str, Any]) -> dict[str, Any]:
+    if factory in (combine, by):  # for their parts
+        return dict(lent)
+    try:
+        known = inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # written in C
+        return {}
+    return {name: make() for name, make in lent.items() if name in known and name not in settings}

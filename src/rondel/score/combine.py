@@ -1,17 +1,35 @@
-"""Several rewards as one, with names and weights."""
+"""Several rewards as one: all of them with names and weights, or for each task the one that is named by a field of it."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rondel.score.result import read
-from rondel.words.errors import ConfigError, RewardError
+from rondel.words.errors import ConfigError, DataError
 from rondel.words.types import Failed, Score, Task, Trajectory
 
 
-class Combine:
+class Several:
+    """What a worker wants to know of a reward, of several at once."""
+
+    def __init__(self, rewards: dict[str, Callable[..., Any]]) -> None:
+        self.rewards = rewards
+        self.together = max(int(getattr(reward, "together", 1)) for reward in rewards.values())
+
+    def open(self, folder: str | None) -> None:
+        for reward in self.rewards.values():
+            if hasattr(reward, "open"):
+                reward.open(folder)
+
+    @property
+    def counts(self) -> Mapping[str, float]:
+        return ChainMap(*(reward.counts for reward in self.rewards.values() if hasattr(reward, "counts")))
+
+
+class Combine(Several):
     """`Combine({"correct": (1.0, Number()), "format": (0.2, Format(tag="answer"))})` -> Score(1.2, {"correct": 1.0, "format": 0.2}).
 
     Parts are reported with their weight, so they add up to the value; steps keep their positions. One failed part fails the whole.
@@ -21,15 +39,34 @@ class Combine:
         if not parts or "total" in parts:
             raise ConfigError(f"reward 'combine' needs named parts, none of them called 'total'; it has: {', '.join(parts) or 'none'}")
         self.parts = parts
+        super().__init__({name: reward for name, (_, reward) in parts.items()})
 
-    async def __call__(self, trajectory: Trajectory, task: Task) -> Score:
+    async def __call__(self, trajectory: Trajectory, task: Task) -> Score | Failed:
         values: dict[str, float] = {}
         steps: list[tuple[int, float]] = []
         for name, (weight, reward) in self.parts.items():
             returned = reward(trajectory, task)
             score = read(await returned if inspect.isawaitable(returned) else returned)
             if isinstance(score, Failed):
-                raise RewardError(f"part '{name}' {score.reason}")
+                return Failed(score.reason, f"part '{name}' {score.reason} {score.detail}".strip())
             values[name] = weight * score.value
             steps += [(position, weight * value) for position, value in score.steps]
         return Score(sum(values.values()), values, tuple(steps))
+
+
+class By(Several):
+    """`By("source", {"sums": Number(), "proofs": Math()})`: a task is judged by the reward that its data["source"] names."""
+
+    def __init__(self, field: str, parts: dict[str, Callable[..., Any]]) -> None:
+        if not parts:
+            raise ConfigError('reward \'by\' has no parts: parts = { sums = "number", proofs = "math" }')
+        self.field = field
+        super().__init__(parts)
+
+    async def __call__(self, trajectory: Trajectory, task: Task) -> Score | Failed:
+        value = task.data.get(self.field)
+        if value not in self.rewards:
+            known = ", ".join(self.rewards)
+            raise DataError(f"task {task.id} has {self.field} = {value!r}, and reward 'by' has parts for: {known}")
+        returned = self.rewards[value](trajectory, task)
+        return read(await returned if inspect.isawaitable(returned) else returned)

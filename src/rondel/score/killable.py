@@ -14,11 +14,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rondel.score import Spec
 from rondel.words.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rondel.score import Spec
 
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rondel.score.worker import main; main()"
 START_SECONDS = 120.0  # a worker imports the user's module; on a cold disk that takes its time
@@ -27,7 +30,7 @@ START_SECONDS = 120.0  # a worker imports the user's module; on a cold disk that
 class Worker:
     """One process with the reward built in it."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Spec, *, timeout: float, folder: str | None = None, lends: dict[str, str] | None = None) -> None:
         path = [entry or os.getcwd() for entry in sys.path]
         self.process = subprocess.Popen(
             [sys.executable, "-c", BOOT, json.dumps(path)],
@@ -35,38 +38,47 @@ class Worker:
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is the parent's affair; and what a reward started dies with it
         )
-        hello, late = self.ask(pickle.dumps((spec, os.getpid())), START_SECONDS)
-        if hello is None or "error" in hello:
-            why = f"it did not start within {START_SECONDS:.0f} s" if late else self.last_words() if hello is None else hello["error"]
+        hello, late = self.ask([pickle.dumps((spec, os.getpid(), timeout, folder, lends or {}))], START_SECONDS)
+        if not hello or "error" in hello[0]:
+            why = hello[0]["error"] if hello else f"it did not start within {START_SECONDS:.0f} s" if late else self.last_words()
             self.kill()
             raise ConfigError(f"task.reward = {spec!r}: {why}")
+        self.together: int = hello[0]["together"]
 
-    def ask(self, job: bytes, seconds: float) -> tuple[dict[str, Any] | None, bool]:
-        """(reply, killed for being late); no reply when the process died."""
-        try:
-            line = self._exchange(job, time.monotonic() + seconds)
-        except TimeoutError:
-            self.kill()
-            return None, True
-        except OSError:  # the pipe broke: it is dead
-            return None, False
-        return (json.loads(line) if line.endswith(b"\n") else None), False
+    def ask(self, jobs: Sequence[bytes], seconds: float) -> tuple[list[dict[str, Any]], bool]:
+        """(replies in order, killed for being late). Where there are fewer replies than jobs, it ended at the first one without.
 
-    def _exchange(self, job: bytes, deadline: float) -> bytes:
-        """Write the job, read one line. Neither can block past the deadline: a ready pipe takes or gives a page."""
+        The clock of a job starts with the reply to the one before.
+        """
         assert self.process.stdin and self.process.stdout
-        jobs, replies = self.process.stdin.fileno(), self.process.stdout.fileno()
-        rest, line = memoryview(job), b""
-        while rest:
-            _until_ready(jobs, select.POLLOUT, deadline)
-            rest = rest[os.write(jobs, rest[: select.PIPE_BUF]) :]
-        while not line.endswith(b"\n"):
-            _until_ready(replies, select.POLLIN, deadline)
-            piece = os.read(replies, 1 << 16)
-            if not piece:
-                break
-            line += piece
-        return line
+        there, back = self.process.stdin.fileno(), self.process.stdout.fileno()
+        rest, said = memoryview(b"".join(jobs)), b""
+        replies: list[dict[str, Any]] = []
+        deadline = time.monotonic() + seconds
+        poll = select.poll()
+        poll.register(back, select.POLLIN)
+        poll.register(there, select.POLLOUT)
+        try:
+            while len(replies) < len(jobs):
+                ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+                if not ready:
+                    self.kill()
+                    return replies, True
+                if back in ready:
+                    piece = os.read(back, 1 << 16)
+                    *lines, said = (said + piece).split(b"\n")
+                    replies += map(json.loads, lines)
+                    if not piece:
+                        break
+                    if lines:
+                        deadline = time.monotonic() + seconds
+                if there in ready and rest:  # a ready pipe takes a page: neither side can block on the other
+                    rest = rest[os.write(there, rest[: select.PIPE_BUF]) :]
+                if not rest and there in ready:
+                    poll.unregister(there)
+        except OSError:  # the pipe broke: it is dead
+            pass
+        return replies, False
 
     def last_words(self) -> str:
         try:
@@ -80,10 +92,3 @@ class Worker:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-
-
-def _until_ready(fd: int, what: int, deadline: float) -> None:
-    poll = select.poll()
-    poll.register(fd, what)
-    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        raise TimeoutError

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import logging
+import re
+from functools import lru_cache
+from typing import Any
 
+from rondel.score.said import plain, said, wild
 from rondel.words.errors import ConfigError
 from rondel.words.types import Task, Trajectory
+
+SEVERAL = re.compile(r"\\\{|\\(?:cup|pm)\b|,(?![0-9]{3}(?:[^0-9]|$))")  # a gold answer of several values may come in several boxes
+ONE = re.compile(r"[(\[][^()\[\]]*[)\]]")  # a point or an interval is one value, with its comma
 
 
 class Math:
     r"""1.0 when the text's answer (boxed, in LaTeX, or plain) equals the gold one, else 0.0.
 
     Gold may be bare LaTeX: "\frac{1}{2}". math-verify's own time-outs are alarms that work in a main thread only and turn into
-    "not equal"; they are off, and the pool's wall clock is the one deadline: a hang becomes `Failed`, not a 0.
+    "not equal"; they are off, and the pool's wall clock is the one deadline: a hang becomes `Failed`, not a 0. An answer of the kind
+    that nobody can compute (a tower of powers) is wrong before it is tried: else writing it would be a way not to be judged.
     """
 
     def __init__(self) -> None:
@@ -23,11 +31,22 @@ class Math:
         for name in ("math_verify.parser", "math_verify.grader"):  # they warn that the time-outs are off
             logging.getLogger(name).setLevel(logging.ERROR)
         self.parse, self.verify = math_verify.parse, math_verify.verify
+        self.gold = lru_cache(maxsize=256)(self._gold)  # a group asks G times about the same
 
     def __call__(self, trajectory: Trajectory, task: Task) -> float:
         answer = str(task.data["answer"])
+        text = trajectory.text if SEVERAL.search(ONE.sub("", answer)) else said(trajectory.text)
+        number, gold_number = plain(text), plain(said(answer))
+        if number is not None and gold_number is not None:
+            return float(number == gold_number)  # the same verdict a thousand times faster
+        gold = self.gold(answer)
+        if wild(text):
+            return 0.0
+        found = self.parse(text, parsing_timeout=None)
+        return float(self.verify(gold, found, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True))
+
+    def _gold(self, answer: str) -> list[Any]:
         gold = self.parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None)
         if not gold:
-            raise ValueError(f"math-verify cannot read the gold answer {answer!r:.80} of {task.id}")
-        said = self.parse(trajectory.text, parsing_timeout=None)
-        return float(self.verify(gold, said, timeout_seconds=None, raise_on_error=True))
+            raise ValueError(f"math-verify cannot read the gold answer {answer!r:.80}")
+        return gold

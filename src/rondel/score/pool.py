@@ -1,23 +1,47 @@
 """Rewards run in processes that can be killed: a hang, a crash or a NaN is a `Failed`, never the number 0 (law 11).
 
-score ──> thread 1 ──stdin/stdout──> worker 1     a thread owns one call at a time and arms a timer for it:
-      ──> thread 2 ──stdin/stdout──> worker 2     too late ──> the worker's process group is killed, the next call hires anew
+score ──> queue ──> lane 1 ──stdin/stdout──> worker 1     a lane is a thread that arms a timer for the call its worker is at:
+                ──> lane 2 ──stdin/stdout──> worker 2     too late ──> the worker's process group is killed, the next call hires anew
+
+While calls are fast and many wait, a lane sends several in one message. Each still has its own clock; whoever was behind a late
+one is asked again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
+import time
 import weakref
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from rondel.score import Spec
 from rondel.score.killable import Worker
+from rondel.score.shared import GRACE, Shared
 from rondel.words.errors import ConfigError, UserError
-from rondel.words.events import Warned, emit
+from rondel.words.events import RewardCounts, Warned, emit
+from rondel.words.recent import Recent
 from rondel.words.types import Failed, Score, Task, Trajectory
+
+if TYPE_CHECKING:
+    from rondel.score import Spec
+
+MESSAGE_SECONDS = 0.02  # of work that one message holds at most: what is slow goes one by one, to whoever is idle
+MESSAGE_CALLS = 128
+
+
+class Call(NamedTuple):
+    trajectory: Trajectory
+    task: Task
+    answer: asyncio.Future[Score | Failed]
+
+    def job(self) -> bytes:
+        return pickle.dumps((replace(self.trajectory, experts=None), self.task))  # routes are large, and no reward reads them
 
 
 class RewardPool:
@@ -26,41 +50,76 @@ class RewardPool:
     reward    a spec: "number", "module:name" or {kind = ..., settings}; built once in each worker, and at once in the first: what
               cannot be built is a ConfigError here
     timeout   seconds of wall clock for one call, from its start in a worker
+    folder    of the run, where a reward may keep what it paid for
+    lends     parameter -> "module:name" of what a worker makes for a reward that has it: {"sandbox": ...}; `deadline` is the timeout
     alarm     the share of failures among the last 200 calls (at least 40) above which a warning is emitted, once
     """
 
-    def __init__(self, reward: Spec, *, workers: int = 1, timeout: float = 10.0, alarm: float = 0.05) -> None:
+    def __init__(
+        self,
+        reward: Spec,
+        *,
+        workers: int = 1,
+        timeout: float = 10.0,
+        alarm: float = 0.05,
+        folder: Path | None = None,
+        lends: dict[str, str] | None = None,
+    ) -> None:
         if workers < 1 or not timeout > 0:
             raise UserError(f"reward workers = {workers}, timeout = {timeout}; at least one worker and a positive timeout are needed")
-        self.reward, self.timeout, self.alarm = reward, timeout, alarm
+        self.reward, self.timeout, self.alarm, self.folder, self.lends = reward, timeout, alarm, folder, lends
         self.failures: Counter[str] = Counter()
         self.calls = 0
-        self._recent: deque[str] = deque(maxlen=200)  # "" or the reason of the failure
+        self._recent = Recent()
         self._warned = False
+        self._told: dict[str, float] = {}
+        self._told_at = 0.0
         self._hired: set[Worker] = set()
         self._idle: list[Worker] = []
+        self._queue: deque[Call] = deque()
+        self._lanes, self._workers, self._lock = 0, workers, threading.Lock()
+        self._seconds = MESSAGE_SECONDS  # of a call, a moving mean
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
         self._end = weakref.finalize(self, _end, self._threads, self._hired)
         try:
-            self._idle.append(self._threads.submit(self._hire).result())  # a thread that outlives the worker, see die_with
+            worker = self._threads.submit(self._hire).result()  # a thread that outlives the worker, see die_with
         except BaseException:
             self._end()
             raise
+        self.shared: Shared | None = None
+        if worker.together > 1 and workers > 1:
+            self._end()
+            raise ConfigError(
+                f"task.reward_workers = {workers} has no effect: this reward serves {worker.together} calls at once in one process; leave it at 1"
+            )
+        if worker.together > 1:
+            self.shared = Shared(worker, self._hire, self._dismiss, worker.together, timeout + GRACE)
+        else:
+            self._idle.append(worker)
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score | Failed:
         """The reward of one trajectory. Never raises for what the reward does."""
-        try:
-            job = pickle.dumps((replace(trajectory, experts=None), task))  # routes are large, and no reward reads them
-        except Exception as error:  # pickle raises what the object's own code raises
-            result: Score | Failed = Failed("task cannot be sent", f"task {task.id}: {type(error).__name__}: {error}")
-        else:
-            result = await asyncio.wrap_future(self._threads.submit(self._call, job))
+        if self.shared:
+            result = await self.shared.ask(trajectory, task, self._threads)
+            self._count(result.reason if isinstance(result, Failed) else "")
+            self._tell_counts()
+            return result
+        call = Call(trajectory, task, asyncio.get_running_loop().create_future())
+        with self._lock:
+            self._queue.append(call)
+            if wanted := self._lanes < self._workers:
+                self._lanes += 1
+        if wanted:
+            self._threads.submit(self._lane)
+        result = await call.answer
         self._count(result.reason if isinstance(result, Failed) else "")
         return result
 
     def close(self) -> None:
         """Ends every worker, busy or not."""
         self._end()
+        if self.shared:
+            self.shared.close()
 
     def __enter__(self) -> RewardPool:
         return self
@@ -70,27 +129,70 @@ class RewardPool:
 
     # -- in a thread of the pool -----------------------------------------------------------------
 
-    def _call(self, job: bytes) -> Score | Failed:
+    def _lane(self) -> None:
+        """Serves the queue until it is empty."""
+        while calls := self._message():
+            try:
+                results = self._ask(calls) if self._end.alive else []
+            except BaseException as error:  # ours: nobody may wait for ever
+                results = [Failed("pool broke", f"{type(error).__name__}: {error}")] * len(calls)
+            if not self._end.alive:
+                results += [Failed("pool closed")] * (len(calls) - len(results))
+            with self._lock:
+                self._queue.extendleft(reversed(calls[len(results) :]))
+            for loop in {call.answer.get_loop() for call in calls}:
+                with suppress(RuntimeError):  # that loop has ended, and nobody waits in it
+                    loop.call_soon_threadsafe(_tell, [(c, r) for c, r in zip(calls, results) if c.answer.get_loop() is loop])
+
+    def _message(self) -> list[Call]:
+        """The next calls for one worker: the others get their share of what waits. None, and this lane has ended."""
+        with self._lock:
+            share = -(-len(self._queue) // self._workers)
+            count = max(1, min(share, MESSAGE_CALLS, int(MESSAGE_SECONDS / self._seconds)))
+            calls: list[Call] = []
+            while self._queue and len(calls) < count:
+                call = self._queue.popleft()
+                if not call.answer.cancelled():
+                    calls.append(call)
+            if not calls:
+                self._lanes -= 1
+            return calls
+
+    def _ask(self, calls: list[Call]) -> list[Score | Failed]:
+        """What became of the first of them, at least of one; those behind a late or deadly call are still to be asked."""
         try:
             worker = self._idle.pop() if self._idle else self._hire()
             if worker.process.poll() is not None:  # it ended between two calls: no reward's fault
                 self._dismiss(worker)
                 worker = self._hire()
         except (ConfigError, OSError) as error:  # it started once, and no longer does
-            return Failed("worker did not start", str(error))
-        reply, late = worker.ask(job, self.timeout)
-        if late:
+            return [Failed("worker did not start", str(error))]
+        jobs: list[bytes] = []
+        unsent: list[Score | Failed] = []
+        for call in calls:
+            try:
+                jobs.append(call.job())
+            except Exception as error:  # pickle raises what the object's own code raises
+                unsent = [Failed("task cannot be sent", f"task {call.task.id}: {type(error).__name__}: {error}")]
+                break
+        began = time.monotonic()
+        replies, late = worker.ask(jobs, self.timeout) if jobs else ([], False)
+        self._seconds = 0.8 * self._seconds + 0.2 * max(1e-6, (time.monotonic() - began) / max(1, len(replies)))
+        results: list[Score | Failed] = [Score(**reply) if "value" in reply else Failed(**reply) for reply in replies]
+        if len(results) == len(jobs):
+            self._idle.append(worker)
+            results += unsent
+        elif late:
+            results.append(Failed("timeout", f"no answer within {self.timeout:g} s; the worker was killed"))
             self._dismiss(worker)
-            return Failed("timeout", f"no answer within {self.timeout:g} s; the worker was killed")
-        if reply is None:
-            words = worker.last_words()
+        else:
+            results.append(Failed("worker died", worker.last_words()))
             self._dismiss(worker)
-            return Failed("worker died", words)
-        self._idle.append(worker)
-        return Score(**reply) if "value" in reply else Failed(**reply)
+        return results
 
     def _hire(self) -> Worker:
-        worker = Worker(self.reward)
+        folder = None if self.folder is None else str(self.folder)
+        worker = Worker(self.reward, timeout=self.timeout, folder=folder, lends=self.lends)
         self._hired.add(worker)
         if not self._end.alive:  # closed meanwhile
             worker.kill()
@@ -100,21 +202,33 @@ class RewardPool:
         worker.kill()
         self._hired.discard(worker)
 
+    def _tell_counts(self) -> None:
+        """What a reward counts of itself, at most once a second, and when nobody waits."""
+        assert self.shared
+        if self.shared.counts != self._told and (not self.shared.pending or time.monotonic() > self._told_at + 1):
+            emit(RewardCounts({name: value - self._told.get(name, 0) for name, value in self.shared.counts.items()}))
+            self._told, self._told_at = dict(self.shared.counts), time.monotonic()
+
     def _count(self, reason: str) -> None:
         self.calls += 1
-        self._recent.append(reason)
-        failed = [r for r in self._recent if r]
-        if reason:
-            self.failures[reason] += 1
-        if not self._warned and len(self._recent) >= 40 and len(failed) > self.alarm * len(self._recent):
+        self._recent.add(reason)
+        if not reason:
+            return
+        self.failures[reason] += 1
+        if not self._warned and (share := self._recent.above(self.alarm)):
             self._warned = True
-            (most, times), *_ = Counter(failed).most_common(1)
             emit(
                 Warned(
-                    f"the reward failed in {len(failed)} of the last {len(self._recent)} calls, {times} times with '{most}'; these "
+                    f"the reward failed in {share.failed} of the last {share.of} calls, {share.times} times with '{share.most}'; these "
                     "trajectories are not trained on. `rondel check` calls the reward on gold and wrong answers"
                 )
             )
+
+
+def _tell(told: list[tuple[Call, Score | Failed]]) -> None:
+    for call, result in told:
+        if not call.answer.done():
+            call.answer.set_result(result)
 
 
 def _end(threads: ThreadPoolExecutor, hired: set[Worker]) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from rondel.score import addresses
 from rondel.score.number import last_number
 from rondel.score.pool import RewardPool
 from rondel.words.types import Failed, Score, Task, Trajectory
+
+GROUPS = 6  # that a check rolls out to measure the signal
+Scores = dict[str, list[tuple[Task, str, Score]]]  # "gold", "empty", "wrong" -> what was answered, and what it was worth
+PAID = 2  # tasks that are tried where every call goes to a server
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +39,14 @@ async def check_reward(pool: RewardPool, tasks: Sequence[Task], *, count: int = 
 
     A reward that also wants a form (tags, a box) needs `gold` to write the answer in that form.
     """
-    tried = [task for task in tasks if task.data.get("answer") is not None][:count]
+    asked = addresses(pool.reward)
+    tried = [task for task in tasks if task.data.get("answer") is not None][: min(count, PAID) if asked else count]
     if not tried:
         return [Finding("gold", False, "no task has an 'answer', so the reward was not tried", "name the column with answer = '...'")]
     texts = (
         [("gold", t, gold(t)) for t in tried] + [("empty", t, "") for t in tried] + [("wrong", t, _wrong(t, tried, gold)) for t in tried]
     )
-    scores: dict[str, list[tuple[Task, str, Score]]] = {"gold": [], "empty": [], "wrong": []}
+    scores: Scores = {"gold": [], "empty": [], "wrong": []}
     failures: list[tuple[str, Task, Failed]] = []
     seconds: list[float] = []
     for kind, task, text in texts:
@@ -50,10 +57,16 @@ async def check_reward(pool: RewardPool, tasks: Sequence[Task], *, count: int = 
             failures.append((kind, task, result))
         else:
             scores[kind].append((task, text, result))
-    return [_failures(failures, len(texts)), *_gold(scores), *(_below(kind, scores) for kind in ("empty", "wrong")), _time(seconds, pool)]
+    calls = [Finding("calls", True, f"{len(texts)} were made to {', '.join(asked)}")] if asked else []
+    return [*calls, *judged(scores, failures, len(texts)), _time(seconds, pool)]
 
 
-def _failures(failures: list[tuple[str, Task, Failed]], calls: int) -> Finding:
+def judged(scores: Scores, failures: Sequence[tuple[str, Task, Failed]], calls: int) -> list[Finding]:
+    """What the scores of gold, empty and wrong answers say of whoever gave them."""
+    return [_failures(failures, calls), *_gold(scores), *(_below(kind, scores) for kind in ("empty", "wrong"))]
+
+
+def _failures(failures: Sequence[tuple[str, Task, Failed]], calls: int) -> Finding:
     if not failures:
         return Finding("failures", True, f"the reward answered all {calls} calls")
     kind, task, failed = failures[0]
@@ -66,7 +79,7 @@ def _failures(failures: list[tuple[str, Task, Failed]], calls: int) -> Finding:
     )
 
 
-def _gold(scores: dict[str, list[tuple[Task, str, Score]]]) -> list[Finding]:
+def _gold(scores: Scores) -> list[Finding]:
     if not scores["gold"]:
         return [Finding("gold", False, "no gold answer got a score", "see the failures above")]
     best = max(score.value for results in scores.values() for *_, score in results)
@@ -78,7 +91,7 @@ def _gold(scores: dict[str, list[tuple[Task, str, Score]]]) -> list[Finding]:
     return [Finding("gold", False, message, "compare what the reward extracts with the form of the gold answers")]
 
 
-def _below(kind: str, scores: dict[str, list[tuple[Task, str, Score]]]) -> Finding:
+def _below(kind: str, scores: Scores) -> Finding:
     gold = {task.id: score.value for task, _, score in scores["gold"]}
     bad = [(task, text, score) for task, text, score in scores[kind] if task.id in gold and score.value >= gold[task.id]]
     if not bad:
@@ -91,9 +104,14 @@ def _below(kind: str, scores: dict[str, list[tuple[Task, str, Score]]]) -> Findi
 
 
 def _time(seconds: list[float], pool: RewardPool) -> Finding:
-    message = f"{statistics.median(seconds) * 1e3:.1f} ms a call, slowest {max(seconds) * 1e3:.1f} ms; the limit is {pool.timeout:g} s"
+    message = f"{statistics.median(seconds) * 1e3:.1f} ms a call, 95 % within {p95(seconds) * 1e3:.1f} ms, slowest {max(seconds) * 1e3:.1f} ms; the limit is {pool.timeout:g} s"
     slow = max(seconds) > pool.timeout / 2
     return Finding("time", not slow, message, "raise the reward's timeout, or make it faster" if slow else "")
+
+
+def p95(seconds: Sequence[float]) -> float:
+    """The time within which 95 % of the calls ended."""
+    return sorted(seconds)[max(0, math.ceil(0.95 * len(seconds)) - 1)]
 
 
 def _wrong(task: Task, tasks: Sequence[Task], gold: Callable[[Task], str]) -> str:

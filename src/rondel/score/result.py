@@ -15,8 +15,10 @@ def read(returned: Any) -> Score | Failed:
     Named parts of either form are a score: their "total" if they have one, else their sum. A `Score` is taken as it is.
 
     read(1) -> Score(1.0) · read({"correct": 1.0, "format": 0.2}) -> Score(1.2, parts) · read([(9, 0.5), (31, 1.0)]) -> Score(1.5, steps)
-    read(None) -> Failed("returned None")
+    read(None) -> Failed("returned None") · read(Failed("no compiler")) -> the same
     """
+    if isinstance(returned, Failed):
+        return returned
     if isinstance(returned, Score):
         numbers = [returned.value, *returned.parts.values(), *(value for _, value in returned.steps)]
         return next((Failed(_complaint(x), "in a Score") for x in numbers if not _is_number(x)), returned)
@@ -32,6 +34,8 @@ def read(returned: Any) -> Score | Failed:
     total = scores.pop("total", None)
     value = sum(part.value for part in scores.values()) if total is None else total.value
     steps = [step for part in scores.values() for step in part.steps]
+    if not _is_number(value):
+        return Failed(_complaint(value), "as the sum of its parts")
     return Score(value, {name: part.value for name, part in scores.items()}, tuple(steps))
 
 
@@ -56,14 +60,20 @@ def _part(returned: Any) -> Score | Failed:
             return Failed("misplaced a reward", f"position {position!r} is not a whole number")
         if not _is_number(value):
             return Failed(_complaint(value), f"at position {position}")
-    return Score(math.fsum(value for _, value in returned), steps=tuple(returned))
+    try:
+        return Score(math.fsum(value for _, value in returned), steps=tuple(returned))
+    except OverflowError:
+        return Failed("returned inf", "as the sum of its steps")
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def _complaint(value: Any) -> str:
     if value is None or isinstance(value, Real):
-        return f"returned {value}"  # None, nan, inf
+        return "returned an integer beyond all floats" if isinstance(value, int) else f"returned {value}"  # None, nan, inf
     return f"returned {type(value).__name__}"

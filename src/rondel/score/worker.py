@@ -1,13 +1,17 @@
 """The process in which a reward runs: reads jobs, writes one JSON line for each. Started by pool.py, without torch.
 
-stdin   pickle  (reward spec, parent's process id), then (trajectory, task) for ever; its end is the end of the process
-stdout  JSON    {"ready": true} | {"error": ...}, then {"value": ..., "parts": ..., "steps": ...} | {"reason": ..., "detail": ...}
+stdin   pickle  (reward spec, parent's process id, timeout, folder, what it may lend), then (trajectory, task) for ever; its end is the end of the process
+stdout  JSON    {"together": 1} | {"error": ...}, then {"value": ..., "parts": ..., "steps": ...} | {"reason": ..., "detail": ...}
+
+A reward with `together` > 1 is asked so many times at once: a job is then (number, trajectory, task), a reply names its number, what
+the reward counts goes along, and an empty reply every second says that the event loop runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import inspect
 import json
 import os
@@ -18,8 +22,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from rondel.score import build
+from rondel.score import Lent, build
+from rondel.score.clock import CLOCK
 from rondel.score.result import placed, read
+from rondel.words.registry import imported
 from rondel.words.types import Failed, Score, Task, Trajectory
 
 
@@ -27,7 +33,7 @@ def main() -> None:
     jobs, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what a reward reads and prints is not the protocol
     os.dup2(2, 1)
-    spec, parent = pickle.load(jobs)
+    spec, parent, timeout, folder, lends = pickle.load(jobs)
     die_with(parent)
     for number in (signal.SIGTERM, signal.SIGINT):  # of the whole machine: the run decides when it ends
         signal.signal(number, lambda *_: None)
@@ -36,23 +42,70 @@ def main() -> None:
         replies.write(json.dumps(message) + "\n")
         replies.flush()
 
+    lent: Lent = {name: functools.partial(made, path) for name, path in lends.items()}
     try:
-        reward = build(spec)
+        reward = build(spec, {**lent, "deadline": lambda: timeout})
+        if hasattr(reward, "open"):
+            reward.open(folder)
+        together = int(getattr(reward, "together", 1))
     except BaseException as error:
         answer({"error": str(error) if isinstance(error, ValueError) else last_line(error)})
         return
-    answer({"ready": True})
+    answer({"together": together})
     with asyncio.Runner() as runner:  # one loop for the life of the worker: an async reward may keep its connections
+        if together > 1:
+            return runner.run(serve(reward, jobs, answer, timeout))
         while True:
             try:
                 trajectory, task = pickle.load(jobs)
             except EOFError:
                 return
-            result = call(reward, trajectory, task, runner)
-            if isinstance(result, Score):
-                answer({"value": result.value, "parts": result.parts, "steps": result.steps})
-            else:
-                answer({"reason": result.reason, "detail": result.detail})
+            answer(told(call(reward, trajectory, task, runner)))
+
+
+def told(result: Score | Failed) -> dict[str, Any]:
+    if isinstance(result, Score):
+        return {"value": result.value, "parts": result.parts, "steps": result.steps}
+    return {"reason": result.reason, "detail": result.detail}
+
+
+async def serve(reward: Callable[..., Any], jobs: Any, answer: Callable[[dict[str, Any]], None], timeout: float) -> None:
+    """Many calls at once, each with its own clock; what it waits for a turn is not on it."""
+    counts = getattr(reward, "counts", {})
+    open_calls: set[asyncio.Task] = set()
+
+    async def one(number: int, trajectory: Trajectory, task: Task) -> None:
+        result: Score | Failed
+        try:
+            async with asyncio.timeout(timeout) as clock:
+                CLOCK.set(clock)
+                returned = reward(trajectory, task)
+                result = placed(read(await returned if inspect.isawaitable(returned) else returned), trajectory)
+        except TimeoutError:
+            result = Failed("timeout", f"no answer within {timeout:g} s")
+        except BaseException as error:
+            result = Failed(f"raised {type(error).__name__}", last_line(error))
+        answer({"number": number, "counts": dict(counts), **told(result)})
+
+    async def alive() -> None:
+        while True:
+            answer({})
+            await asyncio.sleep(1)
+
+    beat = asyncio.ensure_future(alive())
+    while True:
+        try:
+            job = await asyncio.to_thread(pickle.load, jobs)
+        except EOFError:
+            beat.cancel()
+            return
+        task = asyncio.ensure_future(one(*job))
+        open_calls.add(task)
+        task.add_done_callback(open_calls.discard)
+
+
+def made(path: str) -> Any:
+    return imported("what is lent to rewards", path)()
 
 
 def call(reward: Callable[..., Any], trajectory: Trajectory, task: Task, runner: asyncio.Runner) -> Score | Failed:

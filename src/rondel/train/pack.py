@@ -35,7 +35,7 @@ class Sample:
     """
 
     group: int
-    index: int
+    index: int  # its place in the group
     tokens: np.ndarray  # [t] int64, the whole stream
     trainable: np.ndarray  # [m] int64, positions in `tokens` that the policy wrote
     behavior: np.ndarray  # [m] float32
@@ -44,6 +44,8 @@ class Sample:
     parts: dict[str, float] = field(default_factory=dict)  # what the reward was made of
     earned: np.ndarray | None = None  # [m] where the reward was earned; None: all of it at the end
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [m], once they are known
+    agent: str = ""  # who acts; it is compared with the same one's other episodes
+    parent: int | None = None  # the `index` of the trajectory whose credit it shares: a branch of the same episode
     stream: str = ""  # the environment of its task, by which a mixture finds its row
     guided: bool = False  # a demonstration among the policy's own samples
     baseline: float | None = None  # the reward of the greedy answer to its prompt, where the row wants it
@@ -73,6 +75,8 @@ class Sample:
             float(trajectory.reward or 0.0),
             dict(trajectory.score.parts) if isinstance(trajectory.score, Score) else {},
             earned,
+            agent=trajectory.agent,
+            parent=trajectory.parent,
             stream=stream,
             guided=trajectory.guided,
             baseline=baseline,
@@ -84,6 +88,11 @@ class Sample:
     def prompt(self) -> int:
         """Tokens before the first trainable one."""
         return int(self.trainable[0]) if len(self.trainable) else len(self.tokens)
+
+    @property
+    def episode(self) -> int:
+        """Which of its group: its branches share it."""
+        return self.index if self.parent is None else self.parent
 
 
 @dataclass(slots=True)
@@ -100,10 +109,11 @@ class Batch:
     def scored(self) -> Scored:
         """What advantages are made of."""
         names = dict.fromkeys(name for s in self.samples for name in s.parts)
+        sides = {side: i for i, side in enumerate(dict.fromkeys((s.group, s.agent) for s in self.samples))}
         greedy = [s.baseline for s in self.samples if s.baseline is not None]
         return Scored(
             torch.tensor([s.reward for s in self.samples], dtype=torch.float64),
-            torch.tensor([s.group for s in self.samples], dtype=torch.int64),
+            torch.tensor([sides[s.group, s.agent] for s in self.samples], dtype=torch.int64),
             self.lengths_N,
             {name: torch.tensor([s.parts.get(name, math.nan) for s in self.samples], dtype=torch.float64) for name in names},
             greedy_N=torch.tensor(greedy, dtype=torch.float64) if len(greedy) == len(self.samples) else None,
@@ -205,48 +215,61 @@ def _cut(batch: Batch, budget: int, *, share: bool, ranks: int) -> list[list[int
     return [*cuts, taken] if taken else cuts
 
 
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """The first tokens of a sample in the row: where each lies, and the segment that holds the last of them."""
+
+    segment: int | None = None
+    places: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+
+
 def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.device | str = "cpu") -> Packed:
-    """Lay the chosen samples out in one row, each family after its shared prompt."""
+    """Lay the chosen samples out in one row, each family as a tree of what its samples share."""
     segments: list[Segment] = []
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
-    source: list[np.ndarray] = []
-    target: list[np.ndarray] = []
     routes: list[np.ndarray] = []
     at = 0
 
-    def lay(sample: Sample, first: int, end: int, parent: int | None) -> int:
+    def lay(sample: Sample, end: int, above: Laid) -> Laid:
+        """Its tokens up to `end`, of which those above lie already."""
         nonlocal at
+        first = len(above.places)
         piece = sample.tokens[first:end]
         if not len(piece):  # a completion of one token is predicted by the prompt alone
-            return at
-        segments.append(Segment(at, len(piece), parent))
+            return above
+        segments.append(Segment(at, len(piece), above.segment))
         tokens.append(piece)
         positions.append(np.arange(first, first + len(piece)))
         if sample.experts is not None:
             routes.append(sample.experts[first:end])
         at += len(piece)
-        return at - len(piece)
+        return Laid(len(segments) - 1, np.concatenate([above.places, np.arange(at - len(piece), at)]))
 
+    def spread(members: list[int], above: Laid) -> None:
+        """What they have in common once, then each group of those that go on alike."""
+        samples = [batch.samples[i] for i in members]
+        whole = lay(samples[0], _common(samples), above)
+        going: dict[tuple[int, ...], list[int]] = {}
+        for i, sample in zip(members, samples):
+            n = len(whole.places)
+            if n == sample.trainable[-1]:  # the last token predicts nothing that is trained
+                source[i] = whole.places[sample.trainable - 1]
+            else:
+                going.setdefault((sample.tokens[n], *(() if n < sample.prompt else (sample.episode,))), []).append(i)
+        for alike in going.values():
+            spread(alike, whole)
+
+    source: dict[int, np.ndarray] = {}
     for family in _families(batch, chosen, share):
-        shared = _common_prompt([batch.samples[i] for i in family]) if len(family) > 1 else 0
-        parent = None
-        if shared:
-            prompt_start = lay(batch.samples[family[0]], 0, shared, None)
-            parent = len(segments) - 1
-        for i in family:
-            sample = batch.samples[i]
-            start = lay(sample, shared, sample.trainable[-1], parent)  # the last token predicts nothing that is trained
-            before = sample.trainable - 1
-            source.append(np.where(before < shared, prompt_start + before if shared else 0, start + before - shared))
-            target.append(sample.tokens[sample.trainable])
+        spread(family, Laid())
     counts = [len(batch.samples[i].trainable) for i in chosen]
     return Packed(
         chosen,
         _tensor(tokens, device),
         _tensor(positions, device),
-        _tensor(source, device),
-        _tensor(target, device),
+        _tensor([source[i] for i in chosen], device),
+        _tensor([batch.samples[i].tokens[batch.samples[i].trainable] for i in chosen], device),
         torch.repeat_interleave(torch.tensor(chosen), torch.tensor(counts)).to(device),
         PackedLayout(segments, device),
         _tensor(routes, device).long() if routes else None,
@@ -283,6 +306,14 @@ def _families(batch: Batch, chosen: list[int], share: bool) -> list[list[int]]:
         else:
             out.append([i])
     return out
+
+
+def _common(samples: list[Sample]) -> int:
+    """How many tokens they all begin with: what they were given, and of one episode also what was written in it."""
+    one = len({s.episode for s in samples}) == 1
+    end = min(int(s.trainable[-1]) if one else s.prompt for s in samples)
+    alike = np.all([s.tokens[:end] == samples[0].tokens[:end] for s in samples], axis=0)
+    return end if alike.all() else int(alike.argmin())
 
 
 def _common_prompt(samples: list[Sample]) -> int:

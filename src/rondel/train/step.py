@@ -27,6 +27,7 @@ from rondel.train.optim import learning_rate
 from rondel.train.pack import Batch, Packed, micro_batches
 from rondel.train.parallel import ALONE, Alone
 from rondel.train.sums import Sums
+from rondel.words.account import Account
 from rondel.words.errors import TrainError
 from rondel.words.events import Warned, emit
 from rondel.words.types import Manifest, Route, StepStats
@@ -66,6 +67,9 @@ class Settings:
         return replace(self, lr=0.0, critic_lr=0.0, critic_warmup=0, weight_decay=0.0, schedule="constant", warmup_steps=0, first_step=0)
 
 
+DOING = {"logprobs_of": "score", "save_trainer": "save", "sleep": "move", "wake": "move"}  # functions -> kinds of a time account
+
+
 class NotFinite(Exception):
     """A finite-check failed; the text names the border and the samples."""
 
@@ -89,7 +93,8 @@ class LocalTrainer:
         claim: Claim | None = None,
     ) -> None:
         """`claim`: on the memory of a device that an engine wants, too; with one the trainer begins asleep."""
-        self.main, self.warmup, self._run, self.draft, self.critic, self.ranks = settings, warmup, run, draft, critic, ranks
+        self.main, self.warmup, self._device, self.draft, self.critic, self.ranks = settings, warmup, run, draft, critic, ranks
+        self.account = Account("trainer")
         self.transport = transport
         wants_start = "ref_logprobs" in needs or settings.start_probe > 0
         self.start = ranks.hold(_frozen(loaded)) if wants_start else None
@@ -110,6 +115,15 @@ class LocalTrainer:
         """Those of the step that comes: a supervised phase has its own."""
         return self.warmup if self.warmup is not None and self.step_number < self.main.first_step else self.main
 
+    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """On the device's thread, and in the account under the name of what is done."""
+        name = function.__name__.strip("_")
+        self.account.turn(DOING.get(name, name))
+        try:
+            return await self._device(function, *args)
+        finally:
+            self.account.turn("idle")
+
     # -- the verbs of the protocol ---------------------------------------------------------------
 
     async def annotate(self, batch: Batch, needs: frozenset[str], model: str = "policy") -> Batch:
@@ -119,6 +133,7 @@ class LocalTrainer:
         stats = await self._run(self._step, batch, algo)
         if self.draft is not None:
             stats.metrics |= await self._run(self.draft.step, batch, self.settings)
+        self.account.tell()
         return stats
 
     async def publish(self, route: Route) -> tuple[Manifest, Route]:

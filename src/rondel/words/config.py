@@ -86,15 +86,24 @@ class Evaluation(Section):
 class TaskSection(Section):
     env: str = "single_turn"
     data: dict[str, Any]
+    curriculum: dict[str, Any] = Field({}, description='{ kind = "shuffle" }, "easy_first", "priority" or "band"')
     reward: str | dict[str, Any] = Field("number", description='a kind, { kind = ..., ... }, or "module:name"')
     filters: list[str] = Field([], description="beside the row's own: signal, truncated, repetition")
     suffix: str = ""
     system: str | None = None
-    tools: list[str] = []
+    tools: list[str] = Field([], description='calculator, python, "module:name", "mcp:command", "mcp:http://...", "mcp+shared:..."')
     turns: int = Field(8, ge=1)
     tool_timeout: float = Field(30.0, gt=0)
+    agent: str | list[str] | None = Field(None, description='of env = "gateway": "module:name", a function; else a command')
+    agents: list[dict[str, Any]] = Field(
+        [], description='of env = "agents": their turns, { agent = "a", says = "{prompt}" }, the answer last'
+    )
+    agent_timeout: float = Field(600.0, gt=0, description="seconds of wall clock for one episode of the agent")
     reward_timeout: float = Field(10.0, gt=0, description="seconds of wall clock for one reward call")
     reward_workers: int = Field(1, ge=1)
+    max_failures: float = Field(
+        1.0, gt=0, le=1, description="share of the last 200 answers that may go without a score; above it the run stops, with a checkpoint"
+    )
     eval: Evaluation = Evaluation()
 
 
@@ -227,6 +236,10 @@ class EngineSection(Section):
     sampling: SamplingSection = SamplingSection()
     speculative: Speculative = Speculative()
 
+    @property
+    def urls(self) -> list[str]:
+        return [self.url] if isinstance(self.url, str) else self.url or []
+
 
 class Critic(Section):
     """Of a row that needs values: its own backbone with one number a token."""
@@ -298,6 +311,7 @@ class Run(Section):
     folder: str
     checkpoint: Checkpoint = Checkpoint()
     sinks: list[str] = ["tensorboard"]
+    metrics_port: int = Field(0, ge=0, le=65535, description="of this machine alone, at which Prometheus finds /metrics; 0: nowhere")
     record: bool = Field(
         False, description="write schedule.jsonl, so that `rondel replay RUN --into FOLDER` does the whole run again, bit for bit"
     )
@@ -329,7 +343,7 @@ class Job(Section):
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
             raise ConfigError(f"{path} is not TOML: {error}") from error
         for dotted, value in (overrides or {}).items():
-            _place(tree, dotted, value)
+            place(tree, dotted, value)
         return cls.parse(tree, source=str(path))
 
     @classmethod
@@ -371,7 +385,8 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
     return out
 
 
-def _place(tree: dict[str, Any], dotted: str, value: Any) -> None:
+def place(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """tree["loop"]["steps"] = value, for "loop.steps"."""
     *parents, leaf = dotted.split(".")
     for name in parents:
         tree = tree.setdefault(name, {})

@@ -34,6 +34,14 @@ class EnvError(RondelError):
     """An environment broke: becomes `EnvFault`."""
 
 
+class SandboxError(RondelError):
+    """A box could not be made, or broke: the world's fault, never that of the code in it."""
+
+
+class UnknownOutcome(SandboxError):
+    """A command was begun and nobody knows whether it was carried out; it may not be done twice."""
+
+
 class EngineError(RondelError):
     """The engine refused or could not serve."""
 

@@ -54,6 +54,13 @@ class GroupFinished(Event):
 
 
 @dataclass(slots=True)
+class RewardCounts(Event):
+    """What a reward spent since it last said so: {"judge_calls": 12, "judge_cache_hits": 4, "judge_seconds": 7.5}."""
+
+    counts: dict[str, float]
+
+
+@dataclass(slots=True)
 class GroupsTaken(Event):
     """Consumed by the learner. The group objects go to the rollout store; the journal keeps the numbers."""
 
@@ -89,6 +96,25 @@ class Resident(Event):
 
     peak: dict[str, int]
     held: dict[str, dict[str, int]]
+
+
+@dataclass(slots=True)
+class WorkerTime(Event):
+    """What a worker did since it last said so: {"generate": 2.1, "idle": 0.4} adds up to the time between, with what it counted meanwhile."""
+
+    worker: str
+    seconds: dict[str, float]
+    counts: dict[str, float] = field(default_factory=dict)
+    laps: list[tuple[str, float]] = field(default_factory=list)  # the same in order, where it is not too long
+
+
+@dataclass(slots=True)
+class Advised(Event):
+    """Who waits for whom, and what would end it; `gain` is the speed of the loop then by its speed now."""
+
+    step: int
+    message: str
+    gain: float
 
 
 @dataclass(slots=True)
@@ -145,6 +171,13 @@ class Stalled(Event):
 
     message: str
     stacks: str = ""
+
+
+@dataclass(slots=True)
+class Broke(Event):
+    """The run ends here, before its last step, and this is why; the same command goes on. What is killed from outside tells nothing."""
+
+    message: str
 
 
 @dataclass(slots=True)

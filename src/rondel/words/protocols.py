@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rondel.words.types import (
     Completion,
@@ -22,6 +22,9 @@ from rondel.words.types import (
     Trajectory,
     Verdict,
 )
+
+if TYPE_CHECKING:
+    from rondel.words.boxes import Limits, Ran
 
 Interrupt = Literal["hold", "drain", "abort"]
 Earned = float | list[tuple[int, float]]
@@ -64,10 +67,34 @@ class Chat(Protocol):
     def give(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> None: ...  # render once, append, mask 0
     async def reply(self) -> Completion: ...  # the policy writes, mask 1
     def calls(self, done: Completion) -> list[Any]: ...  # the tools that a reply asks for
+    def beside(self) -> Chat: ...  # another agent's conversation in the same episode
+
+
+class Cell(Protocol):
+    """One box in which code of the policy runs, with blocking verbs. Nothing that a command started outlives it."""
+
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def clean(self) -> bool: ...  # no command has left a file
+
+    def run(self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None) -> Ran: ...
+    def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> Ran: ...  # Python text
+    def begin(self, code: str, stdin: int, stdout: int, stderr: int) -> None: ...  # the same on open files, to be waited for by
+    def finish(self, wall: float) -> Ran: ...
+    def kill(self) -> None: ...
+
+
+class Boxes(Protocol):
+    """What makes them: lent to rewards and tools that have a `sandbox` among their settings."""
+
+    def cell(self, limits: Limits) -> Cell: ...
 
 
 class Env(Protocol):
-    async def run(self, task: Task, chat: Chat) -> Trajectory: ...
+    """-> what was written in one episode: one trajectory, or several whose first is scored and the others with it (generate/envs/episode.py)."""
+
+    async def run(self, task: Task, chat: Chat) -> Trajectory | list[Trajectory]: ...
 
 
 class Reward(Protocol):
@@ -111,7 +138,11 @@ class Claim(Protocol):
 
 
 class Cluster(Protocol):
-    async def spawn(self, cls: type, *args: Any, gpus: int = 0) -> Remote: ...
+    """What starts workers: `spawn("engine-0", make, job)` is a worker that builds `make(job)` and serves its methods."""
+
+    def spawn(self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = (), tells: bool = True) -> Remote: ...
+    def dump(self) -> None: ...  # the stacks of all, into their logs
+    def close(self) -> None: ...
 
 
 class Order(Protocol):

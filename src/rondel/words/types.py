@@ -123,6 +123,8 @@ class Trajectory:
     versions  [T] int    the weights of `policy` that wrote it; -1 elsewhere
     experts   [T-1,L,K]  routed experts of a MoE; None for a dense model
     support   [T] ids    what the token was drawn from, where truncation cut the rest; None where nothing was cut, and for all if nothing ever was
+    agent                who acts, where an episode has several: each is compared with its own kind
+    parent               its place in the group, of the trajectory whose score it shares: this one is a branch of the same episode
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -132,6 +134,7 @@ class Trajectory:
     experts: Any | None = None
     support: list[Any | None] | None = None
     policy: str = "policy"
+    agent: str = ""
     parent: int | None = None
     score: Score | Failed | None = None
     outcome: Outcome = field(default_factory=Ok)
@@ -185,7 +188,11 @@ class Trajectory:
 
 @dataclass(slots=True)
 class Group:
-    """G attempts at one task. `id` is the admission number, `born` the version that served when it was admitted."""
+    """G attempts at one task. `id` is the admission number, `born` the version that served when it was admitted.
+
+    An attempt is one trajectory, or several: what its harness forked, and what each of its agents wrote. Branches have a `parent`, and
+    their reward is counted once, with it.
+    """
 
     id: int
     task: Task
@@ -195,17 +202,22 @@ class Group:
     @property
     def rewards(self) -> list[float]:
         """Rewards of the scored samples and demonstrations only; a failure is never a number."""
-        return [t.reward for t in self.trajectories if t.reward is not None and t.policy != GREEDY]
+        return [t.reward for t in self.roots if t.reward is not None and t.policy != GREEDY]
+
+    @property
+    def roots(self) -> list[Trajectory]:
+        """Those with a score of their own."""
+        return [t for t in self.trajectories if t.parent is None]
 
     @property
     def own(self) -> list[Trajectory]:
         """The samples alone, without what stands beside them."""
-        return [t for t in self.trajectories if t.policy not in (DATA, GREEDY)]
+        return [t for t in self.roots if t.policy not in (DATA, GREEDY)]
 
     @property
     def baseline(self) -> float | None:
         """The reward of its greedy answer, where one was asked for and scored."""
-        return next((t.reward for t in self.trajectories if t.policy == GREEDY), None)
+        return next((t.reward for t in self.roots if t.policy == GREEDY), None)
 
 
 def encode(group: Group) -> dict[str, Any]:

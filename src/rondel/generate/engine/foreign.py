@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol, get_args
+from typing import Any, Protocol, get_args
 
 from rondel.words.errors import EngineError, SyncError, UserError, boundary
 from rondel.words.events import stalled
@@ -286,3 +286,19 @@ class ForeignEngine:
 def _left(s: Sampling, written: int) -> Sampling:
     """For the tokens that are still to come."""
     return replace(s, max_tokens=s.max_tokens - written, min_tokens=max(0, s.min_tokens - written))
+
+
+def common(s: Sampling) -> dict[str, Any]:
+    """What all servers call alike; what is not truncated says so."""
+    return {
+        "temperature": s.temperature,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": s.repetition_penalty,
+        "presence_penalty": s.presence_penalty,
+        "frequency_penalty": s.frequency_penalty,
+        "logit_bias": {str(token): bias for token, bias in s.logit_bias.items()} or None,
+        "stop": [x for x in s.stop if isinstance(x, str)] or None,
+        "stop_token_ids": [x for x in s.stop if isinstance(x, int)] or None,
+        "ignore_eos": s.ignore_eos,
+    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from rondel.generate.engine.foreign import Piece
+from rondel.generate.engine.foreign import Piece, common
 from rondel.generate.engine.http import Link
 from rondel.words.errors import EngineError
 from rondel.words.types import FinishReason, Sampling
@@ -60,22 +60,7 @@ class Sglang:
 
 def params(s: Sampling, seed: int) -> dict[str, Any]:
     """All of them: what is left out, the server may take from the model's generation config."""
-    return {
-        "temperature": s.temperature,
-        "top_k": -1,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "repetition_penalty": s.repetition_penalty,
-        "presence_penalty": s.presence_penalty,
-        "frequency_penalty": s.frequency_penalty,
-        "logit_bias": {str(token): bias for token, bias in s.logit_bias.items()} or None,
-        "max_new_tokens": s.max_tokens,
-        "min_new_tokens": s.min_tokens,
-        "stop": [x for x in s.stop if isinstance(x, str)] or None,
-        "stop_token_ids": [x for x in s.stop if isinstance(x, int)] or None,
-        "ignore_eos": s.ignore_eos,
-        "sampling_seed": seed,
-    }
+    return {**common(s), "top_k": -1, "max_new_tokens": s.max_tokens, "min_new_tokens": s.min_tokens, "sampling_seed": seed}
 
 
 def piece(reply: dict[str, Any]) -> Piece:

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rondel.generate.engine.foreign import Piece
+from rondel.generate.engine.foreign import Piece, common
 from rondel.generate.engine.http import Link, Refused
 from rondel.words.errors import ConfigError, EngineError
 from rondel.words.types import FinishReason, Sampling
@@ -82,22 +82,7 @@ class Vllm:
 
 def params(s: Sampling, seed: int) -> dict[str, Any]:
     """All of them: what is left out, the server takes from the model's generation config."""
-    return {
-        "temperature": s.temperature,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "repetition_penalty": s.repetition_penalty,
-        "presence_penalty": s.presence_penalty,
-        "frequency_penalty": s.frequency_penalty,
-        "logit_bias": {str(token): bias for token, bias in s.logit_bias.items()} or None,
-        "max_tokens": s.max_tokens,
-        "min_tokens": s.min_tokens,
-        "stop": [x for x in s.stop if isinstance(x, str)] or None,
-        "stop_token_ids": [x for x in s.stop if isinstance(x, int)] or None,
-        "ignore_eos": s.ignore_eos,
-        "seed": seed,
-    }
+    return {**common(s), "top_k": 0, "max_tokens": s.max_tokens, "min_tokens": s.min_tokens, "seed": seed}
 
 
 def piece(choice: dict[str, Any]) -> Piece:

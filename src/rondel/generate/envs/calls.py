@@ -62,6 +62,13 @@ class JsonCalls:
             calls += self._objects(piece.split(self.closes)[0] if self.closes else piece)
         return calls
 
+    def begins(self, text: str) -> int:
+        """Where the first call begins; the text's length where there is none."""
+        if not self.opens:
+            return 0 if self.read(text) else len(text)
+        at = text.find(self.opens)
+        return len(text) if at < 0 else at
+
     def _objects(self, text: str) -> list[Call]:
         found: list[Call] = []
         text = text.strip()
@@ -104,6 +111,10 @@ class TaggedCalls:
             for name, body in self.FUNCTION.findall(text)
         ]
         return calls or ([Call("", {}, "the call names no <function=...>")] if "<tool_call>" in text else [])
+
+    def begins(self, text: str) -> int:
+        """As JsonCalls.begins."""
+        return min(at if at >= 0 else len(text) for at in (text.find("<tool_call>"), text.find("<function=")))
 
 
 def _value(text: str) -> Any:

@@ -10,13 +10,28 @@ reply ─> ...
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rondel.generate.envs.calls import Call
 from rondel.generate.envs.template import Messages, Schemas, Template
 from rondel.words.errors import DataError, EnvError
-from rondel.words.types import Completion, Request, Sampling, Trajectory
+from rondel.words.types import Completion, FinishReason, Request, Sampling, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a conversation stood after a turn of the policy: its tokens, characters and turns, where this one began, how it ended."""
+
+    tokens: int = 0
+    text: int = 0
+    turn: int = 0
+    began: int = 0
+    finish_reason: FinishReason = "stop"
+
+
+START = Mark()
+TURNS = 1 << 20  # more than one conversation has
 
 
 class TokenChat:
@@ -50,6 +65,7 @@ class TokenChat:
         self.turn = 0
         self._open = False  # a prompt waits for its reply
         self._full = False
+        self._beside = 0
         self._last: list[int] = []
 
     def give(self, messages: Messages, tools: Schemas = ()) -> None:
@@ -62,7 +78,14 @@ class TokenChat:
                 messages = [{"role": "system", "content": self.system}, *messages]
             self.trajectory.extend(self.template.opening(messages, tools))
             return
-        tokens = self.template.missing_tail(self._last) + self.template.later(messages)
+        self._append(self.template.missing_tail(self._last) + self.template.later(messages))
+
+    def give_tokens(self, tokens: list[int]) -> None:
+        """The same for what is text alone, without roles and without a template."""
+        self._open = True
+        self._append(tokens)
+
+    def _append(self, tokens: list[int]) -> None:
         self._full = self._full or len(tokens) >= self._room
         if not self._full:
             self.trajectory.extend(tokens)
@@ -82,13 +105,15 @@ class TokenChat:
             self.trajectory.experts = done.experts  # of the whole stream: every turn's request carries all tokens so far
         for what, seconds in done.timings.items():
             self.trajectory.timings[what] = self.trajectory.timings.get(what, 0.0) + seconds
-        self._close(done.tokens, done.text if done.text is not None else self.tokenizer.decode(done.tokens, skip_special_tokens=True))
+        if done.text is None:
+            done.text = self.tokenizer.decode(done.tokens, skip_special_tokens=True)
+        self._close(done.tokens, done.text)
         self.trajectory.finish_reason = done.finish_reason
         return done
 
     def calls(self, done: Completion) -> list[Call]:
-        """The tools that a reply asks for, as the template writes calls."""
-        return self.template.calls.read(self.tokenizer.decode(done.tokens, skip_special_tokens=False))
+        """The tools that a reply asks for, as the template writes calls; what it only thought of is not asked for."""
+        return self.template.calls.read(self.tokenizer.decode(done.tokens, skip_special_tokens=False).rpartition("</think>")[2])
 
     def write(self, text: str, *, version: int = 0) -> None:
         """Put words into the policy's mouth, for supervised phases: mask 1, logprob 0, then the tokenizer's end token.
@@ -102,6 +127,46 @@ class TokenChat:
         self.trajectory.extend(kept, logprobs=[0.0] * len(kept), versions=[version] * len(kept))
         self._close(kept, text)
         self.trajectory.finish_reason = "stop" if len(kept) == len(tokens) else "length"
+
+    @property
+    def full(self) -> bool:
+        """Whether what was given last leaves no room for an answer."""
+        return self._full or self._room <= 0
+
+    @property
+    def mark(self) -> Mark:
+        """Of the turn that the policy has just written."""
+        n = len(self.trajectory.tokens)
+        return Mark(n, len(self.trajectory.text), self.turn, n - len(self._last), self.trajectory.finish_reason)
+
+    def beside(self) -> TokenChat:
+        """An empty conversation of the same episode, with noise of its own: for another agent."""
+        self._beside += 1
+        own, twin = self.key, self.fork()
+        first = self._beside * TURNS
+        twin.key = lambda turn: own(first + turn)
+        return twin
+
+    def fork(self, mark: Mark = START) -> TokenChat:
+        """Another conversation with the same first turns: tokens, and all that is recorded of them, are copied as they are."""
+        t, n = self.trajectory, mark.tokens
+        twin = TokenChat(
+            self.tokenizer, self.generate, sampling=self.sampling, key=self.key, max_context=self.max_context, system=self.system
+        )
+        twin.template = self.template  # what it has found out about its tokenizer
+        twin.trajectory = Trajectory(
+            tokens=t.tokens[:n],
+            mask=t.mask[:n],
+            logprobs=t.logprobs[:n],
+            versions=t.versions[:n],
+            experts=None if t.experts is None or not n else t.experts[: n - 1],
+            support=None if t.support is None else t.support[:n],
+            policy=t.policy,
+            finish_reason=mark.finish_reason,
+            text=t.text[: mark.text],
+        )
+        twin.turn, twin._last = mark.turn, t.tokens[mark.began : n]
+        return twin
 
     @property
     def _room(self) -> int:

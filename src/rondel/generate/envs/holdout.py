@@ -11,6 +11,12 @@ from collections import Counter
 from hashlib import blake2b
 
 from rondel.words.errors import ConfigError
+from rondel.words.types import Task
+
+GRAM, COMMON = (
+    13,
+    10,
+)  # words in a row that two questions do not share by chance; in more training tasks than this they are a phrase of the set
 
 
 def content_key(question: str) -> str:
@@ -34,3 +40,21 @@ def hold_out(contents: list[str], holdout: float, seed: int) -> set[str]:
         held.add(content)
         count += sizes[content]
     return held
+
+
+def overlapping(train: list[Task], held: list[Task], n: int) -> set[str]:
+    """Ids of the training tasks that share `n` words in a row with a held-out question; what stands in many of them is a form of words."""
+    if n <= 0:
+        return set()
+    theirs = {gram for task in held for gram in _grams(task, n)}
+    found: dict[tuple[str, ...], list[str]] = {}
+    for task in train:
+        for gram in _grams(task, n) & theirs:
+            found.setdefault(gram, []).append(task.id)
+    return {id for ids in found.values() if len(ids) <= COMMON for id in ids}
+
+
+def _grams(task: Task, n: int) -> set[tuple[str, ...]]:
+    messages = [task.data["prompt"]] if "prompt" in task.data else [m["content"] for m in task.data["messages"]]
+    words = re.findall(r"\w+", " ".join(messages).lower())
+    return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}

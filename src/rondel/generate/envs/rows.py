@@ -20,8 +20,13 @@ class Row(NamedTuple):
     content: str = ""
 
 
-def reasoning_gym(name: str, size: int = 500, seed: int = 0, args: dict[str, Any] | None = None) -> Iterator[Row]:
-    """A generated data set of reasoning-gym; `args` are its own settings. The entry is kept for its scorer."""
+def reasoning_gym(
+    name: str, size: int = 500, seed: int = 0, args: dict[str, Any] | None = None, levels: list[int] | None = None
+) -> Iterator[Row]:
+    """A generated data set of reasoning-gym; `args` are its own settings. The entry is kept for its scorer.
+
+    levels: of its curriculum, each with its share of the rows, which have it as `level`; 0 is the easiest
+    """
     try:
         import reasoning_gym as gym
         from reasoning_gym.factory import DATASETS
@@ -29,14 +34,47 @@ def reasoning_gym(name: str, size: int = 500, seed: int = 0, args: dict[str, Any
         raise DataError("kind 'reasoning_gym' needs a package: pip install 'rondel[tasks]'") from error
     if name not in DATASETS:
         raise DataError(f"reasoning_gym has no data set '{name}'.{nearest(name, list(DATASETS))}")
+    number = 0
+    for place, level in enumerate(levels or [None]):
+        part = size // len(levels) + (place < size % len(levels)) if levels else size
+        for entry in _entries(gym, name, {**(args or {}), "size": part, "seed": seed + place}, level):
+            number += 1
+            fields = {"prompt": entry["question"], "answer": entry["answer"], "entry": entry} | ({"level": level} if levels else {})
+            yield Row(f"{name}, entry {number}", name, fields, str(entry["metadata"].get("expression", "")))
+
+
+def _entries(gym: Any, name: str, settings: dict[str, Any], level: int | None) -> Iterable[dict[str, Any]]:
+    from dataclasses import fields
+
+    from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
+    from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum
+
+    given = dict(settings)
+    if level is not None:
+        if name not in CURRICULA:
+            raise DataError(f"reasoning_gym '{name}' has no curriculum: leave task.data.levels out")
+        curriculum = create_curriculum(name)
+        hardest = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
+        if not isinstance(level, int) or not 0 <= level <= hardest:
+            raise DataError(f"task.data.levels has {level!r}; the curriculum of '{name}' goes from 0 to {hardest}")
+        curriculum.set_global_level(level)
     try:
-        entries = gym.create_dataset(name, size=size, seed=seed, **(args or {}))
+        if level is None:
+            return list(gym.create_dataset(name, **given))
+        of_level = curriculum.generate_configuration(given, DefaultCurriculumContext(RangeAttributeMode.UPPER_BOUND))
+        return list(gym.create_dataset(name, **{f.name: getattr(of_level, f.name) for f in fields(of_level)}))
     except (TypeError, ValueError, AssertionError) as error:
         known = [field for field in DATASETS[name][1].__dataclass_fields__ if field not in ("size", "seed")]
-        raise DataError(f"reasoning_gym '{name}' refuses args = {args or {}}: {error}. Its settings: {', '.join(known)}") from error
-    for n, entry in enumerate(entries, 1):
-        fields = {"prompt": entry["question"], "answer": entry["answer"], "entry": entry}
-        yield Row(f"{name}, entry {n}", name, fields, str(entry["metadata"].get("expression", "")))
+        own = {key: value for key, value in settings.items() if key not in ("size", "seed")}
+        at = f" at level {level}" if level is not None else ""
+        raise DataError(f"reasoning_gym '{name}'{at} refuses args = {own}: {error}. Its settings: {', '.join(known)}") from error
+
+
+def gym(name: str, n: int = 100, seed: int = 0, args: dict[str, Any] | None = None) -> Iterator[Row]:
+    """n seeds of a world with Gymnasium's verbs, for `env = "gym"`; `eval_seed` holds others out. `args` are the world's own."""
+    for number in range(seed, seed + n):
+        fields = {"prompt": f"{name}, seed {number}", "answer": "", "world": name, "seed": number, "args": args or {}}
+        yield Row(f"{name}, seed {number}", name.partition(":")[2] or name, fields)
 
 
 def jsonl(path: str) -> Iterator[Row]:
@@ -77,6 +115,15 @@ def datasets(name: str, split: str = "train", subset: str | None = None) -> Iter
         yield Row(f"{name}[{split}], row {number}", Path(name).name, fields)
 
 
+def verifiers(name: str, split: str = "train", args: dict[str, Any] | None = None) -> Iterator[Row]:
+    """The examples of an environment of verifiers; `eval_split = "eval"` holds its own evaluation data out."""
+    from rondel.generate.envs.verifiers import examples
+
+    for number, example in enumerate(examples(name, split, args or {}), 1):
+        fields = {"prompt": example["prompt"], "answer": example.get("answer") or "", "example": example}
+        yield Row(f"{name}, example {number}", name.partition(":")[2] or name, fields)
+
+
 def inline(rows: list[dict[str, Any]]) -> Iterator[Row]:
     """Rows written in the recipe."""
     for number, fields in enumerate(rows, 1):
@@ -96,6 +143,8 @@ KINDS: dict[str, Callable[..., Iterable[Row]]] = {
     "parquet": parquet,
     "datasets": datasets,
     "list": inline,
+    "verifiers": verifiers,
+    "gym": gym,
     "digits": digits,
 }
 

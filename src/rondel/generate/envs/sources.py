@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from rondel.generate.envs.holdout import content_key, hold_out
+from rondel.generate.envs.holdout import GRAM, content_key, hold_out, overlapping
 from rondel.generate.envs.rows import KINDS, Row
 from rondel.words.errors import ConfigError, DataError
 from rondel.words.registry import find, nearest
@@ -22,26 +22,35 @@ Found = dict[str, tuple[str, Task]]  # task id -> (content, task)
 
 @dataclass(frozen=True, slots=True)
 class TaskSet:
-    """`duplicates` rows were dropped for an equal question, `leaked` training tasks because the evaluation data has their content."""
+    """`duplicates` rows were dropped for an equal question, `leaked` training tasks because the evaluation data has their content.
+
+    sources    of a mixture: (weight, its share of `train`); else one
+    """
 
     train: list[Task]
     held_out: list[Task]
     duplicates: int = 0
     leaked: int = 0
+    sources: tuple[tuple[float, list[Task]], ...] = ()
 
 
 def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
     """The tasks of a recipe's `[task] data`: `{kind = "reasoning_gym", name = "chain_sum", size = 500, holdout = 32}`.
 
-    kind            one of ours, or "module:name": a function(**settings) -> iterable of dicts
+    kind            one of ours, or "module:name": a function(**settings) -> iterable of dicts; "mix" for several: its `sources` are
+                    tables like this one, each with a `source`, its name, which its tasks have as data["source"], and a `weight`
     prompt, answer  which field holds the question (text, or a list of messages) and the gold answer; answer = "" for none;
                     a field of a table in the row: answer = "reward_model.ground_truth"
     holdout         how many tasks to hold out: a number, or a fraction below 1; whole contents, so a few more may come
     eval_<key>      evaluation data from elsewhere: the same kind with <key> changed, as in eval_path or eval_split
+    ngram           a training task that shares so many words in a row with evaluation data from elsewhere is left out; 0 does not look
+    where           which rows to keep, by their fields: where = { level = [2, 4], topic = "algebra" }, a range or a value
     seed            of the split, and of kinds that draw
     """
+    if data.get("kind") == "mix":
+        return _mixed(dict(data), env)
     settings = dict(data)
-    kind, holdout = settings.pop("kind", None), settings.pop("holdout", 0)
+    kind, holdout, gram = settings.pop("kind", None), settings.pop("holdout", 0), settings.pop("ngram", GRAM)
     columns = settings.pop("prompt", None), settings.pop("answer", "answer")
     elsewhere = {key.removeprefix("eval_"): settings.pop(key) for key in list(settings) if key.startswith("eval_")}
     if kind is None:
@@ -52,7 +61,8 @@ def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
     found, duplicates = _read(kind, settings, env, columns)
     if elsewhere:
         held, _ = _read(kind, settings | elsewhere, env, columns)
-        contents = {content for content, _ in held.values()}
+        shared = overlapping([task for _, task in found.values()], [task for _, task in held.values()], gram)
+        contents = {content for content, _ in held.values()} | {content for content, task in found.values() if task.id in shared}
     else:
         contents = hold_out([content for content, _ in found.values()], holdout, settings.get("seed", 0))
         held = {id: (content, task) for id, (content, task) in found.items() if content in contents}
@@ -66,16 +76,82 @@ def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
     return TaskSet(train, [task for _, task in held.values()], duplicates, leaked)
 
 
+def _mixed(settings: dict[str, Any], env: str) -> TaskSet:
+    """Several sources. What one holds out, none trains on; a question that several bring belongs to the first of them."""
+    tables = settings.pop("sources", None)
+    settings.pop("kind")
+    if settings or not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables) or len(tables) < 2:
+        odd = f"; it also has {', '.join(settings)}, which belongs to a source" if settings else ""
+        raise ConfigError(f'task.data of kind "mix" has sources = [{{ source = "...", weight = 1, kind = ... }}, ...], two or more{odd}')
+    sets: list[tuple[float, TaskSet]] = []
+    for number, table in enumerate(tables, 1):
+        own = dict(table)
+        name, weight = own.pop("source", None), own.pop("weight", 1)
+        if not isinstance(name, str) or name in [s.train[0].data["source"] for _, s in sets]:
+            raise ConfigError(f"task.data.sources[{number}] has source = {name!r}; each needs a name of its own")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+            raise ConfigError(f"task.data.sources[{number}] ('{name}') has weight = {weight!r}; it must be a positive number")
+        loaded = load_tasks(own, env=env)
+        for task in [*loaded.train, *loaded.held_out]:
+            task.data["source"] = name
+        sets.append((weight, loaded))
+    held = [task for _, s in sets for task in s.held_out]
+    forbidden, seen = {content_key(asked(task)) for task in held}, set[str]()
+    sources: list[tuple[float, list[Task]]] = []
+    for weight, s in sets:
+        mine = [task for task in s.train if content_key(asked(task)) not in forbidden]
+        kept = [task for task in mine if asked(task) not in seen]
+        seen |= {asked(task) for task in kept}
+        if not kept:
+            raise DataError(
+                f"task.data: nothing is left of source '{s.train[0].data['source']}' without what others hold out or bring, too"
+            )
+        sources.append((weight, kept))
+    train = [task for _, tasks in sources for task in tasks]
+    clean = sum(content_key(asked(task)) not in forbidden for _, s in sets for task in s.train)
+    leaked = sum(len(s.train) for _, s in sets) - clean
+    return TaskSet(
+        train,
+        held,
+        duplicates=sum(s.duplicates for _, s in sets) + clean - len(train),
+        leaked=leaked + sum(s.leaked for _, s in sets),
+        sources=tuple(sources),
+    )
+
+
 def _read(kind: str, settings: dict[str, Any], env: str, columns: tuple[str | None, str]) -> tuple[Found, int]:
     """The different tasks of a kind, and how many rows repeated a question."""
+    settings = dict(settings)
     found: Found = {}
-    count = 0
+    wanted, count, kept = settings.pop("where", {}), 0, 0
     for count, row in enumerate(_rows(kind, settings), 1):  # noqa: B007
+        if wanted and not _fits(row, wanted):
+            continue
+        kept += 1
         content, task = _task(row, env, *columns)
         found.setdefault(task.id, (content, task))
     if not count:
         raise DataError(f"task.data of kind '{kind}' is empty ({settings}); check the path and the size")
-    return found, count - len(found)
+    if not kept:
+        raise DataError(f"task.data.where = {wanted} keeps none of {count} rows")
+    return found, kept - len(found)
+
+
+def _fits(row: Row, wanted: dict[str, Any]) -> bool:
+    if not isinstance(wanted, dict):
+        raise ConfigError(f"task.data.where = {wanted!r}; it is a table: where = {{ level = [2, 4] }}")
+    for field, rule in wanted.items():
+        value = _at(row.fields, field)
+        if value is None:
+            raise _missing(row, field, "where")
+        if isinstance(rule, list):
+            if len(rule) != 2:
+                raise ConfigError(f"task.data.where.{field} = {rule}; a range has two ends: [low, high]")
+            if isinstance(value, str) or not rule[0] <= value <= rule[1]:
+                return False
+        elif value != rule:
+            return False
+    return True
 
 
 def _rows(kind: str, settings: dict[str, Any]) -> Iterator[Row]:
@@ -122,6 +198,11 @@ def _at(fields: dict[str, Any], column: str) -> Any:
     for name in [column] if column in fields else column.split("."):
         found = found.get(name) if isinstance(found, dict) else None
     return found
+
+
+def asked(task: Task) -> str:
+    """The question of a task, as one text."""
+    return task.data["prompt"] if "prompt" in task.data else "\n".join(f"{m['role']}: {m['content']}" for m in task.data["messages"])
 
 
 def _question(row: Row, asked: Any) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any
 
 from rondel.generate.envs.calls import HERMES, PROBE, TOLD, CallFormat, read_off
@@ -46,14 +46,14 @@ class Template:
 
     def opening(self, messages: Messages, tools: Schemas = ()) -> list[int]:
         """The first messages with the tools that are offered, up to where the policy starts to write."""
+        messages = self._worded(messages)
         if tools and self.calls.told:
             messages, tools = _with_words(messages, tools, speaker="system" if self._has_system else "user"), ()
         return self._bare(messages, opening=True) if self.plain else self._render(messages, tools=tools)
 
     def later(self, messages: Messages) -> list[int]:
         """Messages that follow a finished turn of the policy, up to where it writes again."""
-        if any(m["role"] == "tool" for m in messages):
-            messages = _answers(messages) if self.calls.told else [{"tool_call_id": "call00001", **m} for m in messages]
+        messages = self._worded(messages)
         if self.plain:
             return self._bare(messages, opening=False)
         refused = ""
@@ -70,6 +70,14 @@ class Template:
             f"the chat template cannot append messages ({roles}): behind every dummy conversation it rewrites what came before"
             f"{' or raises ' + refused if refused else ''}; use roles it knows, or a template that only appends"
         )
+
+    def _worded(self, messages: Messages) -> Messages:
+        """Calls and what came of them, as the template can say them."""
+        if not any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
+            return messages
+        if self.calls.told:
+            return _in_words(messages)
+        return [{"tool_call_id": "call00001", **m} if m["role"] == "tool" else m for m in messages]
 
     @cached_property
     def calls(self) -> CallFormat:
@@ -137,10 +145,23 @@ def _with_words(messages: Messages, tools: Schemas, *, speaker: str) -> Messages
     return [{"role": speaker, "content": words}, *messages]
 
 
-def _answers(messages: Messages) -> Messages:
-    """And what tools answered is said by the user."""
-    text = "\n".join(f"<tool_response>\n{m['content']}\n</tool_response>" for m in messages if m["role"] == "tool")
-    return [{"role": "user", "content": text}, *(m for m in messages if m["role"] != "tool")]
+def _in_words(messages: Messages) -> Messages:
+    """And what tools answered is said by the user, what was asked of them by the assistant."""
+    out: Messages = []
+    for answers, run in groupby(messages, key=lambda m: m["role"] == "tool"):
+        if answers:
+            text = "\n".join(f"<tool_response>\n{m['content']}\n</tool_response>" for m in run)
+            out.append({"role": "user", "content": text})
+        else:
+            out += map(_with_calls, run)
+    return out
+
+
+def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
+    written = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in message.get("tool_calls") or []]
+    return (
+        {"role": message["role"], "content": "\n".join([message["content"]] * bool(message["content"]) + written)} if written else message
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, get_type_hints
 
@@ -28,8 +29,6 @@ from rondel.generate.envs.template import Messages, Schemas
 from rondel.words.errors import ConfigError, EnvError
 from rondel.words.protocols import Chat
 from rondel.words.types import Task, Trajectory
-
-THREADS = 64  # tools that are no coroutines, side by side
 
 
 class Tool:
@@ -68,14 +67,16 @@ class Tool:
         return {name: getattr(read, name) for name in type(read).model_fields}
 
 
-def offered(found: Any, where: str) -> list[Callable[..., Any]]:
-    """The functions behind one entry of task.tools: itself, or the public methods of an object made for this episode."""
+def offered(found: Any) -> list[Tool]:
+    """The tools behind one entry of task.tools: the function itself, the `tools` or the public methods of an object made for this episode."""
+    if isinstance(tools := getattr(found, "tools", None), list):
+        return tools
     if inspect.isfunction(found) or inspect.iscoroutinefunction(found):
-        return [found]
+        return [Tool(found)]
     methods = [m for name, m in inspect.getmembers(found, callable) if not name.startswith("_") and name != "close"]
     if not methods:
-        raise ConfigError(f"task.tools: {where} is neither a function nor an object with public methods")
-    return methods
+        raise ConfigError(f"task.tools: {found!r} is neither a function nor an object with public methods")
+    return [Tool(method) for method in methods]
 
 
 class Tools:
@@ -86,12 +87,11 @@ class Tools:
     """
 
     def __init__(self, tools: Iterable[Any], *, turns: int = 8, timeout: float = 30.0, suffix: str = "", system: str | None = None) -> None:
-        self.tools, self.turns, self.timeout, self.suffix, self.system = list(tools), turns, timeout, suffix, system
-        for one in self.tools:
-            if not isinstance(one, type):
-                for function in offered(one, str(one)):
-                    Tool(function)
-        self._threads = ThreadPoolExecutor(THREADS, "tools")
+        self.turns, self.timeout, self.suffix, self.system = turns, timeout, suffix, system
+        tools = list(tools)
+        made = [isinstance(one, type) or hasattr(one, "listed") for one in tools]  # for each episode
+        self.classes = [one for one, anew in zip(tools, made) if anew]
+        self.shared = _named(tool for one, anew in zip(tools, made) if not anew for tool in offered(one))
 
     def prompt(self, task: Task, tools: dict[str, Tool] | None = None) -> tuple[Messages, Schemas]:
         """What the policy reads first, and the tools it is offered."""
@@ -112,26 +112,27 @@ class Tools:
                     chat.trajectory.finish_reason = "length"
                     break
                 began = time.perf_counter()
-                results = await asyncio.gather(*(self._carry_out(call, tools) for call in calls))
+                results = await asyncio.gather(*(self.carry_out(call, tools) for call in calls))
                 timings = chat.trajectory.timings
                 timings["tools"] = timings.get("tools", 0.0) + time.perf_counter() - began
                 chat.give([{"role": "tool", "name": call.name, "content": result} for call, result in zip(calls, results)])
         return chat.trajectory
 
     def _open(self, task: Task, ends: ExitStack) -> dict[str, Tool]:
-        tools: dict[str, Tool] = {}
-        for one in self.tools:
-            if isinstance(one, type):
-                one = one(task)
-                if hasattr(one, "close"):
-                    ends.callback(one.close)
-            tools |= {function.__name__: Tool(function) for function in offered(one, type(one).__name__)}
-        return tools
+        if not self.classes:
+            return self.shared
+        made = []
+        for one in self.classes:
+            made.append(one(task))
+            if hasattr(made[-1], "close"):
+                ends.callback(made[-1].close)
+        return _named([*self.shared.values(), *(tool for one in made for tool in offered(one))])
 
-    async def _carry_out(self, call: Call, tools: dict[str, Tool]) -> str:
+    async def carry_out(self, call: Call, tools: dict[str, Tool] | None = None) -> str:
         """-> what the policy reads."""
         if call.fault:
             return f"error: {call.fault}"
+        tools = self.shared if tools is None else tools
         if (tool := tools.get(call.name)) is None:
             return f"error: there is no tool '{call.name}'; there are: {', '.join(tools)}"
         try:
@@ -151,6 +152,30 @@ class Tools:
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
     def _called(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Awaitable[Any]:
-        if inspect.iscoroutinefunction(function):
-            return function(**arguments)
-        return asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(**arguments))
+        return function(**arguments) if inspect.iscoroutinefunction(function) else on_a_thread(function, arguments)
+
+
+def _named(found: Iterable[Tool]) -> dict[str, Tool]:
+    tools: dict[str, Tool] = {}
+    for tool in found:
+        if tool.name in tools:
+            raise ConfigError(f"task.tools: two tools are called '{tool.name}', and the policy could not say which it means")
+        tools[tool.name] = tool
+    return tools
+
+
+async def on_a_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Of its own, that ends with the process: one that hangs must not keep a run from its end."""
+    answer: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            answer.set_result((function(**arguments), None))
+        except BaseException as error:  # as a result: nobody may be left to hear of it
+            answer.set_result((None, error))
+
+    threading.Thread(target=call, name=function.__name__, daemon=True).start()
+    result, error = await asyncio.shield(asyncio.wrap_future(answer))
+    if error is not None:
+        raise error
+    return result

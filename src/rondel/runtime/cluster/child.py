@@ -18,7 +18,7 @@ from typing import Any
 from rondel.runtime import stacks
 from rondel.runtime.cluster.process import PULSE
 from rondel.words.errors import RondelError, WorkerError
-from rondel.words.events import subscribe
+from rondel.words.events import WorkerTime, subscribe
 
 
 def main() -> None:
@@ -45,8 +45,7 @@ class Child:
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
-        if self.tells:
-            subscribe(lambda event: self.put(0, "event", event))
+        subscribe(lambda event: self.put(0, "event", event) if self.tells or isinstance(event, WorkerTime) else None)
         for work in (self._send, self._pulse):
             threading.Thread(target=work, daemon=True).start()
         threading.Thread(target=self._hear, args=(loop,), daemon=True).start()

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rondel.words.errors import WorkerError
-from rondel.words.events import Event, emit
+from rondel.words.events import Event, WorkerTime, emit
 
 START = 120.0  # seconds that a worker may be silent while it imports and loads
 
@@ -83,6 +83,8 @@ class Worker:
 
     def _tell(self, event: Event) -> None:
         """Readers of events are not made for threads: they hear it on the event loop that asks this worker."""
+        if isinstance(event, WorkerTime):
+            event.worker = self._name  # there are several of its kind
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(emit, event) if self._loop else emit(event)
 

@@ -24,7 +24,7 @@ from rondel.words.events import Checkpointed, Event, Generating, GroupsTaken, Ru
 
 FILE = "journal.jsonl"
 MILESTONES = (StepDone, Checkpointed, RunEnded)  # on disk before the run goes on, with durability = "disk"
-LASTING = {"RunStarted", "Resumed", "Warned", "Stalled"}  # true whatever is repeated later
+LASTING = {"RunStarted", "Resumed", "Warned", "Stalled", "Broke", "Advised"}  # true whatever is repeated later
 
 
 class Journal:
@@ -119,7 +119,7 @@ def settled(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Leave out what a later `Resumed` repeats. Three rules:
 
     1. `Resumed(step=k)` goes back to the line of `Checkpointed(step=k)`. What follows that line is void, except facts of
-       steps <= k (`StepDone(k)` is written after its checkpoint) and what stays true: RunStarted, Resumed, Warned, Stalled.
+       steps <= k (`StepDone(k)` is written after its checkpoint) and what stays true: RunStarted, Resumed, Warned, Stalled, Broke, Advised.
        Where the crash came before that line was written, the last event of a step <= k takes its place.
        `Resumed(checkpoint="")` begins again from nothing.
     2. Numbers are given in order, so an `Admitted(m)` voids earlier events about groups numbered m or higher: while a
@@ -155,7 +155,11 @@ def _before(told: list[dict[str, Any]], resumed: dict[str, Any]) -> list[dict[st
 
 def encode(value: Any) -> str:
     """One line of strict JSON; NaN and infinities survive."""
-    return json.dumps(_plain(value), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    how: dict[str, Any] = dict(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    try:
+        return json.dumps(value, **how)  # nearly every event; rewriting each value in Python costs several times as much
+    except (TypeError, ValueError):
+        return json.dumps(_plain(value), **how)
 
 
 def decode(text: str) -> Any:

@@ -114,6 +114,7 @@ def _row(group: Group, sample: int, t: Trajectory) -> dict[str, Any]:
         "text": t.text,
         "timings": t.timings,
         "policy": t.policy,
+        "agent": t.agent,
         "parent": t.parent,
     }
 
@@ -129,7 +130,8 @@ def _schema() -> Any:
         "experts": pa.binary(), "support": pa.list_(integers), "reward": pa.float64(), "reward_parts": pa.string(), "step_positions": integers,
         "step_rewards": pa.list_(pa.float64()), "failed": pa.string(),
         "failed_detail": pa.string(), "outcome": pa.string(), "outcome_reason": pa.string(), "finish_reason": pa.string(),
-        "text": pa.string(), "timings": pa.string(), "policy": pa.string(), "parent": pa.int64(),
+        "text": pa.string(), "timings": pa.string(), "policy": pa.string(), "agent": pa.string(),
+        "parent": pa.int64(),
     }  # fmt: skip
     return pa.schema(list(columns.items()))
 
@@ -207,6 +209,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
     t = Trajectory(
         experts=row["experts"],
         policy=row["policy"],
+        agent=row["agent"] or "",
         parent=row["parent"],
         score=_score(row),
         outcome=_outcome(row),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rondel.runtime.journal.log import encode, history, settled
+from rondel.runtime.telemetry.accounts import seconds_of, shares
 from rondel.words.errors import CheckpointError, UserError, boundary
 
 Events = list[dict[str, Any]]
@@ -95,6 +96,11 @@ def summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
         "warnings": list(dict.fromkeys(e["message"] for e in raw if e["kind"] == "Warned")),
         "rewards": _rewards(events),
         "questions": questions(events, job, facts),
+        "loss": facts.get("loss", UNKNOWN),
+        "seeds": {"loop": facts.get("seed", UNKNOWN)},
+        "data": facts.get("tasks", {}),
+        "cost": {"device_hours": round(_seconds(raw) * facts.get("devices", 1) / 3600, 4), "devices": facts.get("devices", 1)},
+        "workers": {worker: shares(seconds) for worker, seconds in seconds_of(events).items()},
         "samples_before": evals[0]["samples"] if evals else [],
         "samples_after": evals[-1]["samples"] if len(evals) > 1 else [],
         "facts": facts,
@@ -145,6 +151,8 @@ def questions(events: Events, job: dict[str, Any], facts: dict[str, Any]) -> dic
     probe = (
         f"largest mean difference a token on the probe prompt after {len(probes)} syncs {max(probes):.1e}" if probes else "no sync recorded"
     )
+    turns = "one turn" if key("task.env") == "single_turn" else f"at most {key('task.turns')} turns"
+    replay = facts.get("resolved", {}).get("routing_replay", "none: no routed experts recorded")
     return {
         "framework": _listed(facts.get("versions")),
         "engine and topology": f"engine {key('engine.kind')}, placement {key('place.kind')}, {facts.get('device', UNKNOWN)}, "
@@ -153,10 +161,10 @@ def questions(events: Events, job: dict[str, Any], facts: dict[str, Any]) -> dic
         "on-policy or measured lag": f"{_lag(lags)}; cap {key('loop.max_staleness')}",
         "whose logprobs": "the engine's, stored for each token when it was drawn (after temperature and truncation of the support); "
         + ("the trainer recomputes its own, and the gap above is between the two" if gaps else "a recomputation was not recorded"),
-        "routing replay": str(facts.get("routing_replay", "none: no routed experts recorded")),
+        "routing replay": str(replay),
         "group size": f"{key('algo.group_size')} answers a task, {key('loop.groups_per_step')} tasks a step, "
         f"updates a step: {key('loop.updates_per_step')}",
-        "multi-turn budgets": f"environment {key('task.env')}; at most {key('engine.sampling.max_tokens')} tokens a turn",
+        "multi-turn budgets": f"environment {key('task.env')}, {turns} of at most {key('engine.sampling.max_tokens')} tokens",
         "where the time went": _listed(time_shares(done)) if done else "no step was finished",
     }
 
@@ -199,14 +207,21 @@ def markdown(card: dict[str, Any]) -> str:
         + (f", resumed {_times(card['resumes'])}" if card["resumes"] else "")
         + f". Ended: {card['ended']}.",
         "## Held-out tasks",
-        _table(("", "score", "95 % interval (Wilson)", "tasks", "after step"), [_eval_row("before", before), _eval_row("after", after)]),
+        table(("", "score", "95 % interval (Wilson)", "tasks", "after step"), [_eval_row("before", before), _eval_row("after", after)]),
         _verdict(before, after),
         "## Reward while training",
         _curve(card["rewards"]),
         "## Nine questions",
-        _table(("question", "answer"), list(card["questions"].items())),
+        table(("question", "answer"), list(card["questions"].items())),
+        "## To do it again",
+        table(("what", "which"), _again(card)),
+        f"```text\n{card['loss']}\n```",
+        "## Time of each worker",
+        table(("worker", "its time, 100 %"), [(worker, _account(account)) for worker, account in card["workers"].items()])
+        if card["workers"]
+        else "No worker has told.",
         "## Ledger of groups",
-        _table(("what became of them", "groups"), list(card["ledger"].items())) if card["ledger"] else "No step was finished.",
+        table(("what became of them", "groups"), list(card["ledger"].items())) if card["ledger"] else "No step was finished.",
     ]
     for title, samples in (("Answers before", card["samples_before"]), ("Answers after", card["samples_after"])):
         if samples:
@@ -214,6 +229,22 @@ def markdown(card: dict[str, Any]) -> str:
     if card["warnings"]:
         parts += ["## Warnings", "\n".join(f"- {_cell(w)}" for w in card["warnings"])]
     return "\n\n".join(parts) + "\n"
+
+
+def _again(card: dict[str, Any]) -> list[tuple[str, str]]:
+    """What else than the recipe determines the run, and what it costs."""
+    data, cost = dict(card["data"]), card["cost"]
+    digests = data.pop("digests", {})
+    return [
+        ("seeds", _listed(card["seeds"])),
+        ("tasks", _listed(data) or UNKNOWN),
+        ("digests of the tasks (blake2b)", _listed(digests) or UNKNOWN),
+        ("cost", f"{cost['device_hours']:.3g} device-hours on {cost['devices']} device{'s' * (cost['devices'] != 1)}"),
+    ]
+
+
+def _account(account: dict[str, float]) -> str:
+    return ", ".join(f"{kind} {share:.1%}" for kind, share in account.items())
 
 
 def _times(n: int) -> str:
@@ -254,7 +285,7 @@ def _ticks(text: str) -> list[str]:
     return "".join(c if c == "`" else " " for c in text).split()
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+def table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join("| " + " | ".join(_cell(str(cell)) for cell in line) + " |" for line in lines)
 

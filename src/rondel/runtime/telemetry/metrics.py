@@ -6,19 +6,36 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from rondel.words.events import Evaluated, Event, GroupFinished, GroupsTaken, Resident, Resumed, Speculated, StepDone, Synced, Warned, emit
+from rondel.runtime.telemetry.hacking import from_scored
+from rondel.words.events import (
+    Evaluated,
+    Event,
+    GroupFinished,
+    GroupsTaken,
+    Resident,
+    Resumed,
+    RewardCounts,
+    Speculated,
+    StepDone,
+    Synced,
+    Warned,
+    WorkerTime,
+    emit,
+)
 
 SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "score/reward_mean": ("reward", "mean over the scored trajectories that finished since the last step, dropped groups included"),
     "score/reward_std": ("reward", "standard deviation of the same"),
     "score/reward_min": ("reward", "smallest of the same"),
     "score/reward_max": ("reward", "largest of the same"),
+    "score/length_correlation": ("number", "of reward and length within the groups that were trained, from -1 to 1"),
     "score/failed_fraction": ("share", "trajectories whose reward could not be computed; they are in no other number"),
     "filter/signal_fraction": ("share", "groups whose rewards differ; only these can teach"),
     "filter/dropped_fraction": ("share", "groups a filter refused, for any reason"),
     "generate/length_mean": ("tokens", "tokens the policy wrote in one trajectory"),
     "generate/length_p95": ("tokens", "95 % of the trajectories are at most this long"),
     "generate/length_max": ("tokens", "the longest trajectory"),
+    "generate/repetition": ("share", "8-grams that one answer of each trained group had written before, in its last 2,000 tokens"),
     "generate/tokens": ("tokens", "written since the last step, all trajectories together"),
     "generate/truncated_fraction": ("share", "trajectories cut at max_tokens"),
     "generate/guess_acceptance": ("share", "guessed tokens that stayed (engine.speculative)"),
@@ -72,7 +89,17 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "eval/high": ("share", "upper end of its 95 % interval"),
 }
 FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
-    "time/": ("s", "a phase on the learner's path; time/step is their sum"),
+    "score/part_": ("reward", "mean of a named part, with its weight, over the trained answers"),
+    "score/judge_": (
+        "number",
+        "of a judge since the last step: calls, cache_hits, retries, unreadable, failures, seconds (all calls together)",
+    ),
+    "score/remote_": ("number", "of a remote reward since the last step: calls, retries, failures, seconds"),
+    "score/model_": ("number", "of a reward model since the last step: texts, batches, tokens, seconds"),
+    "time/": (
+        "s",
+        "a phase on the learner's path; time/step is their sum. With a worker's name, time/engine/idle, what that one did since it last told",
+    ),
     "mem/": ("bytes", "peak on a shared device in a phase; with a name behind it, what was held of that at the phase's end"),
     "ledger/": ("groups", "what became of the groups issued so far (law 1)"),
     "train/mismatch_k3_tenth_": ("nats", "the K3 of the first, second, ... tenth of the answers"),
@@ -188,16 +215,23 @@ class StepMetrics:
         match event:
             case GroupFinished() if event.lengths:  # one that was given up has nothing to say
                 self._finished.append(event)
+            case RewardCounts():
+                for name, value in event.counts.items():
+                    self._row[f"score/{name}"] = self._row.get(f"score/{name}", 0) + value
             case Speculated():
                 self._guesses.append(event)
             case GroupsTaken():
-                self._row |= from_taken(event)
+                self._row |= from_taken(event) | from_scored(event.groups)
             case Synced():
                 self._row |= {"sync/seconds": event.seconds, "sync/bytes_copied": event.bytes_copied}
                 self._row |= {"sync/probe_gap": event.probe_gap, "sync/paused": event.paused}
             case Resident():
                 self._row |= {f"mem/{phase}": peak for phase, peak in event.peak.items()}
                 self._row |= {f"mem/{phase}_{who}": n for phase, held in event.held.items() for who, n in held.items() if n}
+            case WorkerTime():
+                for kind, seconds in event.seconds.items():
+                    name = f"time/{event.worker}/{kind}"
+                    self._row[name] = self._row.get(name, 0.0) + seconds
             case Evaluated():
                 self._write(event.step, {"eval/score": event.score, "eval/low": event.low, "eval/high": event.high})
             case StepDone():

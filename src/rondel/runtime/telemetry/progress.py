@@ -17,6 +17,7 @@ from rich.status import Status
 
 from rondel.runtime.telemetry.metrics import StepMetrics
 from rondel.words.events import (
+    Advised,
     Checkpointed,
     Evaluated,
     Event,
@@ -99,6 +100,8 @@ class Progress:
                 self.say(
                     f"eval after step {event.step}: {event.score:.1%}  ({interval}, {event.n} tasks, {event.seconds:.0f} s)", style="cyan"
                 )
+            case Advised():
+                self.say(f"  {event.message}", style="dim")
             case Checkpointed():
                 self.say(f"saved {event.path}", style="dim")
             case RunEnded():
@@ -150,7 +153,7 @@ def _limit(title: str, row: dict[str, float]) -> str:
 
 def _phases(row: dict[str, Any]) -> str:
     """7.4 s: wait 61 %, train 30 %, other 9 %"""
-    phases = {name.removeprefix("time/"): seconds for name, seconds in row.items() if name.startswith("time/")}
+    phases = {name.removeprefix("time/"): seconds for name, seconds in row.items() if name.startswith("time/") and name.count("/") == 1}
     total = phases.pop("step", 0.0) or sum(phases.values())
     if not total:
         return ""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rondel.runtime.journal.log import decode, encode
+from rondel.runtime.telemetry.trackers import MLflow, Trackio, WandB
 from rondel.words.errors import CheckpointError, boundary
 from rondel.words.protocols import Sink
 from rondel.words.registry import find
@@ -85,7 +86,7 @@ class Csv:
         self._file.close()
 
 
-SINKS: dict[str, Any] = {"tensorboard": TensorBoard, "jsonl": JsonLines, "csv": Csv}
+SINKS: dict[str, Any] = {"tensorboard": TensorBoard, "jsonl": JsonLines, "csv": Csv, "wandb": WandB, "trackio": Trackio, "mlflow": MLflow}
 
 
 def open_sinks(kinds: Iterable[str], folder: str | Path, after: int = -1) -> list[Sink]:

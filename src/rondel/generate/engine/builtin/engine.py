@@ -25,6 +25,7 @@ from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.generate.engine.builtin.text import open_reader, split_stops
 from rondel.models import linear
 from rondel.models.compiled import Compiled
+from rondel.words.account import Account
 from rondel.words.errors import EngineError, LawError, SyncError, UserError
 from rondel.words.events import Generating, Speculated, Warned, emit, stalled
 from rondel.words.protocols import Claim, Interrupt, Tags, Transport
@@ -70,6 +71,7 @@ class BuiltinEngine:
         self.log = log
         self.version = version
         self.seconds = 0.0  # spent in steps
+        self.account, self._retracted = Account("engine"), 0
         self._held = False
         self._asleep: set[str] = set()  # memory tags given back
         self._broken = ""  # why it refuses
@@ -149,7 +151,11 @@ class BuiltinEngine:
             raise UserError(f"{len(request.tokens)} tokens cannot be scored; this model carries 1 to {self.loaded.max_context}")
         self._check_words(request)
         version = self.version
-        return Scored(await self._run(self.runner.score, request.tokens), version)
+        self.account.turn("generate" if self._pump is not None else "score")
+        try:
+            return Scored(await self._run(self.runner.score, request.tokens), version)
+        finally:
+            self.account.turn(self._doing)
 
     def _check(self, request: Request) -> None:
         prompt, new = len(request.tokens), request.sampling.max_tokens
@@ -186,6 +192,11 @@ class BuiltinEngine:
     # -- the pump --------------------------------------------------------------------------------
 
     @property
+    def _doing(self) -> str:
+        """For its account: `held` is a wait for the trainer or an update, `idle` one for whoever asks."""
+        return "generate" if self._pump is not None else {"serving": "idle"}.get(self.state, self.state)
+
+    @property
     def _may_step(self) -> bool:
         return self.state == "serving" and (self._admits or self.scheduler.has_begun) and self.scheduler.may_move(self.version)
 
@@ -197,6 +208,7 @@ class BuiltinEngine:
     def _wake_pump(self) -> None:
         if self._pump is None and self._may_step:
             self._pump = asyncio.create_task(self._serve(), name="engine")
+        self.account.turn(self._doing)
 
     async def _serve(self) -> None:
         """Step until nothing is left or a pause arrives."""
@@ -218,6 +230,7 @@ class BuiltinEngine:
         finally:
             self.seconds += time.perf_counter() - began
             self._pump = None
+            self.account.turn(self._doing)
             self._let_go()
             if self.speculation is not None and (guessed := self.speculation.untold())[0]:
                 emit(Speculated(*guessed))
@@ -246,6 +259,8 @@ class BuiltinEngine:
         self.scheduler.follow(self.version)
         self._let_go()
         self.scheduler.check()
+        for name, n in (("steps", 1), ("tokens", len(drawn)), ("requests", len(plan.chunks) + len(plan.decoding))):
+            self.account.counts[name] += n
         return len(drawn)
 
     def _write(self, drawn: list[tuple[Live, int, float]]) -> None:
@@ -360,8 +375,9 @@ class BuiltinEngine:
         self._end_lease()
         while self.state == "serving" and self.scheduler.makes_for_a_line(self.version):
             self._wake_pump()
-            if self._pump is not None:
-                await asyncio.wait([self._pump])
+            if self._pump is None:  # nobody may move; whoever is not at its line is named when the weights change
+                break
+            await asyncio.wait([self._pump])
         self._held = self._held or how != "drain"
         self._admits = how != "drain"
         try:
@@ -371,6 +387,7 @@ class BuiltinEngine:
         finally:
             self._admits = True
             self._wake_pump()
+            self.account.turn(self._doing)
         if how == "abort":
             for live in [*self.scheduler.running, *self.scheduler.waiting]:
                 self._finish(live, "abort")
@@ -422,6 +439,7 @@ class BuiltinEngine:
             if self.claim is not None:
                 self.claim.leave("engine")
         self._asleep.update(tags)
+        self.account.turn(self._doing)
 
     async def wake(self, tags: Tags) -> None:
         """Awake when every tag is back."""
@@ -445,10 +463,12 @@ class BuiltinEngine:
             match message:
                 case Begin():
                     self.arrivals.begin(message, self.version)
+                    self.account.turn(self._doing)
                 case Route():
                     await self.arrivals.take(message, self._run)
                 case Commit():
                     await self._commit(message)
+                    self._tell_account()
                 case Abort(reason=reason) if not self.arrivals.drop():
                     self._broken = f"the update was aborted ({reason})"
         except BaseException as error:
@@ -473,6 +493,14 @@ class BuiltinEngine:
             self.speculation.draft.forget()  # it learns with the policy
         self._broken = ""
         self._wake_pump()
+
+    def _tell_account(self) -> None:
+        """Once a version: `requests` of `room` were decoded together."""
+        if steps := self.account.counts["steps"]:
+            self.account.counts["room"] = steps * self.scheduler.max_running
+            self.account.counts["retracted"] = self.scheduler.retracted - self._retracted
+            self._retracted = self.scheduler.retracted
+        self.account.tell()
 
     def _refuse_if_broken(self) -> None:
         if self._broken:

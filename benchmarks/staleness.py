@@ -1,0 +1,71 @@
+"""What stale samples cost: the tiny task from one start a seed, the same steps and samples, with S = 0, 1, 2, 4 and 8.
+
+    rondel bench staleness --seeds 3 --json
+The number is the mean reward of the final weights at temperature 1 over `--final` fresh groups, not of the last steps' samples, which
+older weights drew. `lag` is the mean of the second half of the run. Rows: grpo, which believes its samples, and decoupled, which weighs
+a token by proximal / behavior. Interval: 95 % of Student's t over the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="rondel bench staleness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", default="grpo,decoupled")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4, 8])
+    parser.add_argument("--seeds", type=int, default=3, choices=[1, 2, 3, 4, 5])
+    parser.add_argument("--steps", type=int, default=55)
+    parser.add_argument("--final", type=int, default=128, help="groups that judge the final weights")
+    parser.add_argument("--json", action="store_true")
+    a = parser.parse_args(argv)
+
+    from _work import report
+    from rows import half, last, mean, train
+
+    ends: dict[str, list[float]] = {}
+    lags: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for seed in range(a.seeds):
+            home = Path(scratch) / str(seed)
+            train(home / "start", seed, {"loop.steps": 0})
+            for row in a.rows.split(","):
+                for s in a.staleness:
+                    name = f"{row}, S = {s}"
+                    begun = {"algo.kind": row, "loop.warmup.steps": 0, "model.path": last(home / "start")}
+                    train(home / name, seed, begun | {"loop.steps": a.steps, "loop.max_staleness": s})
+                    once = {"loop.warmup.steps": 0, "model.path": last(home / name), "loop.steps": 1, "loop.groups_per_step": a.final}
+                    curve, _ = train(home / f"{name}, judged", seed + 100, once)
+                    ends.setdefault(name, []).append(curve[0])
+                    lags.setdefault(name, []).append(mean(lag_of(home / name)))
+                    print(f"seed {seed} {name:<18} {curve[0]:.3f}   lag {lags[name][-1]:.2f}", file=sys.stderr, flush=True)
+    table: dict[str, Any] = {
+        name: {"reward": round(mean(values), 3), "plus_minus": half(values), "lag": round(mean(lags[name]), 2), "seeds": [round(v, 3) for v in values]}
+        for name, values in ends.items()
+    }  # fmt: skip
+    if not a.json:
+        for name, got in table.items():
+            print(f"{name:<18} {got['reward']:.3f} ± {got['plus_minus']}   lag {got['lag']}")
+    report({"steps": a.steps, "final_groups": a.final, "rows": table}, only_json=True)
+
+
+def lag_of(folder: Path) -> list[float]:
+    """The mean lag of each step in the second half."""
+    from rondel.runtime.journal.log import read
+
+    taken = [e for e in read(folder) if e["kind"] == "GroupsTaken"]
+    lags = [sum(e["version"] - born for born in e["born"]) / len(e["born"]) for e in taken]
+    return lags[len(lags) // 2 :]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What a run says of itself as it starts: machine, software, model, tasks, loss; the run card and `rondel diagnose` read it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from rondel.algos.objective import explain
+from rondel.runtime.cluster import torchrun
+from rondel.runtime.journal.log import encode
+from rondel.words.config import Job
+from rondel.words.types import Task
+
+if TYPE_CHECKING:
+    from rondel.assemble.parts import Parts
+
+
+def facts_of(parts: Parts) -> dict[str, Any]:
+    """What the run card says about the machine and the software, as measured or read."""
+    from importlib.metadata import version
+
+    job, known = parts.job, parts.known
+    on_gpu = torch.cuda.is_available() and job.place.device != "cpu"
+    p, g, u = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step
+    return {
+        "versions": {
+            "rondel": version("rondel"),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "device": torch.cuda.get_device_name() if on_gpu else f"cpu ({platform.machine()})",
+        "devices": devices_of(job),
+        **({"device_bytes": torch.cuda.get_device_properties(0).total_memory} if on_gpu else {}),
+        "place": parts.placed.where,
+        "dtypes": {
+            "compute": str(known.dtype).removeprefix("torch."),
+            "master": "float32",
+            "logprobs": "float32",
+            "adapter": parts.resolved["model.adapter"],
+        },
+        "model": {"name": known.name, "parameters": known.parameters},
+        "batch": f"{p} groups x {g} samples = {p * g} trajectories a step, {u} optimizer update{'s' * (u > 1)}",
+        "tasks": {
+            "train": len(parts.tasks.train),
+            "held_out": len(parts.tasks.held_out),
+            "duplicates": parts.tasks.duplicates,
+            "leaked": parts.tasks.leaked,
+            "digests": {"train": digest(parts.tasks.train), "held_out": digest(parts.tasks.held_out)},
+        },
+        "seed": job.loop.seed,
+        "algorithm": parts.row.name,
+        "loss": explain(parts.row),
+        "needs": sorted(parts.row.needs),
+        "corrects": bool(parts.row.corrects),
+        "resolved": parts.resolved,
+    }
+
+
+def devices_of(job: Job) -> int:
+    """That this run holds while it lasts; what serves elsewhere under a url is not counted."""
+    if job.place.kind == "shared":
+        return 1
+    ranks = torchrun.rank_and_size()[1] if job.place.cluster == "torchrun" else job.place.ranks
+    return ranks + (job.place.engines if job.engine.kind == "builtin" else 0)
+
+
+def digest(tasks: Iterable[Task]) -> str:
+    """Of ids and contents, in whatever order they came: two runs with equal digests had the same tasks."""
+    each = sorted(blake2b(encode([t.id, t.env, t.data]).encode(), digest_size=16).digest() for t in tasks)
+    return blake2b(b"".join(each), digest_size=16).hexdigest()

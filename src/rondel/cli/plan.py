@@ -1,0 +1,107 @@
+"""rondel plan: memory by tenant and phase, times, split, sync and layouts of a run, before anything is started. Starts no torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from rondel.cli import OVERRIDES, setting_of
+
+SETTINGS = OVERRIDES
+
+
+def run(
+    ctx: typer.Context,
+    recipe: Annotated[str, typer.Argument(metavar="[RUN.toml]", help="The recipe; none: only what --what-if says.")] = "",
+    what_if: Annotated[
+        str, typer.Option("--what-if", metavar="NAME=VALUE ...", help="model=70b gpus=64 hardware=h100 output=16k ...")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine first, in about a minute, and remember it.")] = False,
+) -> None:
+    """Show what a run needs: memory, time, split, sync.
+
+    The bill of memory by tenant and phase, how long a step takes, which pool waits, how weights travel, what to change first.
+    """
+    if calibrate:
+        from rondel.assemble.calibrating import calibrate as measure
+
+        print(measure(), file=sys.stderr, flush=True)
+        if not (recipe or what_if or ctx.args):
+            return
+    from rondel.planner.plan import plan
+
+    told = plan(setting_of([recipe, what_if, *ctx.args]))
+    if as_json:
+        print(json.dumps(told))
+    else:
+        show(told)
+
+
+def show(told: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    model, devices, work = told["model"], told["devices"], told["work"]
+    routed = f", {model['active'] / 1e9:.3g} B a token" if model["active"] < 0.9 * model["parameters"] else ""
+    adapter = f", of which {model['trained'] / 1e6:.3g} M in an adapter are trained" if model["trained"] < model["parameters"] else ""
+    console.print(f"model     {model['name']}: {model['parameters'] / 1e9:.4g} B numbers{routed}{adapter}")
+    if devices["place"] == "split":
+        places = f", {devices['train']} train, {devices['generate']} generate"
+    else:
+        places = ", which do both in turn" if devices["count"] > 1 else ""
+    wide = f", {devices['devices_an_engine']} an engine" if devices["devices_an_engine"] > 1 else ""
+    console.print(f"devices   {devices['count']} x {devices['hardware']}{places}{wide}")
+    console.print(
+        f"a step    {work['prompts']} prompts of {work['prompt_tokens']} tokens x {work['group']} answers of {work['mean_tokens']:.0f} "
+        f"(at most {work['output_tokens']}): {work['packed_tokens']:.4g} tokens to train on"
+    )
+    for bill in told["memory"]:
+        table = Table(title=f"GB on one device: {bill['pool']}", title_justify="left", box=None, pad_edge=False)
+        table.add_column("")
+        for phase in bill["total"]:
+            table.add_column(phase, justify="right")
+        for tenant, row in sorted(bill["rows"].items(), key=lambda item: -max(item[1].values())):
+            table.add_row(tenant, *(_gb(row[phase]) for phase in row))
+        table.add_row("sum", *(_gb(value) for value in bill["total"].values()), style="bold")
+        console.print()
+        console.print(table)
+    console.print()
+    for line in told["advice"]:
+        console.print(line)
+    generate, train, sync = told["generate"], told["train"], told["sync"]
+    console.print(
+        f"\ngenerate  {_time(generate['seconds'])}: {generate['tokens_per_second']:.4g} tokens/s, {generate['requests_an_engine']} requests an engine; "
+        f"the longest answer alone {_time(generate['longest_answer_seconds'])}",
+    )
+    console.print(f"train     {_time(train['seconds'])}: {train['tokens_per_second']:.4g} tokens/s")
+    console.print(f"sync      {sync[0]['kind']}, {_time(sync[0]['seconds'])}: {sync[0]['why']}")
+    for way in sync[1:]:
+        console.print(f"          {way['kind']}, {_time(way['seconds'])}: {way['why']}")
+    if devices["place"] == "split":
+        costs = ", ".join(f"{how} {_time(seconds)}" for how, seconds in told["interrupt"].items())
+        console.print(f"          an update stands in the way of requests in flight for: {costs}")
+    console.print(f"step      {_time(told['step_seconds'])}; {told['split']['text']}")
+    if devices["count"] > 1:
+        console.print(f"place     {told['placement']}")
+        for row in told["layouts"][:3]:
+            console.print(
+                f"layout    {row['name']}: {row['memory'] / 1e9:.1f} GB{'' if row['fits'] else ', too much'}, training {_time(row['seconds'])}, "
+                f"{row['bubble']:.0%} bubble, {row['traffic'] / 1e9:.3g} GB of traffic a device",
+            )
+    console.print("\nassumed   " + "\n          ".join(told["assumed"]))
+
+
+def _gb(bytes_: float) -> str:
+    return "" if bytes_ < 0.5e4 else f"{bytes_ / 1e9:.2f}" if bytes_ >= 1e7 else f"{bytes_ / 1e9:.5f}"
+
+
+def _time(seconds: float) -> str:
+    for unit, name in ((3600, "h"), (60, "min"), (1, "s")):
+        if seconds >= 2 * unit or unit == 1:
+            return f"{seconds / unit:.3g} {name}" if seconds >= 1 or seconds == 0 else f"{seconds * 1000:.3g} ms"
+    return ""

@@ -1,0 +1,24 @@
+"""rondel trace: a run as a picture of its time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def run(
+    folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder.")],
+    output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="Where to write it.")] = "trace.json",
+) -> None:
+    """Write a trace that Perfetto opens.
+
+    One track a worker, a slice a phase, every group from its admission to its training, counters of lag, speed and groups in flight.
+    """
+    from rondel.runtime.journal.log import encode
+    from rondel.runtime.telemetry.trace import trace
+
+    told = trace(folder)
+    Path(output).write_text(encode(told) + "\n", encoding="utf-8")
+    print(f"{output}: {len(told['traceEvents'])} events; open it at https://ui.perfetto.dev (nothing is uploaded) or chrome://tracing")

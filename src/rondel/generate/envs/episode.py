@@ -1,0 +1,56 @@
+"""An episode of several trajectories, laid beside those of its siblings.
+
+    planner     ████████████████         the episode's first: scored by the reward, or by the environment
+    planner     ██████▒▒▒▒▒▒             a branch: its harness rewrote the history, and both share the first tokens, the score and the credit
+    searcher    ░░░░░░░░░░░              another agent: with the same score or one of its own, compared with the searchers of other episodes
+
+A branch is a whole walk from the first token to its last one; tokens that several walks share are trained in each (and computed once).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from rondel.words.errors import EnvError
+from rondel.words.types import Score, Trajectory
+
+
+def listed(episode: Trajectory | list[Trajectory]) -> list[Trajectory]:
+    """What an environment returned, always as a list."""
+    found = [episode] if isinstance(episode, Trajectory) else list(episode)
+    if not found:
+        raise EnvError("the environment returned an empty list; an episode is at least one trajectory, be it without a token")
+    return found
+
+
+def rooted(episode: list[Trajectory]) -> list[Trajectory]:
+    """The same by agents, with every branch's `parent`: the first of an agent in which something was written is its root, and so is whoever
+    brings a score of its own. Others in which nothing was written are left out."""
+    found: list[Trajectory] = []
+    for agent in dict.fromkeys(t.agent for t in episode):
+        root = len(found)
+        for trajectory in sorted((t for t in episode if t.agent == agent), key=lambda t: t.written == 0):
+            if len(found) == root or trajectory.written:
+                trajectory.parent = root if len(found) > root and trajectory.score is None else None
+                found.append(trajectory)
+    return found
+
+
+def joined(episodes: Iterable[list[Trajectory]]) -> list[Trajectory]:
+    """All of them as a group has them: parents count from its first trajectory."""
+    found: list[Trajectory] = []
+    for episode in episodes:
+        first = len(found)
+        for trajectory in episode:
+            trajectory.parent = None if trajectory.parent is None else trajectory.parent + first
+            found.append(trajectory)
+    return found
+
+
+def share(episode: list[Trajectory]) -> None:
+    """Who has no score of its own has that of its root, or else of the episode's first: without what was earned at places of those tokens."""
+    for trajectory in episode:
+        if trajectory.score is None:
+            score = episode[trajectory.parent or 0].score or episode[0].score
+            trajectory.score = replace(score, steps=()) if isinstance(score, Score) else score

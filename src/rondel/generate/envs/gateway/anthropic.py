@@ -1,0 +1,101 @@
+"""/v1/messages, as Anthropic's clients expect it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from rondel.generate.envs.gateway.errors import Refusal
+from rondel.generate.envs.gateway.fields import Fields, event, functions
+from rondel.generate.envs.gateway.messages import Messages, call_of, text_of
+
+if TYPE_CHECKING:
+    from rondel.generate.envs.gateway.session import Session
+
+THOUGHTS = ("thinking", "redacted_thinking")  # of another model: the policy has written none
+
+
+def read_messages(system: Any, given: list[Any]) -> Messages:
+    """A user's message may hold answers of tools: each becomes a message of its own, before what the user says."""
+    out: Messages = [{"role": "system", "content": text_of(system, "system", "\n")}] if system else []
+    for i, message in enumerate(given):
+        where = f"messages[{i}]"
+        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
+            raise Refusal(400, f"{where}.role must be user or assistant")
+        role, content = message["role"], message.get("content")
+        blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        if not all(isinstance(block, dict) for block in blocks):
+            raise Refusal(400, f"{where}.content must be a text or a list of blocks")
+        calls = [call_of(b.get("id"), b.get("name"), b.get("input") or {}) for b in blocks if b.get("type") == "tool_use"]
+        answers = [b for b in blocks if b.get("type") == "tool_result"]
+        words = [b for b in blocks if b.get("type") not in ("tool_use", "tool_result", *THOUGHTS)]
+        out += [
+            {
+                "role": "tool",
+                "tool_call_id": str(b.get("tool_use_id", "")),
+                "content": ("error: " if b.get("is_error") else "") + text_of(b.get("content"), where, "\n"),
+            }
+            for b in answers
+        ]
+        if words or role == "assistant" or not answers:
+            read = {"role": role, "content": text_of(words, where, "\n")}
+            out.append({**read, "tool_calls": calls} if calls and role == "assistant" else read)
+    if out and out[-1]["role"] == "assistant":
+        raise Refusal(400, "the last message is the assistant's: the policy begins its answers itself; end with a user's message")
+    return out
+
+
+def function_of(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
+
+
+async def count_tokens(session: Session, f: Fields) -> dict[str, Any]:
+    """Of a conversation as if it were new; nothing is asked of the policy."""
+    said = read_messages(f.take("system", (str, list)), f.take("messages", list, []))
+    return {"input_tokens": session.size(said, functions(f.take("tools", list, []), function_of))}
+
+
+async def messages(session: Session, f: Fields) -> dict[str, Any]:
+    said = read_messages(f.take("system", (str, list)), f.take("messages", list, []))
+    tools = functions(f.take("tools", list, []), function_of)
+    (reply,) = await session.replies(f.asked(said, tools, limit=("max_tokens",), stop="stop_sequences"))
+    content: list[dict[str, Any]] = [{"type": "text", "text": reply.text}] if reply.text else []
+    content += [{"type": "tool_use", "id": id, "name": name, "input": given} for id, name, given in reply.calls]
+    stop = "tool_use" if reply.calls else "max_tokens" if reply.cut else "stop_sequence" if reply.stopped else "end_turn"
+    cached = reply.done.cached_tokens
+    return {
+        "id": f"msg_{uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "model": str(f.body.get("model", "policy")),
+        "content": content,
+        "stop_reason": stop,
+        "stop_sequence": reply.stopped or None,
+        "usage": {
+            "input_tokens": reply.prompt - cached,
+            "output_tokens": len(reply.done.tokens),
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+        },
+    }
+
+
+def chunks(whole: dict[str, Any], options: dict[str, Any]) -> Iterator[bytes]:
+    def tell(kind: str, **data: Any) -> bytes:
+        return event({"type": kind, **data}, kind)
+
+    ends = {"stop_reason": None, "stop_sequence": None}
+    yield tell("message_start", message={**whole, **ends, "content": [], "usage": {**whole["usage"], "output_tokens": 0}})
+    for i, block in enumerate(whole["content"]):
+        empty: dict[str, Any]
+        if block["type"] == "text":
+            empty, delta = {"type": "text", "text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            empty, delta = {**block, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield tell("content_block_start", index=i, content_block=empty)
+        yield tell("content_block_delta", index=i, delta=delta)
+        yield tell("content_block_stop", index=i)
+    yield tell("message_delta", delta={k: whole[k] for k in ends}, usage={"output_tokens": whole["usage"]["output_tokens"]})
+    yield tell("message_stop")

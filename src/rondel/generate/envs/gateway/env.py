@@ -1,0 +1,71 @@
+"""An agent of somebody else's, trained through the API that it speaks: only its `base_url` and `api_key` are ours.
+
+agent(task, base_url, api_key) ──HTTP──> session of this key ──> chat ──> engine
+         │                                  └ branches: what is trained
+         └──> nothing, or what the episode was worth
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from rondel.generate.envs.chat import TokenChat
+from rondel.generate.envs.gateway.agent import Agent, score_of
+from rondel.generate.envs.gateway.session import Session
+from rondel.generate.envs.single_turn import opening
+from rondel.generate.envs.template import Messages, Schemas
+from rondel.words.errors import ConfigError, EnvError
+from rondel.words.events import Warned, emit
+from rondel.words.types import Task, Trajectory
+
+
+class Gateway:
+    """`Gateway(agent_of("my_agent:solve"), timeout=600)`; `timeout` is the seconds of one episode."""
+
+    turns = 1 << 20  # who knows: room is planned for conversations as long as the context
+
+    def __init__(self, agent: Agent, *, timeout: float = 600.0) -> None:
+        self.agent, self.timeout = agent, timeout
+        self._told: set[str] = set()
+        try:
+            from rondel.generate.envs.gateway.listening import Listening
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"task.env = 'gateway' needs {error.name}, which is not installed: pip install 'rondel[serve]'") from error
+        self.listening = Listening(self._warn)
+
+    def prompt(self, task: Task) -> tuple[Messages, Schemas]:
+        """What the policy reads first is the agent's affair; a prompt of the task is most likely in it."""
+        known = {"prompt", "messages"} & task.data.keys()
+        return opening(task) if known else [{"role": "user", "content": ""}], ()
+
+    async def run(self, task: Task, chat: TokenChat) -> Trajectory | list[Trajectory]:
+        """One trajectory, or one for each branch: the first opened comes first, and has the score if the agent says one."""
+        session, failed, returned = Session(chat), None, None
+        async with self.listening.to(session) as (url, key):
+            try:
+                async with asyncio.timeout(self.timeout) as limit:
+                    returned = await self.agent(task, url, key)
+            except TimeoutError as error:
+                reason = f"did not end within {self.timeout:g} s (task.agent_timeout)" if limit.expired() else f"raised {error!r}"
+                failed = EnvError(f"the agent {reason}")
+            except EnvError as error:
+                failed = error
+            except Exception as error:  # an agent raises whatever it likes
+                failed = EnvError(f"the agent raised {type(error).__name__}: {error}")
+                failed.__cause__ = error
+        if session.fault is not None:
+            raise session.fault
+        if failed is not None and not session.full:  # out of context an agent may well fail: that is the policy's doing
+            raise failed
+        found = session.forest.trajectories()
+        if not found:
+            why = "; its first prompt alone fills the context" if session.full else ""
+            raise EnvError(f"the agent ended without an answer of the policy{why}") from failed
+        found[0].score = score_of(returned)  # of the episode: its other branches share it
+        return found[0] if len(found) == 1 else found
+
+    def _warn(self, name: str, rule: str) -> None:
+        """Once for each name in a run."""
+        if name not in self._told:
+            self._told.add(name)
+            emit(Warned(f"the agent asks for {name}: {rule}"))

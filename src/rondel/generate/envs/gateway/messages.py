@@ -1,0 +1,81 @@
+"""One form for what clients write in many ways: a message that is sent back is known again, and one that was changed is not.
+
+what differs between two sendings of the same message       what is made of it
+content as a text, or as a list of text parts                a text
+arguments of a call as JSON that was written anew            an object; 3.0 is 3, the order of keys says nothing
+ids of calls                                                 places: the first call of a message is call00001
+white space around what the assistant said or thought        gone, in the comparison only
+None for ""                                                  ""
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from typing import Any
+
+from rondel.generate.envs.gateway.errors import Refusal
+
+Messages = list[dict[str, Any]]
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}  # OpenAI's, and ours
+
+THOUGHT = re.compile(r"\s*(</?think>)\s*")  # clients take thoughts out and put them in again
+
+
+def text_of(content: Any, where: str, joined: str = "") -> str:
+    """A text, or parts of it."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise Refusal(400, f"{where}.content must be a text or a list of text parts")
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            kind = part.get("type", "nothing") if isinstance(part, dict) else type(part).__name__
+            raise Refusal(400, f"{where}.content has a part of type '{kind}'; the policy reads text only")
+        texts.append(part["text"])
+    return joined.join(texts)
+
+
+def call_of(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    """A call in an assistant's message. Arguments that are no JSON stay the text that they are."""
+    if not isinstance(name, str):
+        raise Refusal(400, "a tool call without a name")
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            arguments = json.loads(arguments) if arguments else {}
+    return {"id": str(id), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def canonical(messages: Messages) -> Messages:
+    """What templates are given: ids of calls are places, and an answer names the tool it comes from."""
+    out: Messages = []
+    asked: dict[str, tuple[str, str]] = {}
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "assistant" and (calls := message.get("tool_calls")):
+            asked = {call["id"]: (f"call{i:05d}", call["function"]["name"]) for i, call in enumerate(calls, 1)}
+            placed = [{**call, "id": asked[call["id"]][0]} for call in calls]
+            out.append({"role": role, "content": content, "tool_calls": placed})
+        elif role == "tool":
+            place, name = asked.get(message["tool_call_id"], (message["tool_call_id"], ""))
+            out.append({"role": role, "tool_call_id": place, **({"name": name} if name else {}), "content": content})
+        else:
+            out.append({"role": role, "content": content})
+    return out
+
+
+def key_of(message: dict[str, Any]) -> str:
+    """Equal for two messages that are the same. What was given is compared to the letter: another letter is another token."""
+    if message["role"] == "assistant":
+        message = {**message, "content": THOUGHT.sub(r"\1", message["content"]).strip()}
+    return json.dumps(_plain(message), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,0 +1,133 @@
+"""/v1/chat/completions, /v1/completions and /v1/models, as OpenAI's clients expect them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from rondel.generate.envs.gateway.asked import Asked, Reply
+from rondel.generate.envs.gateway.errors import Refusal
+from rondel.generate.envs.gateway.fields import Fields, event, functions
+from rondel.generate.envs.gateway.messages import ROLES, Messages, call_of, text_of
+
+if TYPE_CHECKING:
+    from rondel.generate.envs.gateway.session import Session
+
+
+def read_messages(given: list[Any]) -> Messages:
+    out: Messages = []
+    for i, message in enumerate(given):
+        where = f"messages[{i}]"
+        role = ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
+        if role is None:
+            raise Refusal(400, f"{where}.role must be one of {', '.join(ROLES)}")
+        read: dict[str, Any] = {"role": role, "content": text_of(message.get("content"), where)}
+        if role == "assistant" and (calls := message.get("tool_calls")):
+            made = [(c.get("id"), c.get("function") or {}) for c in calls]
+            read["tool_calls"] = [call_of(id, f.get("name"), f.get("arguments")) for id, f in made]
+        if role == "tool":
+            read["tool_call_id"] = str(message.get("tool_call_id", ""))
+        out.append(read)
+    return out
+
+
+def function_of(tool: dict[str, Any]) -> dict[str, Any]:
+    given = tool.get("function")
+    return {k: given.get(k) for k in ("name", "description", "parameters")} if isinstance(given, dict) else {}
+
+
+async def chat(session: Session, f: Fields) -> dict[str, Any]:
+    said = read_messages(f.take("messages", list, []))
+    tools = functions(f.take("tools", list, []), function_of)
+    logprobs = f.take("logprobs", bool, False)
+    asked = f.asked(said, tools, limit=("max_completion_tokens", "max_tokens"))
+    replies = await session.replies(asked)
+    choices = []
+    for i, reply in enumerate(replies):
+        message: dict[str, Any] = {"role": "assistant", "content": reply.text or (None if reply.calls else ""), "refusal": None}
+        if reply.calls:
+            message["tool_calls"] = [
+                {"id": id, "type": "function", "function": {"name": name, "arguments": json.dumps(given)}}
+                for id, name, given in reply.calls
+            ]
+        content = [{"token": t, "logprob": lp, "bytes": list(t.encode()), "top_logprobs": []} for t, lp in tokens(session, reply)]
+        finish = "tool_calls" if reply.calls else "length" if reply.cut else "stop"
+        told = {"content": content, "refusal": None} if logprobs else None
+        choices.append({"index": i, "message": message, "logprobs": told, "finish_reason": finish})
+    return {**_head("chatcmpl", "chat.completion", f), "choices": choices, "usage": usage(replies)}
+
+
+def chat_chunks(whole: dict[str, Any], options: dict[str, Any]) -> Iterator[bytes]:
+    """The answer as a stream: it is sent when it is whole, since only then is it certain what is a call."""
+    head = {**{k: v for k, v in whole.items() if k not in ("choices", "usage")}, "object": "chat.completion.chunk"}
+    for choice in whole["choices"]:
+        message, index = choice["message"], choice["index"]
+        calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
+        said: list[dict[str, Any]] = [{"role": "assistant", "content": "" if message["content"] is not None else None}]
+        said += [{"content": message["content"]}] * bool(message["content"]) + [{"tool_calls": [call]} for call in calls]
+        for i, delta in enumerate(said):
+            logprobs = choice["logprobs"] if i == len(said) - 1 else None
+            yield event({**head, "choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}]})
+        yield event({**head, "choices": [{"index": index, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}]})
+    if options.get("include_usage"):
+        yield event({**head, "choices": [], "usage": whole["usage"]})
+    yield b"data: [DONE]\n\n"
+
+
+async def completion(session: Session, f: Fields) -> dict[str, Any]:
+    prompt = f.take("prompt", (str, list), "")
+    prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+    size = len(session.chat.tokenizer)
+    for one in prompts:
+        if not isinstance(one, str) and not (isinstance(one, list) and all(type(t) is int and 0 <= t < size for t in one)):
+            raise Refusal(400, f"prompt must be a text, a list of token ids below {size}, or a list of either")
+    logprobs = f.take("logprobs", int)
+    asked = f.asked(prompts and prompts[0], limit=("max_tokens",))
+    families = [await session.replies(Asked(one, [], asked.max_tokens, asked.stop, asked.n)) for one in prompts]
+    replies = [reply for family in families for reply in family]
+    choices = []
+    for i, reply in enumerate(replies):
+        texts, values = zip(*tokens(session, reply)) if reply.done.tokens else ((), ())
+        offsets = [len("".join(texts[:k])) for k in range(len(texts))]
+        told = {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets} if logprobs is not None else None
+        choices.append({"index": i, "text": reply.text, "logprobs": told, "finish_reason": "length" if reply.cut else "stop"})
+    return {**_head("cmpl", "text_completion", f), "choices": choices, "usage": usage(replies)}
+
+
+def completion_chunks(whole: dict[str, Any], options: dict[str, Any]) -> Iterator[bytes]:
+    head = {k: v for k, v in whole.items() if k not in ("choices", "usage")}
+    for choice in whole["choices"]:
+        yield event({**head, "choices": [choice]})
+    if options.get("include_usage"):
+        yield event({**head, "choices": [], "usage": whole["usage"]})
+    yield b"data: [DONE]\n\n"
+
+
+def model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "type": "model", "display_name": name, "created": 0, "created_at": "1970-01-01T00:00:00Z"} | {
+        "owned_by": "rondel"
+    }
+
+
+def tokens(session: Session, reply: Reply) -> list[tuple[str, float]]:
+    """What was drawn, with the log-probability it was drawn with."""
+    return [(session.chat.tokenizer.decode([t]), lp) for t, lp in zip(reply.done.tokens, reply.done.logprobs)]
+
+
+def usage(replies: list[Reply]) -> dict[str, Any]:
+    """A prompt counts once however many answers it gets."""
+    prompt, written = replies[0].prompt, sum(len(reply.done.tokens) for reply in replies)
+    cached = min(reply.done.cached_tokens for reply in replies)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _head(prefix: str, kind: str, f: Fields) -> dict[str, Any]:
+    return {"id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()), "model": str(f.body.get("model", "policy"))}

@@ -1,0 +1,138 @@
+"""All that an agent asks with one key: of each request, what goes on from what was said before, what is new, and what the policy makes of it.
+
+Tokens are never rendered from what the policy wrote, as long as the agent sends it back as it was (law 5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
+
+from rondel.generate.envs.chat import TokenChat
+from rondel.generate.envs.gateway.asked import Asked, Reply
+from rondel.generate.envs.gateway.errors import Refusal, TooLong
+from rondel.generate.envs.gateway.forest import Forest, Turn
+from rondel.generate.envs.gateway.messages import canonical, key_of
+from rondel.generate.envs.template import Messages
+from rondel.words.types import Completion
+
+
+class Session:
+    """`chat` is the episode's own, which every branch begins as a copy of. `fault` is the engine's: no agent can be blamed for it."""
+
+    def __init__(self, chat: TokenChat) -> None:
+        self.chat, self.forest = chat, Forest(chat)
+        self.fault: Exception | None = None
+        self.full = self.closed = False
+        self.stored: dict[str, Messages] = {}  # by a response's id, what it ended
+        self._asked = self._called = 0
+        self._work: set[asyncio.Task[Any]] = set()
+
+    def begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """As a task that ends with the session."""
+        task = asyncio.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return task
+
+    async def replies(self, asked: Asked) -> list[Reply]:
+        """One, or n branches from the same place. If one of them fails, none is kept waiting."""
+        tasks = [self.begin(self._reply(asked)) for _ in range(asked.n)]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    def size(self, messages: Messages, tools: list[dict[str, Any]]) -> int:
+        """Tokens of a conversation that begins with these."""
+        return len(self.chat.template.opening(canonical(messages), tools))
+
+    async def close(self) -> None:
+        """Whatever is still asked for is given up."""
+        self.closed = True
+        work = list(self._work)
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+
+    async def _reply(self, asked: Asked) -> Reply:
+        messages, said = _spelled(asked.said)
+        branch = self.forest.open(said, asked.tools)
+        branch.busy = True
+        try:
+            reply = await self._turn(branch.chat, branch.turns, messages, said, asked)
+        except BaseException as error:
+            full = isinstance(error, TooLong)
+            self.full = self.full or full
+            self.forest.undo(branch, "length" if full else None)
+            raise
+        finally:
+            branch.busy = False
+        if messages:
+            branch.said = [*said, key_of(canonical([reply.message])[0])]
+        else:
+            branch.said = said + reply.text if isinstance(said, str) else list(branch.chat.trajectory.tokens)
+        branch.turns = [*branch.turns, Turn(len(branch.said), branch.chat.mark, reply.stopped)]
+        return reply
+
+    async def _turn(self, chat: TokenChat, turns: list[Turn], messages: Messages, said: Any, asked: Asked) -> Reply:
+        """Gives what is new, and lets the policy write."""
+        known = turns[-1].length if turns else 0
+        number, self._asked = self._asked, self._asked + 1
+        own, s = self.chat, self.chat.sampling
+        limit = min(s.max_tokens, asked.max_tokens or s.max_tokens)
+        chat.key = lambda _: own.key(number)  # no two replies of an episode are drawn with the same noise
+        chat.sampling = replace(s, max_tokens=limit, min_tokens=min(s.min_tokens, limit), stop=(*s.stop, *asked.stop))
+        try:
+            if messages:
+                chat.give(messages[known:], asked.tools)
+            else:
+                chat.give_tokens(self._plain(said[known:], turns))
+        except Exception as error:  # a template refuses what it cannot write by raising whatever it likes
+            raise Refusal(400, f"these messages cannot be written as tokens: {error}") from error
+        if chat.full:
+            raise TooLong(chat.max_context)
+        prompt = len(chat.trajectory.tokens)
+        try:
+            done = await chat.reply()
+        except Exception as error:
+            self.fault = self.fault or error
+            raise Refusal(500, f"the engine could not serve this: {error}") from error
+        return self._read(done, chat, asked, prompt)
+
+    def _plain(self, said: str | list[int], turns: list[Turn]) -> list[int]:
+        """New text as tokens. An agent that stops at a string writes that string again; the policy has written it already."""
+        if isinstance(said, list):
+            return said
+        said = said.removeprefix(turns[-1].tail) if turns else said
+        return list(self.chat.tokenizer.encode(said, add_special_tokens=not turns))
+
+    def _read(self, done: Completion, chat: TokenChat, asked: Asked, prompt: int) -> Reply:
+        """Tokens as an API tells them: text before the first call, and the calls. One that cannot be read is text."""
+        tokenizer = chat.tokenizer
+        whole = tokenizer.decode(done.tokens, skip_special_tokens=True)
+        text = done.text if done.text is not None else whole
+        stopped = next((s for s in asked.stop if s in whole and s not in text), "") if done.finish_reason == "stop" else ""
+        calls = chat.calls(done) if asked.tools and asked.calls and done.finish_reason == "stop" else []
+        if not calls or any(call.fault for call in calls):
+            return Reply(text, [], done, prompt, stopped)
+        raw = tokenizer.decode(done.tokens, skip_special_tokens=False)
+        thought = len(raw) - len(raw.rpartition("</think>")[2])
+        text = raw[: thought + chat.template.calls.begins(raw[thought:])].strip()
+        named = []
+        for call in calls:
+            self._called += 1
+            named.append((f"call_{self._called:06d}", call.name, call.arguments))
+        return Reply(text, named, done, prompt, stopped)
+
+
+def _spelled(said: Messages | str | list[int]) -> tuple[Messages, Any]:
+    """-> the messages to render, if it is messages, and what tells it from others."""
+    if isinstance(said, list) and said and isinstance(said[0], dict):
+        messages = canonical(said)
+        return messages, [key_of(message) for message in messages]
+    return [], said

@@ -1,0 +1,80 @@
+"""Worlds with Gymnasium's two verbs, played in text: what the world shows is given, what the policy writes is the action.
+
+reset(seed) -> text       give ──> reply ──> step(text) -> text, reward, terminated, truncated
+                            ^────────────────────┘           each reward is earned at the last token of its turn
+
+Verbs run on threads, so a slow world delays nobody else's episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any
+
+from rondel.generate.envs.tools import on_a_thread
+from rondel.words.errors import ConfigError, EnvError
+from rondel.words.protocols import Chat
+from rondel.words.registry import imported
+from rondel.words.types import Score, Task, Trajectory
+
+
+def maker(name: str) -> Callable[..., Any]:
+    """ "module:name", a function or class of yours; anything else is an id that gymnasium has registered."""
+    if ":" in name and not re.search(r"-v\d+$", name):
+        made: Callable[..., Any] = imported("world", name)
+        return made
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise ConfigError(f"the world '{name}' is an id of gymnasium, which is not installed: pip install gymnasium") from error
+    return lambda **args: gymnasium.make(name, **args)
+
+
+class Gym:
+    """`Gym(turns=10)`; which world and which seed is the task's.
+
+    turns    most actions of an episode, which is then over
+    timeout  seconds for one verb of the world
+    """
+
+    def __init__(self, *, turns: int = 8, timeout: float = 30.0, suffix: str = "", system: str | None = None) -> None:
+        self.turns, self.timeout, self.suffix, self.system = turns, timeout, suffix, system
+
+    async def run(self, task: Task, chat: Chat) -> Trajectory:
+        name, trajectory = task.data["world"], chat.trajectory
+        world = await self._does(name, maker(name), **dict(task.data.get("args") or {}))
+        earned: list[tuple[int, float]] = []
+        try:
+            seen, _ = await self._does(name, world.reset, seed=task.data["seed"])
+            for left in reversed(range(self.turns)):
+                said = [] if earned or self.system is None else [{"role": "system", "content": self.system}]
+                chat.give([*said, {"role": "user", "content": f"{seen}{self.suffix}"}])
+                done = await chat.reply()
+                if not done.tokens:  # no room for an action
+                    break
+                seen, reward, terminated, truncated, _ = await self._does(name, world.step, done.text)
+                earned.append((len(trajectory.tokens) - 1, float(reward)))
+                if terminated or truncated:
+                    break
+                if not left:
+                    trajectory.finish_reason = "length"
+        finally:
+            if hasattr(world, "close"):
+                await self._does(name, world.close)
+        trajectory.score = Score(sum(value for _, value in earned), steps=tuple(earned))
+        return trajectory
+
+    async def _does(self, name: str, verb: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        def call() -> Any:
+            return verb(*given, **named)
+
+        call.__name__ = what = getattr(verb, "__name__", "make")
+        try:
+            async with asyncio.timeout(self.timeout):
+                return await on_a_thread(call, {})
+        except TimeoutError as error:
+            raise EnvError(f"{what} of the world '{name}' did not end within {self.timeout:g} s (task.tool_timeout)") from error
+        except Exception as error:  # a world raises whatever it likes
+            raise EnvError(f"{what} of the world '{name}' raised {type(error).__name__}: {error}") from error

@@ -1,0 +1,122 @@
+"""The python tool: what the policy writes runs in a box of the episode, and variables live from call to call."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rondel.words.boxes import Limits
+from rondel.words.errors import EnvError, SandboxError
+from rondel.words.protocols import Boxes, Cell
+from rondel.words.types import Task
+
+SECONDS = 10.0  # one call
+MOST = 4000  # characters that the policy reads of one call
+GRACE = 2.0  # seconds after which an interpreter that was told to stop is ended
+LIMITS = Limits(wall=3600.0, cpu=120.0)
+REPL = Path(__file__).with_name("repl.py")
+
+
+class Interpreter:
+    """One box with an interpreter that waits for text."""
+
+    def __init__(self, sandbox: Boxes) -> None:
+        self.cell: Cell = sandbox.cell(LIMITS)
+        asks, answers, none = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDWR)
+        try:
+            self.cell.begin(f"{REPL.read_text(encoding='utf-8')}\nserve({SECONDS}, {MOST})\n", asks[0], answers[1], none)
+        except BaseException:
+            os.close(asks[1])
+            os.close(answers[0])
+            self.cell.kill()
+            raise
+        finally:
+            for fd in (asks[0], answers[1], none):
+                os.close(fd)
+        self.asks, self.answers = asks[1], answers[0]
+        os.set_blocking(self.asks, False)
+
+    def ask(self, code: str) -> str | None:
+        """What it printed; None when it ended, or does not hear."""
+        deadline = time.monotonic() + SECONDS + GRACE
+        rest, line = json.dumps({"code": code}).encode() + b"\n", b""
+        try:
+            while rest:
+                _until_ready(self.asks, select.POLLOUT, deadline)
+                rest = rest[os.write(self.asks, rest) :]
+            while not line.endswith(b"\n") and len(line) < 8 * MOST:
+                _until_ready(self.answers, select.POLLIN, deadline)
+                if not (piece := os.read(self.answers, 1 << 16)):
+                    return None
+                line += piece
+            return str(json.loads(line)["text"])
+        except (OSError, ValueError, TypeError, KeyError):  # a TimeoutError, a broken pipe; or the code wrote into the answers itself
+            return None
+
+    def end(self) -> str:
+        """-> how it ended."""
+        try:
+            ended = self.cell.finish(0.2)
+            return "it took too long" if ended.limit == "wall" else ended.ended
+        except SandboxError as error:
+            return str(error)
+        finally:
+            self.cell.kill()
+            os.close(self.asks)
+            os.close(self.answers)
+
+
+def python_tool(sandbox: Callable[[], Boxes]) -> type:
+    """The tool as a class, of which every episode has its own."""
+
+    class Python:
+        def __init__(self, task: Task) -> None:
+            self._turn, self._closed, self._task = threading.Lock(), False, task
+            self._open: Interpreter | None = None
+
+        def python(self, code: str) -> str:
+            """Run Python code and read what it prints; the value of a last expression is shown. Variables and files are kept between calls. There is no network."""
+            with self._turn:  # calls of one reply are carried out one after the other
+                if self._closed:
+                    raise EnvError("the episode is over")
+                try:
+                    self._open = self._open or Interpreter(sandbox())
+                except SandboxError as error:
+                    raise EnvError(f"no box for the code of {self._task.id}: {error}") from error
+                text = None if self._closed else self._open.ask(code)
+                if text is None:  # and a box that was opened for an episode that is over ends too
+                    how, self._open = self._open.end(), None
+                    return f"error: the interpreter ended ({how}); its variables and files are lost"
+                return middle_out(text)
+
+        def close(self) -> None:
+            """At once for the caller: the box ends beside."""
+            self._closed = True
+            if (opened := self._open) is not None:
+                threading.Thread(target=self._release, args=(opened,), daemon=True).start()
+
+        def _release(self, opened: Interpreter) -> None:
+            opened.cell.kill()  # who waits for it hears that it ended
+            with self._turn:
+                if self._open is opened:
+                    opened.end()
+                    self._open = None
+
+    return Python
+
+
+def middle_out(text: str, most: int = MOST + 200) -> str:
+    """The box says how much it left out; what it says is not trusted to be short."""
+    return text if len(text) <= most else f"{text[: most // 2]}\n[... {len(text) - most} characters left out ...]\n{text[-most // 2 :]}"
+
+
+def _until_ready(fd: int, what: int, deadline: float) -> None:
+    poll = select.poll()
+    poll.register(fd, what)
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise TimeoutError

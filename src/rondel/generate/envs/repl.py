@@ -1,0 +1,70 @@
+"""An interpreter that keeps its variables: in a box, a JSON object a line, {"code"} -> {"text"}. Standard library only, and no import of ours.
+
+The last expression of a text is shown, as an interactive interpreter does.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from typing import Any
+
+
+def run(text: str, space: dict[str, Any]) -> None:
+    try:
+        tree = ast.parse(text, "<python>")
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, "<python>", "exec"), space)
+        if isinstance(last, ast.Expr) and (value := eval(compile(ast.Expression(last.value), "<python>", "eval"), space)) is not None:
+            print(repr(value))
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename != "<python>":
+            trace = trace.tb_next
+        traceback.print_exception(error.with_traceback(trace))
+
+
+def late(*_: Any) -> None:
+    raise TimeoutError("it took too long and was stopped; its variables are kept")
+
+
+def middle_out(file: int, most: int) -> str:
+    """What was printed, and of too much the beginning and the end."""
+    size = os.fstat(file).st_size
+    if size <= most:
+        return os.pread(file, most, 0).decode(errors="replace")
+    begin, end = os.pread(file, most // 2, 0), os.pread(file, most // 2, size - most // 2)
+    return f"{begin.decode(errors='replace')}\n[... {size - most} bytes left out ...]\n{end.decode(errors='replace')}"
+
+
+def serve(seconds: float, most: int) -> None:
+    asked, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    said = tempfile.TemporaryFile()  # noqa: SIM115
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for fd in (1, 2):  # what its subprocesses print is shown too
+        os.dup2(said.fileno(), fd)
+    main = type(sys)("__main__")
+    sys.modules["__main__"] = main
+    signal.signal(signal.SIGALRM, late)
+    for line in asked:
+        os.ftruncate(said.fileno(), 0)
+        os.lseek(said.fileno(), 0, os.SEEK_SET)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            run(json.loads(line)["code"], main.__dict__)
+        except TimeoutError:
+            pass
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except Exception:  # it was closed, or the disk is full
+                setattr(sys, "stdout" if stream is sys.stdout else "stderr", open(1 if stream is sys.stdout else 2, "w", closefd=False))  # noqa: SIM115
+        answers.write(json.dumps({"text": middle_out(said.fileno(), most)}) + "\n")
+        answers.flush()

@@ -1,0 +1,174 @@
+"""How long things take, from rooflines: a pass takes the longer of its arithmetic and its reading.  No torch.
+
+decode step of b requests   overhead·L + max(weights / bandwidth, 2·N·b / flops) + b·context·kv / bandwidth
+training                    (6 or, recomputed, 8)·N a token + attention;  forward passes beside it 2·N
+sync                        bytes of the weights / bandwidth of the way
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from rondel.planner.hardware import GB, Hardware
+from rondel.planner.memory import SPARE, bills, layout
+from rondel.planner.setting import Setting
+from rondel.planner.shapes import Shape
+
+DISK = 2 * GB  # bytes a second of a shared file system, a write and a read
+COMMIT = 0.01  # seconds an engine stands still for a swap between two passes: 1-10 ms (arXiv:2509.19128)
+CHANGED = 0.03  # share of weights whose bits a step changes, as verl measured 1-3 %; each is sent with its place
+DELTA = CHANGED * (2 + 4) / 2
+
+
+# -- generation --------------------------------------------------------------------------------------
+
+
+def tokens(prompts: int, group: int, length: float) -> float:
+    return prompts * group * length
+
+
+def rollout_seconds(new_tokens: float, rate: float, devices: int = 1) -> float:
+    """8·64·32768 tokens at 1200 tok/s -> 3.88 h; on 8 devices 29.1 min."""
+    return new_tokens / (rate * devices)
+
+
+def touched(shape: Shape, requests: float) -> float:
+    """Numbers that a decode step of so many requests reads: of E experts those that any of them is sent to."""
+    if not shape.experts:
+        return shape.active
+    away = (1 - shape.per_token / shape.experts) ** requests
+    return shape.active - shape.expert_parameters * shape.per_token / shape.experts + shape.expert_parameters * (1 - away)
+
+
+def decode_seconds(shape: Shape, on: Hardware, requests: float, context: float, *, tensor: int = 1, width: float = 2) -> float:
+    """One step of one engine of `tensor` devices: a token for each of `requests`, which have `context` tokens behind them on average."""
+    bandwidth, flops = on.bandwidth * on.stream * tensor, on.flops * on.decode_efficiency * tensor * 2 / width
+    weights = max(touched(shape, requests) * width / bandwidth, 2 * shape.active * requests / flops)
+    return on.overhead * shape.layers + weights + requests * context * shape.kv_bytes(width) / bandwidth
+
+
+def prefill_seconds(shape: Shape, on: Hardware, prompt_tokens: float, *, tensor: int = 1, width: float = 2) -> float:
+    return 2 * shape.active * prompt_tokens / (on.flops * on.efficiency * tensor * 2 / width)
+
+
+def together(setting: Setting) -> int:
+    """Requests that one engine decodes at once: what it may, what its memory holds, what there is."""
+    waiting = -(-(setting.staleness + 1) * setting.samples // setting.engines)
+    return max(1, min(setting.running, waiting, int(_cache_tokens(setting) // (setting.prompt + setting.mean))))
+
+
+def _cache_tokens(setting: Setting) -> float:
+    """Tokens that fit beside everything else of an engine while it generates."""
+    bill = bills(setting)[-1]
+    cache = bill.rows.get("KV cache", {}).get("generate", 0.0)
+    free = bill.memory * (1 - SPARE) - bill.total("generate") + cache
+    each = setting.shape.kv_bytes(setting.width) / setting.tensor
+    return max(setting.prompt + setting.mean, min(free, cache) / each)
+
+
+class Generation(NamedTuple):
+    """`rate` tokens a second of all engines with full batches; `seconds` of a step's answers at that rate; `longest` answer alone."""
+
+    rate: float
+    seconds: float
+    longest: float
+    requests: int
+
+
+def generation(setting: Setting) -> Generation:
+    requests = together(setting)
+    middle = setting.prompt + setting.mean / 2
+    arguments = {"tensor": setting.tensor, "width": setting.width}
+    step = decode_seconds(setting.shape, setting.hardware, requests, middle, **arguments)
+    prefill = prefill_seconds(setting.shape, setting.hardware, setting.prompts * setting.prompt / setting.engines, **arguments)
+    decoding = setting.new_tokens / (setting.engines * requests / step)
+    looped = setting.samples * setting.hardware.answer / setting.engines
+    alone = decode_seconds(setting.shape, setting.hardware, 1, setting.prompt + setting.output / 2, **arguments) * setting.output
+    seconds = decoding + prefill + looped
+    return Generation(setting.new_tokens / seconds, seconds, alone, requests)
+
+
+# -- training ----------------------------------------------------------------------------------------
+
+
+def forward_flops(shape: Shape, context: float) -> float:
+    """A token's: 2·N, and causal attention over half the context, 2·2·H·d·c/2 a layer."""
+    return 2 * shape.active + 2 * shape.layers * shape.heads * shape.head * context
+
+
+def train_seconds(setting: Setting) -> float:
+    """Forward and backward of every packed token, and the passes of those who only look: proximal, reference, teacher, critic."""
+    context = setting.prompt + setting.mean
+    own = forward_flops(setting.shape, context)
+    each = own * ((4 if setting.checkpointing else 3) - (1 if setting.rank else 0) + (1 if setting.proximal else 0))
+    for other, times in ((setting.reference, 1), (setting.teacher, 1), (setting.critic, 4)):
+        each += times * forward_flops(other, context) if other is not None else 0
+    reward = forward_flops(setting.reward, context) * setting.new_tokens if setting.reward is not None else 0
+    flops = setting.train_devices * setting.hardware.flops * setting.hardware.efficiency * 2 / setting.width
+    return (each * setting.packed_tokens + reward) / flops + calls_seconds(setting) + setting.updates * update_seconds(setting)
+
+
+def calls_seconds(setting: Setting) -> float:
+    """What passes cost by being passes, and answers by being answers."""
+    passes = ceil(setting.packed_tokens / setting.train_devices / setting.micro)
+    return passes * setting.shape.layers * setting.hardware.calls + setting.samples / setting.train_devices * setting.hardware.row
+
+
+def update_seconds(setting: Setting) -> float:
+    """AdamW is bound by memory: masters, gradients, moments and the compute copy, in and out."""
+    return 2 * layout(setting).total * setting.trained / setting.train_devices / setting.hardware.bandwidth
+
+
+# -- sync --------------------------------------------------------------------------------------------
+
+
+def transfer_seconds(bytes_: float, bandwidth: float) -> float:
+    """2N/BW: 140 GB take 0.156 s at 900 GB/s and 2.8 s at 50."""
+    return bytes_ / bandwidth
+
+
+class Way(NamedTuple):
+    """`seconds` on the trainer's critical path; `pause`: what the engines stand still of it."""
+
+    kind: str
+    seconds: float
+    pause: float
+    why: str
+
+
+def ways(setting: Setting) -> list[Way]:
+    """How new weights can travel in this setting, the quickest first."""
+    s, on = setting.shape, setting.hardware
+    full = (setting.trained if setting.rank else s.parameters) * setting.width
+    if not setting.split and setting.gpus == 1:
+        return [Way("tensor", 0.0, 0.0, "one module for both sides: 0 bytes move")]
+    inside = setting.gpus <= on.in_node
+    road, name = (on.link, "the node's links") if inside else (on.network, "the network")
+    what = f"{full / GB:.2f} GB{' (the adapter alone)' if setting.rank else ''}"
+    found = [
+        Way("distributed", t := transfer_seconds(full, road), t, f"{what} over {name} at {road / GB:.0f} GB/s, to all engines at once"),
+        Way(
+            "disk", t := 2 * transfer_seconds(full, DISK), COMMIT, f"{what} written and read at {DISK / GB:.0f} GB/s; staged beside the old"
+        ),
+        Way("delta", t := 2 * transfer_seconds(full * DELTA, DISK), COMMIT, f"{CHANGED:.0%} of {what} and their places, through files"),
+    ]
+    if inside:
+        found.append(
+            Way("ipc", t := transfer_seconds(full, on.link), COMMIT, f"{what} read from the trainer's memory; staged beside the old")
+        )
+    return sorted(found, key=lambda way: way.seconds)
+
+
+def interrupt_seconds(setting: Setting) -> dict[str, float]:
+    """What an update costs the engines by what happens to requests in flight (SPEC W10), beside the transfer.
+
+    hold: nothing but the swap.  drain: until the longest has ended.  abort: what was read and written of all that run, read once more.
+    """
+    found = generation(setting)
+    again = found.requests * (setting.prompt + setting.mean / 2)
+    return {
+        "hold": COMMIT,
+        "drain": found.longest,
+        "abort": prefill_seconds(setting.shape, setting.hardware, again, tensor=setting.tensor, width=setting.width),
+    }

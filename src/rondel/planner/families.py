@@ -1,0 +1,85 @@
+"""Data: what each family's config leaves unsaid, and the shapes of public models with where they stand.
+
+DEFAULTS  as transformers' configs have them, and three facts that stand in no config: `norms` of width D a layer, `qk_norm`, `qkv_bias`
+MODELS    name -> (config, source);  PUBLIC  other names, also plain sizes: the model that is usually meant
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LLAMA = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_QWEN = {**_LLAMA, "intermediate_size": 22016, "vocab_size": 151936}
+_GEMMA = {
+    "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "own_head_dim": 256,
+    "intermediate_size": 9216, "vocab_size": 256000, "tie_word_embeddings": True, "norms": 4,
+}  # fmt: skip
+_MISTRAL = {**_LLAMA, "num_key_value_heads": 8, "intermediate_size": 14336}
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "mixtral": {**_MISTRAL, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2": {**_QWEN, "qkv_bias": True},
+    "qwen3": {**_QWEN, "own_head_dim": 128, "qk_norm": True},
+    "qwen3_moe": {
+        "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144,
+        "vocab_size": 151936, "tie_word_embeddings": False, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1, "qk_norm": True,
+    },
+    "gemma2": _GEMMA,
+    "gemma3_text": {**_GEMMA, "vocab_size": 262208, "qk_norm": True},
+    "deepseek_v3": {
+        "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "intermediate_size": 18432,
+        "vocab_size": 129280, "tie_word_embeddings": False, "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+        "n_shared_experts": 1, "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128, "v_head_dim": 128,
+    },
+}  # fmt: skip
+
+
+def _dense(kind: str, hidden: int, layers: int, heads: int, kv: int, feed: int, vocab: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": kind, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
+        "intermediate_size": feed, "vocab_size": vocab, **more,
+    }  # fmt: skip
+
+
+def _moe(hidden: int, layers: int, heads: int, kv: int, expert: int) -> dict[str, Any]:
+    return _dense("qwen3_moe", hidden, layers, heads, kv, 6144, 151936, head_dim=128, moe_intermediate_size=expert)
+
+
+_HUB = "config.json on the hub: "
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "smollm2-135m": (_dense("llama", 576, 30, 9, 3, 1536, 49152, tie_word_embeddings=True), _HUB + "HuggingFaceTB/SmolLM2-135M"),
+    "qwen2.5-0.5b": (_dense("qwen2", 896, 24, 14, 2, 4864, 151936, tie_word_embeddings=True), _HUB + "Qwen/Qwen2.5-0.5B"),
+    "qwen2.5-1.5b": (_dense("qwen2", 1536, 28, 12, 2, 8960, 151936, tie_word_embeddings=True), _HUB + "Qwen/Qwen2.5-1.5B"),
+    "qwen2.5-3b": (_dense("qwen2", 2048, 36, 16, 2, 11008, 151936, tie_word_embeddings=True), _HUB + "Qwen/Qwen2.5-3B"),
+    "qwen2.5-7b": (_dense("qwen2", 3584, 28, 28, 4, 18944, 152064), _HUB + "Qwen/Qwen2.5-7B"),
+    "qwen2.5-14b": (_dense("qwen2", 5120, 48, 40, 8, 13824, 152064), _HUB + "Qwen/Qwen2.5-14B"),
+    "qwen2.5-32b": (_dense("qwen2", 5120, 64, 40, 8, 27648, 152064), _HUB + "Qwen/Qwen2.5-32B"),
+    "qwen2.5-72b": (_dense("qwen2", 8192, 80, 64, 8, 29568, 152064), _HUB + "Qwen/Qwen2.5-72B"),
+    "qwen3-0.6b": (_dense("qwen3", 1024, 28, 16, 8, 3072, 151936, head_dim=128, tie_word_embeddings=True), _HUB + "Qwen/Qwen3-0.6B"),
+    "qwen3-4b": (_dense("qwen3", 2560, 36, 32, 8, 9728, 151936, head_dim=128, tie_word_embeddings=True), _HUB + "Qwen/Qwen3-4B"),
+    "qwen3-8b": (_dense("qwen3", 4096, 36, 32, 8, 12288, 151936, head_dim=128), _HUB + "Qwen/Qwen3-8B"),
+    "qwen3-14b": (_dense("qwen3", 5120, 40, 40, 8, 17408, 151936, head_dim=128), _HUB + "Qwen/Qwen3-14B"),
+    "qwen3-32b": (_dense("qwen3", 5120, 64, 64, 8, 25600, 151936, head_dim=128), _HUB + "Qwen/Qwen3-32B"),
+    "qwen3-30b-a3b": (_moe(2048, 48, 32, 4, 768), _HUB + "Qwen/Qwen3-30B-A3B"),
+    "qwen3-235b-a22b": (_moe(4096, 94, 64, 4, 1536), _HUB + "Qwen/Qwen3-235B-A22B"),
+    "llama3-8b": (_dense("llama", 4096, 32, 32, 8, 14336, 128256), _HUB + "meta-llama/Meta-Llama-3-8B"),
+    "llama3-70b": (_dense("llama", 8192, 80, 64, 8, 28672, 128256), _HUB + "meta-llama/Meta-Llama-3-70B"),
+    "llama3.1-405b": (_dense("llama", 16384, 126, 128, 8, 53248, 128256), _HUB + "meta-llama/Llama-3.1-405B"),
+    "mixtral-8x7b": (_dense("mixtral", 4096, 32, 32, 8, 14336, 32000), _HUB + "mistralai/Mixtral-8x7B-v0.1"),
+    "deepseek-v3": ({"model_type": "deepseek_v3"}, _HUB + "deepseek-ai/DeepSeek-V3, without the layer that guesses ahead"),
+}  # fmt: skip
+
+PUBLIC = {
+    "135m": "smollm2-135m", "0.5b": "qwen2.5-0.5b", "0.6b": "qwen3-0.6b", "1.5b": "qwen2.5-1.5b", "3b": "qwen2.5-3b", "4b": "qwen3-4b",
+    "7b": "qwen2.5-7b", "8b": "llama3-8b", "14b": "qwen3-14b", "30b-a3b": "qwen3-30b-a3b", "32b": "qwen3-32b", "70b": "llama3-70b",
+    "72b": "qwen2.5-72b", "235b-a22b": "qwen3-235b-a22b", "235b": "qwen3-235b-a22b", "405b": "llama3.1-405b", "671b": "deepseek-v3",
+    "deepseek-r1": "deepseek-v3", "meta-llama-3-8b": "llama3-8b", "meta-llama-3-70b": "llama3-70b", "llama-3.1-8b": "llama3-8b",
+    "llama-3.1-70b": "llama3-70b", "llama-3.3-70b": "llama3-70b", "llama-3.1-405b": "llama3.1-405b", "smollm2-135m": "smollm2-135m",
+}  # fmt: skip

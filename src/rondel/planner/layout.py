@@ -1,0 +1,112 @@
+"""Ways to lay a model over devices: data, tensor, pipeline, context and expert parallel; memory, bubble, traffic, time of each.  SPEC B2, B4-B7.
+
+world = dp·tp·pp·cp, experts over ep of the dp·cp.  Traffic order, the heaviest innermost: tp - cp - ep - dp - pp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+from rondel.planner.cost import forward_flops
+from rondel.planner.memory import SPARE, layout
+from rondel.planner.setting import Setting
+
+
+def bubble(p: int, m: int, v: int = 1) -> float:
+    """Idle share of 1F1B with p stages, m micro-batches, v chunks a stage: (p-1)/(v·m+p-1)."""
+    return (p - 1) / (v * m + p - 1)
+
+
+def zero_traffic(phi: float, stage: int) -> float:
+    """A step's traffic of a device in units of the model: 2 for DDP and ZeRO-1/2 (a reduce-scatter and a gather are an all-reduce), 3 for ZeRO-3."""
+    return (3 if stage == 3 else 2) * phi
+
+
+def tensor_traffic(n: int, size: float) -> float:
+    """An all-reduce of `size` bytes over n devices, a device's: 2(n-1)/n·S."""
+    return 2 * (n - 1) / n * size
+
+
+def expert_traffic(n: int, size: float, k: int) -> float:
+    """Dispatch and combine: 2(n-1)/n·kS/n."""
+    return 2 * (n - 1) / n * k * size / n
+
+
+def context_traffic(n: int, kv: float) -> float:
+    """Keys and values of the others' chunks pass by: (n-1)/n of them."""
+    return (n - 1) / n * kv
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    memory: float  # bytes of one device while it trains
+    fits: bool
+    bubble: float
+    traffic: float  # bytes of one device in a step, over the node's links and the network
+    seconds: float  # of a step: arithmetic, bubble, traffic that is not hidden
+
+    @property
+    def name(self) -> str:
+        return " ".join(f"{key}{n}" for key in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(self, key)) > 1) or "one device"
+
+
+def _powers(most: int) -> Iterator[int]:
+    n = 1
+    while n <= most:
+        yield n
+        n *= 2
+
+
+def layouts(setting: Setting) -> list[Layout]:
+    """All that the shape allows on the devices that train: those that fit first, by estimated time."""
+    s, devices = setting.shape, setting.train_devices
+    found = []
+    for tp in _powers(min(devices, setting.hardware.in_node, s.heads)):
+        for pp in _powers(devices // tp):
+            for cp in _powers(devices // tp // pp):
+                dp = devices // (tp * pp * cp)
+                if dp * tp * pp * cp != devices or s.heads % tp or pp > s.layers or (cp > 1 and setting.output + setting.prompt < 8192):
+                    continue
+                experts = [n for n in _powers(dp * cp) if s.experts % n == 0] if s.experts else [1]
+                found += [_of(setting, dp, tp, pp, cp, ep) for ep in experts]
+    return sorted(found, key=lambda row: (not row.fits, row.seconds))
+
+
+def _of(setting: Setting, dp: int, tp: int, pp: int, cp: int, ep: int) -> Layout:
+    s, on, state, width = setting.shape, setting.hardware, layout(setting), setting.width
+    devices = dp * tp * pp * cp
+    mine = setting.packed_tokens / dp  # tokens of one replica, cut over cp
+    micro = max(1, min(setting.micro * cp, mine))
+    m = ceil(mine / micro)
+    each = s.checkpointed(width) if setting.checkpointing else s.saved(width)
+    alive = min(pp, m)  # micro-batches whose activations the first stage keeps
+    gathered = width * 2 * (s.body / s.layers) / tp if dp * cp > 1 else 0
+    memory = state.total * s.parameters / devices + gathered + each * micro * alive / (tp * pp * cp)
+
+    per_replica = s.parameters * width / (tp * pp)
+    inside = 0.0
+    if tp > 1:
+        inside += 4 * s.layers / pp * tensor_traffic(tp, mine / cp * s.hidden * width)
+    if ep > 1:
+        inside += 3 * (s.layers - s.dense_layers) / pp * expert_traffic(ep, mine / cp * ep * s.hidden * width, s.per_token)
+    if cp > 1:
+        inside += 3 * context_traffic(cp, mine * s.kv_bytes(width) / (tp * pp))
+    over = zero_traffic(per_replica - s.expert_parameters * width / (tp * pp) * (1 - 1 / ep), 3) if dp * cp > 1 else 0.0
+    if pp > 1:
+        over += 2 * mine / cp * s.hidden * width
+
+    slow = on.link if devices <= on.in_node else on.network
+    nested = on.link if tp * cp * ep <= on.in_node else on.network
+    flops = 3 * forward_flops(s, setting.prompt + setting.mean) + (2 * s.active if setting.checkpointing else 0)
+    work = flops * setting.packed_tokens / (devices * on.flops * on.efficiency * 2 / width)
+    idle = bubble(pp, m)
+    hidden = min(over / slow, 0.8 * work)  # sharding's traffic runs beside the arithmetic, as far as there is any
+    seconds = work / (1 - idle) + inside / nested + over / slow - hidden
+    return Layout(dp, tp, pp, cp, ep, memory, memory <= on.memory * (1 - SPARE), idle, inside + over, seconds)

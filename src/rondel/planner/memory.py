@@ -1,0 +1,179 @@
+"""Who needs how much memory, when.  N numbers, bytes for each of them:
+
+                  compute  master  gradient  moments
+    mixed            2        4        2        8      = 16   the usual account (arXiv:1910.02054)
+    fsdp2            -        4        4        8      = 16   and a transient shard of 2
+    rondel           2        4        4        8      = 18   train/optim.py, fsdp.py: the compute copy stays, the engine reads it
+    rondel, fp32     4        -        4        8      = 16   master and compute copy are one tensor
+
+phases   generate · logprob (proximal, reference, teacher: forward only) · train · sync · wake (the cache comes back)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rondel.planner.hardware import GB
+from rondel.planner.resolve import kv_pages
+from rondel.planner.setting import Setting
+
+PHASES = ("generate", "logprob", "train", "sync", "wake")
+LOGITS = 1 << 25  # entries of a chunk of logits in fp32 (train/logprobs.py); three of that size are alive at once
+BUCKET = 64 << 20  # of a broadcast, two at a time (sync/from_distributed.py)
+SPARE = 0.06  # of a GPU: what the driver, the allocator's rests and the kernels' workspaces take
+
+
+class Bytes(NamedTuple):
+    """For each trained number."""
+
+    compute: int
+    master: int
+    gradient: int
+    moments: int
+    transient: int = 0
+
+    @property
+    def total(self) -> int:
+        """What stays; the transient shard does not."""
+        return self.compute + self.master + self.gradient + self.moments
+
+
+MIXED, FSDP2, RONDEL, RONDEL32 = Bytes(2, 4, 2, 8), Bytes(0, 4, 4, 8, 2), Bytes(2, 4, 4, 8), Bytes(4, 0, 4, 8)
+
+
+def account(parameters: float, state: Bytes = MIXED, *, critic: bool = False) -> dict[str, float]:
+    """The usual account of a whole job, in bytes, without KV: training state, reference, reward model, the actor's copy.  70e9 -> 1540 GB."""
+    told = {"train": state.total * parameters, "reference": 2 * parameters, "reward model": 2 * parameters, "actor copy": 2 * parameters}
+    return {**told, "critic": state.total * parameters} if critic else told
+
+
+def kv_room(pre: float, post: float, share: float) -> float:
+    """memory_for_kv = post - pre·(1 - y): what `mem_fraction_static` y leaves for the cache, with `pre` free before and `post` after loading."""
+    return post - pre * (1 - share)
+
+
+def kv_advice(pre: float, post: float, share: float) -> str:
+    """What to do with y. 0 or less fails at start; a cache that takes all that is left fails later, in a pass."""
+    room = kv_room(pre, post, share)
+    least = 1 - post / pre
+    if room <= 0:
+        return f"no room for a cache ({room / GB:+.1f} GB): raise mem_fraction_static above {least:.2f}, or use a smaller model"
+    return f"{room / GB:+.1f} GB for the cache; if passes run out of memory, lower mem_fraction_static (above {least:.2f})"
+
+
+# -- the bill of a setting -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """Bytes on one device of a pool: `rows[tenant][phase]`; 0 where the tenant is elsewhere in that phase."""
+
+    pool: str
+    memory: float
+    rows: dict[str, dict[str, float]]
+
+    def total(self, phase: str) -> float:
+        return sum(row[phase] for row in self.rows.values())
+
+    @property
+    def peak(self) -> tuple[str, float]:
+        phase = max(PHASES, key=self.total)
+        return phase, self.total(phase)
+
+    @property
+    def room(self) -> float:
+        """What is free at the peak; less than 0: it does not fit."""
+        return self.memory * (1 - SPARE) - self.peak[1]
+
+    @property
+    def largest(self) -> str:
+        phase, _ = self.peak
+        return max(self.rows, key=lambda tenant: self.rows[tenant][phase])
+
+
+def bills(setting: Setting) -> list[Bill]:
+    """One for shared devices, two where trainer and engines have their own."""
+    if not setting.split:
+        return [Bill("shared", setting.hardware.memory, _clean(trainer(setting) | engine(setting)))]
+    memory = setting.hardware.memory
+    return [Bill("trainer", memory, _clean(trainer(setting))), Bill("engine", memory, _clean(engine(setting)))]
+
+
+def layout(setting: Setting) -> Bytes:
+    return RONDEL if setting.width == 2 else RONDEL32
+
+
+def trainer(setting: Setting) -> dict[str, dict[str, float]]:
+    """What the trainer has on one of its devices. Offloaded state is here in `train` only, frozen models then for their own pass."""
+    s, ranks = setting.shape, setting.train_devices
+    state, trained = layout(setting), setting.trained
+    always = dict.fromkeys(PHASES, 1.0)
+    training = {**dict.fromkeys(PHASES, 0.0), "train": 1.0, "logprob": 1.0} if setting.offload else always
+    passing = {**dict.fromkeys(PHASES, 0.0), "logprob": 1.0}
+    frozen = passing if setting.offload else always
+    weights = s.parameters * (setting.width if s.bits == 16 else s.bits / 8)
+    rows = {
+        "policy weights": _times(always, (weights + (trained * 4 if setting.rank else 0)) / ranks),
+        "masters": _times(training, trained * (0 if setting.rank else state.master) / ranks),
+        "gradients": _times(training, trained * state.gradient / ranks),
+        "moments": _times(training, trained * state.moments / ranks),
+        "reference": _times(frozen, _weights(setting.reference, setting) / ranks),
+        "teacher": _times(frozen, _weights(setting.teacher, setting) / ranks),
+        "critic": _times(training, (setting.critic.body + setting.critic.embedding) * state.total / ranks if setting.critic else 0),
+    }
+    if setting.rank:  # a base under an adapter has neither master nor gradient; the adapter lies whole on every rank
+        for name, each in (("gradients", state.gradient), ("moments", state.moments)):
+            rows[name] = _times(training, trained * each)
+    whole = 0.0
+    if ranks > 1:  # embedding and head stay gathered through a pass, a layer and the next one come and go
+        largest = max(1, s.body / s.layers)
+        whole = setting.width * (s.embedding * (1 if s.tied else 2) + 2 * largest)
+    tokens = min(setting.micro, setting.packed_tokens / ranks)
+    each = s.checkpointed(setting.width) if setting.checkpointing else s.saved(setting.width)
+    chunk = 3 * 4 * min(tokens * s.vocab, LOGITS)
+    rows["gathered layers"] = {phase: whole if phase in ("logprob", "train") else 0.0 for phase in PHASES}
+    rows["activations"] = {"train": each * tokens, "logprob": s.saved(setting.width) / s.layers * tokens}
+    rows["logits chunk"] = {"train": chunk, "logprob": chunk}
+    return rows
+
+
+def engine(setting: Setting) -> dict[str, dict[str, float]]:
+    """What an engine has on one of its devices. On shared devices of one rank it reads the trainer's weights, so they are counted there."""
+    s = setting.shape
+    own = setting.split or setting.gpus > 1
+    weights = s.parameters * setting.width / setting.tensor
+    asleep = ("train", "logprob", "sync") if setting.offload and not setting.split else ()
+    rows: dict[str, dict[str, float]] = {}
+    if own:
+        away = ("train", "logprob") if asleep else ()  # a copy of its own can be let go while others train
+        rows["engine weights"] = {phase: 0.0 if phase in away else weights for phase in PHASES}
+        rows["sync buckets"] = {"sync": 2.0 * BUCKET}
+    if setting.reward is not None:
+        rows["reward model"] = dict.fromkeys(PHASES, _weights(setting.reward, setting) / setting.tensor)
+    held = kv_tokens(setting) * s.kv_bytes(setting.width) / setting.tensor
+    rows["KV cache"] = {phase: 0.0 if phase in asleep else held for phase in PHASES}
+    rows["sampling"] = {"generate": 3.0 * 4 * setting.running * s.vocab / setting.tensor}
+    return rows
+
+
+def kv_tokens(setting: Setting) -> int:
+    """Pages of one engine, by the rule that a run has: every running request at its longest, at most a quarter of what the weights leave."""
+    page = max(1, setting.shape.kv_bytes(setting.width) // setting.tensor)
+    left = setting.hardware.memory * (1 - SPARE) - setting.shape.parameters * setting.width / setting.tensor
+    wanted = setting.pages or "auto"
+    longest = setting.prompt + setting.output
+    return kv_pages(wanted, max_running=setting.running, longest=longest, page_bytes=page, free_bytes=max(0, int(left))).value
+
+
+def _weights(model: object, setting: Setting) -> float:
+    return model.parameters * setting.width if model is not None else 0  # type: ignore[attr-defined]
+
+
+def _times(when: dict[str, float], bytes_: float) -> dict[str, float]:
+    return {phase: here * bytes_ for phase, here in when.items()}
+
+
+def _clean(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Tenants that have anything, in every phase."""
+    return {tenant: {phase: row.get(phase, 0.0) for phase in PHASES} for tenant, row in rows.items() if any(row.values())}

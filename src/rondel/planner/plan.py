@@ -1,0 +1,71 @@
+"""The whole answer to one setting, as plain data: memory, times, split, sync, layouts, and the same in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rondel.planner import advice, cost, split
+from rondel.planner.layout import layouts
+from rondel.planner.memory import PHASES, bills
+from rondel.planner.setting import Setting
+
+
+def plan(setting: Setting) -> dict[str, Any]:
+    """JSON through and through; what a table shows is in here."""
+    generated, trained = cost.generation(setting), cost.train_seconds(setting)
+    ways = cost.ways(setting)
+    r = setting.samples / generated.seconds / setting.engine_devices
+    t = setting.samples / trained / setting.train_devices
+    divided = split.advise(setting.gpus, r, t, trainers=setting.trainers if setting.split else 0, unit=setting.tensor)
+    if setting.split and setting.staleness:
+        step = max(generated.seconds, trained + ways[0].pause)
+    else:
+        step = generated.seconds + trained + ways[0].seconds
+    return {
+        "model": {
+            "name": setting.shape.name, "parameters": setting.shape.parameters, "active": setting.shape.active, "trained": setting.trained,
+            "kv_bytes_a_token": setting.shape.kv_bytes(setting.width), "source": setting.shape.source,
+        },
+        "devices": {
+            "hardware": setting.hardware.name, "count": setting.gpus, "place": setting.place, "train": setting.train_devices,
+            "generate": setting.engine_devices, "devices_an_engine": setting.tensor, "source": setting.hardware.source,
+        },
+        "work": {
+            "prompts": setting.prompts, "group": setting.group, "samples": setting.samples, "prompt_tokens": setting.prompt,
+            "output_tokens": setting.output, "mean_tokens": setting.mean, "packed_tokens": setting.packed_tokens,
+        },
+        "memory": [
+            {
+                "pool": bill.pool, "of": bill.memory, "rows": bill.rows, "total": {phase: bill.total(phase) for phase in PHASES},
+                "peak": bill.peak[1], "peak_phase": bill.peak[0], "room": bill.room, "largest": bill.largest,
+            }
+            for bill in bills(setting)
+        ],
+        "fits": advice.worst(setting) >= 0,
+        "generate": {
+            "seconds": generated.seconds, "tokens_per_second": generated.rate, "requests_an_engine": generated.requests,
+            "longest_answer_seconds": generated.longest,
+        },
+        "train": {"seconds": trained, "tokens_per_second": setting.packed_tokens / trained},
+        "sync": [way._asdict() for way in ways],
+        "interrupt": cost.interrupt_seconds(setting),
+        "step_seconds": step,
+        "split": divided._asdict(),
+        "placement": split.placement(setting.gpus),
+        "layouts": [
+            {"name": row.name, "memory": row.memory, "fits": row.fits, "bubble": row.bubble, "traffic": row.traffic, "seconds": row.seconds}
+            for row in layouts(setting)[:5]
+        ],
+        "advice": advice.words(setting),
+        "assumed": [*setting.assumed, *assumptions(setting)],
+    }  # fmt: skip
+
+
+def assumptions(setting: Setting) -> list[str]:
+    on = setting.hardware
+    return [
+        f"{on.name}: {on.flops / 1e12:.3g} TFLOP/s, of which training reaches {on.efficiency:.0%} and decoding {on.decode_efficiency:.0%}; "
+        f"memory at {on.bandwidth / 1e9:.0f} GB/s, of which decoding reaches {on.stream:.0%}",
+        "answers end together: what the longest one costs beyond that is for `rondel simulate`",
+        "prompts are computed once for their group, in the engine and in training",
+    ]

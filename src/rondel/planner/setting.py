@@ -1,0 +1,262 @@
+"""What a plan is asked: one model on some devices, the work of a step, and who else needs memory. From a recipe, from what-ifs, or both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rondel.planner.hardware import Hardware, hardware
+from rondel.planner.shapes import Shape, hub_cache, of_recipe, shape
+from rondel.words.errors import ConfigError, UserError
+from rondel.words.registry import nearest
+
+if TYPE_CHECKING:
+    from rondel.words.config import Job
+
+CRITICS, TEACHERS, REFERENCES = {"ppo"}, {"opd"}, {"online_dpo"}  # rows of the table that need one as they stand
+PROXIMAL = {"clip_cov", "kl_cov", "forking", "m2po", "online_dpo"}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """`Setting(shape("70b"), hardware("h100"), gpus=64)`.
+
+    gpus      devices in all;  trainers: those of them that train, where place is "split"
+    tensor    devices of one engine
+    prompts   P groups a step, of `group` answers: to a prompt of `prompt` tokens at most `output` and on average `mean` tokens
+    micro     tokens of one forward and backward pass;  running: requests decoded together by one engine
+    others    models beside the policy: reference, reward model, teacher, critic, by name
+    width     bytes of a weight that computes
+    """
+
+    shape: Shape
+    hardware: Hardware
+    gpus: int = 1
+    place: str = "shared"
+    trainers: int = 0
+    tensor: int = 1
+    prompts: int = 16
+    group: int = 8
+    prompt: int = 512
+    output: int = 2048
+    mean: float = 1024
+    micro: int = 16384
+    running: int = 256
+    staleness: int = 0
+    in_flight: str = "hold"
+    updates: int = 1
+    width: int = 2
+    rank: int = 0
+    targets: str | tuple[str, ...] = "all-linear"
+    offload: bool = False
+    checkpointing: bool = False
+    reference: Shape | None = None
+    reward: Shape | None = None
+    teacher: Shape | None = None
+    critic: Shape | None = None
+    proximal: bool = False
+    pages: int = 0
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def split(self) -> bool:
+        return self.place == "split"
+
+    @property
+    def train_devices(self) -> int:
+        return self.trainers if self.split else self.gpus
+
+    @property
+    def engine_devices(self) -> int:
+        return self.gpus - self.trainers if self.split else self.gpus
+
+    @property
+    def engines(self) -> int:
+        return max(1, self.engine_devices // self.tensor)
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.group
+
+    @property
+    def new_tokens(self) -> float:
+        return self.samples * self.mean
+
+    @property
+    def packed_tokens(self) -> float:
+        """Of one step in training: answers, and each group's prompt once."""
+        return self.new_tokens + self.prompts * self.prompt
+
+    @property
+    def trained(self) -> int:
+        """Numbers that the optimizer moves."""
+        return (
+            self.shape.lora(self.rank, self.targets if isinstance(self.targets, str) else list(self.targets))
+            if self.rank
+            else self.shape.parameters
+        )
+
+
+# -- from a recipe -----------------------------------------------------------------------------------
+
+
+def of_job(job: Job, device: str = "") -> Setting:
+    """What the recipe says; `device` names hardware, else it is the place's."""
+    model = of_recipe(job.model.path, hub_cache())
+    where = hardware(device or ("h100" if job.place.device.startswith("cuda") else "cpu"))
+    on_cpu = where.name == "cpu"
+    width = {"float32": 4, "bfloat16": 2, "auto": 2 if not on_cpu or _has_bf16() else 4}[job.model.dtype]
+    adapter, row, split = job.model.adapter, job.algo.kind, job.place.kind == "split"
+    prompt = 64 if on_cpu else 512
+    assumed = [f"prompts of {prompt} tokens", "answers half as long as sampling.max_tokens on average"]
+    if not device and job.place.device == "auto":
+        assumed.append("device = auto is planned as this machine's CPU; --what-if hardware=h100 plans another")
+    micro = job.trainer.micro_tokens
+    wants_reference = bool(job.algo.kl.get("coef")) or row in REFERENCES
+    output = job.engine.sampling.max_tokens
+    return Setting(
+        model,
+        where,
+        gpus=job.place.ranks + job.place.engines if split else 1,
+        place=job.place.kind,
+        trainers=job.place.ranks if split else 0,
+        prompts=job.loop.groups_per_step,
+        group=job.algo.group_size,
+        prompt=prompt,
+        output=output,
+        mean=output / 2,
+        micro=(4096 if on_cpu else 16384) if micro == "auto" else int(micro),
+        running=job.engine.max_running,
+        staleness=job.loop.max_staleness,
+        in_flight=job.loop.in_flight,
+        updates=job.loop.updates_per_step,
+        width=width,
+        rank=adapter.rank if adapter.kind == "lora" else 0,
+        targets=adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets),
+        offload=job.trainer.offload,
+        reference=model if wants_reference and adapter.kind == "off" else None,
+        teacher=of_recipe(job.model.teacher, hub_cache()) if job.model.teacher is not None else None,
+        critic=of_recipe(job.trainer.critic.path or job.model.path, hub_cache()) if row in CRITICS else None,
+        proximal=row in PROXIMAL or job.loop.updates_per_step > 1,
+        pages=0 if job.engine.kv_pages == "auto" else int(job.engine.kv_pages),
+        assumed=tuple(assumed),
+    )
+
+
+def _has_bf16() -> bool:
+    """As models/load.py asks torch."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            flags = file.read()
+        return any(word in flags for word in ("avx512_bf16", "amx_bf16"))
+    except OSError:
+        return False
+
+
+# -- what if -----------------------------------------------------------------------------------------
+
+
+def _count(text: str) -> int:
+    """16k -> 16384, 1.5k -> 1536, 300 -> 300."""
+    number = int(float(text[:-1]) * 1024) if text.lower().endswith("k") else int(text)
+    if number < 0:
+        raise ValueError("it cannot be less than 0")
+    return number
+
+
+def _some(text: str) -> int:
+    if (number := _count(text)) < 1:
+        raise ValueError("it is at least 1")
+    return number
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in ("true", "false", "yes", "no", "1", "0"):
+        raise ValueError("it is yes or no")
+    return text.lower() in ("true", "yes", "1")
+
+
+def _model(text: str) -> Shape | None:
+    return None if text.lower() in ("none", "no", "false") else shape(text)
+
+
+def _place(text: str) -> str:
+    if text not in ("shared", "split"):
+        raise ValueError("it is shared or split")
+    return text
+
+
+QUESTIONS: dict[str, tuple[str, Any]] = {  # --what-if NAME=VALUE -> the field, and how it is read
+    "model": ("shape", shape), "hardware": ("hardware", hardware), "gpus": ("gpus", _some), "place": ("place", _place),
+    "trainers": ("trainers", _count), "tensor": ("tensor", _some), "prompts": ("prompts", _some), "group": ("group", _some),
+    "prompt": ("prompt", _count), "output": ("output", _some), "mean": ("mean", _some), "micro": ("micro", _some),
+    "running": ("running", _some), "staleness": ("staleness", _count), "updates": ("updates", _some), "lora": ("rank", _count),
+    "offload": ("offload", _truth), "checkpointing": ("checkpointing", _truth), "reference": ("reference", _model),
+    "reward": ("reward", _model), "teacher": ("teacher", _model), "critic": ("critic", _model),
+}  # fmt: skip
+
+
+def what_if(words: list[str], start: Setting | None = None) -> Setting:
+    """["model=70b", "gpus=64"] laid over a recipe's setting, or over nothing: then model is needed, and the rest is chosen and told."""
+    given: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if name not in QUESTIONS or not equals:
+            raise ConfigError(
+                f"--what-if {word}: it is NAME=VALUE with NAME one of {', '.join(QUESTIONS)}.{nearest(name, list(QUESTIONS))}"
+            )
+        field, read = QUESTIONS[name]
+        try:
+            given[field] = read(text)
+        except ValueError as error:
+            if isinstance(error, UserError):
+                raise
+            raise ConfigError(f"--what-if {word}: '{text}' is not a value of {name}: {error}") from error
+    return filled(given, start)
+
+
+def filled(given: dict[str, Any], start: Setting | None) -> Setting:
+    """The rest of the setting, chosen by rule; what was chosen stands in `assumed`."""
+    assumed = list(start.assumed) if start else []
+    if start is None:
+        if "shape" not in given:
+            raise ConfigError("without a recipe --what-if needs a model: --what-if model=7b")
+        given.setdefault("hardware", hardware("h100"))
+        for name, why in (
+            ("prompt", "prompts of 512 tokens"),
+            ("output", "answers of at most 2048 tokens"),
+            ("prompts", "16 groups a step"),
+            ("group", "8 answers a group"),
+        ):
+            if name not in given:
+                assumed.append(why)
+        setting = Setting(given["shape"], given["hardware"])
+    else:
+        setting = start
+    setting = replace(setting, **given)
+    if "mean" not in given and ("output" in given or start is None):
+        setting = replace(setting, mean=setting.output / 2)
+        assumed.append("answers half as long as their limit on average (mean=...)")
+    if "gpus" in given and "place" not in given:
+        setting = replace(setting, place="shared" if setting.gpus <= 64 else "split")
+        assumed.append(f"place = {setting.place}: up to 64 devices together, beyond apart (arXiv:2409.19256)")
+    if setting.place == "shared" and setting.gpus > 1:
+        assumed.append("Rondel shares one device; more are planned as any colocated system would use them")
+    if setting.split and not 0 < setting.trainers < setting.gpus:
+        if setting.gpus < 2:
+            raise ConfigError("place = split needs at least 2 devices: gpus=2")
+        setting = replace(setting, trainers=max(1, setting.gpus // 4))
+        assumed.append(f"{setting.trainers} of {setting.gpus} devices train (trainers=...)")
+    if setting.tensor > setting.engine_devices:
+        raise ConfigError(f"tensor = {setting.tensor}, but only {setting.engine_devices} devices serve")
+    if "tensor" not in given and (tensor := _narrowest(setting)) > setting.tensor:
+        setting = replace(setting, tensor=tensor)
+        assumed.append(f"an engine is {tensor} devices: the fewest whose memory holds the weights and a third more for the cache")
+    return replace(setting, assumed=tuple(dict.fromkeys(assumed)))
+
+
+def _narrowest(setting: Setting) -> int:
+    tensor, needed = 1, setting.shape.parameters * setting.width * 4 / 3
+    while tensor * setting.hardware.memory < needed and 2 * tensor <= setting.engine_devices:
+        tensor *= 2
+    return tensor

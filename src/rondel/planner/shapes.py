@@ -1,0 +1,266 @@
+"""How large a model is: the numbers of its config.json, and what they say of weights, arithmetic and cache. No torch.
+
+D hidden  L layers  H heads  K key-value heads  d head size  F feed-forward  V vocabulary  E experts, k of them a token
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rondel.planner.families import DEFAULTS, MODELS, PUBLIC
+from rondel.words.errors import ModelError
+from rondel.words.registry import nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (arXiv:2405.04434): what is cached is `kv` compressed numbers and `rope` rotary ones a token."""
+
+    q: int | None
+    kv: int
+    rope: int
+    nope: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One model: `shape("70b").parameters` is 70,553,706,496.
+
+    dense    layers with a feed-forward of `intermediate`; the others have `experts`
+    biases   numbers a layer that are no matrix: biases of the projections
+    norms    norms of width D a layer;  qk_norm: and one of width d for queries and one for keys
+    bits     of a stored weight: 16, or what the config's quantization says
+    """
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int
+    intermediate: int
+    vocab: int
+    tied: bool = False
+    norms: int = 2
+    qk_norm: bool = False
+    biases: int = 0
+    experts: int = 0
+    per_token: int = 0
+    expert: int = 0
+    shared: int = 0
+    dense: int = 0
+    latent: Latent | None = None
+    bits: float = 16
+    source: str = ""
+
+    # -- numbers ---------------------------------------------------------------------------------
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """The matrices of one attention, (in, out)."""
+        if (m := self.latent) is not None:
+            q = {"q_proj": (self.hidden, self.heads * (m.nope + m.rope))}
+            if m.q is not None:
+                q = {"q_a_proj": (self.hidden, m.q), "q_b_proj": (m.q, self.heads * (m.nope + m.rope))}
+            return {
+                **q,
+                "kv_a_proj_with_mqa": (self.hidden, m.kv + m.rope),
+                "kv_b_proj": (m.kv, self.heads * (m.nope + m.value)),
+                "o_proj": (self.heads * m.value, self.hidden),
+            }
+        q_size, kv_size = self.heads * self.head, self.kv_heads * self.head
+        return {
+            "q_proj": (self.hidden, q_size),
+            "k_proj": (self.hidden, kv_size),
+            "v_proj": (self.hidden, kv_size),
+            "o_proj": (q_size, self.hidden),
+        }
+
+    @property
+    def attention(self) -> int:
+        """Numbers of one attention's matrices."""
+        return sum(i * o for i, o in self.projections.values())
+
+    @property
+    def dense_layers(self) -> int:
+        return self.dense if self.experts else self.layers
+
+    def _feed_forward(self, experts: int) -> int:
+        """Of all layers, with so many experts counted in each of those that have any."""
+        one = 3 * self.hidden
+        mixed = (self.layers - self.dense_layers) * (experts * one * self.expert + one * self.shared + self.hidden * self.experts)
+        return self.dense_layers * one * self.intermediate + mixed
+
+    @property
+    def embedding(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def body(self) -> int:
+        """Numbers of all layers and the last norm: without embedding and head."""
+        return self._body(self.experts)
+
+    def _body(self, experts: int) -> int:
+        inside = self.norms * self.hidden + 2 * self.head * self.qk_norm + self.biases
+        if self.latent is not None:
+            inside += self.latent.kv + (self.latent.q or 0)
+        return self.layers * (self.attention + inside) + self._feed_forward(experts) + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.body + self.embedding * (1 if self.tied else 2)
+
+    @property
+    def active(self) -> int:
+        """Numbers that one token is multiplied with: body and head, k experts of E."""
+        return self._body(self.per_token) + self.embedding
+
+    @property
+    def expert_parameters(self) -> int:
+        """What expert parallelism divides."""
+        return (self.layers - self.dense_layers) * self.experts * 3 * self.hidden * self.expert
+
+    def kv_bytes(self, bytes_each: float = 2, *, expanded: bool = True) -> int:
+        """Cache of one token in all layers: 2·L·K·d·bytes. Latent attention: what it compresses to, unless the engine keeps it `expanded`."""
+        if self.latent is None:
+            return int(2 * self.layers * self.kv_heads * self.head * bytes_each)
+        m = self.latent
+        each = self.heads * (m.nope + m.rope + m.value) if expanded else m.kv + m.rope
+        return int(self.layers * each * bytes_each)
+
+    def lora(self, rank: int, targets: str | list[str] = "all-linear") -> int:
+        """Numbers of an adapter: sum of r·(d_in + d_out) over the matrices it stands beside.  arXiv:2106.09685."""
+        matrices = {name: (size, self.layers) for name, size in self.projections.items()}
+        for name, (i, o) in {"gate_proj": (0, 1), "up_proj": (0, 1), "down_proj": (1, 0)}.items():
+            sides = (self.hidden, self.intermediate)
+            matrices[name] = ((sides[i], sides[o]), self.dense_layers)
+        chosen = list(matrices) if targets == "all-linear" else list(targets)
+        if unknown := [name for name in chosen if name not in matrices]:
+            raise ModelError(f"no linear layer '{unknown[0]}' in {self.name}.{nearest(unknown[0], list(matrices))}")
+        return sum(rank * sum(matrices[name][0]) * matrices[name][1] for name in chosen)
+
+    def saved(self, bytes_each: float = 2) -> int:
+        """Activations that a backward pass needs, bytes a token, without recomputation, attention fused (its scores are never kept).
+
+        A layer keeps: both norms' inputs and outputs 4D, q k v and its output, and the gate, the up side, their activation and product 4F.
+        """
+        q_size = self.heads * self.head
+        feed = self.dense_layers * 4 * self.intermediate
+        feed += (self.layers - self.dense_layers) * 4 * (self.per_token * self.expert + self.shared)
+        return int(bytes_each * (self.layers * (4 * self.hidden + 2 * q_size + 2 * self.kv_heads * self.head) + feed))
+
+    def checkpointed(self, bytes_each: float = 2) -> int:
+        """With recomputation: the input of each layer, and one layer's own at a time."""
+        return int(bytes_each * self.layers * self.hidden + self.saved(bytes_each) / self.layers)
+
+
+# -- where a shape comes from ------------------------------------------------------------------------
+
+
+def shape(model: str | dict[str, Any]) -> Shape:
+    """Of a folder, a model.path as a recipe has it, or a name such as "70b", "qwen3-8b" or "Qwen/Qwen3-8B"."""
+    if isinstance(model, dict):
+        kind = model.get("random", model.get("model_type"))
+        numbers = {k: v for k, v in model.items() if k not in ("random", "seed")}
+        return of_config({"vocab_size": 105, **numbers, "model_type": kind} if "random" in model else model, name=f"random-{kind}")
+    if (file := Path(model).expanduser() / "config.json").is_file():
+        try:
+            return of_config(json.loads(file.read_text(encoding="utf-8")), name=Path(model).name)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ModelError(f"{file} is no config of a model: {type(error).__name__}: {error}") from error
+    word = model.lower().rpartition("/")[2].removesuffix("-instruct").removesuffix("-base")
+    word = PUBLIC.get(word, word)
+    if word in MODELS:
+        numbers, source = MODELS[word]
+        return replace(of_config(numbers, name=word), source=source)
+    known = sorted({*MODELS, *PUBLIC})
+    raise ModelError(
+        f"no shape is known of '{model}'.{nearest(word, known)} Give a folder with a config.json, or one of {', '.join(known)}"
+    )
+
+
+def of_config(config: dict[str, Any], *, name: str = "model") -> Shape:
+    """What a config.json says; what it leaves out is as transformers has it."""
+    config = config.get("text_config") or config
+    kind = config.get("model_type")
+    if kind not in DEFAULTS:
+        raise ModelError(
+            f"the planner does not know the layers of model type '{kind}'.{nearest(str(kind), list(DEFAULTS))} It knows {', '.join(sorted(DEFAULTS))}"
+        )
+    numbers: dict[str, Any] = {**DEFAULTS[kind], **{k: v for k, v in config.items() if v is not None}}
+
+    def get(key: str) -> Any:
+        return numbers.get(key)
+
+    hidden, heads, layers = get("hidden_size"), get("num_attention_heads"), get("num_hidden_layers")
+    kv_heads = get("num_key_value_heads") or heads
+    head = config.get("head_dim") or get("own_head_dim") or hidden // heads
+    names = ("num_experts", "num_local_experts", "n_routed_experts")  # one number, two spellings: what the file says comes first
+    experts = next((found[key] for found in (config, DEFAULTS[kind]) for key in names if found.get(key)), 0)
+    expert = get("moe_intermediate_size") or get("intermediate_size")
+    dense = 0
+    if experts:
+        sparse_every, first = get("decoder_sparse_step") or 1, get("first_k_dense_replace") or 0
+        plain = set(get("mlp_only_layers") or ())
+        dense = sum(i < first or i in plain or (i + 1) % sparse_every != 0 for i in range(layers))
+    latent = None
+    if get("kv_lora_rank"):
+        latent = Latent(
+            config.get("q_lora_rank", get("q_lora_rank")),
+            get("kv_lora_rank"),
+            get("qk_rope_head_dim"),
+            get("qk_nope_head_dim"),
+            get("v_head_dim"),
+        )
+    biases = 0
+    if get("qkv_bias") or get("attention_bias"):
+        biases += (heads + 2 * kv_heads) * head
+    if get("attention_bias"):
+        biases += hidden
+    if get("mlp_bias"):
+        biases += 2 * get("intermediate_size") + hidden
+    quantized = config.get("quantization_config") or {}
+    bits = quantized.get("bits") or {"fp8": 8, "mxfp4": 4.25, "bitsandbytes": 4 if quantized.get("load_in_4bit") else 8}.get(
+        quantized.get("quant_method", ""), 16
+    )
+    return Shape(
+        name=name,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head=head,
+        intermediate=get("intermediate_size"),
+        vocab=get("vocab_size"),
+        tied=bool(get("tie_word_embeddings")),
+        norms=get("norms") or 2,
+        qk_norm=bool(get("qk_norm")),
+        biases=biases,
+        experts=experts,
+        per_token=get("num_experts_per_tok") or 0 if experts else 0,
+        expert=expert if experts else 0,
+        shared=(get("n_shared_experts") or 0) * expert if experts else 0,
+        dense=dense,
+        latent=latent,
+        bits=bits,
+    )
+
+
+def of_recipe(model: str | dict[str, Any], cache: Path) -> Shape:
+    """Of a recipe's model.path: also a wheel's demo model, a GGUF that was converted, a hub id whose files are here."""
+    if isinstance(model, str) and not (Path(model).expanduser() / "config.json").is_file():
+        here = cache / f"models--{model.replace('/', '--')}" / "snapshots"
+        for found in sorted(here.glob("*/config.json")):
+            return shape(str(found.parent))
+    return shape(model)
+
+
+def hub_cache() -> Path:
+    """Where huggingface_hub keeps what it has fetched."""
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))

@@ -1,0 +1,109 @@
+"""One door to all substrates.
+
+    sandbox = Sandbox()                                   # or Sandbox("container", image="python:3.11-slim")
+    async with sandbox.open(Limits(wall=5)) as box:
+        ran = await box.run(["python3", "-c", code], stdin=b"...", timeout=2)
+    ran.exit, ran.stdout, ran.limit
+
+| substrate  | a box is                                          | needs |
+| process    | a process tree behind namespaces or bubblewrap    | Linux |
+| container  | a container of an image                           | docker or podman |
+| microvm    | a virtual machine of Firecracker                  | firecracker, /dev/kvm, a kernel, a root image with an agent |
+| vm         | a virtual machine of QEMU                         | qemu-system-*, a kernel, a root image with an agent |
+The quickest, boxes that wait with an interpreter started, is pool.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rondel.runtime.sandbox.cell import Cell
+from rondel.runtime.sandbox.images import container, machine, micro
+from rondel.runtime.sandbox.probe import isolation
+from rondel.words.boxes import Limits, Ran
+from rondel.words.registry import one_of
+
+STANDARD = Limits()
+
+
+def process(
+    limits: Limits, *, folder: str | Path | None = None, wall: str = "auto", shown: tuple[str, ...] = (), lock: int | None = None
+) -> Cell:
+    """Behind the strongest wall of this machine, or none: a SandboxError."""
+    return Cell(limits, isolation(wall).wall, folder=folder, shown=shown, lock=lock)
+
+
+SUBSTRATES: dict[str, Callable[..., Any]] = {"process": process, "container": container, "microvm": micro, "vm": machine}
+
+
+class Sandbox:
+    """Makes boxes of one substrate. `cell` is a box with blocking verbs; `open` is one for a coroutine."""
+
+    def __init__(self, kind: str = "process", **settings: Any) -> None:
+        one_of("sandbox kind", kind, SUBSTRATES)
+        self.kind, self.settings = kind, settings
+
+    def cell(self, limits: Limits = STANDARD, **settings: Any) -> Any:
+        return SUBSTRATES[self.kind](limits, **self.settings, **settings)
+
+    @asynccontextmanager
+    async def open(self, limits: Limits = STANDARD, **settings: Any) -> AsyncIterator[Box]:
+        """Whatever happens inside, also that it is cancelled: afterwards nothing of the box is left."""
+        opening = asyncio.ensure_future(on_a_thread(self.cell, limits, **settings))
+        try:
+            cell = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(lambda done: done.cancelled() or done.exception() or done.result().kill())
+            raise
+        try:
+            yield Box(cell)
+        finally:
+            await asyncio.shield(on_a_thread(cell.kill))
+
+
+class Box:
+    """One box, for a coroutine. Each command has a thread of its own while it runs: a slow one delays nobody."""
+
+    def __init__(self, cell: Any) -> None:
+        self.cell = cell
+
+    async def run(self, argv: list[str], *, stdin: bytes = b"", timeout: float | None = None, env: dict[str, str] | None = None) -> Ran:
+        return await self._do(self.cell.run, argv, stdin=stdin, wall=timeout, env=env)
+
+    async def call(self, code: str, *, stdin: bytes = b"", timeout: float | None = None) -> Ran:
+        return await self._do(self.cell.call, code, stdin=stdin, wall=timeout)
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        await self._do(self.cell.write, path, data, mode=mode)
+
+    async def read(self, path: str) -> bytes:
+        return await self._do(self.cell.read, path)
+
+    async def _do(self, verb: Callable[..., Any], *what: Any, **how: Any) -> Any:
+        try:
+            return await on_a_thread(verb, *what, **how)
+        except asyncio.CancelledError:
+            self.cell.interrupt()
+            raise
+
+
+async def on_a_thread(verb: Callable[..., Any], *what: Any, **how: Any) -> Any:
+    """Of its own: those of the loop's executor are few, and one that waits for a command would keep the others waiting."""
+    done: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(verb(*what, **how))
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=work, name="sandbox", daemon=True).start()
+    waits = asyncio.wrap_future(done)
+    waits.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody may be there any more to hear it
+    return await asyncio.shield(waits)

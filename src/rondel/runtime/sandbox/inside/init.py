@@ -1,0 +1,205 @@
+"""The first process of a box: carries out one command at a time, and leaves nothing running after it.
+
+control   SOCK_SEQPACKET: {"do": "run" | "call" | "write" | "read", ...} with the files of the command -> {"exit", "signal", ...};
+          {"do": "kill"} meanwhile ends the command. The end of the socket is the end of the box
+
+It never runs the box's code in itself, and no process of the box may signal, trace or read it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from typing import Any
+
+from rondel.runtime.sandbox.inside.drop import drop
+from rondel.runtime.sandbox.inside.kernel import DUMPABLE, prctl
+
+MOST = 1 << 18  # bytes of one message
+
+
+def serve(control: socket.socket, spec: dict[str, Any], groups: list[int], counter: int = -1) -> None:
+    """counter: open file that counts what the kernel killed for its memory."""
+    if os.getpid() != 1:
+        raise SystemExit("not the first process of a box: it would kill what is not its own")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    prctl(DUMPABLE, 0)
+    control.send(json.dumps({"ready": True, "grouped": spec["grouped"]}).encode())
+    while True:
+        message, files, _, _ = socket.recv_fds(control, MOST, 8)
+        if not message:
+            return
+        order = json.loads(message)
+        if order["do"] == "kill":  # its command has just ended
+            continue
+        before = killed(counter)
+        answer = carry_out(order, files, control, spec, groups)
+        answer["oom"] = killed(counter) > before
+        answer["left"] = left(spec)
+        control.send(json.dumps(answer).encode())
+
+
+def carry_out(order: dict[str, Any], files: list[int], control: socket.socket, spec: dict[str, Any], groups: list[int]) -> dict[str, Any]:
+    broken, tells = os.pipe()  # closed unread once the box's code runs; else it says why it does not
+    child = os.fork()
+    if child == 0:
+        try:
+            begin(order, files, spec, groups, tells)
+        except BaseException as error:
+            with suppress(OSError):
+                os.write(tells, f"{type(error).__name__}: {error}".encode()[:4000])
+        finally:
+            os._exit(127)
+    for fd in (*files, tells):
+        os.close(fd)
+    answer = wait(child, control)
+    os.set_blocking(broken, False)
+    with suppress(BlockingIOError):
+        answer["broken"] = os.read(broken, 4000).decode(errors="replace")
+    os.close(broken)
+    return answer
+
+
+def begin(order: dict[str, Any], files: list[int], spec: dict[str, Any], groups: list[int], tells: int) -> None:
+    """In the child: becomes the command."""
+    for target in range(3):
+        os.dup2(files[target], target)
+    keep = (*files[3:], tells)
+    drop(spec, groups, keep)
+    match order["do"]:
+        case "run":
+            command = order["argv"]
+            try:
+                os.execvpe(command[0], command, order["env"])
+            except OSError as error:
+                os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+                os._exit(127 if error.errno == 2 else 126)
+        case "call":
+            os.close(tells)
+            call(files[3], order["env"])
+        case "write":
+            os.close(tells)
+            copied(order, reads=False)
+        case "read":
+            os.close(tells)
+            copied(order, reads=True)
+
+
+def call(source: int, env: dict[str, str]) -> None:
+    """A function of the pool: no new program, this interpreter's copy runs the text."""
+    with os.fdopen(source, encoding="utf-8") as file:
+        text = file.read()
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv, sys.path = ["-c"], [os.getcwd(), *filter(os.path.isdir, sys.path)]
+    sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    code = 0
+    try:
+        main = type(sys)("__main__")
+        sys.modules["__main__"] = main
+        exec(compile(text, "<code>", "exec"), main.__dict__)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    except BaseException as error:
+        code = 1
+        traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
+def copied(order: dict[str, Any], *, reads: bool) -> None:
+    """A file of the box to file 1, or file 0 to it: as the box's own user, so that a link leads nowhere that the box may not go."""
+    try:
+        path = os.path.join(os.getcwd(), order["path"])
+        if not reads:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        flags = os.O_RDONLY | os.O_NONBLOCK if reads else os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK  # a pipe must not hold it
+        file = os.open(path, flags, order.get("mode", 0o644))
+        source, target = (file, 1) if reads else (0, file)
+        while piece := os.read(source, 1 << 16):
+            while piece:
+                piece = piece[os.write(target, piece) :]
+    except OSError as error:
+        os.write(2, f"{order['path']}: {error.strerror}\n".encode())
+        os._exit(1)
+    os._exit(0)
+
+
+def wait(child: int, control: socket.socket) -> dict[str, Any]:
+    """Until it ends or is told to; then nothing of it is left."""
+    ends = os.pidfd_open(child)
+    poll = select.poll()
+    poll.register(ends, select.POLLIN)
+    poll.register(control, select.POLLIN)
+    status, usage, told = None, None, False
+    while status is None:
+        ready = dict(poll.poll(100))
+        if control.fileno() in ready:
+            message = control.recv(MOST)
+            if not message:
+                os._exit(0)  # the last process of a box takes all others with it
+            told = told or json.loads(message)["do"] == "kill"
+        if told:
+            stop_all()
+        status, usage = reap(child)
+    os.close(ends)
+    stop_all()
+    while True:
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            break
+        stop_all()
+    exited = os.waitstatus_to_exitcode(status)
+    cpu = usage.ru_utime + usage.ru_stime if usage else 0.0
+    return {"exit": max(exited, 0), "signal": max(-exited, 0), "cpu": cpu, "peak": usage.ru_maxrss * 1024 if usage else 0}
+
+
+def reap(child: int) -> tuple[Any, Any]:
+    """All who have ended, among them orphans that nobody waits for. -> the child's (status, usage), when it is among them."""
+    while True:
+        try:
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
+        except ChildProcessError:
+            return 0, None
+        if pid == 0:
+            return None, None
+        if pid == child:
+            return status, usage
+
+
+def stop_all() -> None:
+    """Every process of the box but this one: none can fork past a signal that waits for it."""
+    with suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+
+
+def killed(counter: int) -> int:
+    if counter < 0:
+        return 0
+    rows = os.pread(counter, 4096, 0).decode().split()
+    return int(rows[rows.index("oom_kill") + 1]) if "oom_kill" in rows else 0
+
+
+def left(spec: dict[str, Any]) -> bool:
+    """Whether a file is left in a place that the box may write to."""
+    for folder in (spec["home"], "/tmp", "/dev/shm"):
+        with suppress(OSError), os.scandir(folder) as entries:
+            if next(entries, None) is not None:
+                return True
+    return False
+
+
+def main() -> None:
+    """Inside bubblewrap: the walls stand already."""
+    spec = json.loads(sys.argv[1])
+    serve(socket.socket(fileno=spec["control"]), spec, spec["groups"], spec["counter"])

@@ -1,0 +1,26 @@
+"""`rondel diagnose`: what is wrong with a run, in the order in which to look at it. Rules over its journal; a rule is a function of a Story.
+
+signal    nothing to learn from, or the wrong thing      time     who waits
+policy    how the weights move                           health   alive, ended, saved
+lag       engine against trainer                         data     the tasks
+generate  cut, refused, failed
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rondel.runtime.telemetry.diagnose import data, generate, health, lag, policy, signal, time
+from rondel.runtime.telemetry.diagnose.finding import Finding, ranked
+from rondel.runtime.telemetry.diagnose.story import Story, differing, read_story
+
+__all__ = ["Finding", "Story", "diagnose", "differing", "findings", "read_story"]
+RULES = (*health.RULES, *signal.RULES, *policy.RULES, *lag.RULES, *generate.RULES, *time.RULES, *data.RULES)
+
+
+def diagnose(folder: str | Path) -> list[Finding]:
+    return findings(read_story(folder))
+
+
+def findings(story: Story) -> list[Finding]:
+    return ranked([finding for rule in RULES for finding in rule(story)])

@@ -1,0 +1,75 @@
+"""What is written, and what becomes of it before it is trained: cut, refused, failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rondel.runtime.telemetry.diagnose.finding import Finding
+from rondel.runtime.telemetry.diagnose.story import Story
+
+CUT, MOSTLY_CUT = 0.3, 0.8
+FAILED, MOSTLY_FAILED = 0.05, 0.3
+REFUSED = 0.7
+BROKEN, MOSTLY_BROKEN = 0.02, 0.2  # groups that failed, of those that ended
+
+
+def truncation(story: Story) -> Iterator[Finding]:
+    cut = story.mean("generate/truncated_fraction")
+    if cut is not None and cut > CUT:
+        most = story.key("engine.sampling.max_tokens", "not set")
+        yield Finding(
+            "truncation",
+            "error" if cut > MOSTLY_CUT and (story.mean("score/reward_mean") or 0) <= 0 else "warning",
+            f"{cut:.0%} of the answers end at engine.sampling.max_tokens = {most} ({story.span})",
+            "An answer that is cut is judged for what it could not say.",
+            "a higher engine.sampling.max_tokens, a shorter form of answer (task.suffix), algo.kind = 'dapo' (its filter and penalty for length)",
+        )
+
+
+def failing_reward(story: Story) -> Iterator[Finding]:
+    failed = story.mean("score/failed_fraction")
+    if failed is not None and failed > FAILED:
+        last = next((text for _, text in reversed(story.said) if text.startswith("the reward failed")), "")
+        yield Finding(
+            "failing_reward",
+            "error" if failed > MOSTLY_FAILED else "warning",
+            f"{failed:.0%} of the answers have no score ({story.span}){': ' + last if last else ''}",
+            "What the reward cannot judge is not trained on: what is left is a choice of the reward, not of the tasks.",
+            "`rondel view RUN --errors`, `rondel check RUN.toml`; task.reward_timeout if it is slow; task.max_failures ends such a run",
+            weight=2,
+        )
+
+
+def failing_environment(story: Story) -> Iterator[Finding]:
+    """By the ledger, which counts since the start."""
+    ended = sum(n for name, n in story.ledger.items() if name not in ("issued", "in_flight"))
+    failed = {name.partition("/")[2]: n for name, n in story.ledger.items() if name.startswith("failed/")}
+    if ended and sum(failed.values()) > BROKEN * ended:
+        most = max(failed, key=failed.__getitem__)
+        yield Finding(
+            "failing_groups",
+            "error" if sum(failed.values()) > MOSTLY_BROKEN * ended else "warning",
+            f"{sum(failed.values())} of {ended} groups failed, {failed[most]} of them by: {most}",
+            "Too few of their answers could be scored: an environment or a reward breaks.",
+            "`rondel view RUN --errors`; `rondel check RUN.toml`",
+            weight=1.5,
+        )
+
+
+def dropped(story: Story) -> Iterator[Finding]:
+    share = story.mean("filter/dropped_fraction")
+    short = [(step, text) for step, text in story.said if text.startswith("a short batch")]
+    if short or (share is not None and share > REFUSED):
+        rules = {name.partition("/")[2]: n for name, n in story.ledger.items() if name.startswith("filtered/")}
+        told = ", ".join(f"{name} {n}" for name, n in sorted(rules.items(), key=lambda kv: -kv[1]))
+        yield Finding(
+            "dropped_groups",
+            "warning",
+            f"{share or 0:.0%} of the groups are refused ({story.span}): {told or 'no rule told'}"
+            + (f"; step {short[-1][0] + 1}: {short[-1][1]}" if short else ""),
+            "Most of what is written is thrown away; at loop.max_refills a step goes on with what it has.",
+            "tasks of another difficulty (task.curriculum), a larger algo.group_size, fewer task.filters",
+        )
+
+
+RULES = (truncation, failing_reward, failing_environment, dropped)

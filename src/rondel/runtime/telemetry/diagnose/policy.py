@@ -1,0 +1,139 @@
+"""How the policy moves: not at all, too far, or into a corner."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+
+from rondel.runtime.telemetry.diagnose.finding import Finding
+from rondel.runtime.telemetry.diagnose.story import LEAST, RECENT, Story
+
+COLLAPSED, EXPLODED = 0.15, 1.5  # of the entropy at the beginning of the RL phase
+FAR, RUNAWAY = 1.0, 10.0  # nats a token from the start
+BLOWN = 10.0  # times the usual norm of a gradient
+CLIPPED = 0.3  # share of tokens
+TIGHT = 5.0  # times trainer.clip that every gradient is
+
+
+def entropy_collapse(story: Story) -> Iterator[Finding]:
+    first, now = story.first("train/entropy"), story.mean("train/entropy")
+    reward = story.mean("score/reward_mean")
+    if first is None or now is None or len(story.steps) < 2 * LEAST or not now < COLLAPSED * first:
+        return
+    top = max((v for _, v in story.series("score/reward_max")), default=0.0)
+    right = reward is not None and top > 0 and reward > 0.9 * top
+    yield Finding(
+        "entropy_collapse",
+        "note" if right else "error",
+        f"entropy {first:.3g} nats a token at first, {now:.3g} in {story.span}"
+        + (f"; mean reward {reward:.3g}" if reward is not None else ""),
+        "The answers to a task have become one answer: groups agree, right or wrong, and nothing more is explored.",
+        "algo.entropy.coef = 0.001 … 0.01, algo.surrogate.high (clip-higher, `algo.kind = 'dapo'`), a lower trainer.lr",
+        weight=1.5,
+    )
+
+
+def entropy_explosion(story: Story) -> Iterator[Finding]:
+    first, now = story.first("train/entropy"), story.mean("train/entropy")
+    if first is not None and now is not None and len(story.steps) >= 2 * LEAST and now > max(EXPLODED * first, first + 0.5):
+        yield Finding(
+            "entropy_explosion",
+            "error",
+            f"entropy {first:.3g} nats a token at first, {now:.3g} in {story.span}",
+            "The policy is drifting towards noise.",
+            "a lower trainer.lr, algo.entropy.coef = 0 if it is set, algo.kl.kind; look at the answers with `rondel view RUN`",
+            weight=1.5,
+        )
+
+
+def kl_runaway(story: Story) -> Iterator[Finding]:
+    for name, whom in (("train/kl_to_start", "the weights of the start"), ("train/kl_ref", "the reference")):
+        first, now = story.first(name), story.mean(name)
+        if first is None or now is None or not now > max(FAR, 4 * first):
+            continue
+        yield Finding(
+            "kl_runaway",
+            "error" if now > RUNAWAY else "warning",
+            f"KL to {whom} {first:.3g} nats a token at first, {now:.3g} in {story.span}",
+            "The policy has left the region of its start; what it could before is being forgotten.",
+            "a lower trainer.lr, or algo.kl.kind with a coefficient",
+        )
+        return
+
+
+def gradient_explosion(story: Story) -> Iterator[Finding]:
+    series = story.series("train/grad_norm")
+    skipped = [s.number for s in story.steps if s.note]
+    if skipped:
+        note = next(s.note for s in story.steps if s.note)
+        yield Finding(
+            "steps_skipped",
+            "error" if len(skipped) >= 3 else "warning",
+            f"{len(skipped)} of {len(story.steps)} steps were not taken: {', '.join(map(str, skipped[:5]))}{' …' * (len(skipped) > 5)}: {note}",
+            "A finite-check refused the step: something was not a number, and the weights stayed as they were.",
+            f"`rondel replay RUN --step {skipped[0]}`; a lower trainer.lr, model.dtype = 'float32' to rule rounding out",
+            weight=2,
+        )
+    usual = [v for _, v in series[:-RECENT] if math.isfinite(v) and v > 0] or [v for _, v in series[:LEAST] if math.isfinite(v) and v > 0]
+    high = [(s, v) for s, v in series[-RECENT:] if math.isfinite(v)]
+    if len(series) < 2 * LEAST or len(usual) < LEAST or not high:
+        return
+    middle, now = statistics.median(usual), statistics.median(v for _, v in high)
+    if now > BLOWN * middle and now > story.key("trainer.clip", 1.0):
+        step, value = max(high, key=lambda sv: sv[1])
+        yield Finding(
+            "gradient_explosion",
+            "error",
+            f"gradient norm {middle:.3g} (median), now {now:.3g}, {value:.3g} at step {step}",
+            "The steps pull against each other: what follows is usually noise.",
+            "a lower trainer.lr, a lower trainer.clip, trainer.warmup_steps",
+            weight=1.5,
+        )
+
+
+def clipped_always(story: Story) -> Iterator[Finding]:
+    norms, clip = story.recent("train/grad_norm", 2 * RECENT), story.key("trainer.clip", 1.0)
+    if len(norms) >= RECENT and min(norms) > clip and statistics.median(norms) > TIGHT * clip:
+        ratio = statistics.median(norms) / clip
+        yield Finding(
+            "clipped_always",
+            "note",
+            f"every gradient of the last {len(norms)} steps was cut, the median one by {ratio:.0f} (trainer.clip = {clip:g})",
+            "Each step has the same length whatever the gradient says: the learning rate is a length of steps.",
+            f"trainer.clip = {statistics.median(norms):.2g}, or leave it and tune trainer.lr for it",
+            weight=0.5,
+        )
+
+
+def weights_still(story: Story) -> Iterator[Finding]:
+    pairs = [(s.row["train/weights_changed"], s.row.get("train/grad_norm", 0.0), s.row.get("train/lr", math.nan)) for s in story.steps[-RECENT:]
+             if "train/weights_changed" in s.row]  # fmt: skip
+    if len(pairs) < LEAST:
+        return
+    changed, norm, lr = (statistics.fmean(p[i] for p in pairs) for i in range(3))
+    if lr == 0 or (norm > 0 and changed < 1e-3):
+        why = "trainer.lr is 0" if lr == 0 else f"updates of lr {lr:.1e} are smaller than half a step of the weights' numbers"
+        yield Finding(
+            "weights_still",
+            "error" if changed == 0 else "warning",
+            f"{changed:.2%} of the weights change in a step, gradient norm {norm:.2g}, learning rate {lr:.1e} ({story.span})",
+            f"Nothing is learned: {why}.",
+            "a higher trainer.lr (with an adapter ten times that of full training); the schedule must not have ended (trainer.schedule, loop.steps)",
+            weight=3,
+        )
+
+
+def clip_fraction(story: Story) -> Iterator[Finding]:
+    share = story.mean("train/clip_fraction")
+    if share is not None and share > CLIPPED:
+        yield Finding(
+            "clip_fraction",
+            "warning",
+            f"{share:.0%} of the tokens have a clipped ratio ({story.span})",
+            "Most of the batch gives no gradient: the policy has moved too far from the one that the ratio is anchored to.",
+            "fewer loop.updates_per_step, a lower trainer.lr, a smaller loop.max_staleness",
+        )
+
+
+RULES = (entropy_collapse, entropy_explosion, kl_runaway, gradient_explosion, clipped_always, weights_still, clip_fraction)

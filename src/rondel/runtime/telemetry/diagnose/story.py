@@ -1,0 +1,224 @@
+"""A run folder as rules read it: the journal folded into one row of metrics a step, and what else was said.
+
+The rows are made by the `StepMetrics` of a live run from the same events, so a rule and a dashboard see the same numbers.
+What only the rollouts tell (parts of a reward, repetition) is read from the store where a rule asks for it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rondel.runtime.journal import store
+from rondel.runtime.journal.log import history, settled
+from rondel.runtime.telemetry.accounts import seconds_of
+from rondel.runtime.telemetry.hacking import repetition, within
+from rondel.runtime.telemetry.metrics import StepMetrics
+from rondel.words import events as words
+from rondel.words.errors import CheckpointError, boundary
+
+RECENT = 8  # steps that are "now"
+LEAST = 3  # steps before which nothing is said of a trend
+LINES = 40  # of each log that are its last words
+ROWS = ("GroupFinished", "Synced", "Resident", "RewardCounts", "Speculated", "WorkerTime", "StepDone", "Resumed")
+
+
+@dataclass
+class Step:
+    """One step of the RL phase: its row, and why it was not taken."""
+
+    number: int
+    version: int
+    row: dict[str, float]
+    note: str = ""
+
+
+@dataclass
+class Story:
+    folder: Path
+    job: dict[str, Any]
+    facts: dict[str, Any] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)  # of the RL phase
+    shown: int = 0  # steps of the supervised phase
+    evals: list[dict[str, Any]] = field(default_factory=list)
+    said: list[tuple[int, str]] = field(default_factory=list)  # (step, warning)
+    stalls: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    broke: str = ""  # why the last life of the run ended
+    ended: dict[str, Any] | None = None
+    lives: int = 0
+    resumes: list[int] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)  # steps with a checkpoint
+    ledger: dict[str, int] = field(default_factory=dict)
+    accounts: dict[str, dict[str, float]] = field(default_factory=dict)  # of the last RECENT steps
+    counts: dict[str, float] = field(default_factory=dict)  # of the engines in them
+    alive: bool = False
+
+    # -- what rules ask --------------------------------------------------------------------------
+
+    def key(self, dotted: str, default: Any = None) -> Any:
+        """Of the recipe: `story.key("loop.max_staleness")`."""
+        node: Any = self.job
+        for name in dotted.split("."):
+            node = node.get(name) if isinstance(node, dict) else None
+        return default if node is None else node
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of every RL step that has it."""
+        return [(s.number, s.row[name]) for s in self.steps if name in s.row]
+
+    def recent(self, name: str, n: int = RECENT) -> list[float]:
+        """The last n values that are numbers; nothing where there are fewer than LEAST."""
+        values = [v for _, v in self.series(name)[-n:] if math.isfinite(v)]
+        return values if len(values) >= LEAST else []
+
+    def mean(self, name: str, n: int = RECENT) -> float | None:
+        return statistics.fmean(values) if (values := self.recent(name, n)) else None
+
+    def first(self, name: str, n: int = LEAST) -> float | None:
+        """The mean of the first steps."""
+        values = [v for _, v in self.series(name)[:n] if math.isfinite(v)]
+        return statistics.fmean(values) if values else None
+
+    @property
+    def span(self) -> str:
+        """Which steps `recent` means: "steps 12 to 19"."""
+        numbers = [s.number for s in self.steps[-RECENT:]]
+        return f"steps {numbers[0]} to {numbers[-1]}" if numbers else "no step"
+
+    @property
+    def step(self) -> int:
+        return self.steps[-1].number if self.steps else self.shown
+
+    @property
+    def compares(self) -> bool:
+        """Whether answers are compared within their group: then a unanimous one teaches nothing."""
+        elsewhere = {"values", "teacher_logprobs"} & set(self.facts.get("needs", ()))
+        return not elsewhere and self.key("algo.group_size", 8) > 1
+
+    def rollouts(self, step: int) -> dict[str, float]:
+        """What only the stored answers of a step tell: parts of the reward, repetition."""
+        try:
+            rows = [r for r in store.read_step(self.folder, step) if r["reward"] is not None]
+        except Exception:  # not stored, or being written
+            return {}
+        parts: dict[str, list[float]] = {}
+        for row in rows:
+            for name, value in row["reward_parts"].items():
+                parts.setdefault(f"score/part_{name}", []).append(value)
+        told = {name: statistics.fmean(values) for name, values in parts.items()}
+        firsts = {row["group"]: row for row in reversed(rows)}.values()
+        if again := [share for row in firsts if (share := repetition(row["tokens"], row["mask"])) is not None]:
+            told["generate/repetition"] = statistics.fmean(again)
+        return told
+
+    def logs(self) -> dict[str, list[str]]:
+        """The last words of every worker."""
+        found = {}
+        for path in sorted((self.folder / "logs").glob("*.log")):
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - 16384))
+                found[path.name] = file.read().decode(errors="replace").splitlines()[-LINES:]
+        return found
+
+
+# -- from the folder -------------------------------------------------------------------------------
+
+
+def read_story(folder: str | Path) -> Story:
+    """Of a run that ended, died, or still goes on."""
+    folder = Path(folder)
+    raw = history(folder)
+    path = folder / "job.toml"
+    with boundary(CheckpointError, f"reading {path}"):
+        job = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    story = Story(folder, job, alive=_held(folder / ".lock"))
+    story.lives = sum(e["kind"] == "RunStarted" for e in raw)
+    story.resumes = [e["step"] for e in raw if e["kind"] == "Resumed"]
+    if raw and not story.alive:
+        story.broke = raw[-1]["message"] if raw[-1]["kind"] == "Broke" else ""
+        story.ended = raw[-1] if raw[-1]["kind"] == "RunEnded" else None
+    _fold(story, settled(raw))
+    return story
+
+
+def _held(lock: Path) -> bool:
+    """Whether a process trains in this folder."""
+    from filelock import FileLock, Timeout
+
+    if not lock.exists():
+        return False
+    try:
+        with FileLock(lock, timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
+def _fold(story: Story, events: list[dict[str, Any]]) -> None:
+    rows: list[tuple[int, dict[str, float]]] = []
+    metrics = StepMetrics(lambda step, row: rows.append((step, row)))
+    warm, step, pairs, begun = story.key("loop.warmup.steps", 0), 0, [], []
+    for at, event in enumerate(events):
+        kind = event["kind"]
+        if kind in ROWS or kind == "GroupsTaken":
+            metrics.read(_event(event))
+        match kind:
+            case "RunStarted":
+                story.facts = event["facts"]
+            case "GroupFinished" if len(event["rewards"]) == len(event["lengths"]):
+                pairs.append(list(zip(event["rewards"], event["lengths"])))
+            case "StepDone":
+                step, story.ledger = event["step"], event["ledger"]
+                row = rows.pop()[1]
+                if (found := within(pairs)) is not None:
+                    row.setdefault("score/length_correlation", found)
+                pairs = []
+                if step <= warm:
+                    story.shown = step
+                else:
+                    story.steps.append(Step(step, event["version"], row, event["note"]))
+                    begun.append(at)
+            case "Evaluated":
+                story.evals.append({k: event[k] for k in ("step", "score", "low", "high", "n", "profile")})
+            case "Warned":
+                story.said.append((step, event["message"]))
+            case "Stalled":
+                story.stalls.append((step, event))
+            case "Checkpointed":
+                story.saved.append(event["step"])
+    now = events[begun[-RECENT - 1] + 1 if len(begun) > RECENT else begun[0] if begun else len(events) :]
+    story.accounts = seconds_of(now)
+    for event in now:
+        if event["kind"] == "WorkerTime":
+            for name, n in event["counts"].items():
+                story.counts[name] = story.counts.get(name, 0) + n
+
+
+def _event(told: dict[str, Any]) -> words.Event:
+    """The event again; of consumed groups the journal keeps when they were born."""
+    if told["kind"] == "GroupsTaken":
+        groups: Any = [SimpleNamespace(born=born, own=[]) for born in told["born"]]
+        return words.GroupsTaken(told["step"], told["version"], groups, told.get("limit", 0))
+    kind = getattr(words, told["kind"])
+    return kind(**{f.name: told[f.name] for f in fields(kind) if f.name in told})
+
+
+def flat(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"loop": {"steps": 5}} -> {"loop.steps": 5}"""
+    out: dict[str, Any] = {}
+    for key, value in node.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out
+
+
+def differing(old: dict[str, Any], new: dict[str, Any], skip: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """Of two trees, the leaves that differ: {"loop.seed": (0, 1)}."""
+    a, b = flat(old), flat(new)
+    names = [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k) and not k.startswith(tuple(skip))]
+    return {name: (a.get(name), b.get(name)) for name in names}

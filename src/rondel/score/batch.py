@@ -1,0 +1,85 @@
+"""Calls that come one by one, computed several at once: whoever comes while a batch is computed is in the next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextvars import Context
+from typing import Any, NamedTuple
+
+from rondel.score.clock import stopped
+from rondel.words.errors import RewardError
+
+
+class Waiting(NamedTuple):
+    item: Any
+    begun: asyncio.Future[None]
+    answer: asyncio.Future[Any]
+
+
+class Batcher:
+    """`await Batcher(compute, most=64)(item)`: compute takes up to `most` items and returns as many results.
+
+    size     of an item; a batch holds at most `room` of it, or one item
+    lanes    batches open at once; more where computing is waiting
+    timed    whether the computing is on the clock of each call in the batch; its place in the queue never is
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[list[Any]], Awaitable[list[Any]]],
+        *,
+        most: int,
+        size: Callable[[Any], int] = lambda item: 0,
+        room: int = 0,
+        lanes: int = 16,
+        timed: bool = True,
+    ) -> None:
+        self.compute, self.most, self.size, self.room, self.lanes, self.timed = compute, most, size, room, lanes, timed
+        self.waiting: deque[Waiting] = deque()
+        self._open: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, item: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        me = Waiting(item, loop.create_future(), loop.create_future())
+        self.waiting.append(me)
+        if len(self._open) < self.lanes:
+            lane = asyncio.create_task(self._serve(), context=Context())  # not on the clock of the call that opened it
+            self._open.add(lane)
+            lane.add_done_callback(self._open.discard)
+        with stopped():
+            await (me.begun if self.timed else asyncio.wait([me.answer]))
+        return await me.answer
+
+    async def _serve(self) -> None:
+        await asyncio.sleep(0)  # who comes in the same turn of the loop comes along
+        while batch := self._next():
+            for each in batch:
+                each.begun.set_result(None)
+            try:
+                results = await self.compute([each.item for each in batch])
+                if len(results) != len(batch):
+                    raise RewardError(f"{len(batch)} were asked about, and {len(results)} answers came")
+            except Exception as error:
+                for each in batch:
+                    if not each.answer.done():
+                        each.answer.set_exception(error)
+            else:
+                for each, result in zip(batch, results):
+                    if not each.answer.done():
+                        each.answer.set_result(result)
+
+    def _next(self) -> list[Waiting]:
+        batch: list[Waiting] = []
+        used = 0
+        while self.waiting and len(batch) < self.most:
+            if self.waiting[0].begun.cancelled():  # nobody waits for it any more
+                self.waiting.popleft()
+                continue
+            size = self.size(self.waiting[0].item)
+            if batch and self.room and used + size > self.room:
+                break
+            used += size
+            batch.append(self.waiting.popleft())
+        return batch

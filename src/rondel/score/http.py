@@ -1,0 +1,112 @@
+"""JSON to a server that scores: a rate limit, a limit of open calls, and patience with what passes (429, 5xx, a lost connection)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections import defaultdict
+from typing import Any
+
+from rondel.score.clock import stopped
+from rondel.words.errors import ConfigError, RewardError
+
+PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}
+SHOWN = 200  # characters of a body that an error shows
+LONGEST_WAIT = 60.0
+
+
+class Post:
+    """`await Post(url, key_env="JUDGE_KEY", per_minute=60)(body)` -> the JSON of the reply, or RewardError that says what came instead.
+
+    key_env     name of the environment variable with the key, sent as a bearer token; "" sends none
+    together    calls open at once
+    per_minute  calls begun in a minute; 0 is no limit
+    tries       of one call. Between them it waits what Retry-After says, else 0.5 s, 1 s, 2 s ... and a little by chance
+    seconds     that one try may take
+    """
+
+    def __init__(
+        self, url: str, *, key_env: str = "", together: int = 16, per_minute: float = 0, tries: int = 4, seconds: float = 60.0, name: str
+    ) -> None:
+        try:
+            import httpx2
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"reward '{name}' speaks HTTP, which needs a package: pip install 'rondel[http]'") from error
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"reward '{name}': url = {url!r}; it is an address like http://127.0.0.1:8000/v1")
+        if key_env and not os.environ.get(key_env):
+            raise ConfigError(f"reward '{name}': key_env = {key_env!r}, and this environment variable is not set")
+        if together < 1 or tries < 1 or per_minute < 0 or not seconds > 0:
+            raise ConfigError(
+                f"reward '{name}': together = {together}, tries = {tries}, per_minute = {per_minute}, seconds = {seconds}; they are positive"
+            )
+        self.url, self.name, self.tries, self._http = url, name, tries, httpx2
+        self.counts: dict[str, float] = defaultdict(float)
+        self._headers = {"Authorization": f"Bearer {os.environ[key_env]}"} if key_env else {}
+        self._seconds, self._gap = seconds, 60.0 / per_minute if per_minute else 0.0
+        self._places, self._next = asyncio.Semaphore(together), 0.0
+        self._client: Any = None
+
+    async def __call__(self, body: dict[str, Any]) -> Any:
+        with stopped():
+            await self._places.acquire()
+        try:
+            return await self._patiently(body)
+        finally:
+            self._places.release()
+
+    async def _patiently(self, body: dict[str, Any]) -> Any:
+        for attempt in range(self.tries):
+            await self._turn()
+            began = time.monotonic()
+            self.counts[f"{self.name}_calls"] += 1
+            try:
+                reply = await self._open().post(self.url, json=body)
+            except self._http.HTTPError as error:
+                why, wait = f"cannot be reached ({type(error).__name__}: {error})", None
+            else:
+                why, wait = f"answered {reply.status_code}: {reply.text[:SHOWN]}", reply.headers.get("retry-after")
+                if reply.status_code == 200:
+                    try:
+                        return reply.json()
+                    except ValueError:
+                        why = f"answered what is no JSON: {reply.text[:SHOWN]}"
+                elif reply.status_code not in PASSING:
+                    break
+            finally:
+                self.counts[f"{self.name}_seconds"] += time.monotonic() - began
+            if attempt + 1 < self.tries:
+                self.counts[f"{self.name}_retries"] += 1
+                with stopped():
+                    await asyncio.sleep(_seconds(wait, attempt))
+        self.counts[f"{self.name}_failures"] += 1
+        raise RewardError(f"{self.url} {why}")
+
+    async def _turn(self) -> None:
+        """Calls begin one after another, `60 / per_minute` seconds apart."""
+        now = time.monotonic()
+        at = max(now, self._next)
+        self._next = at + self._gap
+        if at > now:
+            with stopped():
+                await asyncio.sleep(at - now)
+
+    def _open(self) -> Any:
+        if self._client is None:
+            self._client = self._http.AsyncClient(
+                headers=self._headers,
+                timeout=self._seconds,
+                limits=self._http.Limits(max_connections=None, keepalive_expiry=2.0),
+                follow_redirects=False,  # the key goes where it was sent
+            )
+        return self._client
+
+
+def _seconds(retry_after: str | None, attempt: int) -> float:
+    """Retry-After in seconds; a date, or nothing, is the backoff."""
+    try:
+        return min(LONGEST_WAIT, max(0.0, float(retry_after or "")))
+    except ValueError:
+        return min(LONGEST_WAIT, 0.5 * 2**attempt * (1 + 0.25 * random.random()))

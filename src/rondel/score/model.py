@@ -1,0 +1,138 @@
+"""A reward model: a classifier with one label reads the conversation, and its number at the last token is the reward.
+
+It runs in the process of the reward, which alone imports torch; nothing is padded, so a score cannot depend on who is beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rondel.score.batch import Batcher
+from rondel.score.said import question_of
+from rondel.words.errors import ConfigError
+from rondel.words.registry import one_of
+from rondel.words.types import Failed, Score, Task, Trajectory
+
+CLOSE = 1e-4  # a packed score and one computed alone, relative to the larger of it and 1; bfloat16 gets more
+
+
+class Model:
+    """`Model(path="folder or hub id")(trajectory, task)` -> Score of AutoModelForSequenceClassification with one label.
+
+    tokens    of one batch, all its texts together
+    template  of the text, with {question} and {answer}; None is the tokenizer's chat template
+    device    "cpu", "cuda", "cuda:1", ...; threads is how many the CPU may use: the others are the engine's
+    """
+
+    auto = "AutoModelForSequenceClassification"
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        device: str = "cpu",
+        dtype: str = "float32",
+        tokens: int = 8192,
+        template: str | None = None,
+        threads: int = 1,
+        together: int = 64,
+    ) -> None:
+        import torch
+        import transformers
+
+        one_of("reward model dtype", dtype, ("float32", "bfloat16", "float16"))
+        if tokens < 1 or threads < 1 or together < 2:
+            raise ConfigError(
+                f"reward model: tokens = {tokens}, threads = {threads}, together = {together}; they are positive, together above 1"
+            )
+        torch.set_num_threads(threads)
+        try:
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+            self.model = getattr(transformers, self.auto).from_pretrained(path, dtype=getattr(torch, dtype)).to(device).eval()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"reward model {path!r} cannot be loaded as {self.auto}: {error}") from error
+        self.torch, self.path, self.template, self.together = torch, path, template, together
+        if template is None and not self.tokenizer.chat_template:
+            raise ConfigError(f"the tokenizer of reward model {path!r} has no chat template: set template = '{{question}}\\n{{answer}}'")
+        if template is not None and "{answer}" not in template:
+            raise ConfigError(f"reward model: template = {template!r} has no {{answer}}")
+        self.body: Any = getattr(self.model, self.model.base_model_prefix, None)
+        self.head = self._head()
+        self.most = getattr(self.model.config, "max_position_embeddings", None) or 1 << 30
+        self.special = sorted({t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special}, key=len, reverse=True)
+        self.counts: dict[str, float] = defaultdict(float)
+        self.packs = self._packs()
+        self._thread = ThreadPoolExecutor(1)
+        self._batcher = Batcher(self._compute, most=together, size=len, room=tokens, lanes=1)
+
+    async def __call__(self, trajectory: Trajectory, task: Task) -> Score | Failed:
+        ids = self.ids(question_of(task), trajectory.text)
+        if not 0 < len(ids) <= self.most:
+            return Failed("text does not fit the reward model", f"it has {len(ids)} tokens, and the model reads 1 to {self.most}")
+        return Score((await self._batcher(ids))[-1])
+
+    def ids(self, question: str, answer: str) -> list[int]:
+        """The conversation as the model's own tokens. What would be a special token inside of it is taken out: an answer cannot end itself."""
+        question, answer = self.harmless(question), self.harmless(answer)
+        if self.template is not None:
+            words = {"question": question, "answer": answer}
+            text = re.sub(r"\{(question|answer)\}", lambda found: words[found[1]], self.template)
+            return list(self.tokenizer(text)["input_ids"])
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return list(self.tokenizer(self.tokenizer.apply_chat_template(turns, tokenize=False), add_special_tokens=False)["input_ids"])
+
+    def harmless(self, text: str) -> str:
+        before = None
+        while before != text:  # taking one out may make another whole
+            before = text
+            for token in self.special:
+                text = text.replace(token, "")
+        return text
+
+    async def _compute(self, batch: list[list[int]]) -> list[list[float]]:
+        began = time.monotonic()
+        results = await asyncio.get_running_loop().run_in_executor(self._thread, self.values, batch)
+        for name, value in {"texts": len(batch), "batches": 1, "tokens": sum(map(len, batch)), "seconds": time.monotonic() - began}.items():
+            self.counts[f"model_{name}"] += value
+        return results
+
+    def values(self, batch: list[list[int]]) -> list[list[float]]:
+        """[each text][each token] what the head says after that token."""
+        if not self.packs:
+            return [self._run([ids])[0] for ids in batch]
+        return self._run(batch)
+
+    def _run(self, batch: list[list[int]]) -> list[list[float]]:
+        """All texts in one row; positions begin anew with each, and by them attention keeps to its own text."""
+        torch, device = self.torch, self.model.device
+        row = torch.tensor([[i for ids in batch for i in ids]], device=device)
+        places = torch.tensor([[at for ids in batch for at in range(len(ids))]], device=device)
+        with torch.inference_mode():
+            said_T = self.head(self.body(input_ids=row, position_ids=places, use_cache=False).last_hidden_state)[0]
+        return [self.number(said_NK).tolist() for said_NK in said_T.float().split([len(ids) for ids in batch])]
+
+    def number(self, said_NK: Any) -> Any:
+        return said_NK[:, 0]
+
+    def _head(self) -> Any:
+        head = getattr(self.model, "score", None)
+        if self.model.config.num_labels != 1 or head is None or self.body is None:
+            raise ConfigError(
+                f"reward model {self.path!r} is a {type(self.model).__name__} with {self.model.config.num_labels} labels; a decoder with one label is "
+                "needed (config.num_labels = 1, a head called 'score')"
+            )
+        return head
+
+    def _packs(self) -> bool:
+        """Tried at the start: do texts in one row leave each other alone in this model? If not they go one by one."""
+        size = min(self.model.config.get_text_config().vocab_size, 1000)
+        probes = [[(7 * i + k) % size for i in range(n)] for k, n in ((1, 5), (2, 9), (3, 3))]
+        alone, packed = [self._run([ids])[0] for ids in probes], self._run(probes)
+        close = CLOSE if self.model.dtype == self.torch.float32 else 0.1
+        pairs = [(x, y) for one, other in zip(alone, packed) for x, y in zip(one, other)]
+        return all(abs(x - y) <= close * max(1.0, abs(x)) for x, y in pairs)

@@ -1,0 +1,135 @@
+"""A process reward: each step of the answer gets a value, from a model with a head for tokens or from a function of yours."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rondel.score.model import Model
+from rondel.score.said import question_of
+from rondel.words.errors import ConfigError
+from rondel.words.registry import imported, one_of
+from rondel.words.types import Failed, Score, Task, Trajectory
+
+AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
+    "min": min,
+    "mean": lambda values: math.fsum(values) / len(values),
+    "last": lambda values: values[-1],
+    "sum": math.fsum,
+}
+
+
+def steps_of(text: str, separator: str) -> list[tuple[str, int]]:
+    """(step, its end in characters): steps_of("a\\n\\nbc", "\\n\\n") -> [("a", 1), ("bc", 5)]. Empty steps are none."""
+    found, at = [], 0
+    for piece in text.split(separator):
+        end = at + len(piece)
+        if piece.strip():
+            found.append((piece, end))
+        at = end + len(separator)
+    return found
+
+
+class TokenModel(Model):
+    """A token classifier; of two labels the second is "right", and its probability is the value."""
+
+    auto = "AutoModelForTokenClassification"
+
+    def _head(self) -> Any:
+        head = getattr(self.model, "score", None)
+        if self.model.config.num_labels not in (1, 2) or head is None or self.body is None:
+            raise ConfigError(
+                f"process reward model {self.path!r} is a {type(self.model).__name__} with {self.model.config.num_labels} labels; a decoder with one or "
+                "two labels is needed, and a head called 'score'"
+            )
+        return head
+
+    def number(self, said_NK: Any) -> Any:
+        return said_NK[:, 0] if said_NK.shape[1] == 1 else said_NK.softmax(-1)[:, 1]
+
+
+class Process:
+    """The aggregate of the steps' values, or, with `tokenizer`, each value at the last token of its step.
+
+    path or scorer   a token classifier, or "module:name": `(steps, task) -> values`, plain or async
+    separator        of steps, and what the model reads after each: its value stands at that token
+    aggregate        min, mean, last or sum. Placed values add up to it, so only mean and sum can be placed
+    tokenizer        of the policy, by which a character's place becomes a token's
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str | None = None,
+        scorer: str | None = None,
+        separator: str = "\n\n",
+        aggregate: str = "min",
+        tokenizer: str | None = None,
+        together: int = 64,
+        **settings: Any,
+    ) -> None:
+        one_of("process reward: aggregate", aggregate, AGGREGATES)
+        if (path is None) == (scorer is None) or (scorer and settings):
+            raise ConfigError("reward 'process' needs one of path = 'model' (and its settings) or scorer = 'module:name'")
+        if not separator:
+            raise ConfigError("reward 'process': separator is empty; steps are split by it")
+        if tokenizer and aggregate not in ("mean", "sum"):
+            raise ConfigError(
+                f"reward 'process': values that are placed at tokens add up, so aggregate = '{aggregate}' needs no tokenizer; or use sum or mean"
+            )
+        self.separator, self.aggregate, self.together = separator, aggregate, max(2, together)
+        self.scorer = imported("process scorer", scorer) if scorer else None
+        self.model = TokenModel(path=path, together=together, **settings) if path else None
+        self.counts: dict[str, float] = self.model.counts if self.model else {}
+        self.tokenizer: Any = None
+        if tokenizer:
+            from transformers import AutoTokenizer
+
+            self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+
+    async def __call__(self, trajectory: Trajectory, task: Task) -> Score | Failed:
+        steps = steps_of(trajectory.text, self.separator)
+        if not steps:
+            return Failed("answer has no steps")
+        if self.scorer:
+            returned = await asyncio.to_thread(self.scorer, [step for step, _ in steps], task)
+            values = await returned if inspect.isawaitable(returned) else returned
+        else:
+            values = await self._by_model([step for step, _ in steps], task)
+        if isinstance(values, Failed):
+            return values
+        values = list(values)
+        if len(values) != len(steps) or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
+            return Failed("steps were not valued", f"{len(steps)} steps got {values!s:.120}")
+        total = AGGREGATES[self.aggregate](values)
+        if self.tokenizer is None or not trajectory.tokens:
+            return Score(total)
+        share = 1.0 if self.aggregate == "sum" else 1 / len(values)
+        places = self._places(trajectory, [end for _, end in steps])
+        return Score(total, steps=tuple((place, share * value) for place, value in zip(places, values)))
+
+    async def _by_model(self, steps: list[str], task: Task) -> list[float] | Failed:
+        """The value of a step stands at the last token of the separator behind it; the question stands before the first."""
+        assert self.model
+        tokenizer, model = self.model.tokenizer, self.model
+        ids = list(tokenizer(model.harmless(question_of(task)) + self.separator)["input_ids"])
+        ends = []
+        for step in steps:
+            ids += tokenizer(model.harmless(step) + self.separator, add_special_tokens=False)["input_ids"]
+            ends.append(len(ids) - 1)
+        if len(ids) > model.most:
+            return Failed("text does not fit the reward model", f"it has {len(ids)} tokens, and the model reads {model.most}")
+        said = await model._batcher(ids)
+        return [said[end] for end in ends]
+
+    def _places(self, trajectory: Trajectory, ends: list[int]) -> list[int]:
+        """For each character behind a step, the token that the policy wrote it with. Tokens are decoded, never the text encoded."""
+        written = [at for at, mine in enumerate(trajectory.mask) if mine]
+        tokens = [trajectory.tokens[at] for at in written]
+        counts = range(1, len(written) + 1)
+        places = [bisect_left(counts, end, key=lambda n: len(self.tokenizer.decode(tokens[:n], skip_special_tokens=True))) for end in ends]
+        return [written[min(place, len(written) - 1)] for place in places]

@@ -1,0 +1,196 @@
+"""One worker process that serves many calls at once: for rewards that wait on a network, or that compute in batches.
+
+score ──> outbox ──stdin──> worker: an event loop with `together` calls open     every second a sign of life ──stdout──> here
+
+A call's own clock runs in the worker. Here only silence is timed: a worker whose loop stands still is killed. Whoever was in it is
+asked again, alone, so that the one that does it is found and nobody else pays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import pickle
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from rondel.words.errors import ConfigError
+from rondel.words.types import Failed, Score, Task, Trajectory
+
+if TYPE_CHECKING:
+    from rondel.score.killable import Worker
+
+GRACE = 5.0  # seconds beside the timeout that a silent worker has
+
+
+@dataclass(eq=False)
+class Open:
+    number: int
+    job: bytes
+    answer: asyncio.Future[Score | Failed]
+    suspect: bool = False  # it was open when a worker ended
+
+    def tell(self, result: Score | Failed) -> None:
+        def settle() -> None:
+            if not self.answer.done():
+                self.answer.set_result(result)
+
+        with suppress(RuntimeError):  # its loop has ended, and nobody waits in it
+            self.answer.get_loop().call_soon_threadsafe(settle)
+
+
+@dataclass
+class Shared:
+    """The parent's end. `hire` and `dismiss` are the pool's; everything but `ask` runs in one thread."""
+
+    worker: Worker | None
+    hire: Callable[[], Worker]
+    dismiss: Callable[[Worker], None]
+    together: int
+    silence: float
+    counts: dict[str, float] = field(default_factory=dict)  # what the reward says of itself, so far
+    closed: bool = False
+    pending: int = 0
+
+    def __post_init__(self) -> None:
+        self._lock, self._serving = threading.Lock(), False
+        self._numbers = itertools.count()
+        self._waiting: deque[Open] = deque()
+        self._before: dict[str, float] = {}  # counts of the workers that ended
+        self._bell, self._button = socket.socketpair()
+        self._button.setblocking(False)
+
+    async def ask(self, trajectory: Trajectory, task: Task, threads: ThreadPoolExecutor) -> Score | Failed:
+        number = next(self._numbers)
+        try:
+            job = pickle.dumps((number, replace(trajectory, experts=None), task))
+        except Exception as error:  # pickle raises what the object's own code raises
+            return Failed("task cannot be sent", f"task {task.id}: {type(error).__name__}: {error}")
+        call = Open(number, job, asyncio.get_running_loop().create_future())
+        with self._lock:
+            self._waiting.append(call)
+            start, self._serving = not self._serving, True
+        if start:
+            threads.submit(self._serve)
+        else:
+            self._ring()
+        self.pending += 1
+        try:
+            return await call.answer
+        finally:
+            self.pending -= 1
+
+    def _ring(self) -> None:
+        with suppress(OSError):  # full: it will look anyway
+            self._button.send(b"!")
+
+    # -- in the pool's thread ----------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Until nothing waits and nothing is open."""
+        opened: dict[int, Open] = {}
+        while True:
+            with self._lock:
+                if not self._waiting and not opened:
+                    self._serving = False
+                    return
+            try:
+                self._exchange(opened)
+            except (ConfigError, OSError) as error:
+                self._lost(opened, Failed("worker did not start", str(error)) if self.worker is None else None)
+            except Exception as error:  # ours: nobody may wait for ever
+                self._lost(opened, Failed("pool broke", f"{type(error).__name__}: {error}"))
+
+    def _exchange(self, opened: dict[int, Open]) -> None:
+        """Jobs there and replies back, until both are empty or the worker is lost."""
+        if self.worker and self.worker.process.poll() is not None and not opened:  # it ended between two calls: no reward's fault
+            self.dismiss(self.worker)
+            self.worker = None
+        self.worker = worker = self.worker or self.hire()
+        assert worker.process.stdin and worker.process.stdout
+        there, back, bell = worker.process.stdin.fileno(), worker.process.stdout.fileno(), self._bell.fileno()
+        outbox, said, heard = memoryview(b""), b"", time.monotonic()
+        while not self.closed:
+            for call in self._admitted(opened):
+                if not opened:
+                    heard = time.monotonic()
+                opened[call.number] = call
+                outbox = memoryview(bytes(outbox) + call.job)
+            if not opened:
+                return
+            poll = select.poll()
+            poll.register(back, select.POLLIN)
+            poll.register(bell, select.POLLIN)
+            if outbox:
+                poll.register(there, select.POLLOUT)
+            ready = dict(poll.poll(max(0.0, heard + self.silence - time.monotonic()) * 1000))
+            if not ready:
+                return self._lost(opened, Failed("timeout", f"the reward's process said nothing for {self.silence:g} s; it was killed"))
+            if bell in ready:
+                self._bell.recv(1 << 16)
+            if there in ready:
+                outbox = outbox[os.write(there, outbox[: select.PIPE_BUF]) :]
+            if back in ready:
+                piece, heard = os.read(back, 1 << 16), time.monotonic()
+                if not piece:
+                    return self._lost(opened, Failed("worker died", worker.last_words()))
+                *lines, said = (said + piece).split(b"\n")
+                for line in lines:
+                    self._read(json.loads(line), opened)
+        self._lost(opened, Failed("pool closed"), finally_=True)
+
+    def _admitted(self, opened: dict[int, Open]) -> list[Open]:
+        """Who may be sent now: at most `together`, and a suspect only alone."""
+        found: list[Open] = []
+        with self._lock:
+            while self._waiting and len(opened) + len(found) < self.together:
+                alone = self._waiting[0].suspect or any(call.suspect for call in (*opened.values(), *found))
+                if alone and (opened or found):
+                    break
+                call = self._waiting.popleft()
+                if not call.answer.cancelled():
+                    found.append(call)
+        return found
+
+    def _read(self, reply: dict[str, Any], opened: dict[int, Open]) -> None:
+        if counts := reply.pop("counts", None):
+            self.counts = {name: self._before.get(name, 0) + value for name, value in counts.items()}
+        call = opened.pop(reply.pop("number", -1), None)
+        if call:
+            call.tell(Score(**reply) if "value" in reply else Failed(**reply))
+
+    def _lost(self, opened: dict[int, Open], failed: Failed | None, *, finally_: bool = False) -> None:
+        """The worker is gone: one that was alone in it is to blame, several are asked again one by one."""
+        if self.worker is not None:
+            self.dismiss(self.worker)
+            self.worker = None
+        self._before = dict(self.counts)
+        calls = list(opened.values())
+        opened.clear()
+        with self._lock:
+            if finally_ or not calls:
+                calls += self._waiting
+                self._waiting.clear()
+        failed = failed or Failed("worker died")
+        if finally_ or len(calls) == 1 or failed.reason in ("worker did not start", "pool broke"):
+            for call in calls:
+                call.tell(failed)
+        else:
+            for call in calls:
+                call.suspect = True
+            with self._lock:
+                self._waiting.extendleft(reversed(calls))
+
+    def close(self) -> None:
+        self.closed = True
+        self._ring()

@@ -1,0 +1,201 @@
+"""Engines on a virtual clock. One replica is a server whose n requests all advance by a token every beat(n) seconds: an event an answer, not a token.
+
+progress   tokens that whoever has run from the beginning has now; a request that joins ends at progress + its length
+debt       seconds of prefill that stand before the next token
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+@dataclass(slots=True)
+class Answers:
+    """Those of one group that are still being written."""
+
+    left: int
+    done: asyncio.Future[None]
+
+
+class Waiting(NamedTuple):
+    length: float
+    read: float  # tokens to prefill before it can go on
+    of: Answers
+
+
+@dataclass(slots=True)
+class Replica:
+    """One engine. `slow`: how many times as long as others it takes."""
+
+    pool: Pool
+    slow: float = 1.0
+    running: list[tuple[float, int, Answers]] = field(default_factory=list)
+    waiting: deque[Waiting] = field(default_factory=deque)
+    progress: float = 0.0
+    debt: float = 0.0
+    at: float = 0.0
+    stopped: int = 0
+    dead: bool = False
+    place: int = 0
+    filled: float = 0.0  # requests x tokens
+    beats: float = 0.0  # tokens
+    busy: float = 0.0  # seconds with anything to do
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def load(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def give(self, wanted: list[Waiting]) -> None:
+        self.catch_up()
+        self.waiting.extend(wanted)
+        self.pool.told(self)
+        self.admit()
+
+    def catch_up(self) -> None:
+        """Account for the time since the last look."""
+        now = self.pool.clock.time()
+        passed, self.at = now - self.at, now
+        if self.stopped or not self.running:
+            return
+        self.busy += passed
+        paid = min(self.debt, passed)
+        self.debt -= paid
+        tokens = (passed - paid) / (self.pool.beat[len(self.running)] * self.slow)
+        self.progress += tokens
+        self.beats += tokens
+        self.filled += tokens * len(self.running)
+
+    def admit(self) -> None:
+        """Fill the places, unless somebody waits for them to run empty."""
+        while self.waiting and len(self.running) < self.pool.places and not self.pool.draining:
+            length, read, of = self.waiting.popleft()
+            self.debt += read * self.pool.prefill * self.slow
+            self.pool.number += 1
+            heapq.heappush(self.running, (self.progress + length, self.pool.number, of))
+        self.arm()
+
+    def arm(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        if self.running and not self.stopped:
+            tokens = max(0.0, self.running[0][0] - self.progress)
+            wait = self.debt + tokens * self.pool.beat[len(self.running)] * self.slow
+            self.timer = self.pool.clock.call_at(self.at + wait, self.fire)
+
+    def fire(self) -> None:
+        self.timer = None
+        self.catch_up()
+        while self.running and self.running[0][0] <= self.progress + 1e-6:
+            _, _, of = heapq.heappop(self.running)
+            of.left -= 1
+            if of.left == 0 and not of.done.done():
+                of.done.set_result(None)
+        self.pool.told(self)
+        self.admit()
+        if not self.running:
+            self.pool.emptied()
+
+    def stop(self) -> None:
+        self.catch_up()
+        self.stopped += 1
+        self.arm()
+
+    def go(self) -> None:
+        self.catch_up()
+        self.stopped -= 1
+        self.admit()
+
+    def reread(self, prompt: float) -> None:
+        """What is in flight lost its cache: about the middle of each answer is read again."""
+        self.debt += sum(prompt + max(0.0, end - self.progress) for end, _, _ in self.running) * self.pool.prefill * self.slow
+
+    def die(self, prompt: float) -> list[Waiting]:
+        """-> what was in flight, to go on elsewhere from the token where it was; what it had read is read again there."""
+        self.catch_up()
+        lost = [Waiting(max(1e-3, end - self.progress), prompt + max(0.0, end - self.progress), of) for end, _, of in self.running]
+        lost += self.waiting
+        self.running, self.waiting, self.debt, self.dead = [], deque(), 0.0, True
+        self.arm()
+        return lost
+
+
+class Pool:
+    """All replicas. beat[n]: seconds of a token of n requests; prefill: seconds of a prompt's token; places: requests of a replica at once."""
+
+    def __init__(self, replicas: int, *, places: int, beat: list[float], prefill: float, slow: tuple[float, float] = (0.0, 1.0)) -> None:
+        self.clock, self.places, self.beat, self.prefill = asyncio.get_running_loop(), places, beat, prefill
+        self.number, self.draining = 0, False
+        self._empty: asyncio.Future[None] | None = None
+        late = round(slow[0] * replicas)
+        self.replicas = [Replica(self, slow[1] if i < late else 1.0) for i in range(replicas)]
+        self.failures = 0
+        self._least = [(0.0, i) for i in range(replicas)]  # a heap of (load, replica); what no longer holds is passed over
+        for i, replica in enumerate(self.replicas):
+            replica.place = i
+
+    async def write(self, lengths: list[float], prompt: float) -> None:
+        """A group: its prompt is read once, its answers are written together by the replica with the least to do."""
+        answers = Answers(len(lengths), self.clock.create_future())
+        self._place([Waiting(length, prompt if i == 0 else 0.0, answers) for i, length in enumerate(lengths)])
+        await answers.done
+
+    def _place(self, wanted: list[Waiting]) -> None:
+        while True:
+            load, i = heapq.heappop(self._least)
+            if not (replica := self.replicas[i]).dead and load == replica.load * replica.slow:
+                return replica.give(wanted)
+
+    async def pause(self, how: str, prompt: float) -> None:
+        """hold: all stand still.  drain: until nothing runs.  abort: as hold, and the cache is lost."""
+        if how == "drain":
+            self.draining = True
+            while any(replica.running for replica in self.replicas):
+                self._empty = self.clock.create_future()
+                await self._empty
+        for replica in self.replicas:
+            replica.stop()
+            if how == "abort":
+                replica.reread(prompt)
+
+    def resume(self) -> None:
+        self.draining = False
+        for replica in self.replicas:
+            replica.go()
+
+    def told(self, replica: Replica) -> None:
+        """Its load is another now."""
+        heapq.heappush(self._least, (replica.load * replica.slow, replica.place))
+
+    def back(self, replica: Replica) -> None:
+        replica.dead = False
+        self.told(replica)
+
+    def emptied(self) -> None:
+        if self._empty is not None and not self._empty.done():
+            self._empty.set_result(None)
+
+    def fail(self, which: int, prompt: float, back_in: float) -> None:
+        replica = self.replicas[which]
+        if replica.dead or sum(not each.dead for each in self.replicas) == 1:
+            return
+        self.failures += 1
+        lost = replica.die(prompt)
+        self.clock.call_later(back_in, self.back, replica)
+        for each in lost:
+            self._place([each])
+        if self.draining:
+            self.emptied()
+
+    def look(self) -> tuple[float, float, float]:
+        """(requests x tokens, places x tokens, busy seconds) of all so far."""
+        for replica in self.replicas:
+            replica.catch_up()
+            replica.arm()
+        filled = sum(replica.filled for replica in self.replicas)
+        return filled, self.places * sum(replica.beats for replica in self.replicas), sum(replica.busy for replica in self.replicas)

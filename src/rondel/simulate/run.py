@@ -1,0 +1,237 @@
+"""The loop of every run, with its buffer, on a virtual clock: engines and trainer take the time that the planner says, and compute nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rondel import loop as house
+from rondel.buffer import Buffer
+from rondel.planner import cost
+from rondel.planner.setting import Setting
+from rondel.simulate.clock import VirtualLoop
+from rondel.simulate.lengths import Lengths, log_normal
+from rondel.simulate.pool import Pool
+from rondel.words.types import KEEP, Group, Slot, StepStats, Task, Verdict
+
+FOREVER = 1e12  # virtual seconds
+
+
+@dataclass(frozen=True)
+class World:
+    """Everything that takes time, in seconds.
+
+    beat      [n] of one token of n requests on one engine; prefill of a prompt's token
+    train     of a packed token; fixed: of a step, beside it
+    sync      until the new version serves, of which the engines stand still `pause`
+    shared    trainer and engines on the same devices, in turn
+    slow      (share of the engines, times as slow)
+    mtbf      of one engine, 0: none fails; it is back after `restart`, and what it wrote goes on elsewhere
+    """
+
+    engines: int
+    places: int
+    beat: list[float]
+    prefill: float
+    train: float
+    lengths: Lengths
+    prompts: int
+    group: int
+    prompt: float = 0.0
+    fixed: float = 0.0
+    sync: float = 0.0
+    pause: float = 0.0
+    shared: bool = False
+    staleness: int = 0
+    window: int | None = None
+    oversample: int = 0
+    in_flight: str = "hold"
+    slow: tuple[float, float] = (0.0, 1.0)
+    mtbf: float = 0.0
+    restart: float = 300.0
+    seed: int = 0
+
+
+@dataclass
+class Seen:
+    """What was counted, from the end of the first steps on."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    samples: int = 0
+    tokens: float = 0.0
+    training: float = 0.0
+    syncing: float = 0.0
+    rollout_busy: float = 0.0
+    filled: float = 0.0  # requests x decode steps
+    places: float = 0.0  # places x decode steps
+    lags: Counter[int] = field(default_factory=Counter)
+    failures: int = 0
+
+    def tree(self, world: World) -> dict[str, Any]:
+        """Shares and rates."""
+        return {
+            "steps": self.steps,
+            "step_seconds": self.seconds / self.steps,
+            "samples_per_second": self.samples / self.seconds,
+            "tokens_per_second": self.tokens / self.seconds,
+            "mean_length": self.tokens / self.samples,
+            "trainer_idle": 1 - (self.training + self.syncing) / self.seconds,
+            "rollout_idle": 1 - self.rollout_busy / (self.seconds * world.engines),
+            "places_idle": max(0.0, 1 - self.filled / max(1e-12, self.places)),
+            "decode_steps": self.places / (world.places * world.engines * self.steps),
+            "sync_share": self.syncing / self.seconds,
+            "lags": {str(lag): n / sum(self.lags.values()) for lag, n in sorted(self.lags.items())},
+            "failures": self.failures,
+        }
+
+
+def world_of(setting: Setting, lengths: Lengths | None = None, *, sigma: float = 0.8, **more: Any) -> World:
+    """The planner's times of a setting."""
+    requests, middle = cost.together(setting), setting.prompt + setting.mean / 2
+    arguments = {"tensor": setting.tensor, "width": setting.width}
+    beat = [cost.decode_seconds(setting.shape, setting.hardware, max(1, n), middle, **arguments) for n in range(requests + 1)]
+    way = cost.ways(setting)[0]
+    return World(
+        engines=setting.engines,
+        places=requests,
+        beat=beat,
+        prefill=cost.prefill_seconds(setting.shape, setting.hardware, 1, **arguments),
+        train=cost.train_seconds(setting) / setting.packed_tokens,
+        lengths=lengths or log_normal(setting.mean, sigma, setting.output),
+        prompts=setting.prompts,
+        group=setting.group,
+        prompt=setting.prompt,
+        sync=way.seconds,
+        pause=way.pause,
+        shared=not setting.split,
+        staleness=setting.staleness,
+        in_flight=setting.in_flight,
+        **more,
+    )
+
+
+def simulate(world: World, *, steps: int = 20, first: int | None = None) -> dict[str, Any]:
+    """`steps` steps after the `first` ones, which fill the buffer and are not counted."""
+    before = world.staleness + 2 if first is None else first
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(Simulation(world, before, steps).run()).tree(world)
+
+
+class Simulation:
+    """The parts that `loop.run` asks for. Nothing in here decides who is admitted, taken or waits: the house's loop and buffer do."""
+
+    def __init__(self, world: World, before: int, steps: int) -> None:
+        self.world, self.before, self.steps = world, before, steps
+        self.draw, self.faults = random.Random(world.seed), random.Random(world.seed + 1)
+        self.tokens: dict[int, float] = {}
+        self.seen = Seen()
+        self.step_number = 0
+
+    async def run(self) -> Seen:
+        w = self.world
+        self.clock = asyncio.get_running_loop()
+        self.pool = Pool(w.engines, places=w.places, beat=w.beat, prefill=w.prefill, slow=w.slow)
+        self.buffer = Buffer(
+            groups_per_step=w.prompts, max_staleness=w.staleness, window=w.window, oversample=w.oversample, patience=FOREVER
+        )
+        self._began = (0.0, 0.0, 0.0, 0.0, 0)
+        breaking = asyncio.create_task(self.break_some()) if w.mtbf else None
+        await house.run(
+            self.tasks(), self.buffer, attempt=self.attempt, score=self.score, judge=self.judge, prepare=self.prepare, trainer=self,
+            engine=None, devices=self, sync=self.sync, algo=None, steps=range(1, self.before + self.steps + 1), milestone=self.milestone,
+        )  # fmt: skip
+        if breaking is not None:
+            breaking.cancel()
+        return self.seen
+
+    # -- generate, score, filter -----------------------------------------------------------------
+
+    async def tasks(self) -> AsyncIterator[Task]:
+        while True:
+            yield Task("simulated", "", {})
+
+    async def attempt(self, slot: Slot) -> Group:
+        lengths = [self.world.lengths(self.draw) for _ in range(self.world.group)]
+        self.tokens[slot.number] = sum(lengths)
+        work = self.pool.write(lengths, self.world.prompt)
+        group = Group(slot.number, slot.task, [], slot.born)
+        if self.world.oversample:
+
+            async def written() -> Group:
+                await work
+                return group
+
+            return await self.buffer.in_time(slot, written())
+        await work
+        return group
+
+    async def score(self, group: Group) -> None: ...
+
+    def judge(self, group: Group) -> Verdict:
+        return KEEP
+
+    async def break_some(self) -> None:
+        while True:
+            await asyncio.sleep(self.faults.expovariate(self.world.engines / self.world.mtbf))
+            self.pool.fail(self.faults.randrange(self.world.engines), self.world.prompt, self.world.restart)
+
+    # -- train, sync -----------------------------------------------------------------------------
+
+    async def prepare(self, groups: list[Group]) -> list[Group]:
+        return groups
+
+    async def step(self, groups: list[Group], algo: Any) -> StepStats:
+        written = sum(self.tokens.pop(group.id) for group in groups)
+        seconds = self.world.fixed + self.world.train * (written + len(groups) * self.world.prompt)
+        await asyncio.sleep(seconds)
+        self.seen.training += seconds
+        self.seen.tokens += written
+        self.seen.samples += len(groups) * self.world.group
+        self.seen.lags.update(self.buffer.version - group.born for group in groups)
+        return StepStats(True, {})
+
+    async def sync(self, trainer: Any, engine: Any) -> int:
+        """The engines go on while weights are on their way, and stand still for the rest."""
+        began = self.clock.time()
+        w = self.world
+        await asyncio.sleep(w.sync - min(w.pause, w.sync))
+        if not w.shared:
+            await self.pool.pause(w.in_flight, w.prompt)
+            await asyncio.sleep(w.pause)
+            self.pool.resume()
+        self.seen.syncing += self.clock.time() - began
+        return self.buffer.version + 1
+
+    async def milestone(self, step: int, version: int, batch: Any) -> None:
+        """At the end of the first steps counting begins; at the end of the last one it ends."""
+        if step == self.before:
+            self.seen = Seen()
+            self._began = (self.clock.time(), *self.pool.look(), self.pool.failures)
+        elif step == self.before + self.steps:
+            at, filled, places, busy, failures = self._began
+            now = self.pool.look()
+            self.seen.steps, self.seen.seconds = self.steps, self.clock.time() - at
+            self.seen.filled, self.seen.places = now[0] - filled, now[1] - places
+            self.seen.rollout_busy = now[2] - busy
+            self.seen.failures = self.pool.failures - failures
+
+    # -- devices ---------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def parked(self) -> AsyncIterator[None]:
+        if not self.world.shared:
+            yield
+            return
+        await self.pool.pause(self.world.in_flight, self.world.prompt)
+        yield
+        self.pool.resume()
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        yield

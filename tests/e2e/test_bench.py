@@ -1,0 +1,63 @@
+"""Every benchmark but the longest runs, as small as it goes, and ends with one JSON object: what figures are quoted from must not rot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_kit import run
+
+HERE = Path(__file__).parents[2] / "benchmarks"
+SMALL = {
+    "controller": "--rollouts 64 --hours 0.05",
+    "decode": "--model {model} --running 1,2 --new 4 --rounds 1 --profile 0",
+    "gae": "--samples 2 --tokens 64 --repeat 1",
+    "generate": "--model {model} --groups 1 --group 2 --repeat 1 --work equal",
+    "overlap": "--rounds 1 --steps 5 --tokens 4 --hidden 32",
+    "parity": "--model {model} --prompts 1 --samples 1 --new 4",
+    "plan": "--steps 2",
+    "prefix": "--model {model} --prompt 16 --completion 4 --group 2 --repeat 1",
+    "rewards": "--calls 50 --repeat 1",
+    "sandbox": "--calls 2",
+    "rows": "--rows grpo --seeds 1 --steps 2",
+    "speculative": "--model {model} --kind copy --running 1 --new 8 --pairs 1",
+    "staleness": "--rows grpo --staleness 1 --seeds 1 --steps 2 --final 2",
+    "step": "--model {model} --prompts 1 --group 2 --new 4 --steps 2",
+    "tails": "--rounds 1 --steps 5 --staleness 1",
+    "telemetry": "--steps 2 --set loop.warmup.steps=2 --set loop.groups_per_step=4 --set place.threads=1",
+    "transports": "--kinds ipc --updates 1",
+    "wal": "--blocks 4",
+}
+ELSEWHERE = {"chaos": "minutes; by hand", "kill_resume": "tests/laws/test_resume.py runs it"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny one with its tokenizer, as a run leaves it."""
+    folder = tmp_path_factory.mktemp("model")
+    run(folder, loop__warmup__steps=1, loop__steps=0, model__path__max_position_embeddings=2048, model__path__vocab_size=400)
+    return max((folder / "checkpoints").glob("step-*"))
+
+
+def test_all_are_named():
+    assert {p.stem for p in HERE.glob("[!_]*.py")} == SMALL.keys() | ELSEWHERE.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_it_runs(name, model):
+    command = [
+        sys.executable,
+        "-c",
+        "from rondel.cli import main; main()",
+        "bench",
+        name,
+        *SMALL[name].format(model=model).split(),
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert isinstance(json.loads(done.stdout.strip().splitlines()[-1]), dict)

@@ -1,0 +1,152 @@
+"""Law 11 over a whole run: faults of the world take answers away, at random, and change no reward; too many of them end the run."""
+
+import asyncio
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import run_kit
+from fakes import CountingTrainer, endless, loop_kit
+
+from rondel import loop
+from rondel.assemble.failures import Failures
+from rondel.assemble.rollouts import Rollouts
+from rondel.buffer import Buffer
+from rondel.filter.complete import Complete
+from rondel.words.errors import RewardError
+from rondel.words.recent import LAST, LEAST
+from rondel.words.types import Failed, Sampling, Score, Slot, Task, Trajectory
+
+RIGHT = 0.3  # a bandit's chance: the mean of its rewards, in closed form
+
+
+class Bandit(Rollouts):
+    """A sample's reward is its own coin; whether the world breaks is another one."""
+
+    faults: float = 0.0
+    judge = staticmethod(Complete(2))
+
+    async def _one(self, slot, index, policy="policy"):
+        parts, coin, world = self.parts, random.Random(f"reward {slot.number} {index}"), random.Random(f"world {slot.number} {index}")
+        broken = world.random() < self.faults
+
+        class Env:
+            async def run(self, task, chat):
+                await asyncio.sleep(0)
+                if broken:
+                    raise RuntimeError("no route to the sandbox")
+                return Trajectory(text=f"{slot.number} {index}", score=Score(float(coin.random() < RIGHT)))
+
+        view = Rollouts(SimpleNamespace(**{**vars(parts), "env": Env()}), self.group_size)
+        view.chat = lambda *a, **k: None
+        return await view._one(slot, index, policy)
+
+
+def bandit(tmp_path, faults, steps=60, groups=8, size=8):
+    parts = SimpleNamespace(job=run_kit.tiny(Path(tmp_path)), sampling=Sampling(), failures=Failures(), pool=None)
+    rollouts, trained, trainer = Bandit(parts, size), [], CountingTrainer()
+    rollouts.faults = faults
+    buffer = Buffer(groups_per_step=groups, max_staleness=1)
+
+    async def keep(batch):
+        trained.extend(batch)
+        return batch
+
+    kit = loop_kit(trainer, rollouts, steps) | {"prepare": keep}
+    asyncio.run(asyncio.wait_for(loop.run(endless(), buffer, **kit), 60))
+    return trained, buffer.ledger(), parts.failures
+
+
+def test_five_percent_faults_leave_the_training_reward_unbiased(tmp_path):
+    (clean, book, _), (faulty, faulty_book, failures) = bandit(tmp_path, 0.0), bandit(tmp_path, 0.05)
+    assert run_kit.balances(book) and run_kit.balances(faulty_book) and failures.why == ""
+    same = {t.text: t.reward for group in clean for t in group.trajectories}
+    scored = [t for group in faulty for t in group.trajectories if t.reward is not None]
+    lost = [t for group in faulty for t in group.trajectories if t.reward is None]
+    assert all(same.get(t.text, t.reward) == t.reward for t in scored) and sum(t.text in same for t in scored) > 3000
+    assert all(isinstance(t.score, Failed) and t.score.reason == "environment fault" for t in lost)
+    every = len(scored) + len(lost)
+    assert abs(len(lost) / every - 0.05) < 3 * math.sqrt(0.05 * 0.95 / every)
+    for groups in (clean, faulty):
+        rewards = [r for group in groups for r in group.rewards]
+        assert abs(sum(rewards) / len(rewards) - RIGHT) < 3 * math.sqrt(RIGHT * (1 - RIGHT) / len(rewards))
+    # counted as zeros, they would be far off: this test would see it
+    assert abs(sum(t.reward for t in scored) / every - sum(t.reward for t in scored) / len(scored)) > 0.01
+
+
+def test_the_limit():
+    failures = Failures(0.1)
+    for _ in range(LEAST - 1):
+        failures.count(Failed("timeout"))
+        assert not failures.why
+    failures.count(Failed("environment fault", "no disk"))
+    assert failures.spent.is_set() and failures.why == f"{LEAST} of the last {LEAST} answers have no score, {LEAST - 1} of them: timeout"
+    calm = Failures(0.1)
+    for n in range(10 * LAST):
+        calm.count(Failed("timeout") if n % 10 == 9 else Score(1.0))  # a tenth is not more than a tenth
+    assert not calm.why
+    never = Failures(1.0)
+    for _ in range(LAST):
+        never.count(Failed("timeout"))
+    assert not never.why
+
+
+WORLD = """
+import os
+from pathlib import Path
+class Env:
+    async def run(self, task, chat):
+        chat.give([{"role": "user", "content": task.data["prompt"]}])
+        await chat.reply()
+        if Path(os.environ["RONDEL_TEST_DOWN"]).exists():
+            raise RuntimeError("the sandbox is down")
+        return chat.trajectory
+"""
+
+
+def test_a_run_stops_with_the_cause_and_a_checkpoint_and_goes_on(tmp_path, monkeypatch):
+    (tmp_path / "their_world.py").write_text(WORLD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("RONDEL_TEST_DOWN", str(tmp_path / "down"))
+    changes = {
+        "task__env": "their_world:Env",
+        "task__max_failures": 0.2,
+        "loop__warmup__steps": 0,
+        "run__checkpoint__every": 0,
+        "task__eval__n": 4,
+    }
+    from rondel.words.events import StepDone, subscribe
+
+    end = subscribe(lambda event: (tmp_path / "down").touch() if isinstance(event, StepDone) and event.step == 3 else None)
+    try:
+        with pytest.raises(
+            RewardError,
+            match=r"stopped after step \d of 8, which is in a checkpoint: .* environment fault .*sandbox is down.*max_failures = 0.2",
+        ):
+            run_kit.run(tmp_path / "run", **changes)
+    finally:
+        end()
+    done = [e["step"] for e in run_kit.events(tmp_path / "run", "StepDone")]
+    assert done[-1] < 8 and all(run_kit.balances(e["ledger"]) for e in run_kit.events(tmp_path / "run", "StepDone"))
+    (tmp_path / "down").unlink()
+    run_kit.run(tmp_path / "run", **changes)
+    assert run_kit.events(tmp_path / "run", "RunEnded")[-1]["step"] == 8
+    steps = [e["step"] for e in run_kit.events(tmp_path / "run", "StepDone")]
+    assert (
+        steps[-1] == 8 and sorted(set(steps)) == list(range(1, 9)) and run_kit.events(tmp_path / "run", "Resumed")[-1]["step"] == done[-1]
+    )
+
+
+def test_what_was_scored_twice_is_counted_once(tmp_path):
+    parts = SimpleNamespace(job=run_kit.tiny(Path(tmp_path)), sampling=Sampling(), failures=Failures(0.5), pool=None)
+    rollouts = Bandit(parts, 4)
+    rollouts.faults = 1.0
+
+    async def group():
+        found = await rollouts.attempt(Slot(0, Task("t", "x", {}), 0))
+        await rollouts.score(found)
+
+    asyncio.run(group())
+    assert len(parts.failures.recent.outcomes) == 4

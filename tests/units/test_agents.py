@@ -1,0 +1,128 @@
+"""Several agents: who reads what and when, conversations and noise of their own, one score, and a game that two of them learn."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from chat_kit import tokenizer
+from run_kit import events, final, run
+
+from rondel.generate.envs.agents import Agents
+from rondel.generate.envs.chat import TokenChat
+from rondel.generate.envs.episode import rooted, share
+from rondel.runtime.journal import store
+from rondel.words.errors import ConfigError, DataError
+from rondel.words.types import Completion, Sampling, Score, Task
+
+TASK = Task("t", "agents", {"prompt": "2+2", "hint": "even"})
+TURNS = [
+    {"agent": "writer", "says": "{prompt}"},
+    {"agent": "critic", "says": "{prompt} {hint}: {writer}", "system": "doubt"},
+    {"agent": "judge", "says": "{writer}"},
+    {"agent": "writer", "turn": "final", "says": "{critic} {judge}"},
+]
+
+
+def play(turns, *, slow: str = "", **settings):
+    """-> (trajectories, what each request read, keys, the order in which they were asked)."""
+    tok = tokenizer()
+    read, keys = [], []
+
+    async def generate(request):
+        text = tok.decode(request.tokens)
+        read.append(text)
+        keys.append(request.key)
+        words = f"r{len(read)}"
+        if slow and slow in text:
+            await asyncio.sleep(0.05)
+        tokens = [*tok.encode(words, add_special_tokens=False), tok.eos_token_id]
+        return Completion(tokens, [-1.0] * len(tokens), [0] * len(tokens), "stop", text=words)
+
+    chat = TokenChat(tok, generate, sampling=Sampling(max_tokens=8), key=lambda turn: 1000 + turn, max_context=400)
+    return asyncio.run(Agents(turns, **settings).run(TASK, chat)), read, keys
+
+
+def test_a_turn_reads_what_it_names_and_an_agent_goes_on_with_its_own_conversation():
+    found, read, keys = play(TURNS)
+    assert [t.agent for t in found] == ["writer", "critic", "judge"]
+    assert "2+2 even: r1" in read[1] and "doubt" in read[1] and "doubt" not in read[0]
+    assert read[2].count("r1") == 1
+    assert "r1" in read[3] and "r2 r3" in read[3] and read[3].startswith(read[0])
+    assert len(set(keys)) == 4
+    assert found[0].text == "r1\nr4" and found[1].text == "r2"
+
+
+def test_turns_that_do_not_wait_for_each_other_run_side_by_side():
+    """The critic is slow: the judge is asked meanwhile."""
+    _, read, _ = play(TURNS, slow="even")
+    assert ["even" in r for r in read] == [False, True, False, False]
+    _, read, _ = play([TURNS[0], {"agent": "a", "says": "slow {writer}"}, {"agent": "b", "says": "{writer}"}, {"agent": "c", "says": "{b}"},
+                       {"agent": "writer", "turn": "end", "says": "{a} {c}"}], slow="slow")  # fmt: skip
+    assert "r3" in read[3] and "r2 r4" in read[4]  # b and c have spoken while a is still slow
+
+
+def test_who_has_no_score_shares_the_answers():
+    found, *_ = play(TURNS)
+    episode = rooted(found)
+    episode[0].score = Score(0.7, {"a": 0.7}, ((3, 0.1),))
+    share(episode)
+    assert [t.score for t in episode[1:]] == [Score(0.7, {"a": 0.7})] * 2 and [t.parent for t in episode] == [None] * 3
+
+
+def test_what_cannot_be_played_is_refused_at_the_start():
+    for turns, said in [
+        ([{"agent": "a", "says": "{b}"}, {"agent": "b", "says": "{a}"}], "a -> b -> a|b -> a -> b"),
+        ([{"agent": "a", "says": "{c}"}, {"agent": "a", "turn": "b", "says": "x"}, {"agent": "c", "says": "{b}"}], "each of these waits"),
+        ([{"agent": "a", "says": "x"}, {"agent": "a", "says": "y"}], "two turns are called 'a'"),
+        ([{"agent": "a", "says": "x", "sytem": "y"}], "Did you mean 'system'"),
+        ([{"agent": "a"}], "needs agent"),
+        ([{"agent": "a", "says": "{"}], "a brace of the text itself is written twice"),
+        ([{"agent": "a", "says": "{prompt.__class__}"}], "name of a field or a turn"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            Agents(turns)
+    with pytest.raises(ExceptionGroup) as errors:
+        play([{"agent": "a", "says": "{promt} x"}])
+    assert "Did you mean 'prompt'" in str(errors.value.exceptions[0]) and isinstance(errors.value.exceptions[0], DataError)
+
+
+def test_one_turn_is_single_turn_to_the_bit(tmp_path):
+    """N1: a chain of one agent is plain GRPO."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    run(one, loop__steps=3)
+    run(other, loop__steps=3, task__env="agents", task__agents=[{"agent": "only", "says": "{prompt}"}])
+    a, b = final(one), final(other)
+    assert a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
+
+
+class Relay(Agents):
+    """The speaker sees a number and says one token, the listener sees that token only: each is half of what the episode is worth."""
+
+    def __init__(self) -> None:
+        super().__init__([{"agent": "speaker", "says": "say {prompt} "}, {"agent": "listener", "says": "hear {speaker} "}])
+
+    async def run(self, task, chat):
+        episode = await super().run(task, chat)
+        right = [t.text.strip() == task.data["answer"] for t in episode]
+        episode[0].score = Score(sum(right) / 2, {t.agent: float(r) for t, r in zip(episode, right)})
+        return episode
+
+
+def three(n: int = 60):
+    return ({"prompt": str(1 + i % 3), "answer": str(1 + i % 3)} for i in range(n))
+
+
+@pytest.mark.slow
+def test_two_agents_learn_together_from_one_score(tmp_path):
+    run(
+        tmp_path, task__env="test_agents:Relay", task__data={"kind": "test_agents:three"}, loop__warmup__steps=0, loop__steps=100,
+        loop__groups_per_step=15, algo__group_size=16, engine__sampling__max_tokens=1, trainer__lr=8e-3, trainer__schedule="linear",
+        run__checkpoint__every=0,
+    )  # fmt: skip
+    rewards = [sum(e["rewards"]) / len(e["rewards"]) for e in events(tmp_path, "GroupFinished")]
+    first, last = sum(rewards[:30]) / 30, sum(rewards[-150:]) / 150
+    print(f"CURVE relay: {first:.2f} -> {last:.3f}")
+    assert first < 0.3 and last > 0.9
+    rows = store.read_step(tmp_path, 100)
+    assert {row["agent"] for row in rows} == {"speaker", "listener"} and all(row["parent"] is None for row in rows)

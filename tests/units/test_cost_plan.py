@@ -1,0 +1,130 @@
+"""Times, splits and layouts: figures that are known, and limits that must hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rondel.planner import cost, layout, split
+from rondel.planner.hardware import GB, hardware
+from rondel.planner.setting import Setting, what_if
+from rondel.planner.shapes import shape
+
+
+def test_generation_of_a_long_step():
+    new = cost.tokens(64, 8, 32768)
+    assert new == 16_777_216
+    assert cost.rollout_seconds(new, 1200) / 3600 == pytest.approx(3.88, abs=0.005)
+    assert cost.rollout_seconds(new, 1200, 8) / 60 == pytest.approx(29.1, abs=0.05)
+
+
+@pytest.mark.parametrize("size, bandwidth, seconds", [(140, 900, 0.156), (140, 50, 2.8), (64, 900, 0.071), (64, 50, 1.28)])
+def test_a_transfer(size, bandwidth, seconds):
+    assert cost.transfer_seconds(size * GB, bandwidth * GB) == pytest.approx(seconds, rel=0.01)
+
+
+def test_64_gb_in_20_ms_is_a_bucket():
+    """C5: it would need 3.2 TB/s."""
+    assert 64 * GB / 0.02 == 3.2e12 > max(hardware(name).link for name in ("h100", "b200"))
+
+
+def test_decoding_is_bound_by_reading_then_by_arithmetic():
+    s, on = shape("7b"), hardware("h100")
+    alone = cost.decode_seconds(s, on, 1, 0)
+    assert alone == pytest.approx((s.body + s.embedding) * 2 / (on.bandwidth * on.stream))
+    assert cost.decode_seconds(s, on, 8, 0) == alone, "the weights are read once for all"
+    many = 4096
+    assert cost.decode_seconds(s, on, many, 0) == pytest.approx(2 * s.active * many / (on.flops * on.decode_efficiency))
+    assert cost.decode_seconds(s, on, 8, 4096) - alone == pytest.approx(8 * 4096 * s.kv_bytes() / (on.bandwidth * on.stream))
+
+
+def test_few_requests_read_few_experts():
+    s = shape("235b-a22b")
+    assert cost.touched(s, 1) == pytest.approx(s.active)
+    assert cost.touched(s, 10_000) == pytest.approx(s.body + s.embedding)
+    assert s.active < cost.touched(s, 16) < s.body
+
+
+def test_training_is_six_or_eight_n_a_token():
+    s = shape("8b")
+    setting = Setting(s, hardware("h100"), prompt=0, mean=1, output=1)
+    plain, again = (cost.train_seconds(one) - cost.update_seconds(one) for one in (setting, replace(setting, checkpointing=True)))
+    assert plain * 989e12 * 0.4 / setting.packed_tokens == pytest.approx(6 * s.active, rel=1e-3)
+    assert again / plain == pytest.approx(8 / 6)
+    assert cost.update_seconds(setting) == pytest.approx(36 * s.parameters / 3350e9)
+
+
+def test_ways_of_new_weights():
+    assert [way.kind for way in cost.ways(what_if(["model=7b"]))] == ["tensor"]
+    inside = {way.kind: way.seconds for way in cost.ways(what_if(["model=70b", "gpus=8", "place=split"]))}
+    across = {way.kind: way.seconds for way in cost.ways(what_if(["model=70b", "gpus=128"]))}
+    assert "ipc" in inside and "ipc" not in across
+    assert across["distributed"] == pytest.approx(141.1 / 50, rel=0.01)
+    assert across["delta"] < across["disk"] / 10
+    thin = {way.kind: way.seconds for way in cost.ways(what_if(["model=70b", "gpus=128", "lora=16"]))}
+    assert thin["distributed"] < across["distributed"] / 100
+
+
+def test_what_an_interruption_costs():
+    found = cost.interrupt_seconds(what_if(["model=7b", "gpus=16", "place=split", "output=16k"]))
+    assert found["hold"] == 0.01 < found["abort"] < found["drain"]
+
+
+# -- splits ------------------------------------------------------------------------------------------
+
+
+def test_pools():
+    assert split.overlapped(3, 5) == 3 and split.idle(3, 5) == pytest.approx(0.4)
+    assert split.synchronous(4, 4) == 2
+    for r, t in ((1.0, 1.0), (1.0, 3.0), (0.2, 0.7)):
+        G, a = 120, split.engine_share(r, t)
+        best = split.overlapped(a * G * r, (1 - a) * G * t)
+        assert best == pytest.approx(split.colocated(G, r, t)), "balanced async is perfect colocation"
+        assert best == pytest.approx(2 * split.synchronous(a * G * r, (1 - a) * G * t)), "and twice a synchronous split"
+
+
+def test_advice():
+    found = split.advise(64, 1.0, 3.0, trainers=32)
+    assert (found.bound, found.engines, found.trainers) == ("rollout", 48, 16)
+    assert "48:16 would give +50%" in found.text
+    assert split.advise(1, 1.0, 3.0).text == "one device: 75% of the time generates, 25% trains"
+    assert split.advise(64, 3.0, 1.0, unit=8).engines % 8 == 0
+    assert [split.placement(n)[:5] for n in (8, 64, 96, 1024)] == ["all r", "all r", "engin", "pools"]
+
+
+# -- layouts -----------------------------------------------------------------------------------------
+
+
+def test_bubbles():
+    assert layout.bubble(4, 12) == 3 / 15 and layout.bubble(4, 12, 2) == 3 / 27 and layout.bubble(1, 5) == 0
+
+
+def test_bubble_is_that_of_a_schedule():
+    """1F1B on a clock whose ticks are one forward plus one backward: the last stage ends m + p - 1 ticks after the first began."""
+    for p, m in ((2, 4), (4, 4), (8, 32)):
+        ends = [[0.0] * m for _ in range(p)]
+        for i in range(m):
+            for stage in range(p):
+                before = max(ends[stage - 1][i] if stage else 0.0, ends[stage][i - 1] if i else 0.0)
+                ends[stage][i] = before + 1
+        assert 1 - m / ends[-1][-1] == pytest.approx(layout.bubble(p, m))
+
+
+def test_traffic():
+    assert [layout.zero_traffic(1, stage) for stage in (0, 1, 2, 3)] == [2, 2, 2, 3], "C17: ZeRO-1 does not cut traffic"
+    assert layout.tensor_traffic(8, 1.0) == 1.75
+    assert layout.expert_traffic(8, 1.0, 2) == pytest.approx(2 * 7 / 8 * 2 / 8)
+
+
+@pytest.mark.parametrize("words", [["model=70b", "gpus=64"], ["model=235b-a22b", "gpus=128", "trainers=64", "output=32k"]])
+def test_layouts_fill_the_devices_and_the_best_fits(words):
+    setting = what_if([*words, "checkpointing=yes"])
+    found = layout.layouts(setting)
+    assert all(row.dp * row.tp * row.pp * row.cp == setting.train_devices and row.dp * row.cp % row.ep == 0 for row in found)
+    assert len({(row.dp, row.tp, row.pp, row.cp, row.ep) for row in found}) == len(found)
+    assert found[0].fits and found[0].seconds == min(row.seconds for row in found if row.fits)
+    assert all(18 * setting.shape.parameters / setting.train_devices <= row.memory for row in found)
+    assert any(row.tp > 1 for row in found) and any(row.pp > 1 and row.bubble > 0 for row in found)
+    if setting.shape.experts:
+        assert any(row.ep > 1 for row in found)

@@ -1,0 +1,130 @@
+"""The bill: figures that are known, and the bytes that a real trainer and engine have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rondel.planner import memory
+from rondel.planner.advice import helps, words, worst
+from rondel.planner.hardware import GB, hardware
+from rondel.planner.memory import FSDP2, MIXED, PHASES, RONDEL, RONDEL32, account, bills, kv_advice, kv_room
+from rondel.planner.setting import Setting, of_job, what_if
+from rondel.planner.shapes import shape
+
+
+def test_the_account_of_seventy_billion():
+    told = account(70e9)
+    assert told == {"train": 1120 * GB, "reference": 140 * GB, "reward model": 140 * GB, "actor copy": 140 * GB}
+    assert sum(told.values()) == 1540 * GB
+    assert account(70e9, critic=True)["critic"] == 1120 * GB, "16 N more"
+
+
+def test_bytes_of_a_trained_number():
+    assert [s.total for s in (MIXED, FSDP2, RONDEL, RONDEL32)] == [16, 16, 18, 16]
+    assert FSDP2.transient == 2
+    assert 7e9 * MIXED.moments == 56 * GB, "Adam's two moments in fp32; 28 GB would be half of them (C16)"
+
+
+def test_a_terabyte_of_parameters_is_not_on_one_card():
+    """C12: half a byte a weight."""
+    assert 1e12 / 2 == 500 * GB > hardware("h200").memory
+
+
+@pytest.mark.parametrize(
+    "share, room, says", [(0.7, -5.4, "raise mem_fraction_static above 0.77"), (0.85, 6.3, "lower mem_fraction_static")]
+)
+def test_mem_fraction_static(share, room, says):
+    pre, post = 78 * GB, (78 - 60) * GB
+    assert kv_room(pre, post, share) / GB == pytest.approx(room)
+    assert says in kv_advice(pre, post, share)
+
+
+def test_offloading_takes_turns():
+    [together] = bills(what_if(["model=7b", "reference=7b"]))
+    [turns] = bills(what_if(["model=7b", "reference=7b", "offload=yes"]))
+    assert all(turns.total(phase) <= together.total(phase) for phase in PHASES)
+    assert turns.rows["KV cache"]["train"] == turns.rows["moments"]["generate"] == turns.rows["reference"]["train"] == 0
+    assert turns.rows["reference"]["logprob"] == 2 * shape("7b").parameters
+
+
+def test_shards_add_up():
+    """Over all ranks the state is 18 N, whatever their number."""
+    for ranks in (2, 8, 64):
+        bill, _ = bills(what_if(["model=7b", f"gpus={ranks + 8}", "place=split", f"trainers={ranks}"]))
+        state = sum(bill.rows[tenant]["train"] for tenant in ("policy weights", "masters", "gradients", "moments"))
+        assert state * ranks == pytest.approx(18 * shape("7b").parameters)
+
+
+def test_what_is_advised_helps():
+    tight = what_if(["model=32b", "gpus=8"])
+    assert worst(tight) < 0
+    found = helps(tight)
+    assert found and all(saved > 0 for _, saved, _ in found)
+    assert any("change: " in line for line in words(tight))
+    assert not any("change: " in line for line in words(what_if(["model=0.5b"])))
+
+
+def test_an_adapter_needs_no_reference_and_little_state():
+    plain, thin = (bills(what_if(["model=7b", *more]))[0] for more in ([], ["lora=16"]))
+    assert thin.rows["moments"]["train"] == 8 * shape("7b").lora(16)
+    assert worst(what_if(["model=7b", "lora=16"])) - worst(what_if(["model=7b"])) > 15.5 * shape("7b").parameters
+    assert "masters" in plain.rows and "masters" not in thin.rows
+
+
+def test_a_recipe_is_read(tmp_path):
+    from run_kit import tiny
+
+    job = tiny(tmp_path, algo__kind="ppo", algo__kl={"kind": "k3", "coef": 0.1}, trainer__micro_tokens=512)
+    setting = of_job(job)
+    assert (setting.prompts, setting.group, setting.output, setting.micro, setting.width) == (4, 4, 4, 512, 4)
+    assert setting.critic is not None and setting.reference is not None
+    assert of_job(tiny(tmp_path, algo__kind="opd", model__teacher="8b")).teacher == shape("8b")
+
+
+def test_sizes_that_stand_elsewhere_are_those():
+    """As above: the planner may import neither."""
+    from rondel.planner import memory
+    from rondel.sync import from_distributed
+    from rondel.train import logprobs
+
+    assert memory.LOGITS == logprobs.LOGITS and memory.BUCKET == from_distributed.BUCKET
+
+
+def test_which_rows_need_whom():
+    """The planner may not import the table, so it is compared here."""
+    from rondel.algos.table import TABLE
+    from rondel.planner import setting
+
+    needs = {name: row.needs for name, row in TABLE.items()}
+    assert {n for n, needed in needs.items() if "values" in needed} == setting.CRITICS
+    assert {n for n, needed in needs.items() if "teacher_logprobs" in needed} == setting.TEACHERS
+    assert {n for n, needed in needs.items() if "ref_logprobs" in needed} == setting.REFERENCES
+    assert {n for n, needed in needs.items() if "proximal_logprobs" in needed} == setting.PROXIMAL
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bill_is_what_a_run_holds(tmp_path, dtype):
+    """Bytes of tensors, tenant by tenant, that a whole tiny run counts on its device while it trains."""
+    from run_kit import events, tiny
+
+    from rondel.assemble import train
+
+    job = tiny(
+        tmp_path, model__dtype=dtype, algo__kl={"kind": "k3", "coef": 0.1}, loop__warmup__steps=0, loop__steps=2, engine__kv_pages=512
+    )
+    train(job, quiet=True)
+    held = events(tmp_path, "Resident")[-1]["held"]["train"]
+    [bill] = bills(of_job(job))
+    planned = {tenant: row["train"] for tenant, row in bill.rows.items()}
+    names = {"weights": "policy weights", "masters": "masters", "gradients": "gradients", "moments": "moments", "reference": "reference"}
+    for theirs, ours in names.items():
+        assert held[theirs] == pytest.approx(planned.get(ours, 0), rel=0.03, abs=2000), theirs
+    assert held["kv_cache"] == pytest.approx(planned["KV cache"], rel=0.03)
+
+
+def test_phases_and_tenants_have_names():
+    bill = bills(replace(Setting(shape("7b"), hardware("h100")), critic=shape("7b"), teacher=shape("32b"), reward=shape("7b")))[0]
+    assert {"critic", "teacher", "reward model"} <= bill.rows.keys()
+    assert memory.PHASES == ("generate", "logprob", "train", "sync", "wake")

@@ -1,0 +1,218 @@
+"""Reward models against transformers: a score does not depend on who is beside it, nor on padding, which there is none of."""
+
+import asyncio
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from engine_kit import SIZE, tiny
+
+from rondel.score import build
+from rondel.score.pool import RewardPool
+from rondel.score.process import steps_of
+from rondel.words.errors import ConfigError
+from rondel.words.types import Failed, Score, Task, Trajectory
+
+TEMPLATE = "{question}\n{answer}"
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "gemma2": {"head_dim": 16, "sliding_window": 8},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
+}
+TEXTS = ["7", "It is 8.", "x" * 90, "", "a\n\nb", "the sum of both is forty-two, or so", "é🎉"]
+
+
+def task(question="What is 3 + 4?"):
+    return Task("t/1", "single_turn", {"prompt": question, "answer": "7"})
+
+
+def saved(folder, family="llama", labels=1, what="SequenceClassification"):
+    """A random classifier with weights large enough that attention looks somewhere, and the tokenizer of the tiny models."""
+    torch.manual_seed(5)
+    tokenizer = tiny().tokenizer
+    size = FAMILIES[family] if family == "gpt2" else {**SIZE, **FAMILIES[family]}
+    config = transformers.AutoConfig.for_model(
+        family, **size, vocab_size=len(tokenizer), num_labels=labels, pad_token_id=len(tokenizer) - 1, bos_token_id=None, eos_token_id=None
+    )
+    model = getattr(transformers, f"AutoModelFor{what}").from_config(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(4)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def padded(model, rows, side):
+    """What transformers says of all rows at once, with a mask over the padding."""
+    longest, pad = max(map(len, rows)), model.config.pad_token_id
+    fill = [[pad] * (longest - len(row)) for row in rows]
+    ids = torch.tensor([[*f, *row] if side == "left" else [*row, *f] for row, f in zip(rows, fill)])
+    mask = torch.tensor([[0] * len(f) + [1] * len(row) if side == "left" else [1] * len(row) + [0] * len(f) for row, f in zip(rows, fill)])
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=mask, position_ids=places).logits[:, 0].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_score_is_that_of_transformers_whatever_is_beside_it(tmp_path, family):
+    reward = build({"kind": "model", "path": str(saved(tmp_path, family)), "template": TEMPLATE})
+    rows = [reward.ids(question, text) for question in ("?", "What is 3 + 4?") for text in TEXTS]
+    assert reward.packs and len({len(row) for row in rows}) > 5
+    alone = [reward.values([row])[0][-1] for row in rows]
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    for side in ("left", "right"):
+        assert alone == pytest.approx(padded(plain, rows, side), abs=1e-5)
+    assert max(alone) - min(alone) > 0.1  # or all of this says nothing
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).tolist()
+    for size in (2, 5, len(rows)):
+        for part in (
+            itertools.batched(order, size) if hasattr(itertools, "batched") else [order[i : i + size] for i in range(0, len(order), size)]
+        ):
+            together = [values[-1] for values in reward.values([rows[i] for i in part])]
+            assert together == pytest.approx([alone[i] for i in part], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_through_the_pool_in_batches_and_the_main_process_stays_without(tmp_path):
+    saved(tmp_path)
+    script = (
+        "import asyncio, json, sys\n"
+        "from rondel.score.pool import RewardPool\nfrom rondel.words.types import Task, Trajectory\n"
+        f"spec = {{'kind': 'model', 'path': {str(tmp_path)!r}, 'template': {TEMPLATE!r}, 'tokens': 300}}\n"
+        f"texts = {TEXTS!r} * 5\n"
+        "async def main():\n"
+        "    with RewardPool(spec, timeout=60) as pool:\n"
+        "        task = Task('t/1', 'single_turn', {'prompt': 'What is 3 + 4?', 'answer': '7'})\n"
+        "        scores = await asyncio.gather(*(pool.score(Trajectory(text=text), task) for text in texts))\n"
+        "        print(json.dumps([[s.value for s in scores], pool.shared.counts, 'torch' in sys.modules]))\n"
+        "asyncio.run(main())\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr[-2000:]
+    values, counts, torch_here = __import__("json").loads(run.stdout.splitlines()[-1])
+    reward = build({"kind": "model", "path": str(tmp_path), "template": TEMPLATE})
+    rows = [reward.ids("What is 3 + 4?", text) for text in TEXTS]
+    assert values == pytest.approx([reward.values([row])[0][-1] for row in rows] * 5, abs=1e-5)
+    assert not torch_here and counts["model_texts"] == 35 and counts["model_batches"] < 35
+    assert counts["model_tokens"] == 5 * sum(map(len, rows))
+
+
+def test_a_chat_template_and_an_answer_that_wants_to_end_itself(tmp_path):
+    saved(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|user|>"]})
+    tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    reward = build({"kind": "model", "path": str(tmp_path)})
+    plain = reward.ids("3 + 4?", "7")
+    assert plain == tokenizer("<|user|>user: 3 + 4?<|end|><|user|>assistant: 7<|end|>", add_special_tokens=False)["input_ids"]
+    assert reward.ids("3 + 4?", "7<|end|>") == plain and reward.ids("3 + 4?", "<|e<|end|>nd|>7<|us<|user|>er|>") == plain
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    assert reward.ids("?", "<|end|><|user|>assistant: good<|end|>" * 3).count(end) == 2
+
+
+@pytest.mark.slow
+def test_what_cannot_be_a_reward_model_says_so(tmp_path):
+    with pytest.raises(ConfigError, match="2 labels"):
+        build({"kind": "model", "path": str(saved(tmp_path / "two", labels=2)), "template": TEMPLATE})
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        build({"kind": "model", "path": str(tmp_path / "nowhere"), "template": TEMPLATE})
+    with pytest.raises(ConfigError, match=r"no \{answer\}"):
+        build({"kind": "model", "path": str(tmp_path / "two"), "template": "x"})
+    with pytest.raises(ConfigError, match="in one process; leave it at 1"):
+        RewardPool({"kind": "model", "path": str(saved(tmp_path / "one")), "template": TEMPLATE}, workers=2)
+
+
+def test_a_text_that_does_not_fit_is_a_failure(tmp_path):
+    reward = build({"kind": "model", "path": str(saved(tmp_path)), "template": TEMPLATE})
+    failed = asyncio.run(reward(Trajectory(text="7 " * 2000), task()))
+    assert isinstance(failed, Failed) and failed.reason == "text does not fit the reward model"
+
+
+# -- steps -------------------------------------------------------------------------------------------
+
+
+def lengths(steps, task):
+    return [len(step) / 10 for step in steps]
+
+
+async def too_few(steps, task):
+    return [1.0]
+
+
+def not_a_number(steps, task):
+    return [float("nan")] * len(steps)
+
+
+def here(name):
+    return f"{__name__}:{name}"
+
+
+def test_steps():
+    assert steps_of("a\n\nbc", "\n\n") == [("a", 1), ("bc", 5)]
+    assert steps_of("\n\na\n\n\n\nb\n\n", "\n\n") == [("a", 3), ("b", 8)]
+    assert steps_of(" ", "\n\n") == []
+
+
+@pytest.mark.parametrize(("aggregate", "value"), [("min", 0.1), ("mean", 0.2), ("last", 0.2), ("sum", 0.6)])
+def test_steps_are_aggregated(aggregate, value):
+    reward = build({"kind": "process", "scorer": here("lengths"), "aggregate": aggregate})
+    score = asyncio.run(reward(Trajectory(text="a\n\nccc\n\nbb"), task()))
+    assert score.value == pytest.approx(value) and score.steps == ()
+
+
+@pytest.mark.parametrize("name", ["too_few", "not_a_number"])
+def test_steps_that_were_not_valued_are_a_failure(name):
+    failed = asyncio.run(build({"kind": "process", "scorer": here(name)})(Trajectory(text="a\n\nb"), task()))
+    assert isinstance(failed, Failed) and failed.reason == "steps were not valued"
+    assert asyncio.run(build({"kind": "process", "scorer": here(name)})(Trajectory(text=" "), task())).reason == "answer has no steps"
+
+
+@pytest.mark.parametrize("aggregate", ["sum", "mean"])
+def test_a_value_stands_at_the_last_token_of_its_step(tmp_path, aggregate):
+    tokenizer = tiny().tokenizer
+    tokenizer.save_pretrained(tmp_path)
+    reward = build({"kind": "process", "scorer": here("lengths"), "aggregate": aggregate, "tokenizer": str(tmp_path)})
+    text = "first odd step\n\nsecond\n\nthird one"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    trajectory = Trajectory(text=tokenizer.decode(ids))
+    assert trajectory.text == text
+    trajectory.extend([1, 2, 3])
+    trajectory.extend(ids, logprobs=[-1.0] * len(ids), versions=[0] * len(ids))
+    score = asyncio.run(reward(trajectory, task()))
+    assert score.value == pytest.approx(2.9 if aggregate == "sum" else 2.9 / 3)
+    assert [value for _, value in score.steps] == pytest.approx([v if aggregate == "sum" else v / 3 for v in (1.4, 0.6, 0.9)])
+    assert [tokenizer.decode(ids[: place - 2]) for place, _ in score.steps] == ["first odd step", "first odd step\n\nsecond", text]
+    assert sum(score.over(trajectory.mask)) == pytest.approx(score.value)
+    with pytest.raises(ConfigError, match="add up"):
+        build({"kind": "process", "scorer": here("lengths"), "aggregate": "min", "tokenizer": str(tmp_path)})
+
+
+@pytest.mark.parametrize("labels", [1, 2])
+def test_a_model_for_steps_is_that_of_transformers(tmp_path, labels):
+    saved(tmp_path, labels=labels, what="TokenClassification")
+    reward = build({"kind": "process", "path": str(tmp_path), "aggregate": "sum", "separator": "\n"})
+    plain = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+
+    def expected(steps):
+        total, text = 0.0, tokenizer("What is 3 + 4?\n")["input_ids"]
+        for step in steps:
+            text = text + tokenizer(step + "\n", add_special_tokens=False)["input_ids"]
+            with torch.no_grad():
+                said = plain(torch.tensor([text])).logits[0, -1]
+            total += said[0].item() if labels == 1 else said.softmax(-1)[1].item()
+        return total
+
+    async def both():
+        return await asyncio.gather(*(reward(Trajectory(text=text), task()) for text in ("one\ntwo\nthree", "1")))
+
+    scores = asyncio.run(both())
+    assert [s.value for s in scores] == pytest.approx([expected(["one", "two", "three"]), expected(["1"])], abs=1e-5)
+    assert isinstance(scores[0], Score)

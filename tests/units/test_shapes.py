@@ -1,0 +1,116 @@
+"""Sizes from a config: counted beside transformers, which makes the model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from rondel.planner.families import DEFAULTS, MODELS, PUBLIC
+from rondel.planner.shapes import of_config, shape
+from rondel.words.errors import ModelError
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 105}
+TINY = {
+    "llama": {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
+    "mistral": {"num_key_value_heads": 2, "head_dim": 24},
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 32},
+    "qwen3_moe": {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1]},
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 16},
+    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 16},
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "q_lora_rank": 20, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+
+
+def built(kind):
+    config = CONFIG_MAPPING[kind](**SMALL, **TINY[kind])
+    return config, AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_every_number_of_a_family_is_counted(kind, tmp_path):
+    config, model = built(kind)
+    exact = sum(p.numel() for p in model.parameters())
+    config.save_pretrained(tmp_path)
+    assert of_config({"model_type": kind, **SMALL, **TINY[kind]}).parameters == exact
+    assert shape(str(tmp_path)).parameters == exact, "from the file that transformers writes"
+    assert TINY.keys() == DEFAULTS.keys()
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_a_token_is_multiplied_with_what_it_is_routed_to(kind):
+    _, model = built(kind)
+    s = of_config({"model_type": kind, **SMALL, **TINY[kind]})
+    idle = s.expert_parameters * (s.experts - s.per_token) // s.experts if s.experts else 0
+    assert s.active == sum(p.numel() for p in model.parameters()) - idle - s.embedding * (not s.tied)
+
+
+@pytest.mark.parametrize(
+    "name, billions, kv",
+    [
+        ("70b", 70.553706496, 2 * 80 * 8 * 128 * 2), ("llama3-8b", 8.030261248, 131072), ("7b", 7.615616512, 57344),
+        ("235b-a22b", 235.093634560, 192512), ("671b", 671.026404352, None), ("smollm2-135m", 0.134515008, None),
+        ("qwen3-30b-a3b", 30.532122624, None), ("mixtral-8x7b", 46.702792704, None),
+    ],
+)  # fmt: skip
+def test_public_models_are_as_large_as_their_cards_say(name, billions, kv):
+    found = shape(name)
+    assert found.parameters == round(billions * 1e9) and found.source
+    assert kv is None or found.kv_bytes() == kv
+
+
+def test_the_cache_is_as_large_as_the_model_writes():
+    """Grouped heads: what transformers' own cache holds. Latent attention: compressed; the built-in engine keeps it expanded."""
+    import torch
+
+    for kind in ("llama", "gemma3_text", "deepseek_v3"):
+        _, model = built(kind)
+        cache = model(torch.zeros(1, 7, dtype=torch.long), use_cache=True).past_key_values
+        held = sum(t.numel() for layer in cache.layers for t in (layer.keys, layer.values))
+        assert of_config({"model_type": kind, **SMALL, **TINY[kind]}).kv_bytes(1, expanded=False) * 7 == held
+    assert shape("deepseek-v3").kv_bytes(expanded=False) == 61 * (512 + 64) * 2
+
+
+def test_an_adapter_is_as_large_as_peft_makes_it():
+    peft = pytest.importorskip("peft")
+    _, model = built("qwen3")
+    s = of_config({"model_type": "qwen3", **SMALL, **TINY["qwen3"]})
+    for targets in ("all-linear", ["q_proj", "v_proj"]):
+        wrapped = peft.get_peft_model(built("qwen3")[1], peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+        assert s.lora(4, targets) == sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
+    assert sum(p.numel() for p in model.parameters()) == s.parameters
+
+
+def test_fifty_megabytes_fit_only_two_projections():
+    """C19: an adapter of rank 32 on a 32B model."""
+    big = shape("qwen2.5-32b")
+    assert 2 * big.lora(32, ["q_proj", "v_proj"]) == pytest.approx(67e6, rel=0.02)
+    assert 2 * big.lora(32) == pytest.approx(537e6, rel=0.02)
+
+
+def test_quantised_weights_are_read_off_the_config():
+    base = {"model_type": "llama", **SMALL}
+    assert of_config(base).bits == 16
+    assert of_config({**base, "quantization_config": {"quant_method": "gptq", "bits": 4}}).bits == 4
+    assert of_config({**base, "quantization_config": {"quant_method": "fp8"}}).bits == 8
+
+
+def test_who_is_unknown_is_told_the_nearest():
+    with pytest.raises(ModelError, match="Did you mean 'qwen3-8b'"):
+        shape("qwen3-8bb")
+    with pytest.raises(ModelError, match=r"model type 'llamma'\. Did you mean 'llama'"):
+        of_config({"model_type": "llamma"})
+
+
+def test_every_name_leads_to_a_shape(tmp_path):
+    assert all(shape(name).parameters > 1e8 for name in [*MODELS, *PUBLIC])
+    assert shape("Qwen/Qwen3-8B").name == "qwen3-8b"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"})[:-2])
+    with pytest.raises(ModelError, match="is no config of a model"):
+        shape(str(tmp_path))
