@@ -44,12 +44,19 @@ def write_long(folder: Path, events: int, seed: int = 0) -> Path:
             for g in range(base, base + GROUPS):
                 write("Admitted", f'"number":{g},"task":"t/{g % 5000}","version":{version}')
             for g in range(base, base + GROUPS):
-                write("GroupFinished", f'"number":{g},"task":"t/{g % 5000}","born":{max(0, version - g % 3)},{told[rng.randrange(PATTERNS)]}')
+                write(
+                    "GroupFinished", f'"number":{g},"task":"t/{g % 5000}","born":{max(0, version - g % 3)},{told[rng.randrange(PATTERNS)]}'
+                )
             born = [max(0, version - g % 3) for g in range(base, base + GROUPS)]
             numbers = list(range(base, base + GROUPS))
             write("GroupsTaken", f'"step":{step},"version":{version},"numbers":{json.dumps(numbers)},"born":{json.dumps(born)},"limit":2')
-            for worker, seconds in (("engine-0", {"generate": 1.4, "idle": 0.2, "held": 0.1}), ("engine-1", {"generate": 1.3, "idle": 0.4})):
-                write("WorkerTime", f'"worker":"{worker}","seconds":{json.dumps(seconds)},"counts":{{"steps":60.0,"tokens":9000.0}},"laps":[]')
+            for worker, seconds in (
+                ("engine-0", {"generate": 1.4, "idle": 0.2, "held": 0.1}),
+                ("engine-1", {"generate": 1.3, "idle": 0.4}),
+            ):
+                write(
+                    "WorkerTime", f'"worker":"{worker}","seconds":{json.dumps(seconds)},"counts":{{"steps":60.0,"tokens":9000.0}},"laps":[]'
+                )
             write("WorkerTime", '"worker":"trainer","seconds":{"step":1.2,"idle":0.4,"publish":0.1},"counts":{},"laps":[]')
             write("Synced", f'"version":{step},"root":"abc","seconds":0.11,"bytes_copied":269000000,"probe_gap":1e-6,"paused":0.01')
             write("StepDone", _step(rng, step, steps, base + GROUPS))

@@ -1,7 +1,7 @@
 """The rows of a run by metric: one array of numbers a name, so that 10^5 steps of 80 metrics are 64 MB, and a curve of them is a few calls of numpy.
 
-    steps   [N]   the step of each row, ascending
-    values  name -> [N], NaN where a row has no such number
+steps   [N]   the step of each row, ascending
+values  name -> [N], NaN where a row has no such number
 """
 
 from __future__ import annotations

@@ -198,7 +198,9 @@ class Run:
         with self.lock:
             s, state = self.story, self.state
             first = next((i for i, step in enumerate(self.columns.steps) if step > self.warm), len(self.columns))
-            steps = [Step(self.columns.steps[i], self.versions[i], Row(self.columns, i), self.notes[i]) for i in range(first, len(self.columns))]  # type: ignore[arg-type]
+            steps = [
+                Step(self.columns.steps[i], self.versions[i], Row(self.columns, i), self.notes[i]) for i in range(first, len(self.columns))
+            ]  # type: ignore[arg-type]
             counts: dict[str, float] = {}
             for told in list(self.counts)[-min(RECENT, len(steps)) :] if steps else []:
                 for name, n in told.items():

@@ -1,0 +1,58 @@
+"""Where the page is served: one thread reads the runs, one event loop answers, until a signal ends both."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from rondel.dashboard.pages import Pages, build
+from rondel.dashboard.run import Run
+from rondel.generate.engine.server.listening import Quiet, bind
+from rondel.runtime.ending import Ending
+
+REST, TURN = 0.2, 0.0005  # seconds between two looks at files that stand still; and for which the reading thread may keep the interpreter
+LAST = 3  # seconds for answers to leave
+
+
+def serve(folders: list[Path], *, host: str, port: int, key: str, ready: Callable[[str, int], None]) -> None:
+    """Until SIGTERM or Ctrl-C."""
+    runs = [Run(folder) for folder in folders]
+    with bind(host, port, api_key=key) as sock, Ending() as ending:
+        pages, closing = Pages(runs, key), threading.Event()
+        reader = threading.Thread(target=read_on, args=(runs, closing), name="reader", daemon=True)
+        config = uvicorn.Config(
+            build(pages), http="h11", loop="asyncio", ws="none", lifespan="off", log_level="critical", access_log=False, server_header=False,
+            timeout_graceful_shutdown=LAST,
+        )  # fmt: skip
+        server = Quiet(config, lambda: ready(*sock.getsockname()[:2]))
+
+        async def serving() -> None:
+            work, asked = asyncio.create_task(server.serve([sock])), asyncio.create_task(ending.wait())
+            await asyncio.wait([work, asked], return_when=asyncio.FIRST_COMPLETED)
+            asked.cancel()
+            pages.closing = server.should_exit = True
+            await work
+
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(TURN)
+        reader.start()
+        try:
+            asyncio.run(serving())
+        finally:
+            closing.set()
+            reader.join()
+            sys.setswitchinterval(before)
+
+
+def read_on(runs: list[Run], closing: threading.Event) -> None:
+    """Every run a stretch in turn, as long as any of them has more."""
+    while not closing.is_set():
+        if not any([run.look() for run in runs]):
+            closing.wait(REST)
+        else:
+            closing.wait(TURN)
