@@ -126,6 +126,3 @@ class Row(Mapping[str, float]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-    def __or__(self, other: Mapping[str, float]) -> dict[str, float]:
-        return {**self, **other}

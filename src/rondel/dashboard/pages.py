@@ -9,6 +9,8 @@ import asyncio
 import hmac
 import json
 import math
+import mimetypes
+import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,7 @@ from rondel.generate.engine.server.listening import from_a_web_page
 from rondel.words.errors import RondelError, UserError
 
 HERE = Path(__file__).parent
+mimetypes.add_type("text/javascript", ".mjs")  # some systems know only .js, and a browser runs no module of another type
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -44,6 +47,7 @@ class Pages:
 
     def __init__(self, runs: list[Run], key: str = "") -> None:
         self.runs, self.key, self.closing = runs, key, False
+        self.opened = 0.0  # when somebody last did, by time.monotonic
 
     def run(self, request: Request) -> Run:
         number = _whole(request, "run", 0)
@@ -167,6 +171,8 @@ class _Door:
                 message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in HEADERS.items())]
             await send(message)
 
+        if scope["path"] == "/":
+            self.pages.opened = time.monotonic()
         answer = self._instead(Request(scope))
         await (answer or self.app)(scope, receive, guarded)
 

@@ -35,7 +35,8 @@ def table(folder: Path, step: int | None) -> Json:
     stored = steps(folder)
     if not stored:
         return {"stored": [], "step": None, "rows": []}
-    step = stored[-1] if step is None else min(stored, key=lambda known: abs(known - step))
+    wanted = stored[-1] if step is None else step
+    step = min(stored, key=lambda known: abs(known - wanted))
     return {"stored": [stored[0], stored[-1], len(stored)], "step": step, "rows": [_line(at, r) for at, r in enumerate(rows(folder, step))]}
 
 
@@ -112,7 +113,7 @@ def steps_of(folder: Path, task: str, near: int) -> list[int]:
 
 def beside(folder: Path, task: str, a: int, b: int, pick: tuple[int, int] = (0, 0)) -> Json:
     """One task at two steps: rewards and lengths of both groups, and what differs between one answer of each, word by word."""
-    sides = []
+    sides: list[Json] = []
     for step, at in zip((a, b), pick):
         own = [r for r in rows(folder, step) if r["task"] == task]
         if not own:

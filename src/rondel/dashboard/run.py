@@ -61,7 +61,8 @@ class Run:
     def _begin(self) -> None:
         self.story = Story(self.folder, _job(self.folder))
         self.warm = self.story.key("loop.warmup.steps", 0)
-        self.columns, self.sampled = Columns(), None
+        self.columns = Columns()
+        self.sampled: Columns | None = None
         self.versions: list[int] = []
         self.notes: list[str] = []
         self.newest: deque[bytes] = deque(maxlen=NEWEST)
@@ -200,7 +201,7 @@ class Run:
             first = next((i for i, step in enumerate(self.columns.steps) if step > self.warm), len(self.columns))
             steps = [
                 Step(self.columns.steps[i], self.versions[i], Row(self.columns, i), self.notes[i]) for i in range(first, len(self.columns))
-            ]  # type: ignore[arg-type]
+            ]
             counts: dict[str, float] = {}
             for told in list(self.counts)[-min(RECENT, len(steps)) :] if steps else []:
                 for name, n in told.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rondel.generate.engine.server.listening import Quiet, bind
 from rondel.runtime.ending import Ending
 
 REST, TURN = 0.2, 0.0005  # seconds between two looks at files that stand still; and for which the reading thread may keep the interpreter
+YIELD, LATELY = 0.1, 1.5  # seconds of rest after a stretch, while a page that was opened so lately is still being drawn
 LAST = 3  # seconds for answers to leave
 
 
@@ -24,7 +26,7 @@ def serve(folders: list[Path], *, host: str, port: int, key: str, ready: Callabl
     runs = [Run(folder) for folder in folders]
     with bind(host, port, api_key=key) as sock, Ending() as ending:
         pages, closing = Pages(runs, key), threading.Event()
-        reader = threading.Thread(target=read_on, args=(runs, closing), name="reader", daemon=True)
+        reader = threading.Thread(target=read_on, args=(pages, closing), name="reader", daemon=True)
         config = uvicorn.Config(
             build(pages), http="h11", loop="asyncio", ws="none", lifespan="off", log_level="critical", access_log=False, server_header=False,
             timeout_graceful_shutdown=LAST,
@@ -49,10 +51,10 @@ def serve(folders: list[Path], *, host: str, port: int, key: str, ready: Callabl
             sys.setswitchinterval(before)
 
 
-def read_on(runs: list[Run], closing: threading.Event) -> None:
+def read_on(pages: Pages, closing: threading.Event) -> None:
     """Every run a stretch in turn, as long as any of them has more."""
     while not closing.is_set():
-        if not any([run.look() for run in runs]):
+        if not any([run.look() for run in pages.runs]):
             closing.wait(REST)
         else:
-            closing.wait(TURN)
+            closing.wait(YIELD if time.monotonic() - pages.opened < LATELY else TURN)

@@ -1,5 +1,5 @@
 // The reader: the answers of a step as a table, one of them token by token, and the same task at another step.
-import { Component } from "/vendor/preact.js";
+import { Component } from "/vendor/preact.mjs";
 import { ask, empty, html, Load, note } from "./data.js";
 import { DASH, number, plain } from "./format.js";
 

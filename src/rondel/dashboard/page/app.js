@@ -1,5 +1,5 @@
 // The frame: who is here, which view, whether the server is. Views are functions of what it tells.
-import { Component, render } from "/vendor/preact.js";
+import { Component, render } from "/vendor/preact.mjs";
 import { Answers } from "./answers.js";
 import { Books } from "./books.js";
 import { Card } from "./card.js";
@@ -57,6 +57,6 @@ class App extends Component {
 }
 
 const here = () => { const name = location.hash.replace("#/", ""); return name in VIEWS ? name : "overview"; };
-const ticked = runs => runs.map(r => `${r.changes}.${r.state}`).join();
+const ticked = runs => runs.map(r => `${r.state === "reading" ? "" : r.changes}.${r.state}`).join();
 
 render(html`<${App} />`, document.getElementById("app"));

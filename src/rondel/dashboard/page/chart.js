@@ -1,9 +1,9 @@
 // One curve a run over steps: uPlot on a canvas, its values in the head of the figure, where the pointer is or else the newest.
-import { Component } from "/vendor/preact.js";
-import uPlot from "/vendor/uPlot.js";
+import { Component } from "/vendor/preact.mjs";
 import { html } from "./data.js";
 import { DASH, number, plain } from "./format.js";
 
+const uPlot = globalThis.uPlot; // of /vendor/uPlot.min.js, which is a script and no module
 const HEIGHT = 132;
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
@@ -45,7 +45,7 @@ export class Chart extends Component {
       bands.push({ series: [series.length - 1, series.length - 2], fill: `${stroke}2e` });
     }
     const axis = { stroke: of("--quiet"), grid: { stroke: of("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif", gap: 3 };
-    const values = (u, ticks) => ticks.map(v => (v === null ? "" : this.props.unit === "share" ? `${plain(100 * v)} %` : number(v, this.props.unit)));
+    const values = (u, ticks) => ticks.map(v => (v === null ? "" : this.props.unit === "share" ? `${short(plain(100 * v))} %` : short(number(v, this.props.unit))));
     this.drawn = this.shape();
     this.plot = new uPlot({
       width: this.box.clientWidth || 300, height: HEIGHT, legend: { show: false }, padding: [6, 8, 0, 0], series, bands,
@@ -67,18 +67,19 @@ export class Chart extends Component {
     const told = series.filter(s => !s.dash).map(s => [s.run, at === null ? newest(s.mean) : s.mean[at]]);
     const spoken = series.filter(s => !s.dash).map(s => `${s.title ?? ""} ${number(newest(s.mean), unit)}`).join(", ");
     return html`<figure class="chart" id=${id}>
-      <figcaption title=${about}><span class="name">${label}</span>${unit && unit !== "share" && unit !== "number" ? html`<span class="unit">${unit}</span>` : ""}${this.props.series.length && this.log() ? html`<span class="unit">log</span>` : ""}
+      <figcaption title=${about}><span class="name">${label}</span>${unit && !["share", "number", label, "norm", "rate"].includes(unit) ? html`<span class="unit">${unit}</span>` : ""}${this.props.series.length && this.log() ? html`<span class="unit">log</span>` : ""}
         <span class="values">${at !== null && x[at] !== undefined ? html`<span class="unit">step ${plain(Math.round(x[at]))}</span>` : ""}${told.map(([run, value]) => html`<span class=${`value run-${run % 6}`}>${value === null || value === undefined ? DASH : number(value, unit)}</span>`)}</span></figcaption>
       <div class="plot" role="img" aria-label=${`${label} over steps; newest: ${spoken}`} ref=${box => (this.box = box)}></div>
     </figure>`;
   }
 }
 
+const short = text => text.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
 const newest = values => { for (let i = values.length - 1; i >= 0; i--) if (values[i] !== null) return values[i]; return null; };
 
 // Some air; never a flat line on an edge, and no axis below 0 for what is never negative.
 function ranged(u, low, high) {
-  if (low === null) return [0, 1];
+  if (low === null || (low === 0 && high === 0)) return [0, 1];
   const air = (high - low || Math.abs(high) || 1) * 0.08;
   return [low >= 0 && low - air < 0 ? 0 : low - air, high + air];
 }

@@ -1,6 +1,6 @@
 // What the page knows: fetched as JSON, told by server-sent events, and drawn again when it changes.
-import { Component, h } from "/vendor/preact.js";
-import htm from "/vendor/htm.js";
+import { Component, h } from "/vendor/preact.mjs";
+import htm from "/vendor/htm.mjs";
 
 export const html = htm.bind(h);
 

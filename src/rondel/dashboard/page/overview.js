@@ -1,5 +1,5 @@
 // The headline and the curves: every run over the same steps.
-import { Component } from "/vendor/preact.js";
+import { Component } from "/vendor/preact.mjs";
 import { Chart, Spark } from "./chart.js";
 import { empty, html, Load } from "./data.js";
 import { DASH, number, title } from "./format.js";
@@ -12,7 +12,7 @@ const GROUPS = [
   ["Speed", ["time/step", "loop/tokens_per_second", "sync/seconds", "time/wait"]],
 ];
 const LABELS = {
-  "score/reward_mean": "reward", "eval/score": "eval", "filter/signal_fraction": "signal: groups whose rewards differ", "filter/dropped_fraction": "dropped by a filter",
+  "score/reward_mean": "reward", "eval/score": "eval", "filter/signal_fraction": "signal", "filter/dropped_fraction": "dropped by a filter",
   "train/kl_to_start": "KL to the start", "train/gap_max": "engine gap, largest", "train/mismatch_k3": "engine gap, K3", "train/mismatch_ess_token": "effective sample size",
   "loop/lag_mean": "lag, mean", "loop/lag_max": "lag, largest", "sync/probe_gap": "gap on the probe after sync", "generate/length_mean": "length, mean",
   "generate/length_p95": "length, p95", "generate/truncated_fraction": "truncated", "score/failed_fraction": "reward failed", "score/length_correlation": "reward with length",
@@ -69,7 +69,7 @@ function Headline({ runs, tick }) {
     return html`<li class=${`tile ${worst.alarm}`}><button type="button" onClick=${() => show(worst.metric)} title="to its chart">
       <span class="name">${worst.title}</span>
       ${runs.map((run, i) => html`<span class="big"><span class=${runs.length > 1 ? `dot bg-${i % 6}` : ""}></span>${value(run.head[key], key)}</span>`)}
-      <span class="under">${worst.alarm ? html`<b>${worst.alarm === "error" ? "✕" : "▲"} ${worst.why[0]}</b>` : runs.every(run => run.head[key].value === null) ? MISSING[key] ?? "no number yet" : key === "lag" && worst.limit !== null ? `limit ${number(worst.limit)}` : ["share", "number"].includes(worst.unit) ? " " : worst.unit}</span>
+      <span class="under">${worst.alarm ? html`<b>${worst.alarm === "error" ? "✕" : "▲"} ${worst.why[0]}</b>` : runs.every(run => run.head[key].value === null) ? MISSING[key] ?? "no number yet" : key === "lag" && worst.limit !== null && runs.length === 1 ? `limit ${number(worst.limit)}` : ["share", "number", "reward"].includes(worst.unit) ? " " : worst.unit}</span>
       <span class="sparks">${data.runs.map((of, i) => of[worst.metric] && html`<${Spark} values=${of[worst.metric].mean} run=${i} />`)}</span></button></li>`;
   })}</ul>`}<//>`;
 }

@@ -1,5 +1,5 @@
 // Before you spend: who is the bottleneck, does it fit, how do weights travel. Every move of a slider is a plan of the server's.
-import { Component } from "/vendor/preact.js";
+import { Component } from "/vendor/preact.mjs";
 import { ask, html, note } from "./data.js";
 import { bytes, number, percent, plain, seconds } from "./format.js";
 
@@ -64,7 +64,7 @@ function Split({ plan, setting }) {
   const bar = (css, title, s) => html`<div class="account"><span class="who">${title} <span class="hint">${seconds(s)}</span></span><div class="stack"><span class=${css} style=${{ width: `${(100 * s) / most}%` }}></span></div></div>`;
   return html`${bar("k-generate", `generate${apart ? `, ${plan.devices.generate} devices` : ""}`, g)}${bar("k-train", `train${apart ? `, ${plan.devices.train} devices` : ""}`, t)}
     <p>${plan.split.text}.</p>
-    <div class="scroll" tabindex="0" role="region" aria-label="rates"><table class="numbers"><tbody><tr><th scope="row">tokens generated a second</th><td class="n">${plain(Math.round(plan.generate.tokens_per_second))}</td></tr><tr><th scope="row">tokens trained a second</th><td class="n">${plain(Math.round(plan.train.tokens_per_second))}</td></tr>
+    <div class="scroll" tabindex="0" role="region" aria-label="rates"><table class="numbers narrow"><tbody><tr><th scope="row">tokens generated a second</th><td class="n">${plain(Math.round(plan.generate.tokens_per_second))}</td></tr><tr><th scope="row">tokens trained a second</th><td class="n">${plain(Math.round(plan.train.tokens_per_second))}</td></tr>
     <tr><th scope="row">the longest answer alone</th><td class="n">${seconds(plan.generate.longest_answer_seconds)}</td></tr>${setting.gpus > 1 ? html`<tr><th scope="row">best split, engines : trainers</th><td class="n">${plan.split.engines} : ${plan.split.trainers}</td></tr><tr><th scope="row">asynchronous by synchronous</th><td class="n">${number(plan.split.gain_async)}×</td></tr>` : ""}</tbody></table></div>`;
 }
 

@@ -1,5 +1,5 @@
 // Where the time goes: every worker's account, which is 100 %, and the newest steps as the five stages saw them.
-import { Component } from "/vendor/preact.js";
+import { Component } from "/vendor/preact.mjs";
 import { empty, html, Load, note } from "./data.js";
 import { number, percent, seconds } from "./format.js";
 
@@ -14,19 +14,28 @@ export class Time extends Component {
     return html`<${Load} path="time" words=${{ run, steps, first: of.warm && of.warm < of.step ? of.warm + 1 : 1, last: of.step }} tick=${tick} high=${500}>${data => html`
       <section><h2>Of every worker, 100 %</h2>
         <p class="hint">${of.sampled ? `from ${of.sampled} steps, while the whole is read` : `${seconds(data.seconds)} of steps${of.warm ? " after the warm-up" : ""}`}</p>
-        <${Accounts} accounts=${data.accounts} kinds=${data.kinds} /></section>
+        <${Accounts} accounts=${data.accounts} /></section>
       <section><h2>The newest steps, stage by stage</h2>
         <form class="bar" onSubmit=${e => e.preventDefault()}><label>steps shown <input type="range" min="1" max="30" value=${steps} aria-valuetext=${`${steps} steps`} onInput=${e => this.setState({ steps: Number(e.target.value) })} /></label><output>${steps}</output></form>
-        ${data.timeline ? html`<${Timeline} told=${data.timeline} kinds=${data.kinds} />` : of.state === "reading" ? note("Drawn when the whole journal has been read.") : empty("Nothing to draw", "The journal holds no step near its end.")}</section>`}<//>`;
+        ${data.timeline ? html`<${Timeline} told=${data.timeline} kinds=${data.kinds} />` : of.state === "reading" ? note("Drawn when the whole journal has been read.") : empty("Nothing to draw", "The journal holds no step near its end.")}</section>
+      <section><h2>The same as numbers</h2><${Numbers} accounts=${data.accounts} kinds=${data.kinds} /></section>`}<//>`;
   }
 }
 
-function Accounts({ accounts, kinds }) {
+const seenIn = accounts => [...new Set(accounts.flatMap(a => Object.keys(a.shares)))].sort((a, b) => by(a) - by(b));
+const called = worker => (worker === "controller" ? "the learner's path" : worker);
+
+function Accounts({ accounts }) {
   if (!accounts.length) return empty("No account", "Engines of others keep none.");
-  const seen = [...new Set(accounts.flatMap(a => Object.keys(a.shares)))].sort((a, b) => by(a) - by(b));
-  return html`<div class="accounts">${accounts.map(a => html`<div class="account"><span class="who">${a.worker === "controller" ? "the learner's path" : a.worker}</span>
+  const seen = seenIn(accounts);
+  return html`<div class="accounts">${accounts.map(a => html`<div class="account"><span class="who">${called(a.worker)}</span>
       <div class="stack" role="img" aria-label=${`${a.worker}: ${Object.entries(a.shares).map(([k, s]) => `${k} ${percent(s)}`).join(", ")}`}>${seen.filter(k => a.shares[k]).map(k => html`<span class=${css(k)} style=${{ width: `${100 * a.shares[k]}%` }} title=${`${k} ${percent(a.shares[k])}`}></span>`)}</div></div>`)}</div>
-    <div class="scroll" tabindex="0" role="region" aria-label="accounts as numbers"><table class="numbers"><thead><tr><th>share of its time</th>${accounts.map(a => html`<th class="n">${a.worker}</th>`)}</tr></thead>
+    <p class="legend">${seen.map(k => html`<span><span class=${`key ${css(k)}`}></span>${k.replace("_", " ")}</span>`)}</p>`;
+}
+
+function Numbers({ accounts, kinds }) {
+  const seen = seenIn(accounts);
+  return html`<div class="scroll" tabindex="0" role="region" aria-label="accounts as numbers"><table class="numbers narrow"><thead><tr><th>share of its time</th>${accounts.map(a => html`<th class="n">${called(a.worker)}</th>`)}</tr></thead>
       <tbody>${seen.map(k => html`<tr><th scope="row" title=${kinds[k] ?? ""}><span class=${`key ${css(k)}`}></span>${k.replace("_", " ")} <span class="hint">${kinds[k] ?? ""}</span></th>${accounts.map(a => html`<td class="n">${a.shares[k] ? percent(a.shares[k]) : ""}</td>`)}</tr>`)}
       <tr class="sum"><th scope="row">together</th>${accounts.map(a => html`<td class="n">${percent(Object.values(a.shares).reduce((x, y) => x + y, 0))}</td>`)}</tr></tbody></table></div>`;
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ class Step:
 
     number: int
     version: int
-    row: dict[str, float]
+    row: Mapping[str, float]
     note: str = ""
 
 
