@@ -28,8 +28,7 @@ from rondel.words.errors import UserError
 LONG = 8 << 20  # bytes from which a journal is sampled first
 NEWEST = 6000  # lines that are kept as they are, for the timeline
 KEPT = 1000  # warnings
-QUIET = 20.0  # seconds without an event after which somebody looks whether the run still lives
-LOST = "is not an event; the file was damaged or edited"
+LOOK = 5.0  # seconds between two looks whether anybody trains in the folder
 
 
 @dataclass
@@ -181,11 +180,11 @@ class Run:
             return "complete" if self.step >= self.planned else "ended"
         if story.broke and self.last == "Broke":
             return "broke"
-        return "running" if time.time() - self.time < QUIET or self._lives() else "stopped"
+        return "running" if self._lives() else "stopped"
 
     def _lives(self) -> bool:
         looked, alive = self._alive
-        if time.time() - looked > QUIET:
+        if time.time() - looked > LOOK:
             alive = held(self.folder / ".lock")
             self._alive = time.time(), alive
         return alive

@@ -49,7 +49,7 @@ export class Chart extends Component {
     this.drawn = this.shape();
     this.plot = new uPlot({
       width: this.box.clientWidth || 300, height: HEIGHT, legend: { show: false }, padding: [6, 8, 0, 0], series, bands,
-      scales: { x: { time: false }, y: { distr: this.log() ? 3 : 1, range: this.log() ? undefined : ranged } },
+      scales: { x: { time: false }, y: { distr: this.log() ? 3 : 1, range: this.log() ? undefined : (u, low, high) => ranged(low, high, this.props.unit === "share") } },
       axes: [{ ...axis, size: 22, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 2e4, 5e4, 1e5, 1e6], values: (u, t) => t.map(plain) }, { ...axis, size: 56, values }],
       cursor: { y: false, sync: { key: "steps" }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
       hooks: {
@@ -78,9 +78,10 @@ const short = text => text.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|
 const newest = values => { for (let i = values.length - 1; i >= 0; i--) if (values[i] !== null) return values[i]; return null; };
 
 // Some air; never a flat line on an edge, and no axis below 0 for what is never negative.
-function ranged(u, low, high) {
+function ranged(low, high, share) {
   if (low === null || (low === 0 && high === 0)) return [0, 1];
   const air = (high - low || Math.abs(high) || 1) * 0.08;
+  if (share && low >= 0 && high <= 1 && (low === high || high + air > 1)) return [low === high ? 0 : Math.max(0, low - air), 1];
   return [low >= 0 && low - air < 0 ? 0 : low - air, high + air];
 }
 

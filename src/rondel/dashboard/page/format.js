@@ -12,7 +12,7 @@ export function number(value, unit = "") {
 export function plain(value) {
   const size = Math.abs(value);
   if (size === 0) return "0";
-  if (Number.isInteger(value) && size < 1e5) return value.toLocaleString("en");
+  if (size < 1e5 && (Number.isInteger(value) || size >= 1e3)) return Math.round(value).toLocaleString("en");
   if (size >= 1e12 || size < 1e-3) return value.toExponential(1).replace("e+", "e");
   for (const [scale, letter] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) if (size >= scale) return `${three(value / (letter === "k" ? 1e3 : scale))}${letter}`;
   return three(value);

@@ -19,7 +19,7 @@ const LABELS = {
   "time/step": "a step", "time/wait": "the learner waits", "sync/seconds": "sync", "loop/tokens_per_second": "tokens a second",
 };
 const MISSING = {
-  eval: "none yet: set task.data.holdout", kl: "not measured", lag: "no group trained yet", gap: "not recomputed", entropy: "not measured",
+  eval: "set task.data.holdout", kl: "not measured", lag: "no group trained yet", gap: "not recomputed", entropy: "not measured",
 };
 
 export class Overview extends Component {
@@ -65,11 +65,12 @@ function Headline({ runs, tick }) {
   const names = keys.map(key => runs[0].head[key].metric);
   const warm = Math.min(...runs.map(run => run.warm));
   return html`<${Load} path="series" words=${{ name: names, points: 60, first: warm + 1 }} tick=${tick} rest=${1500} high=${112}>${data => html`<ul class="tiles">${keys.map(key => {
+    const reading = runs.some(run => run.state === "reading");
     const worst = runs.map(run => run.head[key]).find(h => h.alarm === "error") ?? runs.map(run => run.head[key]).find(h => h.alarm) ?? runs[0].head[key];
     return html`<li class=${`tile ${worst.alarm}`}><button type="button" onClick=${() => show(worst.metric)} title="to its chart">
       <span class="name">${worst.title}</span>
       ${runs.map((run, i) => html`<span class="big"><span class=${runs.length > 1 ? `dot bg-${i % 6}` : ""}></span>${value(run.head[key], key)}</span>`)}
-      <span class="under">${worst.alarm ? html`<b>${worst.alarm === "error" ? "✕" : "▲"} ${worst.why[0]}</b>` : runs.every(run => run.head[key].value === null) ? MISSING[key] ?? "no number yet" : key === "lag" && worst.limit !== null && runs.length === 1 ? `limit ${number(worst.limit)}` : ["share", "number", "reward"].includes(worst.unit) ? " " : worst.unit}</span>
+      <span class="under" title=${worst.why.join(", ")}>${worst.alarm ? html`<b>${worst.alarm === "error" ? "✕" : "▲"} ${worst.why[0]}</b>` : runs.every(run => run.head[key].value === null) ? (reading ? "still reading" : MISSING[key] ?? "no number yet") : key === "lag" && worst.limit !== null && runs.length === 1 ? `limit ${number(worst.limit)}` : ["share", "number", "reward"].includes(worst.unit) ? " " : worst.unit}</span>
       <span class="sparks">${data.runs.map((of, i) => of[worst.metric] && html`<${Spark} values=${of[worst.metric].mean} run=${i} />`)}</span></button></li>`;
   })}</ul>`}<//>`;
 }
