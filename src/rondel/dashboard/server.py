@@ -17,7 +17,7 @@ from rondel.generate.engine.server.listening import Quiet, bind
 from rondel.runtime.ending import Ending
 
 REST, TURN = 0.2, 0.0005  # seconds between two looks at files that stand still; and for which the reading thread may keep the interpreter
-YIELD, LATELY = 0.1, 1.5  # seconds of rest after a stretch, while a page that was opened so lately is still being drawn
+LATELY = 1.0  # seconds after a page was opened in which it has the processor: what is shown by a sample can wait
 LAST = 3  # seconds for answers to leave
 
 
@@ -54,7 +54,6 @@ def serve(folders: list[Path], *, host: str, port: int, key: str, ready: Callabl
 def read_on(pages: Pages, closing: threading.Event) -> None:
     """Every run a stretch in turn, as long as any of them has more."""
     while not closing.is_set():
-        if not any([run.look() for run in pages.runs]):
-            closing.wait(REST)
-        else:
-            closing.wait(YIELD if time.monotonic() - pages.opened < LATELY else TURN)
+        drawing = time.monotonic() - pages.opened < LATELY
+        news = any([run.look() for run in pages.runs if not (drawing and run.sampled is not None)])
+        closing.wait(TURN if news else REST)

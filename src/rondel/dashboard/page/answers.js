@@ -12,7 +12,7 @@ export class Answers extends Component {
   set = change => this.setState(change);
   componentDidUpdate(before) { if (before.run !== this.props.run) this.setState({ step: "", at: 0 }); }
   render({ run, of }, s) {
-    return html`<${Load} path="rollouts" words=${{ run, step: s.step }} tick=${s.step === "" ? of.step : ""} rest=${2000} high=${500}>${data => {
+    return html`<${Load} key=${run} path="rollouts" words=${{ run, step: s.step }} tick=${s.step === "" ? of.step : ""} rest=${2000} high=${500}>${data => {
       if (data.step === null) return empty("No answers are stored yet", "Every trained answer is kept in rollouts/ of the run folder, a file a step.");
       const found = chosen(data.rows, s), at = found.some(r => r.at === s.at) ? s.at : found[0]?.at;
       return html`<form class="bar" onSubmit=${e => e.preventDefault()}>

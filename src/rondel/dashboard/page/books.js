@@ -4,7 +4,7 @@ import { bytes, percent, plain } from "./format.js";
 
 export function Books({ of, run, tick }) {
   if (!of.steps) return empty("No step yet", "The ledger is told with each step.");
-  return html`<${Load} path="books" words=${{ run, first: of.warm && of.warm < of.step ? of.warm + 1 : 1, last: of.step }} tick=${tick} high=${500}>${data => html`<div class="columns">
+  return html`<${Load} key=${run} path="books" words=${{ run, first: of.warm && of.warm < of.step ? of.warm + 1 : 1, last: of.step }} tick=${tick} high=${500}>${data => html`<div class="columns">
     <section><h2>Lag of what was trained</h2><${Lag} lags=${data.lags} limit=${data.limit} /></section>
     <section><h2>Ledger of groups</h2><${Ledger} book=${data.ledger} /></section>
     <section class="wide"><h2>Memory of a shared device</h2><${Memory} memory=${data.memory} /></section></div>`}<//>`;

@@ -3,7 +3,7 @@ import { empty, html, Load, note } from "./data.js";
 import { percent, plain, seconds } from "./format.js";
 
 export function Card({ run, tick, of }) {
-  return html`<${Load} path="card" words=${{ run }} tick=${`${run}.${of.state}.${of.step}`} rest=${5000} high=${500}>${data => html`<${Differs} differs=${data.differs} names=${data.names} />
+  return html`<${Load} key=${run} path="card" words=${{ run }} tick=${`${run}.${of.state}.${of.step}`} rest=${5000} high=${500}>${data => html`<${Differs} differs=${data.differs} names=${data.names} />
     ${data.card ? html`<${Report} card=${data.card} written=${data.written} />` : empty("No card yet", data.large ? "It is written when the run ends; of a journal as long as this, rondel card writes it at any time." : "It is made from the first events on.")}`}<//>`;
 }
 

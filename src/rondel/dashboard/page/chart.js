@@ -10,19 +10,21 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 export class Chart extends Component {
   state = { at: null };
   componentDidMount() {
-    this.draw();
+    this.seen = new IntersectionObserver(entries => { if (entries.some(e => e.isIntersecting)) { this.seen.disconnect(); this.draw(); } }, { rootMargin: "300px" });
+    this.seen.observe(this.box); // a chart that nobody has come to costs nothing
     this.sizes = new ResizeObserver(() => this.plot && this.plot.setSize({ width: this.box.clientWidth, height: HEIGHT }));
     this.sizes.observe(this.box);
-    this.again = () => this.draw();
+    this.again = () => this.plot && this.draw();
     dark.addEventListener("change", this.again);
   }
   componentDidUpdate(before) {
-    if (before.x === this.props.x) return;
+    if (before.x === this.props.x || !this.plot) return;
     if (this.shape() === this.drawn) this.plot.setData(this.columns());
     else this.draw();
   }
   componentWillUnmount() {
     this.plot?.destroy();
+    this.seen.disconnect();
     this.sizes.disconnect();
     dark.removeEventListener("change", this.again);
   }

@@ -5,7 +5,7 @@ import { plain } from "./format.js";
 const MARK = { error: "✕", warning: "▲", note: "●" };
 
 export function Findings({ run, of, tick }) {
-  return html`<${Load} path="findings" words=${{ run }} tick=${tick} rest=${1500} high=${300}>${data => html`
+  return html`<${Load} key=${run} path="findings" words=${{ run }} tick=${tick} rest=${1500} high=${300}>${data => html`
     <section><h2>Findings</h2>${data.reading ? note(`The rules wait until the whole journal has been read (${Math.floor(100 * of.read)} %).`) : data.findings.length ? html`<ol class="findings">${data.findings.map(f => html`<li class=${f.severity}>
       <h3><span class="sign" aria-hidden="true">${MARK[f.severity]}</span> ${f.name.replaceAll("_", " ")} <span class="hint">${f.severity}</span></h3><p>${f.evidence}</p><p class="hint">${f.meaning}</p><p class="next"><span>next</span> ${f.action}</p></li>`)}</ol>`
       : empty("Nothing found", "No rule sees a fault in this run. They look at numbers; read some answers too.")}</section>

@@ -52,10 +52,10 @@ export class Planner extends Component {
   }
   power(name, value, [low, high] = POWERS[name], label = LABELS[name]) {
     const at = Math.min(high, Math.max(low, Math.round(Math.log2(Math.max(1, value)))));
-    return html`<label class="dial"><span>${label} <output>${plain(value)}</output></span><input type="range" min=${low} max=${high} value=${at} aria-valuetext=${plain(value)} onInput=${e => this.set({ [name]: String(2 ** Number(e.target.value)), ...(name === "gpus" ? { trainers: "" } : {}) })} /></label>`;
+    return html`<label class="dial"><span>${label} <b>${plain(value)}</b></span><input type="range" min=${low} max=${high} value=${at} aria-valuetext=${plain(value)} onInput=${e => this.set({ [name]: String(2 ** Number(e.target.value)), ...(name === "gpus" ? { trainers: "" } : {}) })} /></label>`;
   }
   slide(name, label, low, high, value, step = 1) {
-    return html`<label class="dial"><span>${label} <output>${plain(value)}</output></span><input type="range" min=${low} max=${high} step=${step} value=${value} aria-valuetext=${plain(value)} onInput=${e => this.set({ [name]: e.target.value })} /></label>`;
+    return html`<label class="dial"><span>${label} <b>${plain(value)}</b></span><input type="range" min=${low} max=${high} step=${step} value=${value} aria-valuetext=${plain(value)} onInput=${e => this.set({ [name]: e.target.value })} /></label>`;
   }
 }
 

@@ -11,7 +11,7 @@ export class Time extends Component {
   state = { steps: 4 };
   render({ of, run, tick, runs }, { steps }) {
     if (!of.steps) return empty("No step yet", "Accounts are told with each step.");
-    return html`<${Load} path="time" words=${{ run, steps, first: of.warm && of.warm < of.step ? of.warm + 1 : 1, last: of.step }} tick=${tick} high=${500}>${data => html`
+    return html`<${Load} key=${run} path="time" words=${{ run, steps, first: of.warm && of.warm < of.step ? of.warm + 1 : 1, last: of.step }} tick=${tick} high=${500}>${data => html`
       <section><h2>Of every worker, 100 %</h2>
         <p class="hint">${of.sampled ? `from ${of.sampled} steps, while the whole is read` : `${seconds(data.seconds)} of steps${of.warm ? " after the warm-up" : ""}`}</p>
         <${Accounts} accounts=${data.accounts} /></section>
@@ -70,7 +70,7 @@ function Timeline({ told }) {
 }
 
 function moves(groups) { return groups.flatMap(([a, b]) => [[a, 1], [b, -1]]).sort((p, q) => p[0] - q[0] || p[1] - q[1]); }
-function most(groups) { let n = 0, top = 0; for (const [, d] of moves(groups)) top = Math.max(top, (n += d)); return top; }
+function most(groups) { let n = 0, top = 1; for (const [, d] of moves(groups)) top = Math.max(top, (n += d)); return top; }
 function filled(groups, x) {
   const top = most(groups);
   let n = 0, path = "M0 20";
