@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-STRETCH = 1 << 20  # bytes of one look
+STRETCH = 1 << 18  # bytes of one look: some 20 ms, for which whoever asks has to wait
 
 
 class Tail:

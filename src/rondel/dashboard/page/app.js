@@ -26,13 +26,14 @@ class App extends Component {
   async told() {
     try {
       const { runs, metrics } = await ask("state");
+      this.asked = performance.now();
       this.setState({ runs, metrics, view: !runs.length && !location.hash ? "planner" : this.state.view });
     } catch (error) { this.setState({ error: error.message }); }
   }
   async names() {
-    if (performance.now() - (this.asked ?? -1e9) < 5000) return;
+    if (performance.now() - (this.asked ?? 0) < 5000) return;
     this.asked = performance.now();
-    try { this.setState({ metrics: (await ask("state")).metrics }); } catch { this.asked = undefined; }
+    try { this.setState({ metrics: (await ask("state")).metrics }); } catch { this.asked = 0; }
   }
   render(_, { runs, metrics, lost, view, run, error }) {
     if (error) return html`<main class="page"><p class="note error" role="alert">${error}</p></main>`;
