@@ -11,7 +11,8 @@ export class Chart extends Component {
   state = { at: null };
   componentDidMount() {
     this.seen = new IntersectionObserver(entries => { if (entries.some(e => e.isIntersecting)) { this.seen.disconnect(); this.draw(); } }, { rootMargin: "300px" });
-    this.seen.observe(this.box); // a chart that nobody has come to costs nothing
+    if (this.props.soon) this.draw();
+    else this.seen.observe(this.box); // a chart that nobody has come to costs nothing
     this.sizes = new ResizeObserver(() => this.plot && this.plot.setSize({ width: this.box.clientWidth, height: HEIGHT }));
     this.sizes.observe(this.box);
     this.again = () => this.plot && this.draw();

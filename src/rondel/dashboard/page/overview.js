@@ -46,7 +46,7 @@ export class Overview extends Component {
       <${Load} path="series" words=${{ name: this.names(), first: from, last: to, points: 300 }} tick=${tick} high=${900}>${data =>
         [...(more.length ? [["Chosen", more]] : []), ...GROUPS].map(([group, names]) => {
           const there = names.filter(name => data.runs.some(curves => curves[name]));
-          return there.length ? html`<section><h2>${group}</h2><div class="charts">${there.map(name => html`<${Chart} key=${name} id=${`chart-${name.replace("/", "-")}`} label=${LABELS[name] ?? title(name)} unit=${known.get(name)?.unit ?? ""}
+          return there.length ? html`<section><h2>${group}</h2><div class="charts">${there.map(name => html`<${Chart} key=${name} soon=${GROUPS[0][1].includes(name)} id=${`chart-${name.replace("/", "-")}`} label=${LABELS[name] ?? title(name)} unit=${known.get(name)?.unit ?? ""}
             about=${`${name}: ${known.get(name)?.meaning ?? ""}`} x=${data.x} series=${curves(data, runs, name)} zoom=${this.zoom} />`)}</div></section>` : "";
         })}<//>`;
   }
