@@ -103,7 +103,7 @@ class Beside extends Component {
     const { run, task, step } = this.props;
     try {
       const steps = (await ask("steps_of", { run, task, step })).filter(s => s !== step);
-      this.setState({ steps, other: steps[0] ?? "" });
+      this.setState({ steps, other: steps.filter(s => s < step).pop() ?? steps[0] ?? "" });
     } catch (error) { this.setState({ error: error.message }); }
   }
   render({ run, task, step }, { steps, other, mine, theirs, error }) {

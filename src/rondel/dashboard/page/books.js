@@ -33,7 +33,7 @@ const WHO = ["weights", "master", "gradients", "moments", "optimizer", "kv_cache
 
 function Memory({ memory }) {
   const phases = Object.keys(memory);
-  if (!phases.length) return empty("Not measured here", "Peaks are told for a GPU that trainer and engine share (place.kind = shared). The planner tab has the bill that is to be expected.");
+  if (!phases.length) return empty("Not measured here", "Peaks are told of a device that trainer and engine share (place.kind = shared). The planner tab has the bill that is to be expected.");
   const most = Math.max(...phases.map(p => memory[p].peak ?? 0)), who = [...new Set(phases.flatMap(p => Object.keys(memory[p])))].filter(w => w !== "peak").sort((a, b) => WHO.indexOf(a) - WHO.indexOf(b));
   return html`${phases.map(p => html`<div class="account"><span class="who">${p} <span class="hint">peak ${bytes(memory[p].peak ?? 0)}</span></span><div class="stack" role="img" aria-label=${`${p}: ${bytes(memory[p].peak ?? 0)} at the peak`}>${who.map((w, i) => memory[p][w] && html`<span class=${`bg-${i % 6}`} style=${{ width: `${(100 * memory[p][w]) / most}%` }} title=${`${w} ${bytes(memory[p][w])}`}></span>`)}</div></div>`)}
     <p class="legend">${who.map((w, i) => html`<span><span class=${`key bg-${i % 6}`}></span>${w.replace("_", " ")}</span>`)}<span>held at the end of a phase, newest step</span></p>`;
