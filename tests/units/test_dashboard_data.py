@@ -18,8 +18,10 @@ from rondel.dashboard.pages import Pages, build
 from rondel.dashboard.run import Run
 from rondel.dashboard.sample import sample
 from rondel.dashboard.tail import Tail, kind_of
+from rondel.planner.plan import plan
+from rondel.planner.setting import what_if
 from rondel.runtime.journal.store import annotate_step
-from rondel.runtime.telemetry.diagnose import diagnose, read_story
+from rondel.runtime.telemetry.diagnose import diagnose, findings, read_story
 from rondel.words.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -27,14 +29,14 @@ HOSTILE = '<img src=x onerror="window.pwned=1"></script><b>&amp;\u202e'
 
 
 def read(folder) -> Run:
-    run = Run(folder)
+    run = Run(folder, findings)
     while run.look():
         pass
     return run
 
 
 def client(*folders, key="") -> TestClient:
-    return TestClient(build(Pages([read(f) for f in folders], key)), base_url="http://127.0.0.1")
+    return TestClient(build(Pages([read(f) for f in folders], plan, key)), base_url="http://127.0.0.1")
 
 
 # -- rows and findings -------------------------------------------------------------------------------
@@ -74,7 +76,7 @@ def test_a_journal_that_grows_tears_shrinks_and_is_replaced(tmp_path):
     whole = (write_run(tmp_path / "a") / "journal.jsonl").read_bytes()
     folder, path = tmp_path / "b", tmp_path / "b" / "journal.jsonl"
     folder.mkdir()
-    run = Run(folder)
+    run = Run(folder, findings)
     assert not run.look() and run.state == "nothing yet"
     steps = set()
     for size in (10, 700, 1500, 4000, len(whole)):
@@ -189,15 +191,12 @@ def test_a_task_at_two_steps(tmp_path):
 
 
 def test_the_sliders_ask_the_planner(tmp_path):
-    from rondel.planner.plan import plan
-    from rondel.planner.setting import what_if
-
-    assert asking.ask({"model": "14b", "gpus": "8", "place": "split"})["plan"] == plan(
+    assert asking.ask({"model": "14b", "gpus": "8", "place": "split"}, plan)["plan"] == plan(
         what_if(["model=14b", "hardware=h100", "gpus=8", "place=split"])
     )
     for wrong in ({"model": "/etc"}, {"hardware": "abacus"}, {"gpus": "0"}, {"trainers": "a"}):
         with pytest.raises(UserError):
-            asking.ask(wrong)
+            asking.ask(wrong, plan)
 
 
 # -- the server ----------------------------------------------------------------------------------------

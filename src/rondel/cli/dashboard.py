@@ -29,6 +29,8 @@ def run(
     """
     try:
         from rondel.dashboard.server import serve
+        from rondel.planner.plan import plan
+        from rondel.runtime.telemetry.diagnose import findings
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("starlette", "uvicorn"):
             raise
@@ -38,4 +40,4 @@ def run(
         key = f"/?key={api_key}" if api_key else ""
         print(f"dashboard http://{f'[{host}]' if ':' in host else host}:{port}{key} (Ctrl-C ends it)", flush=True)
 
-    serve([Path(folder) for folder in folders or []], host=host, port=port, key=api_key, ready=ready)
+    serve([Path(folder) for folder in folders or []], rules=findings, plan=plan, host=host, port=port, key=api_key, ready=ready)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from rondel.planner.families import MODELS, PUBLIC
 from rondel.planner.hardware import DEVICES
-from rondel.planner.plan import plan
 from rondel.planner.setting import QUESTIONS, Setting, of_job, what_if
 from rondel.words.config import Job
 from rondel.words.errors import UserError
 
+Plan = Callable[[Setting], dict[str, Any]]
 START = {"model": "7b", "hardware": "h100", "gpus": "16", "place": "split"}  # where no run is asked about
 
 
@@ -27,7 +27,7 @@ def _size(name: str) -> float:
     return float(number) if number.replace(".", "", 1).isdigit() else 0.0
 
 
-def ask(words: Mapping[str, str], folder: Path | None = None) -> dict[str, Any]:
+def ask(words: Mapping[str, str], plan: Plan, folder: Path | None = None) -> dict[str, Any]:
     """{"gpus": "64"} -> the plan, and the values that it was made for."""
     for name, known in choices().items():
         if name in words and words[name] not in known:

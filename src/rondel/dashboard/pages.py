@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -23,9 +23,11 @@ from starlette.routing import Route
 
 from rondel.dashboard import asking, rollouts, views
 from rondel.dashboard.columns import Grid
-from rondel.dashboard.run import Run
 from rondel.generate.engine.server.listening import from_a_web_page
 from rondel.words.errors import RondelError, UserError
+
+if TYPE_CHECKING:
+    from rondel.dashboard.run import Run
 
 HERE = Path(__file__).parent
 TYPES = {".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".html": "text/html"}
@@ -43,8 +45,8 @@ POLL, BEAT = 0.25, 10.0  # seconds between two looks for news, and between two s
 class Pages:
     """What the routes share: the runs, and whether the server is about to end."""
 
-    def __init__(self, runs: list[Run], key: str = "") -> None:
-        self.runs, self.key, self.closing = runs, key, False
+    def __init__(self, runs: list[Run], plan: asking.Plan, key: str = "") -> None:
+        self.runs, self.planned, self.key, self.closing = runs, plan, key, False
         self.opened = 0.0  # when somebody last did, by time.monotonic
 
     def run(self, request: Request) -> Run:
@@ -104,7 +106,7 @@ class Pages:
     def plan(self, request: Request) -> Any:
         words = dict(request.query_params)
         folder = self.run(request).folder if words.get("run", "") != "" else None
-        return asking.ask(words, folder) | {"choices": asking.choices()}
+        return asking.ask(words, self.planned, folder) | {"choices": asking.choices()}
 
     # -- what is new -----------------------------------------------------------------------------
 

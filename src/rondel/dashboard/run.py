@@ -10,6 +10,7 @@ import threading
 import time
 import tomllib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from rondel.dashboard.sample import READ, sample
 from rondel.dashboard.tail import Tail, kind_of
 from rondel.runtime.journal.log import FILE, decode
 from rondel.runtime.telemetry.accounts import CONTROLLER
-from rondel.runtime.telemetry.diagnose import findings
+from rondel.runtime.telemetry.diagnose.finding import Finding
 from rondel.runtime.telemetry.diagnose.story import RECENT, Step, Story, event_of, held
 from rondel.runtime.telemetry.hacking import within
 from rondel.runtime.telemetry.metrics import StepMetrics
@@ -44,10 +45,10 @@ class Seen(Story):
 
 
 class Run:
-    """`look()` reads on and says whether anything is new; everything else answers from what was read. Safe from several threads."""
+    """`look()` reads on and says whether anything is new; everything else answers from what was read. Safe from several threads. `rules` are those of `diagnose`."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, rules: Callable[[Story], list[Finding]]) -> None:
+        self.folder, self.rules = Path(folder), rules
         if not self.folder.is_dir():
             raise UserError(f"no run folder at {folder}; `rondel train RUN.toml` makes one (key run.folder)")
         self.lock = threading.RLock()
@@ -219,7 +220,7 @@ class Run:
             if self.sampled is not None:
                 return []
             if self._found[0] != now:
-                self._found = now, [asdict(f) for f in findings(self.seen())] if self.events else []
+                self._found = now, [asdict(f) for f in self.rules(self.seen())] if self.events else []
             return self._found[1]
 
     def accounts(self, first: int, last: int | None = None) -> dict[str, dict[str, float]]:

@@ -11,21 +11,33 @@ from pathlib import Path
 
 import uvicorn
 
+from rondel.dashboard.asking import Plan
 from rondel.dashboard.pages import Pages, build
 from rondel.dashboard.run import Run
 from rondel.generate.engine.server.listening import Quiet, bind
 from rondel.runtime.ending import Ending
+from rondel.runtime.telemetry.diagnose.finding import Finding
+from rondel.runtime.telemetry.diagnose.story import Story
 
 REST, TURN = 0.2, 0.0005  # seconds between two looks at files that stand still; and for which the reading thread may keep the interpreter
 LATELY = 1.0  # seconds after a page was opened in which it has the processor: what is shown by a sample can wait
 LAST = 3  # seconds for answers to leave
 
 
-def serve(folders: list[Path], *, host: str, port: int, key: str, ready: Callable[[str, int], None]) -> None:
+def serve(
+    folders: list[Path],
+    *,
+    rules: Callable[[Story], list[Finding]],
+    plan: Plan,
+    host: str,
+    port: int,
+    key: str,
+    ready: Callable[[str, int], None],
+) -> None:
     """Until SIGTERM or Ctrl-C."""
-    runs = [Run(folder) for folder in folders]
+    runs = [Run(folder, rules) for folder in folders]
     with bind(host, port, api_key=key) as sock, Ending() as ending:
-        pages, closing = Pages(runs, key), threading.Event()
+        pages, closing = Pages(runs, plan, key), threading.Event()
         reader = threading.Thread(target=read_on, args=(pages, closing), name="reader", daemon=True)
         config = uvicorn.Config(
             build(pages), http="h11", loop="asyncio", ws="none", lifespan="off", log_level="critical", access_log=False, server_header=False,

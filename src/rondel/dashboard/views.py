@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rondel.dashboard.run import Run
 from rondel.runtime.journal.log import history
 from rondel.runtime.telemetry.accounts import KINDS, shares
 from rondel.runtime.telemetry.card import summary
-from rondel.runtime.telemetry.diagnose import differing
+from rondel.runtime.telemetry.diagnose.story import differing
 from rondel.runtime.telemetry.metrics import meaning
 from rondel.runtime.telemetry.trace import PID, TRACKS, drawn
+
+if TYPE_CHECKING:
+    from rondel.dashboard.run import Run
 
 Json = dict[str, Any]
 HEADLINE: dict[str, tuple[str, str, frozenset[str]]] = {  # key -> (title, metric, findings that colour it)
