@@ -78,6 +78,7 @@ def test_a_journal_that_grows_tears_shrinks_and_is_replaced(tmp_path):
     folder.mkdir()
     run = Run(folder, findings)
     assert not run.look() and run.state == "nothing yet"
+    (folder / "job.toml").write_text("[loop]\nsteps = 4\n")  # the page was open before the run was begun
     steps = set()
     for size in (10, 700, 1500, 4000, len(whole)):
         path.write_bytes(b"") if not path.exists() else None
@@ -85,7 +86,7 @@ def test_a_journal_that_grows_tears_shrinks_and_is_replaced(tmp_path):
             file.write(whole[:size])
         while run.look():
             steps.add(len(run.columns))
-    assert len(run.columns) == 4 and run.damaged == 0 and len(steps) > 1
+    assert len(run.columns) == 4 and run.damaged == 0 and len(steps) > 1 and run.planned == 4
     path.write_bytes(whole[:1500])  # a crash tore what was written, the writer cut it off
     assert run.look() and run.step < 4
     (folder / "new").write_bytes(whole)

@@ -14,7 +14,7 @@ def run(
     folders: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RUN ...]", help="Run folders; several are drawn over each other, none opens the planner alone.", show_default=False
+            metavar="RUN", help="Run folders; several are drawn over each other, none opens the planner alone.", show_default=False
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Where to listen; anything but loopback needs a key.")] = "127.0.0.1",

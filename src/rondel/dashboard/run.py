@@ -59,8 +59,8 @@ class Run:
         self._alive: tuple[float, bool] = (0.0, False)
 
     def _begin(self) -> None:
-        self.story = Story(self.folder, _job(self.folder))
-        self.warm = self.story.key("loop.warmup.steps", 0)
+        self.story = Story(self.folder, {})
+        self._recipe()
         self.columns = Columns()
         self.sampled: Columns | None = None
         self.versions: list[int] = []
@@ -71,6 +71,10 @@ class Run:
         self._counts: dict[str, float] = {}
         self._pairs: list[list[tuple[float, float]]] = []
         self._metrics = StepMetrics(self._row)
+
+    def _recipe(self) -> None:
+        self.story.job = _job(self.folder)
+        self.warm = self.story.key("loop.warmup.steps", 0)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -112,6 +116,7 @@ class Run:
         match kind:
             case "RunStarted":
                 story.facts, story.lives, story.broke, story.ended = told["facts"], story.lives + 1, "", None
+                self._recipe()  # it may be younger than this page
             case "GroupFinished" if len(told["rewards"]) == len(told["lengths"]):
                 self._pairs.append(list(zip(told["rewards"], told["lengths"])))
             case "WorkerTime":

@@ -48,12 +48,13 @@ export class Chart extends Component {
       bands.push({ series: [series.length - 1, series.length - 2], fill: `${stroke}2e` });
     }
     const axis = { stroke: of("--quiet"), grid: { stroke: of("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif", gap: 3 };
+    const tens = (u, splits) => splits.map(v => (v > 0 && Math.abs(Math.log10(v) - Math.round(Math.log10(v))) < 1e-6 ? v : null));
     const values = (u, ticks) => ticks.map(v => (v === null ? "" : this.props.unit === "share" ? `${short(plain(100 * v))} %` : short(number(v, this.props.unit))));
     this.drawn = this.shape();
     this.plot = new uPlot({
       width: this.box.clientWidth || 300, height: HEIGHT, legend: { show: false }, padding: [6, 8, 0, 0], series, bands,
       scales: { x: { time: false }, y: { distr: this.log() ? 3 : 1, range: this.log() ? undefined : (u, low, high) => ranged(low, high, this.props.unit === "share") } },
-      axes: [{ ...axis, size: 22, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 2e4, 5e4, 1e5, 1e6], values: (u, t) => t.map(plain) }, { ...axis, size: 56, values }],
+      axes: [{ ...axis, size: 22, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 2e4, 5e4, 1e5, 1e6], values: (u, t) => t.map(plain) }, { ...axis, size: 56, values, ...(this.log() ? { filter: tens, grid: { ...axis.grid, filter: tens } } : {}) }],
       cursor: { y: false, sync: { key: "steps" }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
       hooks: {
         setCursor: [u => this.setState({ at: u.cursor.idx ?? null })],

@@ -29,7 +29,7 @@ export class Overview extends Component {
   render({ runs, metrics, tick }, { first, last, more }) {
     if (!runs.length) return empty("No run is open", "rondel dashboard runs/a runs/b draws runs over each other. The planner opens without any.");
     if (runs.every(run => !run.steps)) return html`<${Headline} runs=${runs} tick=${tick} />${empty("No step yet", "Curves appear with the first step that is done; the page follows by itself.")}`;
-    const warm = Math.max(...runs.map(run => run.warm)), end = Math.max(...runs.map(run => run.step));
+    const warm = Math.min(...runs.map(run => run.warm)), end = Math.max(...runs.map(run => run.step));
     const from = first === "" ? (warm && warm < end ? warm + 1 : 1) : first, to = last === "" ? undefined : last;
     const known = new Map(metrics.map(m => [m.name, m]));
     const rest = metrics.filter(m => !this.names().includes(m.name));
@@ -70,7 +70,7 @@ function Headline({ runs, tick }) {
     return html`<li class=${`tile ${worst.alarm}`}><button type="button" onClick=${() => show(worst.metric)} title="to its chart">
       <span class="name">${worst.title}</span>
       ${runs.map((run, i) => html`<span class="big"><span class=${runs.length > 1 ? `dot bg-${i % 6}` : ""}></span>${value(run.head[key], key)}</span>`)}
-      <span class="under" title=${worst.why.join(", ")}>${worst.alarm ? html`<b>${worst.alarm === "error" ? "✕" : "▲"} ${worst.why[0]}</b>` : runs.every(run => run.head[key].value === null) ? (reading ? "still reading" : MISSING[key] ?? "no number yet") : key === "lag" && worst.limit !== null && runs.length === 1 ? `limit ${number(worst.limit)}` : ["share", "number", "reward"].includes(worst.unit) ? " " : worst.unit}</span>
+      <span class="under" title=${worst.why.length ? `${runs[runs.findIndex(run => run.head[key] === worst)].name}: ${worst.why.join(", ")}` : ""}>${worst.alarm ? html`<b>${worst.alarm === "error" ? "✕" : "▲"} ${worst.why[0]}</b>` : runs.every(run => run.head[key].value === null) ? (reading ? "still reading" : MISSING[key] ?? "no number yet") : key === "lag" && worst.limit !== null && runs.length === 1 ? `limit ${number(worst.limit)}` : ["share", "number", "reward"].includes(worst.unit) ? " " : worst.unit}</span>
       <span class="sparks">${data.runs.map((of, i) => of[worst.metric] && html`<${Spark} values=${of[worst.metric].mean} run=${i} />`)}</span></button></li>`;
   })}</ul>`}<//>`;
 }
