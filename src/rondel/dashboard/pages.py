@@ -1,12 +1,11 @@
 """The routes: the page and its files, what it asks for as JSON, and word of whatever is new as server-sent events.
 
-Nothing here changes anything. Every answer forbids scripts and styles that are not ours, so what a run wrote can only ever be text.
+Nothing here changes anything.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import math
 import time
@@ -18,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from rondel.dashboard import asking, rollouts, views
 from rondel.dashboard.columns import Grid
-from rondel.generate.engine.server.listening import from_a_web_page
+from rondel.dashboard.door import Door
 from rondel.words.errors import RondelError, UserError
 
 if TYPE_CHECKING:
@@ -31,14 +30,6 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 TYPES = {".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".html": "text/html"}
-HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-resource-policy": "same-origin",
-}
-COOKIE = "rondel_dashboard"
 POLL, BEAT = 0.25, 10.0  # seconds between two looks for news, and between two signs of life
 
 
@@ -48,6 +39,9 @@ class Pages:
     def __init__(self, runs: list[Run], plan: asking.Plan, key: str = "") -> None:
         self.runs, self.planned, self.key, self.closing = runs, plan, key, False
         self.opened = 0.0  # when somebody last did, by time.monotonic
+
+    def opening(self) -> None:
+        self.opened = time.monotonic()
 
     def run(self, request: Request) -> Run:
         number = _whole(request, "run", 0)
@@ -141,7 +135,7 @@ def build(pages: Pages) -> Any:
         Route("/api/news", pages.news),
         *(Route(f"/api/{name}", api(getattr(pages, name))) for name in asked),
     ]
-    return _Door(Starlette(routes=routes), pages)
+    return Door(Starlette(routes=routes), pages.key, pages.opening)
 
 
 async def _file(path: Path, request: Request) -> Response:
@@ -158,45 +152,6 @@ async def _answered(handler: Callable[[Request], Any], request: Request) -> Resp
     except Exception as error:
         body, status = _json({"error": f"{type(error).__name__}: {error}; this is a bug of ours"}), 500
     return Response(body, status, headers={"cache-control": "no-store"}, media_type="application/json")
-
-
-class _Door:
-    """Who may look: with a key whoever brings it, as a Bearer token or once as ?key= in a browser; else programs and pages of this machine only."""
-
-    def __init__(self, app: Any, pages: Pages) -> None:
-        self.app, self.pages = app, pages
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return
-
-        async def guarded(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in HEADERS.items())]
-            await send(message)
-
-        if scope["path"] == "/":
-            self.pages.opened = time.monotonic()
-        answer = self._instead(Request(scope))
-        await (answer or self.app)(scope, receive, guarded)
-
-    def _instead(self, request: Request) -> Response | None:
-        key = self.pages.key
-        if not key:
-            return Response("this page is for the machine that it runs on", 403) if from_a_web_page(request) else None
-        given = request.query_params.get("key", "")
-        if given and _same(given, key):
-            answer = RedirectResponse("/", 303)
-            answer.set_cookie(COOKIE, key, httponly=True, samesite="strict")
-            return answer
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if _same(request.cookies.get(COOKIE, ""), key) or _same(bearer, key):
-            return None
-        return Response("this dashboard wants its key: open the address that it printed, with ?key=", 401)
-
-
-def _same(given: str, key: str) -> bool:
-    return hmac.compare_digest(given.encode(), key.encode())
 
 
 def _evaluations(run: Run, grid: Grid) -> dict[str, list[float | None]]:

@@ -29,6 +29,7 @@ from rondel.words.errors import UserError
 LONG = 8 << 20  # bytes from which a journal is sampled first
 NEWEST = 6000  # lines that are kept as they are, for the timeline
 KEPT = 1000  # warnings
+SPARE = 20  # times as long as the rules took they are not asked again, for a run of many steps
 LOOK = 5.0  # seconds between two looks whether anybody trains in the folder
 
 
@@ -55,7 +56,7 @@ class Run:
         self.tail = Tail(self.folder / FILE)
         self.changes = 0
         self._begin()
-        self._found: tuple[int, list[dict[str, Any]]] = (-1, [])
+        self._found: tuple[tuple[Any, ...], float, list[dict[str, Any]]] = ((), 0.0, [])  # of what, not again before, which
         self._alive: tuple[float, bool] = (0.0, False)
 
     def _begin(self) -> None:
@@ -221,12 +222,16 @@ class Run:
     def findings(self) -> list[dict[str, Any]]:
         """Ranked; made again when there is a new step or the run has changed its state."""
         with self.lock:
-            now = hash((self.step, len(self.story.said), self.state, self.story.lives))
+            now = (self.state, self.step, len(self.story.said), self.story.lives)
             if self.sampled is not None:
                 return []
-            if self._found[0] != now:
-                self._found = now, [asdict(f) for f in self.rules(self.seen())] if self.events else []
-            return self._found[1]
+            of, until, _ = self._found
+            began = time.monotonic()
+            if of[:1] != now[:1] or (of != now and began >= until):
+                found = [asdict(f) for f in self.rules(self.seen())] if self.events else []
+                ended = time.monotonic()
+                self._found = now, ended + SPARE * (ended - began), found
+            return self._found[2]
 
     def accounts(self, first: int, last: int | None = None) -> dict[str, dict[str, float]]:
         """{"controller": {"wait": 61.0, ...}, "engine-0": {...}}: seconds in these steps."""

@@ -27,9 +27,8 @@ def sample(path: Path, places: int = PLACES) -> Columns:
         for place in range(places):
             _add(columns, _step_at(file, size * place // places))
         back = BLOCK
-        while back < FAR and not (found := _add(columns, _step_at(file, max(0, size - back), newest=True))):
+        while back < FAR and not _add(columns, _step_at(file, max(0, size - back), newest=True)):
             back *= 2
-        del found
     return columns
 
 
