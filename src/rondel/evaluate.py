@@ -57,8 +57,12 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
         "suffix": job.task.suffix,
     }
     request["failed"] = sum(t.reward is None for t in done)
+    of: dict[str, list[float]] = {}
+    for task, reward in zip(tasks, rewards):
+        of.setdefault(task.stream, []).append(reward)
+    each = {name: sum(own) / len(own) for name, own in of.items()} if parts.tasks.sources else {}
     return Evaluated(
-        step, parts.engine.version, "held_out", total / max(1, len(tasks)), low, high, len(tasks), request, samples, time.perf_counter() - began
+        step, parts.engine.version, "held_out", total / max(1, len(tasks)), low, high, len(tasks), request, samples, time.perf_counter() - began, each,
     )  # fmt: skip
 
 

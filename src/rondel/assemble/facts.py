@@ -56,8 +56,9 @@ def facts_of(parts: Parts) -> dict[str, Any]:
         "seed": job.loop.seed,
         "algorithm": parts.row.name,
         "loss": explain(parts.row),
-        "needs": sorted(parts.row.needs),
-        "corrects": bool(parts.row.corrects),
+        **({"losses": {name: f"{weight:g} · {explain(row)}" for name, (row, weight) in parts.rows.of.items()}} if parts.rows.of else {}),
+        "needs": sorted(parts.rows.needs),
+        "corrects": all(row.corrects for row in parts.rows.all),
         "resolved": parts.resolved,
     }
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from inspect import iscoroutinefunction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -40,9 +40,6 @@ from rondel.words.config import Job
 from rondel.words.errors import ConfigError
 from rondel.words.protocols import Claim, Transport
 from rondel.words.types import Sampling, StepStats
-
-if TYPE_CHECKING:
-    from rondel.algos.table import Algorithm
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ def engine_of(
 
 def trainer_of(
     job: Job,
-    row: Algorithm,
+    needs: frozenset[str],
     sampling: Sampling,
     loaded: Loaded,
     device: Device,
@@ -118,9 +115,9 @@ def trainer_of(
             loaded,
             settings,
             run=device.run,
-            needs=row.needs,
+            needs=needs,
             draft=pupil_of(job, draft) if draft else None,
-            critic=critic_of(job, loaded, settings, ranks) if "values" in row.needs else None,
+            critic=critic_of(job, loaded, settings, ranks) if "values" in needs else None,
             teacher=teacher_of(job, loaded),
             warmup=warmup_settings(job, settings) if job.loop.warmup.steps else None,
             ranks=ranks,
@@ -162,10 +159,10 @@ class EngineHost:
         self.device.close()
 
 
-def follow(job: Job, row: Algorithm, sampling: Sampling, device: str, threads: int | None) -> None:
+def follow(job: Job, needs: frozenset[str], sampling: Sampling, device: str, threads: int | None) -> None:
     """A rank that torchrun started beside the one with the loop: does what that one calls."""
     rank, size = torchrun.rank_and_size()
-    host = TrainerHost(job, row, sampling, device, threads, FromTensor())  # it gives its shards and sends nothing itself
+    host = TrainerHost(job, needs, sampling, device, threads, FromTensor())  # it gives its shards and sends nothing itself
     calls = host.device.call(torchrun.joined, device, collective_patience(job))
     host.join(rank, size)
     torchrun.follow(host, calls)
@@ -177,7 +174,7 @@ class TrainerHost:
     def __init__(
         self,
         job: Job,
-        row: Algorithm,
+        needs: frozenset[str],
         sampling: Sampling,
         device: str,
         threads: int | None,
@@ -185,7 +182,7 @@ class TrainerHost:
     ) -> None:
         self.device, self.ranks = Device(device, threads), ALONE
         self.loaded = self.device.call(policy_of, job, device)
-        self.job, self.row, self.sampling, self.transport = job, row, sampling, transport
+        self.job, self.needs, self.sampling, self.transport = job, needs, sampling, transport
 
     def meet(self, host: str) -> tuple[str, int]:
         """`host`: where other workers reach this one, the first. -> where the other ranks find it."""
@@ -202,7 +199,7 @@ class TrainerHost:
             patience = collective_patience(self.job)
             self.ranks = self.device.call(lambda: Sharded(rank, size, meeting, device=self.device.name, patience=patience))
         self.trainer, resolved = trainer_of(
-            self.job, self.row, self.sampling, self.loaded, self.device, ranks=self.ranks, transport=self.transport
+            self.job, self.needs, self.sampling, self.loaded, self.device, ranks=self.ranks, transport=self.transport
         )
         return known, resolved, bytes_needed(self.trainer)
 

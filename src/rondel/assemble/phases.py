@@ -135,10 +135,12 @@ class Run:
         parts, job = self.parts, self.job
         window = None if job.loop.window == "auto" else job.loop.window
         buffer = self._buffer(job.loop.groups_per_step, job.loop.max_staleness, window, saved, job.loop.oversample)
-        if job.loop.max_staleness and "advantages" in parts.row.needs and not parts.row.corrects:
+        bare = [row.name for row in parts.rows.all if "advantages" in row.needs and not row.corrects]
+        if job.loop.max_staleness and bare:
             emit(
                 Warned(
-                    f"max_staleness = {job.loop.max_staleness} without a correction: stale tokens are trained as if they were fresh. Set algo.correction.kind = 'importance'"
+                    f"max_staleness = {job.loop.max_staleness} without a correction in {', '.join(bare)}: stale tokens are trained as if they were "
+                    "fresh. Set algo.correction.kind = 'importance'"
                 )
             )
         if saved and saved.get("order") is not None:

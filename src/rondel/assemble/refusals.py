@@ -10,12 +10,13 @@ from rondel.words.types import Sampling, Task, Trajectory
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
+    from rondel.assemble.rows import Rows
 
 
 WIDEST = 4096  # tokens that one is drawn from where others were cut: 16 kB a token of an answer
 
 
-def refuse(job: Job, row: Algorithm, sampling: Sampling) -> None:
+def refuse(job: Job, rows: Rows, sampling: Sampling) -> None:
     """What the keys of a recipe cannot know of each other, and the row says."""
     if sampling.temperature == 0:
         raise ConfigError(
@@ -23,11 +24,12 @@ def refuse(job: Job, row: Algorithm, sampling: Sampling) -> None:
         )
     refuse_untrainable(sampling)
     _foreign(job, sampling)
-    _baseline(job, row)
-    _guides(job, row)
-    _critic(job, row)
-    _teacher(job, row)
-    _reference(job, row)
+    _guides(job, rows.main)
+    _critic(job, rows.main)
+    _teacher(job, rows)
+    for row in rows.all:
+        _baseline(job, row)
+        _reference(job, row)
     if job.trainer.offload and job.place.kind != "shared":
         raise ConfigError('trainer.offload = true has no effect on a device of its own: use place.kind = "shared", or remove it')
 
@@ -172,10 +174,10 @@ def _critic(job: Job, row: Algorithm) -> None:
         )
 
 
-def _teacher(job: Job, row: Algorithm) -> None:
-    if ("teacher_logprobs" in row.needs) != (job.model.teacher is not None):
+def _teacher(job: Job, rows: Rows) -> None:
+    if ("teacher_logprobs" in rows.needs) != (job.model.teacher is not None):
         raise ConfigError(
-            f"algo.kind = '{row.name}' learns from a teacher: name one with model.teacher = 'folder or hub id'"
+            f"{next(row.name for row in rows.all if 'teacher_logprobs' in row.needs)} learns from a teacher: name one with model.teacher = 'folder or hub id'"
             if job.model.teacher is None
             else "model.teacher has no effect: nothing is distilled. Remove it, or set algo.distill = { coef = 1.0 } or algo.kind = 'opd'"
         )

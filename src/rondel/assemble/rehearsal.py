@@ -44,8 +44,8 @@ class Checked:
 def check_env(job: Job, *, n: int = 20, timeout: float = 60.0, patience: float = PATIENCE) -> Checked:
     """The first n tasks of a recipe in its environment, under its reward. A fault of the recipe is a finding, too."""
     try:
-        env = env_of(job)
-        tasks = load_tasks(job.task.data, env=job.task.env).train[: min(n, PAID) if addresses(job.task.reward) else n]
+        found = load_tasks(job.task.data, env=job.task.env)
+        env, tasks = env_of(job, found), found.train[: min(n, PAID) if addresses(job.task.reward) else n]
         tokenizer, context = tokenizer_of(job.model.path)
         stage = Stage(env, tokenizer, sampling_of(job), context, job.task.system, timeout)
     except RondelError as error:

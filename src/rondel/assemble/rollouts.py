@@ -174,7 +174,14 @@ def shown_of(job: Job, tasks: TaskSet, rows: list[Algorithm]) -> list[Shown]:
         source = tasks.train if b.data is None else load_tasks(b.data, env=stream).train
         refuse_unanswered("algo.beside", source)
         found.append(
-            Shown(stream, [replace(t, env=stream) for t in source], row, b.weight, b.groups_per_step, job.task.suffix if own else "")
+            Shown(
+                stream,
+                [replace(t, env=stream, data=t.data | {"source": stream}) for t in source],
+                row,
+                b.weight,
+                b.groups_per_step,
+                job.task.suffix if own else "",
+            )
         )
     return found
 

@@ -59,15 +59,18 @@ def formula(job: Any) -> str:
     """The effective loss: the row of the table with the recipe's overrides."""
     from rondel.algos.objective import explain
     from rondel.algos.table import resolve
-    from rondel.words.config import OF_GROUPS
+    from rondel.assemble.rows import rows_of
 
-    changed = {name: getattr(job.algo, name) for name in type(job.algo).model_fields if name not in ("kind", *OF_GROUPS)}
-    row = resolve({"kind": job.algo.kind, **{name: value for name, value in changed.items() if value}})
+    rows = rows_of(job)
+    own = [
+        f"\nof '{name}'    {weight:g} · the loss below, with a count of its own\n\n{explain(row)}"
+        for name, (row, weight) in rows.of.items()
+    ]
     beside = [
         f"\nbeside    {b.weight:g} · the loss below, over {b.groups_per_step} demonstrations a step and with their own count\n\n{explain(resolve({'kind': b.kind}))}"
         for b in job.algo.beside
     ]
-    return "\n".join([explain(row.bounded(job.engine.sampling.max_tokens)), *beside])
+    return "\n".join([explain(rows.main), *own, *beside])
 
 
 def _toml(value: Any) -> str:

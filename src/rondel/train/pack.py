@@ -46,7 +46,7 @@ class Sample:
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [m], once they are known
     agent: str = ""  # who acts; it is compared with the same one's other episodes
     parent: int | None = None  # the `index` of the trajectory whose credit it shares: a branch of the same episode
-    stream: str = ""  # the environment of its task, by which a mixture finds its row
+    stream: str = ""  # of its task, by which a mixture finds its row
     guided: bool = False  # a demonstration among the policy's own samples
     baseline: float | None = None  # the reward of the greedy answer to its prompt, where the row wants it
     experts: np.ndarray | None = None  # [t-1,L,K] of a MoE: where the engine sent each token
@@ -150,7 +150,7 @@ def batch_of(groups: list[Group]) -> Batch:
     """The scored trajectories of all groups."""
     return Batch(
         [
-            Sample.of(trajectory, group=group.id, index=i, baseline=group.baseline, stream=group.task.env)
+            Sample.of(trajectory, group=group.id, index=i, baseline=group.baseline, stream=group.task.stream)
             for group in groups
             for i, trajectory in enumerate(group.trajectories)
             if trajectory.reward is not None and trajectory.written and trajectory.policy != GREEDY

@@ -283,7 +283,8 @@ class LocalTrainer:
             self.kl_coef = main.kl.steered(measured, len(own.samples))
         metrics["train/tokens"] = float(batch.total_tokens)
         if stepped and main.needs:
-            metrics |= measure([s for s in own.samples if not s.guided], self.version)
+            drawn = [s for row, _, share in batch.shares(algo) if row.needs for s in share.samples if not s.guided]
+            metrics |= measure(drawn, self.version)
             if told := self.alarm.heard(metrics):
                 emit(Warned(f"step {self.step_number + 1}: {told}"))
         if self.start is not None and stepped and settings.start_probe:

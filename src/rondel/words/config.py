@@ -107,7 +107,7 @@ class TaskSection(Section):
     eval: Evaluation = Evaluation()
 
 
-OF_GROUPS = ("group_size", "guides", "beside")  # what [algo] says of groups and not of the row
+OF_GROUPS = ("group_size", "guides", "beside", "sources")  # what [algo] says of groups and not of the row
 
 
 class Beside(BaseModel):
@@ -127,6 +127,7 @@ class Algo(Section):
     group_size: int = Field(8, ge=1)
     guides: int = Field(0, ge=0)
     beside: list[Beside] = []
+    sources: dict[str, dict[str, Any]] = Field({}, description="a row of its own for what a source brings")
     advantage: dict[str, Any] = {}
     ratio: dict[str, Any] = {}
     surrogate: dict[str, Any] = {}

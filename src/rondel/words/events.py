@@ -51,6 +51,7 @@ class GroupFinished(Event):
     lengths: list[int]
     failed: int = 0
     truncated: int = 0
+    source: str = ""  # that brought the task, where there are several
 
 
 @dataclass(slots=True)
@@ -129,6 +130,7 @@ class Evaluated(Event):
     request: dict[str, Any]
     samples: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
+    of: dict[str, float] = field(default_factory=dict)  # the score by source, where there are several
 
 
 @dataclass(slots=True)

@@ -32,6 +32,11 @@ class Task:
     env: str
     data: dict[str, Any]
 
+    @property
+    def stream(self) -> str:
+        """By which a mixture finds its row: the source that brought it, or its environment."""
+        return str(self.data.get("source", self.env))
+
 
 @dataclass(frozen=True, slots=True)
 class Ok:

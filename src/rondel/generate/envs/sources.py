@@ -38,7 +38,8 @@ def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
     """The tasks of a recipe's `[task] data`: `{kind = "reasoning_gym", name = "chain_sum", size = 500, holdout = 32}`.
 
     kind            one of ours, or "module:name": a function(**settings) -> iterable of dicts; "mix" for several: its `sources` are
-                    tables like this one, each with a `source`, its name, which its tasks have as data["source"], and a `weight`
+                    tables like this one, each with a `source`, its name, which its tasks have as data["source"], a `weight`, and
+                    where it is not task.env an `env`
     prompt, answer  which field holds the question (text, or a list of messages) and the gold answer; answer = "" for none;
                     a field of a table in the row: answer = "reward_model.ground_truth"
     holdout         how many tasks to hold out: a number, or a fraction below 1; whole contents, so a few more may come
@@ -86,12 +87,12 @@ def _mixed(settings: dict[str, Any], env: str) -> TaskSet:
     sets: list[tuple[float, TaskSet]] = []
     for number, table in enumerate(tables, 1):
         own = dict(table)
-        name, weight = own.pop("source", None), own.pop("weight", 1)
+        name, weight, where = own.pop("source", None), own.pop("weight", 1), own.pop("env", env)
         if not isinstance(name, str) or name in [s.train[0].data["source"] for _, s in sets]:
             raise ConfigError(f"task.data.sources[{number}] has source = {name!r}; each needs a name of its own")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
             raise ConfigError(f"task.data.sources[{number}] ('{name}') has weight = {weight!r}; it must be a positive number")
-        loaded = load_tasks(own, env=env)
+        loaded = load_tasks(own, env=where)
         for task in [*loaded.train, *loaded.held_out]:
             task.data["source"] = name
         sets.append((weight, loaded))

@@ -88,7 +88,10 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "eval/low": ("share", "lower end of its 95 % interval"),
     "eval/high": ("share", "upper end of its 95 % interval"),
 }
+SOURCES = 24  # more different ones are a column of the data, and no mixture
 FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
+    "score/reward_of_": ("reward", "mean reward of the tasks that one source of a mixture brought"),
+    "eval/score_of_": ("share", "held-out tasks of one source solved, at this version"),
     "score/part_": ("reward", "mean of a named part, with its weight, over the trained answers"),
     "score/judge_": (
         "number",
@@ -127,6 +130,11 @@ def from_groups(finished: Iterable[GroupFinished]) -> dict[str, float]:
         row["score/reward_mean"] = mean
         row["score/reward_std"] = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards))
         row["score/reward_min"], row["score/reward_max"] = min(rewards), max(rewards)
+    of: dict[str, list[float]] = {}
+    for group in finished:
+        of.setdefault(group.source, []).extend(group.rewards)
+    if 1 < len(of) <= SOURCES:
+        row |= {f"score/reward_of_{name or 'others'}": math.fsum(own) / len(own) for name, own in of.items() if own}
     if lengths:
         row["score/failed_fraction"] = sum(g.failed for g in finished) / len(lengths)
         row["generate/length_mean"] = sum(lengths) / len(lengths)
@@ -233,7 +241,11 @@ class StepMetrics:
                     name = f"time/{event.worker}/{kind}"
                     self._row[name] = self._row.get(name, 0.0) + seconds
             case Evaluated():
-                self._write(event.step, {"eval/score": event.score, "eval/low": event.low, "eval/high": event.high})
+                self._write(
+                    event.step,
+                    {"eval/score": event.score, "eval/low": event.low, "eval/high": event.high}
+                    | {f"eval/score_of_{name}": score for name, score in event.of.items()},
+                )
             case StepDone():
                 self._write(event.step, self._complete(event))
                 self._finished, self._guesses, self._row = [], [], {}

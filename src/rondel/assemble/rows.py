@@ -1,0 +1,75 @@
+"""The rows of a run: that of the recipe, those that its sources have of their own, and what is shown beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rondel.algos.table import Algorithm, resolve
+from rondel.words.config import OF_GROUPS, Job
+from rondel.words.errors import ConfigError
+from rondel.words.registry import nearest
+from rondel.words.types import Task
+
+ALONE = {  # what a row may ask of the whole run, and so of the main row only
+    "values": "it needs a critic, which learns from every sample",
+    "greedy": "it needs a greedy answer to every prompt",
+    "guidance": "it needs a demonstration in every group",
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`Rows(GRPO, {"code": (RLOO, 1.0)})`: the tasks of the source "code" are trained by RLOO, all others by GRPO.
+
+    main    trains whatever no other row is for
+    of      by the name of a source: its row, and what its loss counts beside that of `main`
+    """
+
+    main: Algorithm
+    of: dict[str, tuple[Algorithm, float]] = field(default_factory=dict)
+
+    @property
+    def all(self) -> list[Algorithm]:
+        return [self.main, *(row for row, _ in self.of.values())]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset().union(*(row.needs for row in self.all))
+
+
+def rows_of(job: Job) -> Rows:
+    """Every row with the length that the recipe gives it."""
+    section = {name: value for name, value in job.algo.model_dump().items() if value != {} and name not in OF_GROUPS}
+    job.algo._read.update(type(job.algo).model_fields)
+    return Rows(_row(job, section), {name: _of_source(job, name, dict(table)) for name, table in job.algo.sources.items()})
+
+
+def rows_beside(job: Job) -> list[Algorithm]:
+    return [_row(job, {"kind": beside.kind}) for beside in job.algo.beside]
+
+
+def refuse_unknown_sources(rows: Rows, tasks: list[Task]) -> None:
+    """A row of which no task is known trains nothing."""
+    known = list(dict.fromkeys(task.stream for task in tasks))
+    for name in rows.of.keys() - set(known):
+        raise ConfigError(f"algo.sources.{name}: no task has this source.{nearest(name, known)} The tasks are of: {', '.join(known)}")
+
+
+def _row(job: Job, section: dict[str, Any]) -> Algorithm:
+    return resolve(section).bounded(job.engine.sampling.max_tokens)
+
+
+def _of_source(job: Job, name: str, table: dict[str, Any]) -> tuple[Algorithm, float]:
+    where, weight = f"algo.sources.{name}", table.pop("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+        raise ConfigError(f"{where}.weight = {weight!r}; it must be a positive number")
+    if "kind" not in table:
+        raise ConfigError(f'{where} has no kind: {{ kind = "rloo", weight = 1.0, ... }}, with whatever [algo] says of a row')
+    row = _row(job, table)
+    for need, why in ALONE.items():
+        if need in row.needs:
+            raise ConfigError(f"{where}.kind = '{row.name}': {why}. Make it the main row, algo.kind, and give the other sources theirs")
+    if row.kl.steers:
+        raise ConfigError(f"{where}.kl steers its coefficient, and a run has one that is steered: that of algo.kl. Give it a fixed coef")
+    return row, float(weight)
