@@ -26,7 +26,7 @@ def facts_of(parts: Parts) -> dict[str, Any]:
 
     job, known = parts.job, parts.known
     on_gpu = torch.cuda.is_available() and job.place.device != "cpu"
-    p, g, u = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step
+    p, g, u = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step * job.loop.epochs
     return {
         "versions": {
             "rondel": version("rondel"),

@@ -308,6 +308,7 @@ def settings_of(job: Job, sampling: Sampling, micro_tokens: int, *, replay_route
     return Settings(
         lr=t.lr, temperature=sampling.temperature, schedule=t.schedule, warmup_steps=t.warmup_steps, steps=job.loop.steps, clip=t.clip,
         weight_decay=t.weight_decay, betas=t.betas, micro_tokens=micro_tokens, updates_per_step=job.loop.updates_per_step,
+        epochs=job.loop.epochs,
         max_bad_steps=t.max_bad_steps, first_step=job.loop.warmup.steps, replay_routes=replay_routes,
         critic_lr=t.critic.lr, critic_warmup=t.critic.warmup,
     )  # fmt: skip
@@ -316,7 +317,7 @@ def settings_of(job: Job, sampling: Sampling, micro_tokens: int, *, replay_route
 def warmup_settings(job: Job, settings: Settings) -> Settings:
     """The supervised phase: its own learning rate, constant."""
     return replace(
-        settings, lr=job.loop.warmup.lr, schedule="constant", warmup_steps=0, updates_per_step=1, first_step=0, start_probe=0, replay_routes=False
+        settings, lr=job.loop.warmup.lr, schedule="constant", warmup_steps=0, updates_per_step=1, epochs=1, first_step=0, start_probe=0, replay_routes=False
     )  # fmt: skip
 
 

@@ -48,10 +48,10 @@ def values(section: Any, overridden: set[str], prefix: str = "") -> list[tuple[s
 def arithmetic(job: Any) -> str:
     """One step: 16 groups x 8 samples = 128 answers, in 1 update; 40 steps = 5120 answers."""
     groups, samples, updates, steps = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step, job.loop.steps
-    batch = groups * samples
+    batch, passes = groups * samples, f" in each of {job.loop.epochs} epochs" if job.loop.epochs > 1 else ""
     return (
         f"one step: {groups} groups x {samples} samples = {batch} answers of at most {job.engine.sampling.max_tokens} tokens, "
-        f"in {updates} update{'s' if updates > 1 else ''}; {steps} steps = {steps * batch} answers"
+        f"in {updates} update{'s' if updates > 1 else ''}{passes}; {steps} steps = {steps * batch} answers"
     )
 
 

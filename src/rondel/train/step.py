@@ -55,6 +55,7 @@ class Settings:
     betas: tuple[float, float] = (0.9, 0.99)
     micro_tokens: int = 4096
     updates_per_step: int = 1
+    epochs: int = 1  # passes over the batch, all against the same proximal logprobs and the same advantages
     share_prompts: bool = True
     max_bad_steps: int = 3
     replay_routes: bool = False
@@ -230,10 +231,11 @@ class LocalTrainer:
         main = self._steered(main)
         algo = replace(algo, main=main) if isinstance(algo, Mixture) else main
         updates = batch.updates(settings.updates_per_step)
+        moves = updates * settings.epochs
         known: dict[str, float] = {}
         stepped, note, self.moved, taken = True, "", False, 0
         try:
-            more = ({"proximal_logprobs"} if len(updates) > 1 else set()) | ({"trained_logprobs"} if frozen else set())
+            more = ({"proximal_logprobs"} if len(moves) > 1 else set()) | ({"trained_logprobs"} if frozen else set())
             for update in updates:  # all before the first move, and each in the packing in which it will be trained
                 for row, _, share in update.shares(algo):
                     self._annotate(share, row.needs | more)
@@ -241,7 +243,7 @@ class LocalTrainer:
                 known |= credit(share, row)
             _check_samples(batch)
             seconds["annotate"] = clock() - began
-            for update in updates:
+            for update in moves:
                 self.weights.zero_grad()
                 t = clock()
                 critic_norm = torch.zeros(())
@@ -269,10 +271,10 @@ class LocalTrainer:
             self.bad_steps = 0
         except NotFinite as fault:
             self.weights.zero_grad()
-            stepped, note = False, f"{fault} (update {taken + 1} of {len(updates)}, {taken} were taken)" if taken else str(fault)
+            stepped, note = False, f"{fault} (update {taken + 1} of {len(moves)}, {taken} were taken)" if taken else str(fault)
             self._count_bad(note)
         sums.gather(self.ranks)
-        metrics = sums.metrics(len(updates)) | known
+        metrics = sums.metrics(len(moves)) | known
         metrics["train/lr"] = rate
         if critic is not None:
             critic.steps += 1

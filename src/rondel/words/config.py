@@ -152,6 +152,7 @@ class Loop(Section):
     steps: int = Field(ge=0)
     groups_per_step: int = Field(16, ge=1)
     updates_per_step: int = Field(1, ge=1)
+    epochs: int = Field(1, ge=1, description="passes over the batch of a step, each of updates_per_step updates")
     max_staleness: int = Field(0, ge=0)
     in_flight: Literal["hold", "drain", "abort"] = "hold"
     window: int | Literal["auto"] = "auto"
