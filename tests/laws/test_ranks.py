@@ -24,6 +24,7 @@ from rondel.train.fsdp import Meeting, Sharded
 from rondel.train.parallel import ALONE
 from rondel.train.step import LocalTrainer, Settings
 from rondel.train.sums import Sums
+from rondel.train.teachers import Teacher
 from rondel.words.types import Route, Score
 
 MODELS = ("llama", "tied", "qwen3", "gemma3_text")
@@ -66,7 +67,7 @@ class Rank:
             run=inline,
             needs=needs,
             critic=critic,
-            teacher=model("tied") if teacher else None,
+            teachers=[Teacher(model("tied"))] if teacher else [],
             ranks=self.ranks,
             transport=FromTensor(),
         )

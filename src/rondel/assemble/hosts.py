@@ -36,6 +36,7 @@ from rondel.train.fsdp import Meeting, Sharded
 from rondel.train.pack import Batch
 from rondel.train.parallel import ALONE, Alone
 from rondel.train.step import LocalTrainer, Settings
+from rondel.train.teachers import Teacher
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError
 from rondel.words.protocols import Claim, Transport
@@ -118,7 +119,7 @@ def trainer_of(
             needs=needs,
             draft=pupil_of(job, draft) if draft else None,
             critic=critic_of(job, loaded, settings, ranks) if "values" in needs else None,
-            teacher=teacher_of(job, loaded),
+            teachers=teachers_of(job, loaded, full="teacher_hidden" in needs),
             warmup=warmup_settings(job, settings) if job.loop.warmup.steps else None,
             ranks=ranks,
             transport=transport,
@@ -130,7 +131,7 @@ def trainer_of(
         "trainer.micro_tokens": f"{micro.value} ({micro.why})",
         "routing_replay": replay_fact(job, loaded),
         "model.adapter": adapter_fact(loaded),
-        "model.teacher": trainer.teacher.name if trainer.teacher else "none",
+        "model.teacher": teachers_fact(job),
         "trainer.critic": critic_fact(job) if trainer.critic else "none",
     }
 
@@ -331,15 +332,29 @@ def critic_of(job: Job, loaded: Loaded, settings: Settings, ranks: Alone) -> Cri
     return Critic(other, settings, follows=False, ranks=ranks)
 
 
-def teacher_of(job: Job, loaded: Loaded) -> Loaded | None:
-    """Any model that reads the same tokens; nothing trains it."""
-    if job.model.teacher is None:
-        return None
-    teacher = load(job.model.teacher, dtype=job.model.dtype, device=str(loaded.device))
-    remedy = "It cannot say how likely the policy's tokens are: take a teacher of the same family"
-    same_words(loaded, teacher, who=f"model.teacher = {job.model.teacher!r}", remedy=remedy)
-    teacher.model.requires_grad_(False)
-    return teacher
+def teachers_of(job: Job, loaded: Loaded, *, full: bool) -> list[Teacher]:
+    """Any models that read the same tokens; nothing trains them. Those behind a url are asked by the driver. `full`: logit by logit."""
+
+    def local(path: str | dict[str, Any]) -> Loaded:
+        teacher = load(path, dtype=job.model.dtype, device=str(loaded.device))
+        remedy = "It cannot say how likely the policy's tokens are: take a teacher of the same family"
+        same_words(loaded, teacher, who=f"model.teacher = {path!r}", remedy=remedy)
+        if full and (ours := len(loaded.head.weight)) != (theirs := len(teacher.head.weight)):
+            raise ConfigError(
+                f"model.teacher = {path!r} has {theirs} logits a token and the policy {ours}: whole distributions cannot be compared. "
+                "Use algo.distill.kind = 'distill', which reads the drawn tokens"
+            )
+        teacher.model.requires_grad_(False)
+        return teacher
+
+    return [Teacher(None if t.path is None else local(t.path), t.weight, t.source) for t in job.model.teachers]
+
+
+def teachers_fact(job: Job) -> str:
+    told = [
+        f"{t.name}{f' for {t.source}' if t.source else ''}{f', weight {t.weight:g}' if t.weight != 1 else ''}" for t in job.model.teachers
+    ]
+    return "; ".join(told) or "none"
 
 
 def critic_fact(job: Job) -> str:

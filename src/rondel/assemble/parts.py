@@ -16,6 +16,7 @@ from rondel.assemble.placing import ENGINES, TOLERANCE, Placed, place
 from rondel.assemble.refusals import refuse, refuse_unanswered
 from rondel.assemble.rollouts import Shown, shown_of
 from rondel.assemble.rows import Rows, refuse_unknown_sources, rows_beside, rows_of
+from rondel.assemble.teaching import Served, served
 from rondel.filter import FILTERS, chain
 from rondel.filter.complete import Complete
 from rondel.generate.envs.agents import Agents
@@ -72,6 +73,7 @@ class Parts:
     env: Any
     resolved: dict[str, str]
     shown: list[Shown]
+    teachers: Served | None
     close: Callable[[], None]
     failures: Failures
 
@@ -115,7 +117,7 @@ def build(job: Job, folder: Path | None = None) -> Parts:
     for key, shows in (("algo.guides", job.algo.guides), ("loop.warmup", job.loop.warmup.steps)):
         if shows:
             refuse_unanswered(key, tasks.train)
-    refuse_unknown_sources(rows, tasks.train)
+    refuse_unknown_sources(job, rows, tasks.train)
     env, order = env_of(job, tasks), order_of(job, tasks)
     shown = shown_of(job, tasks, rows_beside(job))
     with ExitStack() as ends:
@@ -140,6 +142,7 @@ def build(job: Job, folder: Path | None = None) -> Parts:
             env,
             placed.resolved,
             shown,
+            served(job, placed.known.tokenizer, ENGINES, rows.taught, longest(job, tasks, env, placed.known, sampling)),
             ends.pop_all().close,
             Failures(job.task.max_failures),
         )

@@ -192,10 +192,11 @@ async def prepare(groups: list[Group]) -> Batch:
 
 
 def prepare_of(parts: Parts) -> Callable[[list[Group]], Awaitable[Batch]]:
-    """The same with what is shown beside. The step's first number chooses it, so that a step done again, or replayed, gets the same."""
+    """The same with what is shown beside, and what teachers elsewhere say of it. The step's first number chooses what is shown, so that a
+    step done again, or replayed, gets the same."""
     rollouts = rollouts_of(parts)
 
-    async def with_shown(groups: list[Group]) -> Batch:
+    async def whole(groups: list[Group]) -> Batch:
         beside: list[Group] = []
         for shown in parts.shown:
             first = min(group.id for group in groups) * shown.groups
@@ -204,6 +205,9 @@ def prepare_of(parts: Parts) -> Callable[[list[Group]], Awaitable[Batch]]:
                 trajectory = await Demonstrate(suffix=shown.suffix, system=parts.job.task.system).run(task, rollouts.chat(lambda turn: 0))
                 trajectory.score = Score(1.0)
                 beside.append(Group(-1 - len(beside), task, [trajectory], 0))
-        return batch_of([*groups, *beside])
+        batch = batch_of([*groups, *beside])
+        if parts.teachers is not None:
+            await parts.teachers(batch)
+        return batch
 
-    return with_shown if parts.shown else prepare
+    return whole

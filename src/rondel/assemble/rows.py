@@ -17,6 +17,8 @@ ALONE = {  # what a row may ask of the whole run, and so of the main row only
     "guidance": "it needs a demonstration in every group",
 }
 
+TAUGHT = frozenset({"teacher_logprobs", "teacher_hidden"})  # what a row may ask of a teacher
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -32,6 +34,10 @@ class Rows:
     @property
     def all(self) -> list[Algorithm]:
         return [self.main, *(row for row, _ in self.of.values())]
+
+    def taught(self, stream: str) -> bool:
+        """Whether a teacher must speak of the samples of a source."""
+        return bool(TAUGHT & self.of.get(stream, (self.main, 1.0))[0].needs)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -49,11 +55,19 @@ def rows_beside(job: Job) -> list[Algorithm]:
     return [_row(job, {"kind": beside.kind}) for beside in job.algo.beside]
 
 
-def refuse_unknown_sources(rows: Rows, tasks: list[Task]) -> None:
-    """A row of which no task is known trains nothing."""
+def refuse_unknown_sources(job: Job, rows: Rows, tasks: list[Task]) -> None:
+    """A row or a teacher for a source of which there is no task, and a source that nobody teaches."""
     known = list(dict.fromkeys(task.stream for task in tasks))
-    for name in rows.of.keys() - set(known):
-        raise ConfigError(f"algo.sources.{name}: no task has this source.{nearest(name, known)} The tasks are of: {', '.join(known)}")
+    named = {f"algo.sources.{name}": name for name in rows.of}
+    named |= {f"model.teacher[{i}].source": t.source for i, t in enumerate(job.model.teachers) if t.source is not None}
+    for where, name in named.items():
+        if name not in known:
+            raise ConfigError(f"{where} = '{name}': no task has this source.{nearest(name, known)} The tasks are of: {', '.join(known)}")
+    for name in known:
+        if rows.taught(name) and not any(t.source in (None, name) for t in job.model.teachers):
+            raise ConfigError(
+                f"'{name}' learns from a teacher and has none: add one with source = '{name}', or one without a source, which teaches all"
+            )
 
 
 def _row(job: Job, section: dict[str, Any]) -> Algorithm:

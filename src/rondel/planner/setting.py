@@ -137,7 +137,9 @@ def of_job(job: Job, device: str = "") -> Setting:
         targets=adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets),
         offload=job.trainer.offload,
         reference=model if wants_reference and adapter.kind == "off" else None,
-        teacher=of_recipe(job.model.teacher, hub_cache()) if job.model.teacher is not None else None,
+        teacher=max(
+            (of_recipe(t.path, hub_cache()) for t in job.model.teachers if t.path is not None), key=lambda s: s.parameters, default=None
+        ),
         critic=of_recipe(job.trainer.critic.path or job.model.path, hub_cache()) if row in CRITICS else None,
         proximal=row in PROXIMAL or job.loop.updates_per_step * job.loop.epochs > 1,
         pages=0 if job.engine.kv_pages == "auto" else int(job.engine.kv_pages),

@@ -51,6 +51,7 @@ class Sample:
     baseline: float | None = None  # the reward of the greedy answer to its prompt, where the row wants it
     experts: np.ndarray | None = None  # [t-1,L,K] of a MoE: where the engine sent each token
     support: list[np.ndarray | None] | None = None  # [m] the ids that a token was drawn from, where others were cut
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # [m,D] each: a teacher's last hidden states, by its place among the teachers
     notes: dict[str, np.ndarray] = field(
         default_factory=dict
     )  # annotations by name: "proximal", "entropy", "ref", "trained", and what `ahead` decided

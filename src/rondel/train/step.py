@@ -27,6 +27,7 @@ from rondel.train.optim import learning_rate
 from rondel.train.pack import Batch, Packed, micro_batches
 from rondel.train.parallel import ALONE, Alone
 from rondel.train.sums import Sums
+from rondel.train.teachers import Teacher, Teachers, said
 from rondel.words.account import Account
 from rondel.words.errors import TrainError
 from rondel.words.events import Warned, emit
@@ -87,7 +88,7 @@ class LocalTrainer:
         needs: frozenset[str] = frozenset(),
         draft: DraftTrainer | None = None,
         critic: Critic | None = None,
-        teacher: Loaded | None = None,
+        teachers: Sequence[Teacher] = (),
         warmup: Settings | None = None,
         ranks: Alone = ALONE,
         transport: Transport | None = None,
@@ -99,7 +100,7 @@ class LocalTrainer:
         self.transport = transport
         wants_start = "ref_logprobs" in needs or settings.start_probe > 0
         self.start = ranks.hold(_frozen(loaded)) if wants_start else None
-        self.teacher = ranks.hold(teacher) if teacher else None
+        self.teachers = Teachers([replace(t, loaded=ranks.hold(t.loaded)) if t.loaded else t for t in teachers])
         self.loaded = ranks.hold(loaded)
         self.weights = ranks.own(self.loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)
         self.step_number = self.bad_steps = 0
@@ -107,7 +108,8 @@ class LocalTrainer:
         self.alarm = Alarm(MIXTURE if loaded.routers else DENSE)
         self.kl_coef: float | None = None  # where a KL with a target has got to
         self.moved = False  # did the last step write other bits into the weights that the engine reads?
-        beside = {"critic": self.critic.loaded if self.critic is not None else None, "reference": self.start, "teacher": self.teacher}
+        beside = {"critic": self.critic.loaded if self.critic is not None else None, "reference": self.start}
+        beside |= {"teacher" if i == 0 else f"teacher {i + 1}": teacher.loaded for i, teacher in enumerate(self.teachers)}
         owners = [self.weights, *(other.weights for other in (critic, draft) if other is not None)]
         self.offload = Offload(self.loaded, owners, beside, claim)
 
@@ -203,7 +205,6 @@ class LocalTrainer:
         for need, source in (
             ("proximal_logprobs", self.loaded),
             ("ref_logprobs", self.start),
-            ("teacher_logprobs", self.teacher),
             ("trained_logprobs", self.loaded),
         ):
             if need in needs:
@@ -212,6 +213,21 @@ class LocalTrainer:
                 replay = self.settings.replay_routes and own
                 with self.offload.present(source):
                     notes.annotate(source, batch, need.removesuffix("_logprobs"), replay=replay, drawn=own, **how)
+        if "teacher_logprobs" in needs:
+
+            def judged(teacher: Loaded, own: Batch, number: int) -> None:
+                with self.offload.present(teacher):
+                    notes.annotate(teacher, own, said(number), **how)
+
+            self.teachers.ask(batch, judged)
+            self.teachers.weigh(batch)
+        if "teacher_hidden" in needs:
+
+            def remembered(teacher: Loaded, own: Batch, number: int) -> None:
+                with self.offload.present(teacher):
+                    notes.remember(teacher, own, number, budget=settings.micro_tokens, share=settings.share_prompts)
+
+            self.teachers.ask(batch, remembered)
         if "values" in needs:
             assert self.critic is not None, "the row needs values, and the trainer was built without a critic"
             self.critic.annotate(batch, self.settings)
@@ -275,6 +291,8 @@ class LocalTrainer:
             self._count_bad(note)
         sums.gather(self.ranks)
         metrics = sums.metrics(len(moves)) | known
+        for sample in batch.samples:
+            sample.hidden.clear()
         metrics["train/lr"] = rate
         if critic is not None:
             critic.steps += 1
@@ -326,7 +344,14 @@ class LocalTrainer:
             ranks=self.ranks.size,
         ):
             tape = notes.replaying(self.loaded, packed) if self.settings.replay_routes else None
-            logprobs, entropy = notes.forward(self.loaded, packed, temperature=self.settings.temperature, tape=tape, kept=packed.kept)
+            taught_T: Tensor | None = None
+            if "teacher_hidden" in algo.needs:
+                taught = self.teachers.taught(batch, packed, self.settings.temperature)
+                logprobs, entropy, taught_T = notes.forward_taught(
+                    self.loaded, packed, taught, temperature=self.settings.temperature, tape=tape
+                )
+            else:
+                logprobs, entropy = notes.forward(self.loaded, packed, temperature=self.settings.temperature, tape=tape, kept=packed.kept)
             faults += _fault("logprob", logprobs, batch, packed)
             behavior = notes.gather(batch, packed, "behavior") if algo.needs else None  # demonstrations were drawn from no policy
             proximal = notes.gather(batch, packed, "proximal") if proximal_noted else logprobs.detach()
@@ -343,6 +368,7 @@ class LocalTrainer:
                 score_T=score_N[packed.sample],
                 guided_T=guided_N[packed.sample],
                 decided=Ahead(**{name: notes.gather(batch, packed, name) for name, known in vars(decided).items() if known is not None}),
+                taught_T=taught_T,
             )
             faults += _fault("ratio", terms["ratio"], batch, packed)
             loss.backward()

@@ -68,11 +68,41 @@ class Adapter(Section):
         return self
 
 
+class Teacher(BaseModel):
+    """One of several: `{ path = "big-math", source = "math" }`, or one that is served: `{ url = "http://127.0.0.1:30000" }`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    path: str | dict[str, Any] | None = None
+    url: str | None = None
+    kind: Literal["sglang", "vllm"] = "sglang"
+    weight: float = Field(1.0, gt=0)
+    source: str | None = None
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Teacher:
+        if (self.path is None) == (self.url is None):
+            raise ValueError(
+                'a teacher has either a path, and is loaded here, or a url, where it is served: { url = "http://127.0.0.1:30000" }'
+            )
+        return self
+
+    @property
+    def name(self) -> str:
+        return self.url or str(self.path)
+
+
 class Model(Section):
     path: str | dict[str, Any] = Field(description='folder, hub id, GGUF file, "smollm2-135m", or { random = "llama", ... }')
-    teacher: str | dict[str, Any] | None = None
+    teacher: str | dict[str, Any] | list[Teacher] | None = Field(
+        None, description="as path; or several: { path, weight, source }, or { url, kind } for one that is served"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="compute dtype; master weights are always float32")
     adapter: Adapter = Adapter()
+
+    @property
+    def teachers(self) -> list[Teacher]:
+        told = self.teacher
+        return told if isinstance(told, list) else [] if told is None else [Teacher(path=told)]
 
 
 class Evaluation(Section):
