@@ -10,6 +10,7 @@ from typing import Any
 
 from rondel.algos.mixture import Mixture
 from rondel.algos.table import Algorithm
+from rondel.assemble.again import Again
 from rondel.assemble.failures import Failures
 from rondel.assemble.hosts import Known, replays
 from rondel.assemble.placing import ENGINES, TOLERANCE, Placed, place
@@ -74,6 +75,7 @@ class Parts:
     resolved: dict[str, str]
     shown: list[Shown]
     teachers: Served | None
+    again: Again | None
     close: Callable[[], None]
     failures: Failures
 
@@ -143,6 +145,7 @@ def build(job: Job, folder: Path | None = None) -> Parts:
             placed.resolved,
             shown,
             served(job, placed.known.tokenizer, ENGINES, rows.taught, longest(job, tasks, env, placed.known, sampling)),
+            Again(job.loop.replays, job.loop.max_staleness, job.loop.seed) if job.loop.replays else None,
             ends.pop_all().close,
             Failures(job.task.max_failures),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,11 +145,14 @@ class Run:
             )
         if saved and saved.get("order") is not None:
             parts.order.load(saved["order"])
-        ends = subscribe(parts.order.read)
-        try:
+        readers = [parts.order.read]
+        if parts.again is not None:
+            parts.again.recall(self.folder, range(max(job.loop.warmup.steps + 1, steps.start - job.loop.max_staleness), steps.start))
+            readers.append(parts.again.read)
+        with ExitStack() as ends:
+            for read in readers:
+                ends.callback(subscribe(read))
             await self._loop(buffer, parts.order, rollouts_of(parts), parts.judge, parts.algo, steps, prepare_of(parts))
-        finally:
-            ends()
 
     def _buffer(self, groups: int, staleness: int, window: int | None, saved: dict[str, Any] | None, oversample: int = 0) -> Buffer:
         version = self.parts.engine.version

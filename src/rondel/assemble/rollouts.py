@@ -192,7 +192,7 @@ async def prepare(groups: list[Group]) -> Batch:
 
 
 def prepare_of(parts: Parts) -> Callable[[list[Group]], Awaitable[Batch]]:
-    """The same with what is shown beside, and what teachers elsewhere say of it. The step's first number chooses what is shown, so that a
+    """The same with groups that come back, what is shown beside, and what teachers elsewhere say of it. The step's first number chooses what is shown, so that a
     step done again, or replayed, gets the same."""
     rollouts = rollouts_of(parts)
 
@@ -205,7 +205,8 @@ def prepare_of(parts: Parts) -> Callable[[list[Group]], Awaitable[Batch]]:
                 trajectory = await Demonstrate(suffix=shown.suffix, system=parts.job.task.system).run(task, rollouts.chat(lambda turn: 0))
                 trajectory.score = Score(1.0)
                 beside.append(Group(-1 - len(beside), task, [trajectory], 0))
-        batch = batch_of([*groups, *beside])
+        again = parts.again.due() if parts.again is not None else []
+        batch = batch_of([*groups, *again, *beside])
         if parts.teachers is not None:
             await parts.teachers(batch)
         return batch

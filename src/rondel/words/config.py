@@ -183,6 +183,7 @@ class Loop(Section):
     groups_per_step: int = Field(16, ge=1)
     updates_per_step: int = Field(1, ge=1)
     epochs: int = Field(1, ge=1, description="passes over the batch of a step, each of updates_per_step updates")
+    replays: int = Field(0, ge=0, description="groups of each step that come back in a later one, once and within max_staleness")
     max_staleness: int = Field(0, ge=0)
     in_flight: Literal["hold", "drain", "abort"] = "hold"
     window: int | Literal["auto"] = "auto"
@@ -199,6 +200,12 @@ class Loop(Section):
     @model_validator(mode="after")
     def _what_is_late(self) -> Loop:
         mine = self.__dict__
+        if mine["replays"] and not mine["max_staleness"]:
+            raise ValueError(
+                "replays has no effect at max_staleness = 0: what is trained again is at least one version old. Set max_staleness"
+            )
+        if mine["replays"] > mine["groups_per_step"]:
+            raise ValueError(f"replays = {mine['replays']} is more than a step has: groups_per_step = {mine['groups_per_step']}")
         if mine["late"] == "retry" and not mine["oversample"]:
             raise ValueError(
                 'late = "retry" has no effect: without oversample no group is ever late, it is waited for. Set oversample, or remove it'

@@ -72,6 +72,14 @@ class GroupsTaken(Event):
 
 
 @dataclass(slots=True)
+class Replayed(Event):
+    """Groups of earlier steps that are trained once more, by their numbers."""
+
+    step: int
+    groups: list[int]
+
+
+@dataclass(slots=True)
 class StepDone(Event):
     step: int
     version: int

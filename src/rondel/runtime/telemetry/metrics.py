@@ -12,6 +12,7 @@ from rondel.words.events import (
     Event,
     GroupFinished,
     GroupsTaken,
+    Replayed,
     Resident,
     Resumed,
     RewardCounts,
@@ -73,6 +74,7 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "sync/probe_gap": ("nats", "difference of both sides on the probe prompt after the sync"),
     "loop/lag_mean": ("versions", "weights' age at training: version trained minus version at admission"),
     "loop/lag_max": ("versions", "largest of the same; never above loop.max_staleness"),
+    "loop/replayed_groups": ("groups", "of earlier steps, trained once more in this one (loop.replays)"),
     "loop/lag_limit": ("versions", "loop.max_staleness in this phase"),
     "loop/late_fraction": ("share", "groups given up because they would have been older than the limit (loop.oversample)"),
     "generate/tail_length_ratio": (
@@ -230,6 +232,8 @@ class StepMetrics:
                 self._guesses.append(event)
             case GroupsTaken():
                 self._row |= from_taken(event) | from_scored(event.groups)
+            case Replayed():
+                self._row["loop/replayed_groups"] = len(event.groups)
             case Synced():
                 self._row |= {"sync/seconds": event.seconds, "sync/bytes_copied": event.bytes_copied}
                 self._row |= {"sync/probe_gap": event.probe_gap, "sync/paused": event.paused}
