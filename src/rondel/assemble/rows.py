@@ -84,6 +84,7 @@ def _of_source(job: Job, name: str, table: dict[str, Any]) -> tuple[Algorithm, f
     for need, why in ALONE.items():
         if need in row.needs:
             raise ConfigError(f"{where}.kind = '{row.name}': {why}. Make it the main row, algo.kind, and give the other sources theirs")
-    if row.kl.steers:
-        raise ConfigError(f"{where}.kl steers its coefficient, and a run has one that is steered: that of algo.kl. Give it a fixed coef")
+    for part in ("kl", "entropy"):
+        if getattr(row, part).steers:
+            raise ConfigError(f"{where}.{part} steers its coefficient, and a run steers that of algo.{part} alone: give it a fixed coef")
     return row, float(weight)

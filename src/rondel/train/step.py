@@ -106,7 +106,7 @@ class LocalTrainer:
         self.step_number = self.bad_steps = 0
         self.version = 0
         self.alarm = Alarm(MIXTURE if loaded.routers else DENSE)
-        self.kl_coef: float | None = None  # where a KL with a target has got to
+        self.steered: dict[str, float] = {}  # coefficients with a target, by their part of the row, and where they have got to
         self.moved = False  # did the last step write other bits into the weights that the engine reads?
         beside = {"critic": self.critic.loaded if self.critic is not None else None, "reference": self.start}
         beside |= {"teacher" if i == 0 else f"teacher {i + 1}": teacher.loaded for i, teacher in enumerate(self.teachers)}
@@ -300,7 +300,10 @@ class LocalTrainer:
         own = next((share for row, _, share in batch.shares(algo) if row is main), Batch([]))
         if main.kl.steers and stepped:
             metrics |= {"train/kl_coef": main.kl.coef, "train/kl_sample": (measured := kl_of_samples(own))}
-            self.kl_coef = main.kl.steered(measured, len(own.samples))
+            self.steered["kl"] = main.kl.steered(measured, len(own.samples))
+        if main.entropy.steers and stepped and own.samples:
+            metrics["train/entropy_coef"] = main.entropy.coef
+            self.steered["entropy"] = main.entropy.steered(float(notes.flat(own.samples, "entropy").mean()))
         metrics["train/tokens"] = float(batch.total_tokens)
         if stepped and main.needs:
             drawn = [s for row, _, share in batch.shares(algo) if row.needs for s in share.samples if not s.guided]
@@ -322,10 +325,9 @@ class LocalTrainer:
         return learning_rate(self.step_number - s.first_step, lr=lr, schedule=s.schedule, warmup=s.warmup_steps, steps=s.steps)
 
     def _steered(self, algo: Algorithm) -> Algorithm:
-        """The row with the KL coefficient that earlier steps have led to."""
-        if not algo.kl.steers or self.kl_coef is None:
-            return algo
-        return replace(algo, kl=replace(algo.kl, coef=self.kl_coef))
+        """The row with the coefficients that earlier steps have led to."""
+        known = {name: coef for name, coef in self.steered.items() if getattr(algo, name).steers}
+        return replace(algo, **{name: replace(getattr(algo, name), coef=coef) for name, coef in known.items()})
 
     def _accumulate(self, batch: Batch, algo: Algorithm, sums: Sums, *, proximal_noted: bool, weight: float = 1.0) -> None:
         """Forward and backward over micro-batches; every weight is fixed before the first of them (law 3)."""

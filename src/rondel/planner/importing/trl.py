@@ -136,6 +136,12 @@ def _algorithm(s: Setting) -> Iterator[Part]:
     if s["loss_type"] == "bnpo":
         yield Gap(("loss_type",), "their mean is over each micro-batch; here it is over the batch (written: token_mean)")
     yield Line("algo.entropy.coef", float(s.number("entropy_coef")), ("entropy_coef",))
+    steers = ("use_adaptive_entropy", "entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
+    if s["use_adaptive_entropy"]:
+        for knob, key in zip(("target", "delta", "least", "most"), steers[1:]):
+            yield Line(f"algo.entropy.{knob}", float(s.number(key)), (steers[0], key))
+    else:
+        yield Same(steers, "the coefficient of the entropy is fixed")
     if s["entropy_coef"] and aggregate != "token_mean":
         yield Gap(("entropy_coef",), f"their entropy is a mean over tokens; here the weights are those of {aggregate}")
     if s["mask_truncated_completions"]:
