@@ -147,7 +147,7 @@ def build(job: Job, folder: Path | None = None) -> Parts:
             served(job, placed.known.tokenizer, ENGINES, rows.taught, longest(job, tasks, env, placed.known, sampling)),
             Again(job.loop.replays, job.loop.max_staleness, job.loop.seed) if job.loop.replays else None,
             ends.pop_all().close,
-            Failures(job.task.max_failures),
+            Failures(job.task.max_failures, job.task.patience),
         )
 
 

@@ -62,9 +62,15 @@ class Rollouts:
         return [await Demonstrate(suffix=section.suffix, system=section.system, policy=policy).run(slot.task, self.chat(lambda turn: 0))]
 
     async def _scored(self, slot: Slot, index: int, policy: str = "policy") -> list[Trajectory]:
+        """One that is scored, or a failure; while a run pauses it is asked for again: the world's fault anew, a reward's of the same answer."""
         episode = rooted(await self._one(slot, index, policy))
         await self.score_episode(episode, slot.task)
-        self.parts.failures.count(episode[0].score)
+        while await self.parts.failures.again(episode[0].score):
+            if isinstance(episode[0].outcome, EnvFault):
+                episode = rooted(await self._one(slot, index, policy))
+            for trajectory in episode:
+                trajectory.score = None if isinstance(trajectory.score, Failed) else trajectory.score
+            await self.score_episode(episode, slot.task)
         return episode
 
     async def _one(self, slot: Slot, index: int, policy: str = "policy") -> list[Trajectory]:

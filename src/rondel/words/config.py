@@ -134,7 +134,17 @@ class TaskSection(Section):
     max_failures: float = Field(
         1.0, gt=0, le=1, description="share of the last 200 answers that may go without a score; above it the run stops, with a checkpoint"
     )
+    patience: float = Field(
+        0.0, ge=0, description="seconds that a run with more failures than max_failures waits for scores to come back, before it stops"
+    )
     eval: Evaluation = Evaluation()
+
+    @model_validator(mode="after")
+    def _what_is_waited_for(self) -> TaskSection:
+        mine = self.__dict__
+        if mine["patience"] and mine["max_failures"] == 1:
+            raise ValueError("patience has no effect while any share of failures will do: set max_failures below 1, to 0.2 say")
+        return self
 
 
 OF_GROUPS = ("group_size", "guides", "beside", "sources")  # what [algo] says of groups and not of the row
