@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rondel.assemble.parts import Parts
 
 
+WAIT = 1800.0  # seconds without any change in the buffer after which a wait is an error (law 10)
 Attempt = Callable[[Slot], Awaitable[Group]]
 Judge = Callable[[Group], Verdict]
 
@@ -165,6 +166,7 @@ class Run:
             version=version,
             start=version,
             max_refills=self.job.loop.max_refills,
+            patience=WAIT + self.job.task.patience,  # while a run pauses nothing changes
             order=self.schedule,
         )
         if self.schedule is not None:
