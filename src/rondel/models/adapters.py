@@ -150,7 +150,7 @@ def _found(loaded: Loaded, targets: str | Iterable[str]) -> dict[str, nn.Module]
         for name, module in model.named_modules()
         if (isinstance(module, nn.Linear | Conv1D) or hasattr(module, "lora_A"))
         and module is not head
-        and not any(part in name for part in (".base_layer", ".lora_A.", ".lora_B."))
+        and not any(part in name for part in (".base_layer", ".lora_A.", ".lora_B.", ".visual."))
         and not any(name.startswith(f"{router}.") for router in routers)
     }
     if targets == ALL:
