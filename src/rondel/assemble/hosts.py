@@ -265,9 +265,15 @@ def sight_within(job: Job, sight: Sight | None, name: str) -> Sight | None:
     """How the model looks, with images of at most model.image_tokens."""
     m, plain = job.model, type(job.model).model_fields
     if sight is None and (odd := [key for key in ("tower", "image_tokens") if getattr(m, key) != plain[key].default]):
-        raise ConfigError(f"model.{odd[0]} = {getattr(m, odd[0])!r}, but '{name}' reads text alone: leave it out, or take a vision-language model")
+        raise ConfigError(
+            f"model.{odd[0]} = {getattr(m, odd[0])!r}, but '{name}' reads text alone: leave it out, or take a vision-language model"
+        )
     if m.tower == "trained" and (m.adapter.kind != "off" or job.place.ranks > 1):
-        what = "model.adapter, which alone is trained" if m.adapter.kind != "off" else "place.ranks > 1, whose ranks see images at different times"
+        what = (
+            "model.adapter, which alone is trained"
+            if m.adapter.kind != "off"
+            else "place.ranks > 1, whose ranks see images at different times"
+        )
         raise ConfigError(f"model.tower = 'trained' beside {what}: leave the tower frozen")
     if sight is None or m.image_tokens == "auto":
         return sight

@@ -186,10 +186,10 @@ def _opened(source: Any) -> Any:
     except ImportError as error:
         raise DataError("images need the package pillow: pip install 'rondel[vision]'") from error
     if isinstance(source, np.ndarray):
-        array = source if source.dtype == np.uint8 else np.zeros(0)
-        if array.ndim not in (2, 3) or not array.size or (array.ndim == 3 and array.shape[2] not in (3, 4)):
+        sides, colours = source.shape[:2], source.shape[2:]
+        if source.dtype != np.uint8 or len(sides) < 2 or not source.size or colours not in ((), (3,), (4,)):
             raise DataError(f"an array {source.shape} of {source.dtype} is no image; give [H, W, 3] or [H, W] of uint8")
-        picture = Pillow.fromarray(array)
+        picture = Pillow.fromarray(source)
     elif hasattr(source, "convert"):
         picture = source
     elif isinstance(source, bytes | str):

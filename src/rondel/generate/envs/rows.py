@@ -147,7 +147,9 @@ def quadrants(size: int = 160, seed: int = 0, pixels: int = 56) -> Iterator[Row]
         y, x = divmod(quarter, 2)
         picture[y * half : (y + 1) * half, x * half : (x + 1) * half] += np.uint8(rng.integers(80, 150))
         said = [{"type": "image", "image": picture}, {"type": "text", "text": "light?"}]
-        yield Row(f"quadrants, picture {number + 1}", "quadrants", {"messages": [{"role": "user", "content": said}], "answer": str(quarter + 1)})
+        yield Row(
+            f"quadrants, picture {number + 1}", "quadrants", {"messages": [{"role": "user", "content": said}], "answer": str(quarter + 1)}
+        )
 
 
 KINDS: dict[str, Callable[..., Iterable[Row]]] = {
