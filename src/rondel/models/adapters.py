@@ -116,7 +116,7 @@ def adapt(loaded: Loaded, *, rank: int, alpha: int, targets: str | list[str] = A
     from peft import LoraConfig
 
     ends = sorted({name.rpartition(".")[2] for name in found})
-    exact = set(_found(loaded, ends)) == set(found)
+    exact = loaded.sight is None and set(_found(loaded, ends)) == set(found)  # else peft would reach into the tower, too
     with boundary(ModelError, f"adapting '{loaded.name}'"):
         _inject(
             loaded,

@@ -81,6 +81,12 @@ class Image:
         head = f"{pixels.shape[0]}x{pixels.shape[1]}/{cell}:".encode()
         return cls(pixels, cell, blake2b(pixels.tobytes(), digest_size=16, key=head).hexdigest())
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Image) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
     @property
     def rows(self) -> int:
         return self.pixels.shape[0] // self.cell
@@ -109,7 +115,7 @@ class Image:
         return f"[image {self.pixels.shape[1]}x{self.pixels.shape[0]} {self.digest[:6]}]"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Placed:
     """Where in a stream a picture is seen: tokens [start, end)."""
 

@@ -108,7 +108,10 @@ class TokenChat:
         self._append(tokens)
 
     def _append(self, tokens: list[int], sources: Sequence[Any] = ()) -> None:
-        tokens, media = self._placed(tokens, list(sources))
+        try:
+            tokens, media = self._placed(tokens, list(sources))
+        except DataError as error:  # what came in the middle of an episode is its world's, and no fault of the data
+            raise EnvError(str(error)) from error
         self._full = self._full or len(tokens) >= self._room
         if not self._full:
             self.trajectory.extend(tokens, media=media)

@@ -92,6 +92,18 @@ def placed(tokens: list[int], images: Sequence[Image], sight: Sight) -> tuple[li
     return out + tokens[at:], media
 
 
+def observed(result: Any) -> list[dict[str, Any]] | None:
+    """What a tool returned, as parts, if there is a picture in it: opened, or an array of pixels, alone or in a list with texts."""
+    pieces = result if isinstance(result, list | tuple) else [result]
+    if not any(_is_opened(piece) for piece in pieces):
+        return None
+    return [{"type": "image", "image": piece} if _is_opened(piece) else {"type": "text", "text": str(piece)} for piece in pieces]
+
+
+def _is_opened(value: Any) -> bool:
+    return (isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3) or hasattr(value, "convert")
+
+
 # -- from what people have -------------------------------------------------------------------------
 
 

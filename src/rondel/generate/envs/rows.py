@@ -143,9 +143,9 @@ def quadrants(size: int = 160, seed: int = 0, pixels: int = 56) -> Iterator[Row]
 
     rng, half = np.random.default_rng(seed), pixels // 2
     for number in range(size):
-        picture, quarter = rng.integers(0, 100, (pixels, pixels, 3), dtype=np.uint8), number % 4
+        picture, quarter = rng.integers(0, 60, (pixels, pixels, 3), dtype=np.uint8), number % 4
         y, x = divmod(quarter, 2)
-        picture[y * half : (y + 1) * half, x * half : (x + 1) * half] += np.uint8(rng.integers(80, 150))
+        picture[y * half : (y + 1) * half, x * half : (x + 1) * half] += np.uint8(rng.integers(120, 190))
         said = [{"type": "image", "image": picture}, {"type": "text", "text": "light?"}]
         yield Row(
             f"quadrants, picture {number + 1}", "quadrants", {"messages": [{"role": "user", "content": said}], "answer": str(quarter + 1)}
