@@ -12,7 +12,7 @@ from engine_kit import SIZE
 from rondel.models import vision
 from rondel.models.load import Loaded, load
 from rondel.words.media import Image, Placed
-from rondel.words.types import Request, Sampling, Trajectory
+from rondel.words.types import Group, Request, Sampling, Score, Task, Trajectory
 
 torch.set_num_threads(1)
 EYES = {
@@ -92,3 +92,31 @@ def own_logprobs(loaded: Loaded, rows: list[tuple[list[int], list[Placed]]]) -> 
     other.set_attn_implementation("eager")
     logits = other(ids, attention_mask=mask, use_cache=False, **more).logits.double().log_softmax(-1)
     return [logits[i, : len(tokens) - 1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist() for i, (tokens, _) in enumerate(rows)]
+
+
+def groups_with_images(m, *, seed: int = 0) -> list[Group]:
+    """Siblings over one picture, over two pictures under the same tokens, a text group, and a picture that comes later."""
+    rng = np.random.default_rng(seed)
+
+    def turn(t, n):
+        t.extend(rng.integers(5, 100, n).tolist(), logprobs=(-rng.uniform(2, 6, n)).tolist(), versions=[0] * n)
+
+    def member(*given):
+        t = trajectory(m, given[0], [], [])
+        turn(t, int(rng.integers(1, 7)))
+        for tokens, media in given[1:]:
+            t.extend(tokens, media=media)
+            turn(t, int(rng.integers(1, 5)))
+        t.score = Score(float(rng.normal()))
+        return t
+
+    a, b, c = image(m, 1), image(m, 2), image(m, 3, 2, 3)
+    shared, other = stream(m, 4, a, 5, seed=1), stream(m, 4, b, 5, seed=1)
+    later = [stream(m, 2, picture, 2, seed=4) for picture in (c, a)]
+    rows = [
+        [member(shared) for _ in range(4)],
+        [member(shared), member(other), member(shared), member(other)],
+        [member(stream(m, 9, seed=2)) for _ in range(3)],
+        [member(stream(m, 3, c, 2, seed=3), later[i % 2]) for i in range(4)],
+    ]
+    return [Group(i, Task(f"t{i}", "x", {}), ts, 0) for i, ts in enumerate(rows)]

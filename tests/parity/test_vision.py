@@ -11,8 +11,9 @@ import torch
 from engine_kit import all_of, engine, idle, watched
 from PIL import Image as Pillow
 from train_kit import row, trainer
-from vision_kit import EYES, ask, image, model, own_logprobs, recipe, stream, trajectory
+from vision_kit import EYES, ask, groups_with_images, image, model, own_logprobs, recipe, stream, trajectory
 
+from rondel.generate.envs.chat import TokenChat
 from rondel.models import vision
 from rondel.models.load import load
 from rondel.train import annotate as notes
@@ -22,7 +23,7 @@ from rondel.train.pack import Batch, batch_of, pack
 from rondel.train.sums import Sums
 from rondel.words.errors import ModelError, UserError
 from rondel.words.media import positions
-from rondel.words.types import Group, Score, Task
+from rondel.words.types import Group, Sampling, Score, Task
 
 KINDS = sorted(EYES)
 LIMIT = 1e-4
@@ -164,6 +165,30 @@ def test_what_was_seen_is_forgotten_with_the_weights_that_saw_it():
     assert max(abs(done.logprobs[i] - own[len(tokens) - 1 + i]) for i in old) > 0.01, "else the change did not matter"
 
 
+def test_an_observation_with_a_picture_costs_only_itself():
+    """A tool answers with a picture in the middle: the second turn computes what is new, and the trainer agrees on both turns."""
+    m = model()
+    e = watched(engine(m))
+    chat = TokenChat(
+        m.tokenizer, e.generate, sampling=Sampling(max_tokens=5, ignore_eos=True), key=lambda t: t, max_context=512, sight=m.sight
+    )
+    raw = [np.random.default_rng(seed).integers(0, 256, (56, 84, 3), dtype=np.uint8) for seed in (1, 2)]
+
+    async def episode():
+        chat.give([{"role": "user", "content": [{"type": "image", "image": raw[0]}, {"type": "text", "text": "what?"}]}])
+        await chat.reply()
+        before = len(chat.trajectory.tokens)
+        chat.give([{"role": "tool", "content": [{"type": "image", "image": raw[1]}, {"type": "text", "text": "so?"}]}])
+        return before, await chat.reply()
+
+    before, done = asyncio.run(episode())
+    assert done.cached_tokens == before - 1, "all but the token drawn last, whose keys nobody had computed"
+    assert e.runner.eyes.looked == 2
+    chat.trajectory.score = Score(1.0)
+    batch = notes.annotate(m, batch_of([Group(0, Task("t", "x", {}), [chat.trajectory], 0)]), "proximal", budget=999, temperature=1.0)
+    assert np.abs(batch.samples[0].notes["proximal"] - batch.samples[0].behavior).max() < LIMIT
+
+
 def test_a_sample_that_goes_on_elsewhere_sees_the_same():
     """What an engine gave back is asked for again with its tokens: the same noise, the same positions (law 15)."""
     m = model()
@@ -186,34 +211,6 @@ def test_a_placeholder_that_the_policy_draws_is_a_token_like_any_other():
 
 
 # -- training --------------------------------------------------------------------------------------
-
-
-def groups_with_images(m, *, seed: int = 0) -> list[Group]:
-    """Siblings over one picture, over two pictures under the same tokens, a text group, and a picture that comes later."""
-    rng = np.random.default_rng(seed)
-
-    def turn(t, n):
-        t.extend(rng.integers(5, 100, n).tolist(), logprobs=(-rng.uniform(2, 6, n)).tolist(), versions=[0] * n)
-
-    def member(*given):
-        t = trajectory(m, given[0], [], [])
-        turn(t, int(rng.integers(1, 7)))
-        for tokens, media in given[1:]:
-            t.extend(tokens, media=media)
-            turn(t, int(rng.integers(1, 5)))
-        t.score = Score(float(rng.normal()))
-        return t
-
-    a, b, c = image(m, 1), image(m, 2), image(m, 3, 2, 3)
-    shared, other = stream(m, 4, a, 5, seed=1), stream(m, 4, b, 5, seed=1)
-    later = [stream(m, 2, picture, 2, seed=4) for picture in (c, a)]
-    rows = [
-        [member(shared) for _ in range(4)],
-        [member(shared), member(other), member(shared), member(other)],
-        [member(stream(m, 9, seed=2)) for _ in range(3)],
-        [member(stream(m, 3, c, 2, seed=3), later[i % 2]) for i in range(4)],
-    ]
-    return [Group(i, Task(f"t{i}", "x", {}), ts, 0) for i, ts in enumerate(rows)]
 
 
 ROW = row("grpo", kl={"coef": 0.1})
