@@ -15,6 +15,7 @@ from vision_kit import EYES, ask, groups_with_images, image, model, own_logprobs
 
 from rondel.generate.envs.chat import TokenChat
 from rondel.models import vision
+from rondel.models.aligned import align
 from rondel.models.load import load
 from rondel.train import annotate as notes
 from rondel.train import pack as packing
@@ -55,6 +56,19 @@ def test_engine_trainer_and_transformers_agree(kind):
         assert max(abs(np.subtract(sample.notes["proximal"], written))) < LIMIT, "trainer"
         scored = asyncio.run(e.score(ask(tokens, media))).logprobs
         assert max(abs(np.subtract(scored[1:], theirs))) < LIMIT, "prefill"
+
+
+def test_aligned_numerics_have_the_same_bits_with_pictures():
+    """Engine in chunks, several pictures encoded one by one; trainer with siblings and all pictures at once."""
+    m = model()
+    align(m)
+    given = [g for g in streams(m) for _ in range(2)]
+    done = asyncio.run(all_of(engine(m, prefill_tokens=7), [ask(*g, key=i + 1) for i, g in enumerate(given)]))
+    groups = [Group(i // 2, Task("t", "x", {}), [trajectory(m, g, d.tokens, d.logprobs)], 0) for i, (g, d) in enumerate(zip(given, done))]
+    for g in groups:
+        g.trajectories[0].score = Score(1.0)
+    batch = notes.annotate(m, batch_of(groups), "proximal", budget=10**6, temperature=1.0)
+    assert all(np.array_equal(s.notes["proximal"], s.behavior) for s in batch.samples)
 
 
 def test_positions_and_pictures_are_what_makes_them_agree():
@@ -229,6 +243,7 @@ def gradient(t, batch: Batch, *, budget: int = 10**6, share: bool = True) -> tor
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.slow
 def test_the_gradient_does_not_depend_on_the_cut(kind, trained):
     """Law 3 with pictures, the tower frozen or not: against one sample at a time with nothing shared."""
     m = model(kind)
