@@ -18,7 +18,7 @@ from rondel.assemble.refusals import refuse_without_routes
 from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import Speculation
-from rondel.models import adapters
+from rondel.models import adapters, vision
 from rondel.models.aligned import align
 from rondel.models.compiled import Compiled
 from rondel.models.load import Loaded, load
@@ -39,6 +39,7 @@ from rondel.train.step import LocalTrainer, Settings
 from rondel.train.teachers import Teacher
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError
+from rondel.words.media import Sight
 from rondel.words.protocols import Claim, Transport
 from rondel.words.types import Sampling, StepStats
 
@@ -51,13 +52,14 @@ class Known:
     tokenizer: Any
     max_context: int
     routers: int
+    sight: Sight | None  # how it looks at pictures
     parameters: int
     dtype: torch.dtype
 
     @classmethod
     def of(cls, loaded: Loaded) -> Known:
         parameters = sum(p.numel() for p in loaded.model.parameters())
-        return cls(loaded.name, loaded.tokenizer, loaded.max_context, loaded.routers, parameters, loaded.dtype)
+        return cls(loaded.name, loaded.tokenizer, loaded.max_context, loaded.routers, loaded.sight, parameters, loaded.dtype)
 
 
 def engine_of(
@@ -247,11 +249,36 @@ def policy_of(job: Job, device: str) -> Loaded:
     """As the recipe wants it: adapted, aligned."""
     loaded, wanted = load(job.model.path, dtype=job.model.dtype, device=device), job.model.adapter
     wanted._read.update(type(wanted).model_fields)  # what has no effect was refused when the recipe was read
+    loaded.sight = sight_within(job, loaded.sight, loaded.name)
+    if loaded.sight is not None and job.model.tower == "frozen":
+        vision.tower(loaded.model).requires_grad_(False)
     if wanted.kind == "lora":
         adapters.adapt(loaded, rank=wanted.rank, alpha=wanted.alpha, targets=wanted.targets, seed=job.loop.seed)
     if job.engine.numerics == "aligned":
         align(loaded)
     return loaded
+
+
+def sight_within(job: Job, sight: Sight | None, name: str) -> Sight | None:
+    """How the model looks, with images of at most model.image_tokens."""
+    m, plain = job.model, type(job.model).model_fields
+    if sight is None and (odd := [key for key in ("tower", "image_tokens") if getattr(m, key) != plain[key].default]):
+        raise ConfigError(
+            f"model.{odd[0]} = {getattr(m, odd[0])!r}, but '{name}' reads text alone: leave it out, or take a vision-language model"
+        )
+    if m.tower == "trained" and (m.adapter.kind != "off" or job.place.ranks > 1):
+        what = (
+            "model.adapter, which alone is trained"
+            if m.adapter.kind != "off"
+            else "place.ranks > 1, whose ranks see images at different times"
+        )
+        raise ConfigError(f"model.tower = 'trained' beside {what}: leave the tower frozen")
+    if sight is None or m.image_tokens == "auto":
+        return sight
+    if m.image_tokens < 1:
+        raise ConfigError(f"model.image_tokens = {m.image_tokens}; an image takes at least 1 token")
+    most = m.image_tokens * sight.cell**2
+    return replace(sight, most=most, least=min(sight.least, most))
 
 
 def adapter_fact(loaded: Loaded) -> str:

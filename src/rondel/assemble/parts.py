@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from rondel.generate.envs.mcp import Mcp
 from rondel.generate.envs.order import Admissions, Mixed
 from rondel.generate.envs.python import GRACE, SECONDS, python_tool
 from rondel.generate.envs.single_turn import SingleTurn
-from rondel.generate.envs.sources import TaskSet, load_tasks
+from rondel.generate.envs.sources import TaskSet, asked, load_tasks
 from rondel.generate.envs.template import Template
 from rondel.generate.envs.toolbox import calculator
 from rondel.generate.envs.tools import Tools
@@ -144,7 +145,7 @@ def build(job: Job, folder: Path | None = None) -> Parts:
             env,
             placed.resolved,
             shown,
-            served(job, placed.known.tokenizer, ENGINES, rows.taught, longest(job, tasks, env, placed.known, sampling)),
+            served(job, placed.known.tokenizer, ENGINES, rows.taught, lambda: longest(job, tasks, env, placed.known, sampling)),
             Again(job.loop.replays, job.loop.max_staleness, job.loop.seed) if job.loop.replays else None,
             ends.pop_all().close,
             Failures(job.task.max_failures, job.task.patience),
@@ -253,17 +254,26 @@ def longest(job: Job, tasks: TaskSet, env: Any, known: Known, sampling: Sampling
     """Tokens of the longest conversation. Renders the prompts that look longest: one that leaves no room for its answer is an error now,
     not at step 120."""
 
-    def text(task: Task) -> str:
-        return str(task.data.get("prompt", task.data.get("messages", "")))
+    def size(task: Task) -> int:
+        """Characters, and for each cell of an image as many as a token has."""
+        parts = [part for m in task.data.get("messages", ()) for part in (m["content"] if isinstance(m["content"], list) else ())]
+        cells = [math.prod(part["size"]) // known.sight.cell**2 for part in parts if known.sight and "size" in part]
+        return len(asked(task)) + 4 * sum(cells)
 
     async def silent(request: Request) -> Completion:
         raise AssertionError("only prompts are rendered here")
 
     prompt = env.prompt if hasattr(env, "prompt") else SingleTurn(suffix=job.task.suffix).prompt
     most = 0
-    for task in sorted([*tasks.train, *tasks.held_out], key=lambda t: len(text(t)))[-32:]:
+    for task in sorted([*tasks.train, *tasks.held_out], key=size)[-32:]:
         chat = TokenChat(
-            known.tokenizer, silent, sampling=sampling, key=lambda turn: 0, max_context=known.max_context, system=job.task.system
+            known.tokenizer,
+            silent,
+            sampling=sampling,
+            key=lambda turn: 0,
+            max_context=known.max_context,
+            system=job.task.system,
+            sight=known.sight,
         )
         chat.give(*prompt(task))
         n = len(chat.trajectory.tokens)

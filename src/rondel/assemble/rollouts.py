@@ -118,6 +118,7 @@ class Rollouts:
             key=key,
             max_context=p.known.max_context,
             system=p.job.task.system,
+            sight=p.known.sight,
         )
 
     async def score(self, group: Group) -> None:

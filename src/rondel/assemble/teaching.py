@@ -45,6 +45,10 @@ class Served:
         free = asyncio.Semaphore(AT_ONCE)
 
         async def one(sample: Sample) -> None:
+            if sample.media:
+                raise ConfigError(
+                    f"the teacher at {teacher.url} is asked about tokens, and {sample.group}/{sample.index} has pictures: load it with a path"
+                )
             async with free:
                 told = np.asarray(await server.score(sample.tokens.tolist()), np.float32)[sample.trainable]
             if not (np.isfinite(told).all() and (told <= 1e-3).all()):
@@ -67,12 +71,12 @@ class Served:
             )
 
 
-def served(job: Job, tokenizer: Any, kinds: dict[str, Any], wants: Callable[[str], bool], longest: int) -> Served | None:
+def served(job: Job, tokenizer: Any, kinds: dict[str, Any], wants: Callable[[str], bool], most: Callable[[], int]) -> Served | None:
     """`kinds` of servers by name. Each is asked now whether it is there, and how long a text it reads."""
     servers: dict[int, tuple[Teacher, Any]] = {}
-    for place, teacher in enumerate(job.model.teachers):
-        if teacher.url is None:
-            continue
+    far = {place: teacher for place, teacher in enumerate(job.model.teachers) if teacher.url is not None}
+    longest = most() if far else 0
+    for place, teacher in far.items():
         server: Any = kinds[teacher.kind](teacher.url)
         if (room := server.open(Sampling())) <= longest:
             raise ConfigError(

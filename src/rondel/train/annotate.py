@@ -28,7 +28,8 @@ def forward(
     """(logprob [M], entropy [M]) of the trainable tokens of one micro-batch, of what `kept` left of their distributions."""
 
     def work(head: Head) -> tuple[Tensor, Tensor]:
-        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape)
+        seen = packed.looks.through(loaded) if packed.looks is not None else None
+        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape, seen)
         return logprob_and_entropy(hidden.index_select(0, packed.source), packed.target, head, temperature=temperature, kept=kept)
 
     return loaded.within(work)
@@ -40,7 +41,8 @@ def forward_taught(
     """The same, and how far the whole distribution is from that of the teachers: KL(policy || teacher) [M]."""
 
     def work(head: Head) -> tuple[Tensor, Tensor, Tensor]:
-        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape).index_select(0, packed.source)
+        seen = packed.looks.through(loaded) if packed.looks is not None else None
+        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape, seen).index_select(0, packed.source)
         return logprob_entropy_and_kl(hidden, packed.target, head, taught, temperature=temperature)
 
     return loaded.within(work)
@@ -50,7 +52,8 @@ def forward_taught(
 def remember(loaded: Loaded, batch: Batch, number: int, *, budget: int, share: bool = True) -> None:
     """Keep the last hidden states of `loaded` at every trainable token, in host memory: a forward pass is not done again for each update."""
     for packed in micro_batches(batch, budget, share=share, device=loaded.device):
-        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout).index_select(0, packed.source).cpu()
+        seen = packed.looks.through(loaded) if packed.looks is not None else None
+        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, seen=seen).index_select(0, packed.source).cpu()
         samples = [batch.samples[i] for i in packed.samples]
         for sample, piece in zip(samples, hidden.split([len(s.trainable) for s in samples])):
             sample.hidden[number] = piece

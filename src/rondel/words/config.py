@@ -98,6 +98,12 @@ class Model(Section):
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="compute dtype; master weights are always float32")
     adapter: Adapter = Adapter()
+    tower: Literal["frozen", "trained"] = Field(
+        "frozen", description="of a vision-language model: whether what encodes images learns, too; frozen, it costs no gradient"
+    )
+    image_tokens: int | Literal["auto"] = Field(
+        "auto", description="most tokens of one image, which is scaled down to it; auto: what the model's own settings say"
+    )
 
     @property
     def teachers(self) -> list[Teacher]:
