@@ -259,7 +259,8 @@ class BuiltinEngine:
         self.scheduler.follow(self.version)
         self._let_go()
         self.scheduler.check()
-        for name, n in (("steps", 1), ("tokens", len(drawn)), ("requests", len(plan.chunks) + len(plan.decoding))):
+        requests, read = len(plan.chunks) + len(plan.decoding), sum(n for _, n in plan.chunks)
+        for name, n in (("steps", 1), ("tokens", len(drawn)), ("requests", requests), ("read", read)):
             self.account.counts[name] += n
         return len(drawn)
 
