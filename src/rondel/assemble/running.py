@@ -28,6 +28,7 @@ from rondel.runtime.telemetry.advice import Advisor, Place
 from rondel.runtime.telemetry.card import write_card
 from rondel.runtime.telemetry.hacking import Hacking
 from rondel.runtime.telemetry.metrics import LateBias, StepMetrics
+from rondel.runtime.telemetry.otel import traces_of
 from rondel.runtime.telemetry.progress import Progress
 from rondel.runtime.telemetry.scraped import Scraped
 from rondel.runtime.telemetry.sinks import open_sinks
@@ -94,6 +95,10 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
             sinks.append(Scraped(job.run.metrics_port))
         for sink in sinks:
             ends.callback(sink.close)
+        traces = traces_of(job.run.traces, str(folder), str(job.model.path))
+        if traces is not None:
+            ends.callback(traces.close)
+            ends.callback(subscribe(traces.read))
         for reader in (
             journal.write,
             store.RolloutStore(folder).write,

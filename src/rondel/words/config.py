@@ -312,6 +312,10 @@ class Run(Section):
     checkpoint: Checkpoint = Checkpoint()
     sinks: list[str] = ["tensorboard"]
     metrics_port: int = Field(0, ge=0, le=65535, description="of this machine alone, at which Prometheus finds /metrics; 0: nowhere")
+    traces: str = Field(
+        "",
+        description='where OpenTelemetry traces go by OTLP over HTTP: "http://127.0.0.1:4318"; unset, where OTEL_EXPORTER_OTLP_ENDPOINT says, if it does',
+    )
     record: bool = Field(
         False, description="write schedule.jsonl, so that `rondel replay RUN --into FOLDER` does the whole run again, bit for bit"
     )
