@@ -155,7 +155,7 @@ def test_two_nodes_of_ray(tmp_path, capsys):
     try:
         cluster.add_node(**how)
         cluster.wait_for_nodes()
-        code, out, err = doctor(capsys, "--address", cluster.address, "--folder", tmp_path, "--json")
+        code, out, _ = doctor(capsys, "--address", cluster.address, "--folder", tmp_path, "--json")
     finally:
         cluster.shutdown()
     told = json.loads(out.strip().splitlines()[-1])

@@ -27,6 +27,7 @@ from rondel.assemble.hosts import EngineHost, Known, TrainerHost, collective_pat
 from rondel.assemble.refusals import refuse_routes_of, refuse_unrepeatable
 from rondel.assemble.remote import RemoteEngine, RemoteTrainer
 from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.generate.engine.concurrency import Concurrency
 from rondel.generate.engine.foreign import ForeignEngine
 from rondel.generate.engine.router import Router
 from rondel.generate.engine.sglang import Sglang
@@ -249,7 +250,11 @@ def _reach(job: Job, sampling: Sampling, longest: int, url: str) -> ForeignEngin
 
 
 def _routed(engines: Mapping[str, Any], job: Job, known: Known) -> Router:
-    return Router(engines, max_inflight=job.engine.max_running, apart=TOLERANCE[known.dtype], patience=job.place.patience)
+    auto = job.engine.concurrency == "auto" and job.engine.kind != "builtin"  # ours find it themselves
+    concurrency = Concurrency(job.engine.max_running) if auto else None
+    return Router(
+        engines, max_inflight=job.engine.max_running, concurrency=concurrency, apart=TOLERANCE[known.dtype], patience=job.place.patience
+    )
 
 
 def cores() -> list[int]:

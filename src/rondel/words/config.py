@@ -232,6 +232,9 @@ class EngineSection(Section):
     max_running: int = Field(
         64, ge=1, description="requests decoded together; in flight, where an engine is one of several or somebody else's"
     )
+    concurrency: Literal["fixed", "auto"] = Field(
+        "fixed", description="auto: how many of max_running work together is found while they do; performance: results are the same"
+    )
     prefill_tokens: int = Field(2048, ge=16, description="prompt tokens computed in one engine step")
     sampling: SamplingSection = SamplingSection()
     speculative: Speculative = Speculative()
