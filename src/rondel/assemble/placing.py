@@ -71,6 +71,7 @@ class Placed:
     reach: Callable[[str], ForeignEngine] | None = None  # an engine of others by its address, if it can carry this run
     lost: Callable[[], Awaitable[WorkerError | None]] = _nobody  # a rank of the trainer that has ended
     dump: Callable[[], None] = lambda: None  # makes the workers write their stacks
+    pids: Callable[[], dict[str, int]] = dict  # of those on this machine
     close: Callable[[], None] = lambda: None
 
     async def heal(self) -> bool:
@@ -210,7 +211,9 @@ def _split(plan: Plan) -> Placed:
         where += f", which is {job.engine.kind} at {', '.join(others)}"
     engine = remotes["engine-0"] if mine and engines == 1 else _routed(remotes | others, job, known)
     trainer, way = RemoteTrainer(trainers), plan.transport()
-    return Placed(known, engine, trainer, Split(), resolved, where, size, way, remotes, reach, lost=trainer.lost, dump=cluster.dump)
+    return Placed(
+        known, engine, trainer, Split(), resolved, where, size, way, remotes, reach, lost=trainer.lost, dump=cluster.dump, pids=cluster.pids
+    )
 
 
 def _spawned(plan: Plan, cluster: Cluster, names: list[str], shares: list[tuple[int, ...]], each: int | None) -> tuple[list[Any], Any]:

@@ -23,6 +23,7 @@ from rondel.runtime.ending import Ending
 from rondel.runtime.journal import store
 from rondel.runtime.journal.log import FILE, Journal
 from rondel.runtime.journal.schedule import Recorder, Schedule
+from rondel.runtime.memory import ran_out
 from rondel.runtime.stacks import Stacks
 from rondel.runtime.telemetry.advice import Advisor, Place
 from rondel.runtime.telemetry.card import write_card
@@ -80,7 +81,7 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
         ends.callback(subscribe(stacks.read))
         ends.enter_context(stacks.on_demand())
         parts = build(job, folder)
-        stacks.others = lambda: parts.placed.dump()  # those of the last start
+        stacks.others, stacks.pids = lambda: parts.placed.dump(), lambda: parts.placed.pids()  # those of the last start
         ends.callback(lambda: parts.close())
         if built:
             built(parts)
@@ -120,6 +121,8 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
                 asyncio.run(run.all(found))
                 return write_card(folder)
             except BaseException as error:
+                if ran_out(error):
+                    stacks.ran_out()
                 lost = lost_worker(error)
                 if lost is None or restarts > RESTARTS or schedule is not None or ending.asked:
                     emit(Broke(last_words(error)))

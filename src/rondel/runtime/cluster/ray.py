@@ -88,6 +88,10 @@ class RayCluster:
         self.workers.append(worker)
         return worker
 
+    def pids(self) -> dict[str, int]:
+        """They may be on other machines, so nothing is said of them here."""
+        return {}
+
     def dump(self) -> None:
         """Each actor writes its stacks into its log, which Ray shows here too."""
         for worker in self.workers:

@@ -515,7 +515,7 @@ class BuiltinEngine:
             self.account.counts["room"] = steps * self.scheduler.max_running
             self.account.counts["retracted"] = self.scheduler.retracted - self._retracted
             self._retracted = self.scheduler.retracted
-        self.account.tell()
+        self.account.tell({"kv_cache": sum(layers.bytes for layers in self._caches)})
         if self.concurrency is not None and (found := self.concurrency.told()):
             emit(Advised(self.version, *found))
 
