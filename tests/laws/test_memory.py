@@ -63,9 +63,9 @@ def test_the_tenants_of_workers_without_a_process_are_the_controller_s(tmp_path)
     stacks.read(WorkerTime("trainer", {}, memory={"rss": 1, "moments": 7_000_000}))
     stacks.read(WorkerTime("engine-0", {}, memory={"rss": 1, "kv_cache": 3_000_000}))
     _, controller, engine = stacks.memory().splitlines()
-    assert controller.endswith("moments 7 MB") and "kv_cache" not in controller and engine.endswith("kv_cache 3 MB")
+    assert controller.endswith("moments 7.00 MB") and "kv_cache" not in controller and engine.endswith("kv_cache 3.00 MB")
     stacks.dump()
-    assert "moments 7 MB" in (tmp_path / "logs" / "controller.log").read_text()
+    assert "moments 7.00 MB" in (tmp_path / "logs" / "controller.log").read_text()
 
 
 @pytest.mark.slow

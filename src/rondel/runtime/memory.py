@@ -69,4 +69,4 @@ def _traced() -> list[str]:
 
 
 def _mb(count: float) -> str:
-    return f"{count / 1e6:,.0f} MB"
+    return f"{count / 1e6:,.{0 if count >= 1e7 else 2}f} MB"

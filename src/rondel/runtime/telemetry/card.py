@@ -257,7 +257,7 @@ def _memory_rows(memory: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _mb(n: float) -> str:
-    return f"{n / 1e6:,.2f} MB" if n < 1e7 else f"{n / 1e6:,.0f} MB"
+    return f"{n / 1e6:,.{0 if n >= 1e7 else 2}f} MB"
 
 
 def _again(card: dict[str, Any]) -> list[tuple[str, str]]:
