@@ -36,6 +36,7 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel train recipes/tiny.toml": "reduced",
     "rondel train recipes/tiny.toml --place.kind=split --loop.max_staleness=1 --algo.correction.kind=importance --run.folder=runs/apart": "reduced",
     "rondel view runs/tiny --limit 4": "whole",
+    "rondel doctor --cluster": "parsed: it would join whatever Ray cluster runs; tests/e2e/test_doctor_cluster.py runs it",
     "rondel train recipes/moe.toml": "reduced",
     "rondel train recipes/ppo.toml": "reduced",
     "PYTHONPATH=examples rondel train recipes/calculator.toml": "parsed: minutes and a model of 93 MB; tests/units/test_tools.py plays tools",

@@ -18,6 +18,7 @@ from rondel.assemble.refusals import refuse_without_routes
 from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import Speculation
+from rondel.generate.engine.concurrency import Concurrency
 from rondel.models import adapters, vision
 from rondel.models.aligned import align
 from rondel.models.compiled import Compiled
@@ -86,12 +87,14 @@ def engine_of(
         speculation=speculation,
         compiled=device.call(Compiled, loaded) if job.engine.compile else None,
         transports=transports,
+        concurrency=Concurrency(job.engine.max_running) if job.engine.concurrency == "auto" else None,
         log=TokenLog(log, durable=job.run.durability == "disk", beside=log.parent.glob("engine-*")) if log else None,
         claim=claim,
     )
     return engine, {
         "engine.kv_pages": f"{pages.value} ({pages.why})",
         "engine.numerics": job.engine.numerics,
+        "engine.concurrency": job.engine.concurrency,
         "engine.compile": "on" if job.engine.compile else "off",
         "engine.speculative": speculation_fact(job, draft),
     }

@@ -27,6 +27,7 @@ from rondel.assemble.hosts import EngineHost, Known, TrainerHost, collective_pat
 from rondel.assemble.refusals import refuse_routes_of, refuse_unrepeatable
 from rondel.assemble.remote import RemoteEngine, RemoteTrainer
 from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.generate.engine.concurrency import Concurrency
 from rondel.generate.engine.foreign import ForeignEngine
 from rondel.generate.engine.router import Router
 from rondel.generate.engine.sglang import Sglang
@@ -67,6 +68,7 @@ class Placed:
     reach: Callable[[str], ForeignEngine] | None = None  # an engine of others by its address, if it can carry this run
     lost: Callable[[], Awaitable[WorkerError | None]] = _nobody  # a rank of the trainer that has ended
     dump: Callable[[], None] = lambda: None  # makes the workers write their stacks
+    pids: Callable[[], dict[str, int]] = dict  # of those on this machine
     close: Callable[[], None] = lambda: None
 
     async def heal(self) -> bool:
@@ -207,7 +209,9 @@ def _split(plan: Plan) -> Placed:
         where += f", which is {job.engine.kind} at {', '.join(others)}"
     engine = remotes["engine-0"] if mine and engines == 1 else _routed(remotes | others, job, known)
     trainer, way = RemoteTrainer(trainers), plan.transport()
-    return Placed(known, engine, trainer, Split(), resolved, where, size, way, remotes, reach, lost=trainer.lost, dump=cluster.dump)
+    return Placed(
+        known, engine, trainer, Split(), resolved, where, size, way, remotes, reach, lost=trainer.lost, dump=cluster.dump, pids=cluster.pids
+    )
 
 
 def _spawned(plan: Plan, cluster: Cluster, names: list[str], shares: list[tuple[int, ...]], each: int | None) -> tuple[list[Any], Any]:
@@ -247,7 +251,11 @@ def _reach(job: Job, sampling: Sampling, longest: int, url: str) -> ForeignEngin
 
 
 def _routed(engines: Mapping[str, Any], job: Job, known: Known) -> Router:
-    return Router(engines, max_inflight=job.engine.max_running, apart=TOLERANCE[known.dtype], patience=job.place.patience)
+    auto = job.engine.concurrency == "auto" and job.engine.kind != "builtin"  # ours find it themselves
+    concurrency = Concurrency(job.engine.max_running) if auto else None
+    return Router(
+        engines, max_inflight=job.engine.max_running, concurrency=concurrency, apart=TOLERANCE[known.dtype], patience=job.place.patience
+    )
 
 
 def cores() -> list[int]:

@@ -74,7 +74,11 @@ def again(folder: Path, into: Path) -> tuple[Job, Replayer]:
     if not any(event["kind"] == "RunEnded" for event in read(folder)):
         raise UserError(f"{folder} has not ended: its schedule ends in the middle of a step")
     schedule, alone = Replayer(folder), job.on_one_device()
-    room = {"max_running": 2 * job.engine.max_running, "kv_pages": "auto"}  # who stands at a line must not be in the way
+    room = {
+        "max_running": 2 * job.engine.max_running,
+        "kv_pages": "auto",
+        "concurrency": "fixed",
+    }  # who stands at a line must not be in the way
     run = job.run.model_copy(update={"folder": str(into), "record": False})
     repeated = alone.model_copy(update={"engine": alone.engine.model_copy(update=room), "run": run})
     _known(repeated)

@@ -24,11 +24,13 @@ from rondel.runtime.ending import Ending
 from rondel.runtime.journal import store
 from rondel.runtime.journal.log import FILE, Journal
 from rondel.runtime.journal.schedule import Recorder, Schedule
+from rondel.runtime.memory import ran_out
 from rondel.runtime.stacks import Stacks
 from rondel.runtime.telemetry.advice import Advisor, Place
 from rondel.runtime.telemetry.card import write_card
 from rondel.runtime.telemetry.hacking import Hacking
 from rondel.runtime.telemetry.metrics import LateBias, StepMetrics
+from rondel.runtime.telemetry.otel import traces_of
 from rondel.runtime.telemetry.progress import Progress
 from rondel.runtime.telemetry.scraped import Scraped
 from rondel.runtime.telemetry.sinks import open_sinks
@@ -80,7 +82,7 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
         ends.callback(subscribe(stacks.read))
         ends.enter_context(stacks.on_demand())
         parts = build(job, folder)
-        stacks.others = lambda: parts.placed.dump()  # those of the last start
+        stacks.others, stacks.pids = lambda: parts.placed.dump(), lambda: parts.placed.pids()  # those of the last start
         ends.callback(lambda: parts.close())
         if built:
             built(parts)
@@ -95,6 +97,10 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
             sinks.append(Scraped(job.run.metrics_port))
         for sink in sinks:
             ends.callback(sink.close)
+        traces = traces_of(job.run.traces, str(folder), str(job.model.path))
+        if traces is not None:
+            ends.callback(traces.close)
+            ends.callback(subscribe(traces.read))
         for reader in (
             journal.write,
             store.RolloutStore(folder).write,
@@ -116,6 +122,8 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
                 asyncio.run(run.all(found))
                 return write_card(folder)
             except BaseException as error:
+                if ran_out(error):
+                    stacks.ran_out()
                 lost = lost_worker(error)
                 if lost is None or restarts > RESTARTS or schedule is not None or ending.asked:
                     emit(Broke(last_words(error)))

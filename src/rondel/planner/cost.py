@@ -98,6 +98,10 @@ def forward_flops(shape: Shape, context: float) -> float:
 
 
 def train_seconds(setting: Setting) -> float:
+    return tokens_seconds(setting) + setting.epochs * (calls_seconds(setting) + setting.updates * update_seconds(setting))
+
+
+def tokens_seconds(setting: Setting) -> float:
     """Forward and backward of every packed token, and the passes of those who only look: proximal, reference, teacher, critic."""
     context = setting.prompt + setting.mean
     own, passes = forward_flops(setting.shape, context), setting.epochs
@@ -106,7 +110,7 @@ def train_seconds(setting: Setting) -> float:
         each += times * forward_flops(other, context) if other is not None else 0
     reward = forward_flops(setting.reward, context) * setting.new_tokens if setting.reward is not None else 0
     flops = setting.train_devices * setting.hardware.flops * setting.hardware.efficiency * 2 / setting.width
-    return (each * setting.packed_tokens + reward) / flops + passes * (calls_seconds(setting) + setting.updates * update_seconds(setting))
+    return (each * setting.packed_tokens + reward) / flops
 
 
 def calls_seconds(setting: Setting) -> float:

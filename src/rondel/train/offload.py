@@ -60,7 +60,7 @@ class Host:
         """Bytes of their storages that are not in a room, each storage once; those of `seen` were counted before."""
         total = 0
         for t in tensors:
-            storage = t.untyped_storage()
+            storage = (t.to_local() if hasattr(t, "to_local") else t).untyped_storage()  # a shard counts what it has here
             if storage.data_ptr() not in seen and not self.has(t):
                 seen.add(storage.data_ptr())
                 total += storage.nbytes()

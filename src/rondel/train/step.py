@@ -147,7 +147,7 @@ class LocalTrainer:
         stats = await self._run(self._step, batch, algo)
         if self.draft is not None:
             stats.metrics |= await self._run(self.draft.step, batch, self.settings)
-        self.account.tell()
+        self.account.tell(self.offload.memory())
         return stats
 
     async def publish(self, route: Route) -> tuple[Manifest, Route]:

@@ -287,6 +287,9 @@ class EngineSection(Section):
     max_running: int = Field(
         64, ge=1, description="requests decoded together; in flight, where an engine is one of several or somebody else's"
     )
+    concurrency: Literal["fixed", "auto"] = Field(
+        "fixed", description="auto: how many of max_running work together is found while they do; performance: results are the same"
+    )
     prefill_tokens: int = Field(2048, ge=16, description="prompt tokens computed in one engine step")
     sampling: SamplingSection = SamplingSection()
     speculative: Speculative = Speculative()
@@ -367,6 +370,10 @@ class Run(Section):
     checkpoint: Checkpoint = Checkpoint()
     sinks: list[str] = ["tensorboard"]
     metrics_port: int = Field(0, ge=0, le=65535, description="of this machine alone, at which Prometheus finds /metrics; 0: nowhere")
+    traces: str = Field(
+        "",
+        description='where OpenTelemetry traces go by OTLP over HTTP: "http://127.0.0.1:4318"; unset, where OTEL_EXPORTER_OTLP_ENDPOINT says, if it does',
+    )
     record: bool = Field(
         False, description="write schedule.jsonl, so that `rondel replay RUN --into FOLDER` does the whole run again, bit for bit"
     )

@@ -115,6 +115,7 @@ class WorkerTime(Event):
     seconds: dict[str, float]
     counts: dict[str, float] = field(default_factory=dict)
     laps: list[tuple[str, float]] = field(default_factory=list)  # the same in order, where it is not too long
+    memory: dict[str, int] = field(default_factory=dict)  # bytes: of its process, "rss" now and "peak", and of what it holds, by name
 
 
 @dataclass(slots=True)

@@ -133,6 +133,7 @@ class Trajectory:
     support   [T] ids    what the token was drawn from, where truncation cut the rest; None where nothing was cut, and for all if nothing ever was
     media                the pictures that it reads, each where its placeholders stand (words/media.py)
     agent                who acts, where an episode has several: each is compared with its own kind
+    laps                 what took time, turn by turn: ("chat" or a tool's name, seconds since 1970, seconds, tokens read, tokens written)
     parent               its place in the group, of the trajectory whose score it shares: this one is a branch of the same episode
     """
 
@@ -151,6 +152,7 @@ class Trajectory:
     finish_reason: FinishReason = "stop"
     text: str = ""  # what the policy wrote, decoded once, for rewards and readers; never tokenised again
     timings: dict[str, float] = field(default_factory=dict)
+    laps: list[tuple[str, float, float, int, int]] = field(default_factory=list, compare=False, repr=False)
 
     def extend(
         self,

@@ -9,6 +9,7 @@ reply ─> ...
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -125,10 +126,12 @@ class TokenChat:
         limit = min(self.sampling.max_tokens, self._room)
         sampling = replace(self.sampling, max_tokens=limit, min_tokens=min(self.sampling.min_tokens, limit))
         tokens = list(self.trajectory.tokens)
+        began = time.time()
         done = await self.generate(
             Request(tokens, sampling, key=self.key(self.turn), policy=self.trajectory.policy, media=tuple(self.trajectory.media))
         )
         self.trajectory.extend(done.tokens, logprobs=done.logprobs, versions=done.versions, support=done.support)
+        self.trajectory.laps.append(("chat", began, time.time() - began, len(tokens), len(done.tokens)))
         if done.experts is not None:
             self.trajectory.experts = done.experts  # of the whole stream: every turn's request carries all tokens so far
         for what, seconds in done.timings.items():

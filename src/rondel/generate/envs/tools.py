@@ -113,7 +113,7 @@ class Tools:
                     chat.trajectory.finish_reason = "length"
                     break
                 began = time.perf_counter()
-                results = await asyncio.gather(*(self.carry_out(call, tools) for call in calls))
+                results = await asyncio.gather(*(self._timed(call, tools, chat.trajectory) for call in calls))
                 timings = chat.trajectory.timings
                 timings["tools"] = timings.get("tools", 0.0) + time.perf_counter() - began
                 chat.give([{"role": "tool", "name": call.name, "content": result} for call, result in zip(calls, results)])
@@ -128,6 +128,12 @@ class Tools:
             if hasattr(made[-1], "close"):
                 ends.callback(made[-1].close)
         return _named([*self.shared.values(), *(tool for one in made for tool in offered(one))])
+
+    async def _timed(self, call: Call, tools: dict[str, Tool], of: Trajectory) -> str | list[dict[str, Any]]:
+        began = time.time()
+        result = await self.carry_out(call, tools)
+        of.laps.append((call.name or "?", began, time.time() - began, 0, 0))
+        return result
 
     async def carry_out(self, call: Call, tools: dict[str, Tool] | None = None) -> str | list[dict[str, Any]]:
         """-> what the policy reads: a text, or parts with images where it returned a PIL image, an array of pixels, or a list with one."""

@@ -105,7 +105,10 @@ FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
         "s",
         "a phase on the learner's path; time/step is their sum. With a worker's name, time/engine/idle, what that one did since it last told",
     ),
-    "mem/": ("bytes", "peak on a shared device in a phase; with a name behind it, what was held of that at the phase's end"),
+    "mem/": (
+        "bytes",
+        "peak on a shared device in a phase; with a name behind it, what was held of that at the phase's end; of a worker: rss, peak, and what it holds",
+    ),
     "ledger/": ("groups", "what became of the groups issued so far (law 1)"),
     "train/mismatch_k3_tenth_": ("nats", "the K3 of the first, second, ... tenth of the answers"),
     "train/mismatch_k3_lag_": ("nats", "the K3 of tokens that were so many versions old; at lag 0 above 1e-3 (mixtures: 1e-1) it warns"),
@@ -244,6 +247,7 @@ class StepMetrics:
                 for kind, seconds in event.seconds.items():
                     name = f"time/{event.worker}/{kind}"
                     self._row[name] = self._row.get(name, 0.0) + seconds
+                self._row |= {f"mem/{event.worker}/{what}": n for what, n in event.memory.items()}
             case Evaluated():
                 self._write(
                     event.step,

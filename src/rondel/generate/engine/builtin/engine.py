@@ -24,11 +24,12 @@ from rondel.generate.engine.builtin.runner import Runner
 from rondel.generate.engine.builtin.scheduler import Scheduler
 from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.generate.engine.builtin.text import open_reader, split_stops
+from rondel.generate.engine.concurrency import Concurrency
 from rondel.models import linear
 from rondel.models.compiled import Compiled
 from rondel.words.account import Account
 from rondel.words.errors import EngineError, LawError, SyncError, UserError
-from rondel.words.events import Generating, Speculated, Warned, emit, stalled
+from rondel.words.events import Advised, Generating, Speculated, Warned, emit, stalled
 from rondel.words.protocols import Claim, Interrupt, Tags, Transport
 from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Message, Request, Route, Scored
 
@@ -58,13 +59,20 @@ class BuiltinEngine:
         compiled: Compiled | None = None,
         transports: Mapping[str, Transport] | None = None,
         log: TokenLog | None = None,
+        concurrency: Concurrency | None = None,
         claim: Claim | None = None,
     ) -> None:
-        """`claim`: on the memory of a device that a trainer wants, too; without one there is nobody to ask."""
+        """`concurrency`: who finds out how many of max_running should work together; without one all may.
+
+        `claim`: on the memory of a device that a trainer wants, too; without one there is nobody to ask.
+        """
         self.loaded, self._run, self.claim = loaded, run, claim
         self.arrivals = Arrivals(loaded, transports or {})
         self.pages = Pages(kv_pages)
         self.scheduler = Scheduler(self.pages, max_running=max_running, prefill_tokens=prefill_tokens)
+        self.concurrency = concurrency
+        if concurrency is not None:
+            self.scheduler.limit = concurrency.limit
         self.speculation = speculation
         if speculation is not None:
             speculation.open(loaded, kv_pages)
@@ -244,7 +252,9 @@ class BuiltinEngine:
 
     async def _step(self) -> int:
         """-> how many tokens were drawn."""
+        started, retracted = time.perf_counter(), self.scheduler.retracted
         plan = self.scheduler.plan(self.version, fresh=self._admits)
+        felt = bool(self.scheduler.waiting) and len(self.scheduler.running) >= self.scheduler.limit
         if not plan.tokens:
             raise LawError(
                 f"a step without tokens: {len(self.scheduler.running)} requests run, {len(self.scheduler.waiting)} wait, "
@@ -266,8 +276,13 @@ class BuiltinEngine:
         self.scheduler.follow(self.version)
         self._let_go()
         self.scheduler.check()
-        for name, n in (("steps", 1), ("tokens", len(drawn)), ("requests", len(plan.chunks) + len(plan.decoding))):
+        requests, read = len(plan.chunks) + len(plan.decoding), sum(n for _, n in plan.chunks)
+        for name, n in (("steps", 1), ("tokens", len(drawn)), ("requests", requests), ("read", read)):
             self.account.counts[name] += n
+        if self.concurrency is not None:
+            pressed = self.scheduler.retracted > retracted
+            self.concurrency.note(len(drawn), time.perf_counter() - started, felt=felt, pressed=pressed)
+            self.scheduler.limit = self.concurrency.limit
         return len(drawn)
 
     def _write(self, drawn: list[tuple[Live, int, float]]) -> None:
@@ -514,7 +529,9 @@ class BuiltinEngine:
             self.account.counts["room"] = steps * self.scheduler.max_running
             self.account.counts["retracted"] = self.scheduler.retracted - self._retracted
             self._retracted = self.scheduler.retracted
-        self.account.tell()
+        self.account.tell({"kv_cache": sum(layers.bytes for layers in self._caches)})
+        if self.concurrency is not None and (found := self.concurrency.told()):
+            emit(Advised(self.version, *found))
 
     def _refuse_if_broken(self) -> None:
         if self._broken:

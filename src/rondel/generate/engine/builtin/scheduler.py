@@ -35,6 +35,7 @@ class Scheduler:
     def __init__(self, pages: Pages, *, max_running: int, prefill_tokens: int) -> None:
         self.pages, self.tree = pages, RadixTree()
         self.max_running, self.prefill_tokens = max_running, prefill_tokens
+        self.limit = max_running  # of those, how many may run now
         self.waiting: deque[Live] = deque()
         self.running: list[Live] = []
         self._rows = list(range(max_running - 1, -1, -1))
@@ -67,7 +68,7 @@ class Scheduler:
                 budget -= n
         leaders = [r for r in self.running if r.leads and not r.still(version)]
         for live in list(self.waiting):
-            if not budget or len(self.running) == self.max_running:
+            if not budget or len(self.running) >= self.limit:
                 break
             root = (version, live.request.adapter, live.request.namespace)
             if not (fresh or live.written) or live.still(version) or any(other.root == root and _shares(live, other) for other in leaders):
