@@ -51,6 +51,7 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "rondel diagnose runs/tiny runs/apart": "whole",
     "rondel diagnose runs/tiny --json --fail-on error": "parsed: of a reduced run it finds errors; tests/units/test_diagnose.py runs it",
     "rondel trace runs/tiny -o trace.json": "whole",
+    "rondel dashboard runs/tiny runs/apart": "parsed: it serves until a signal; tests/e2e/test_dashboard.py runs it",
     "PYTHONPATH=examples rondel check recipes/tiny.toml --task.reward=my_reward:grade": "whole",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.reward=my_reward:grade --run.folder=runs/mine": "reduced",
     "PYTHONPATH=examples rondel train recipes/tiny.toml --task.env=my_env:SecondThought --run.folder=runs/two-turns": "reduced",

@@ -14,7 +14,8 @@ import torch
 from rondel.assemble.hosts import page_bytes
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.notebook import speculation_of
-from rondel.generate.engine.server.process import bind, run
+from rondel.generate.engine.server.listening import bind
+from rondel.generate.engine.server.process import run
 from rondel.generate.engine.server.service import Limits, Service
 from rondel.models.compiled import Compiled
 from rondel.models.load import load
