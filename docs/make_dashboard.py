@@ -13,7 +13,7 @@ from playwright.sync_api import sync_playwright
 HERE = Path(__file__).parent / "dashboard"
 DESK, PHONE = {"width": 1280, "height": 760}, {"width": 400, "height": 760}
 PICTURES = {  # name -> (view, window, colours, run)
-    "overview": ("overview", DESK, "light", 0),
+    "overview": ("overview", {"width": 1280, "height": 680}, "light", 0),
     "time": ("time", {"width": 1280, "height": 560}, "dark", 1),
     "answers": ("answers", {"width": 1280, "height": 560}, "light", 1),
     "planner": ("planner", DESK, "light", 0),

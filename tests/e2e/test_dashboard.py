@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from diagnose_kit import JOB, evaluated, healthy
-from synthetic import group
+from units.synthetic import group
 
 from rondel.runtime.journal.log import Journal
 from rondel.runtime.journal.store import RolloutStore, annotate_step

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from diagnose_kit import FAULTS, write
 from starlette.testclient import TestClient
-from synthetic import write_run
+from units.synthetic import write_run
 
 from rondel.dashboard import asking, rollouts
 from rondel.dashboard.columns import Columns, Grid, Row
