@@ -1,7 +1,7 @@
 """What `rondel plan` predicts beside what a run measures: bytes of tensors by tenant, seconds of generation, training and the step.
 
     rondel plan --calibrate && rondel bench plan --json                        the tiny recipe
-    rondel plan --calibrate && rondel bench plan --model smollm2-135m --json   a real model
+    rondel plan --calibrate && rondel bench plan --model smollm2-135m --json   a real model, with --lora 16 an adapter of it
 
 Lengths are taken from the run, for they are the policy's and not the machine's. `ratio` is predicted / measured.
 """
@@ -24,6 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--lora", type=int, default=0, help="rank of an adapter; 0 trains the whole model")
     parser.add_argument("--threads", type=int, default=0, help="0 is all cores")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)
@@ -32,9 +33,10 @@ def main(argv: list[str] | None = None) -> None:
 
     from rondel.words.config import Job
 
+    adapter = {"kind": "lora", "rank": a.lora} if a.lora else {"kind": "off"}
     if a.model:
         tree: dict[str, Any] = {
-            "model": {"path": a.model},
+            "model": {"path": a.model, "adapter": adapter},
             "task": {"data": {**SUM_TASK, "holdout": 0}, "reward": "number", "suffix": SUFFIX},
             "algo": {"kind": "reinforce", "group_size": a.group},
             "loop": {"steps": a.steps, "groups_per_step": a.groups},
@@ -48,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
             RECIPE,
             {
                 "loop.steps": a.steps, "loop.warmup.steps": 0, "run.checkpoint.every": 0, "run.sinks": [], "task.data.holdout": 0,
-                "place.threads": a.threads or "auto",
+                "place.threads": a.threads or "auto", "model.adapter": adapter,
             },
         )  # fmt: skip
     report(compared(job), only_json=a.json)
@@ -85,7 +87,7 @@ def compared(job: Any) -> dict[str, Any]:
     both = sum(predicted.values()), sum(real.values())
     return {
         "bench": "plan",
-        "model": setting.shape.name,
+        "model": setting.shape.name + (f", LoRA of rank {setting.rank}" if setting.rank else ""),
         "hardware": setting.hardware.source,
         "memory_mb (predicted, counted)": memory,
         "memory_ratio": round(planned / counted, 3),

@@ -24,6 +24,7 @@ SMALL = {
     "rewards": "--calls 50 --repeat 1",
     "sandbox": "--calls 2",
     "rows": "--rows grpo --seeds 1 --steps 2",
+    "simulated": "--rounds 1 --steps 2 --staleness 0 --groups 2 --tokens 4 --hidden 32",
     "speculative": "--model {model} --kind copy --running 1 --new 8 --pairs 1",
     "staleness": "--rows grpo --staleness 1 --seeds 1 --steps 2 --final 2",
     "step": "--model {model} --prompts 1 --group 2 --new 4 --steps 2",

@@ -23,7 +23,9 @@ class FakeTracker(ModuleType):
     def __init__(self, name):
         super().__init__(name)
         self.told, self.opened, self.ended = [], [], 0
-        self.entities = SimpleNamespace(Metric=lambda key, value, timestamp, step: (step, key, value))
+        self.entities = SimpleNamespace(
+            Metric=lambda key, value, timestamp, step: (step, key, value), Param=lambda key, value: (key, value)
+        )
         self.MlflowClient = lambda tracking_uri: self
         self.get_experiment_by_name = lambda name: None
         self.create_experiment = lambda name: "0"
@@ -42,8 +44,10 @@ class FakeTracker(ModuleType):
         self.opened.append({"id": f"run-{len(self.opened)}", "name": run_name})
         return SimpleNamespace(info=SimpleNamespace(run_id=self.opened[-1]["id"]))
 
-    def log_batch(self, run_id, metrics):
+    def log_batch(self, run_id, metrics=(), params=()):
         self.told += metrics
+
+    def update_run(self, run_id, status): ...
 
     def set_terminated(self, run_id):
         self.ended += 1
@@ -136,3 +140,43 @@ def test_a_run_is_scraped_while_it_goes_on(tmp_path):
     finally:
         end()
     assert "rondel_step 3.0" in pages[-1] and "rondel_time_engine_generate" in pages[-1]
+
+
+def in_steps(folder, kind):
+    """A run of three steps, resumed after the first."""
+    (sink,) = open_sinks([kind], folder)
+    for step in (1, 2, 3):
+        sink.write(step, ROW)
+    sink.close()
+    (again,) = open_sinks([kind], folder, after=1)
+    again.write(3, ROW)
+    again.write(4, ROW)
+    again.write(4, {"eval/score": 0.25})
+    again.close()
+    assert again.id == sink.id
+    return sink.id
+
+
+def test_the_real_mlflow_keeps_every_number_in_the_run_folder(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folder = write_run(tmp_path / "mine")
+    number = in_steps(folder, "mlflow")
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
+    assert [(m.step, m.value) for m in client.get_metric_history(number, "score/reward_mean")] == [(s, 0.5) for s in (1, 2, 3, 4)]
+    assert [(m.step, m.value) for m in client.get_metric_history(number, "eval/score")] == [(4, 0.25)]
+    found = client.get_run(number)
+    assert (found.info.run_name, found.info.status) == ("mine", "FINISHED") and "train/loss" not in found.data.metrics
+    assert found.data.params["loop.steps"] == "6"
+
+
+def test_the_real_trackio_keeps_every_number_on_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.delenv("TRACKIO_SPACE_ID", raising=False)
+    trackio = pytest.importorskip("trackio")
+    number = in_steps(write_run(tmp_path / "mine"), "trackio")
+    (run,) = [each for each in trackio.Api().runs("rondel") if each.name == number]
+    rows = trackio.sqlite_storage.SQLiteStorage.get_logs("rondel", number)
+    assert [(r["step"], r["score/reward_mean"]) for r in rows if "score/reward_mean" in r] == [(s, 0.5) for s in (1, 2, 3, 4)]
+    assert [(r["step"], r["eval/score"]) for r in rows if "eval/score" in r] == [(4, 0.25)]
+    assert run.config["loop"]["steps"] == 6

@@ -11,9 +11,12 @@ import torch
 import transformers
 
 from rondel.algos.objective import explain
+from rondel.planner.memory import bills
+from rondel.planner.setting import of_job
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.journal.log import encode
 from rondel.words.config import Job
+from rondel.words.errors import ConfigError, UserError
 from rondel.words.types import Task
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ def facts_of(parts: Parts) -> dict[str, Any]:
 
     job, known = parts.job, parts.known
     on_gpu = torch.cuda.is_available() and job.place.device != "cpu"
-    p, g, u = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step
+    p, g, u = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step * job.loop.epochs
     return {
         "versions": {
             "rondel": version("rondel"),
@@ -45,6 +48,7 @@ def facts_of(parts: Parts) -> dict[str, Any]:
             "adapter": parts.resolved["model.adapter"],
         },
         "model": {"name": known.name, "parameters": known.parameters},
+        "memory_planned": planned(job),
         "batch": f"{p} groups x {g} samples = {p * g} trajectories a step, {u} optimizer update{'s' * (u > 1)}",
         "tasks": {
             "train": len(parts.tasks.train),
@@ -56,10 +60,22 @@ def facts_of(parts: Parts) -> dict[str, Any]:
         "seed": job.loop.seed,
         "algorithm": parts.row.name,
         "loss": explain(parts.row),
-        "needs": sorted(parts.row.needs),
-        "corrects": bool(parts.row.corrects),
+        **({"losses": {name: f"{weight:g} · {explain(row)}" for name, (row, weight) in parts.rows.of.items()}} if parts.rows.of else {}),
+        "needs": sorted(parts.rows.needs),
+        "corrects": all(row.corrects for row in parts.rows.all),
         "resolved": parts.resolved,
     }
+
+
+def planned(job: Job) -> dict[str, int]:
+    """The planner's bill of a training device, in the words in which a trainer tells what it holds; empty for families that it does not know."""
+    names = {"policy weights": "weights", "masters": "masters", "gradients": "gradients", "moments": "moments", "KV cache": "kv_cache"}
+    try:
+        bill = bills(of_job(job))
+    except (ConfigError, UserError):
+        return {}
+    rows = [(names[tenant], phases["train"]) for pool in bill for tenant, phases in pool.rows.items() if tenant in names]
+    return {name: round(max(n for other, n in rows if other == name)) for name in dict(rows)}
 
 
 def devices_of(job: Job) -> int:

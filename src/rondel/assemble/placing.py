@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,6 +27,7 @@ from rondel.assemble.hosts import EngineHost, Known, TrainerHost, collective_pat
 from rondel.assemble.refusals import refuse_routes_of, refuse_unrepeatable
 from rondel.assemble.remote import RemoteEngine, RemoteTrainer
 from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.generate.engine.concurrency import Concurrency
 from rondel.generate.engine.foreign import ForeignEngine
 from rondel.generate.engine.router import Router
 from rondel.generate.engine.sglang import Sglang
@@ -42,9 +43,6 @@ from rondel.words.errors import ConfigError, WorkerError
 from rondel.words.protocols import Cluster, Transport
 from rondel.words.registry import find
 from rondel.words.types import Sampling
-
-if TYPE_CHECKING:
-    from rondel.algos.table import Algorithm
 
 ENGINES = {"builtin": BuiltinEngine, "sglang": Sglang, "vllm": Vllm}
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # mean nats a token of what two sides score
@@ -70,6 +68,7 @@ class Placed:
     reach: Callable[[str], ForeignEngine] | None = None  # an engine of others by its address, if it can carry this run
     lost: Callable[[], Awaitable[WorkerError | None]] = _nobody  # a rank of the trainer that has ended
     dump: Callable[[], None] = lambda: None  # makes the workers write their stacks
+    pids: Callable[[], dict[str, int]] = dict  # of those on this machine
     close: Callable[[], None] = lambda: None
 
     async def heal(self) -> bool:
@@ -87,12 +86,13 @@ class Placed:
 class Plan:
     """What all placements are made from.
 
+    needs     what the rows of the run ask of the trainer
     longest   the most tokens of a request, once the tokenizer is known
     folder    of the run, for what survives a crash; None keeps nothing
     """
 
     job: Job
-    row: Algorithm
+    needs: frozenset[str]
     sampling: Sampling
     longest: Callable[[Known], int]
     folder: Path | None
@@ -135,8 +135,8 @@ class Plan:
         return self.folder / "wal" / f"engine-{engine}" if self.folder else None
 
 
-def place(job: Job, row: Algorithm, sampling: Sampling, longest: Callable[[Known], int], folder: Path | None) -> Placed:
-    plan = Plan(job, row, sampling, longest, folder)
+def place(job: Job, needs: frozenset[str], sampling: Sampling, longest: Callable[[Known], int], folder: Path | None) -> Placed:
+    plan = Plan(job, needs, sampling, longest, folder)
     with plan.ends as ends:
         placed = (_shared if job.place.kind == "shared" else _split_here if job.place.cluster == "local" else _split)(plan)
         placed.resolved |= plan.resolved
@@ -152,7 +152,7 @@ def _shared(plan: Plan) -> Placed:
     draft = speculation.draft if speculation else None
     claim = OneAtATime("engine") if job.trainer.offload else None
     engine, ours = engine_of(job, loaded, device, plan.longest(known), speculation, transports={}, log=plan.log(), claim=claim)
-    trainer, theirs = trainer_of(job, plan.row, plan.sampling, loaded, device, draft=draft, transport=transport, claim=claim)
+    trainer, theirs = trainer_of(job, plan.needs, plan.sampling, loaded, device, draft=draft, transport=transport, claim=claim)
     where = f"one process, {_threads(device.threads)} on {plan.device} for engine and trainer"
     devices = Shared(engine, trainer, how=job.loop.in_flight, offload=job.trainer.offload, device=plan.device)
     return Placed(known, engine, trainer, devices, ours | theirs, where, bytes_needed(trainer), transport)
@@ -161,7 +161,7 @@ def _shared(plan: Plan) -> Placed:
 def _split_here(plan: Plan) -> Placed:
     each = plan.threads or max(1, len(cores()) // 2)
     first, second = _names(plan.device, 2)
-    trainer = TrainerHost(plan.job, plan.row, plan.sampling, first, each, plan.transport())
+    trainer = TrainerHost(plan.job, plan.needs, plan.sampling, first, each, plan.transport())
     plan.ends.callback(trainer.close)
     engine = EngineHost(plan.job, second, each, {plan.kind: plan.transport()}, plan.log())
     plan.ends.callback(engine.close)
@@ -209,12 +209,14 @@ def _split(plan: Plan) -> Placed:
         where += f", which is {job.engine.kind} at {', '.join(others)}"
     engine = remotes["engine-0"] if mine and engines == 1 else _routed(remotes | others, job, known)
     trainer, way = RemoteTrainer(trainers), plan.transport()
-    return Placed(known, engine, trainer, Split(), resolved, where, size, way, remotes, reach, lost=trainer.lost, dump=cluster.dump)
+    return Placed(
+        known, engine, trainer, Split(), resolved, where, size, way, remotes, reach, lost=trainer.lost, dump=cluster.dump, pids=cluster.pids
+    )
 
 
 def _spawned(plan: Plan, cluster: Cluster, names: list[str], shares: list[tuple[int, ...]], each: int | None) -> tuple[list[Any], Any]:
     """The trainer's ranks as workers of the cluster. -> they, and what the first one says of itself."""
-    made_of = (plan.job, plan.row, plan.sampling)
+    made_of = (plan.job, plan.needs, plan.sampling)
     trainers = [
         cluster.spawn(f"trainer-{rank}", TrainerHost, *made_of, name, each, plan.transport(), cores=shares[rank], tells=rank == 0)
         for rank, name in enumerate(names)
@@ -229,7 +231,7 @@ def _spawned(plan: Plan, cluster: Cluster, names: list[str], shares: list[tuple[
 
 def _led(plan: Plan, ranks: int, device: str, each: int | None) -> tuple[list[Any], Any]:
     """This process is the first rank, the others follow it."""
-    host = TrainerHost(plan.job, plan.row, plan.sampling, device, each, plan.transport())
+    host = TrainerHost(plan.job, plan.needs, plan.sampling, device, each, plan.transport())
     calls = host.device.call(torchrun.joined, host.device.name, collective_patience(plan.job))
     told = host.join(0, ranks)
     leader = torchrun.Leader(host, calls)
@@ -249,7 +251,11 @@ def _reach(job: Job, sampling: Sampling, longest: int, url: str) -> ForeignEngin
 
 
 def _routed(engines: Mapping[str, Any], job: Job, known: Known) -> Router:
-    return Router(engines, max_inflight=job.engine.max_running, apart=TOLERANCE[known.dtype], patience=job.place.patience)
+    auto = job.engine.concurrency == "auto" and job.engine.kind != "builtin"  # ours find it themselves
+    concurrency = Concurrency(job.engine.max_running) if auto else None
+    return Router(
+        engines, max_inflight=job.engine.max_running, concurrency=concurrency, apart=TOLERANCE[known.dtype], patience=job.place.patience
+    )
 
 
 def cores() -> list[int]:

@@ -15,19 +15,22 @@ from filelock import FileLock, Timeout
 
 from rondel.assemble.facts import facts_of
 from rondel.assemble.hosts import follow
-from rondel.assemble.parts import Parts, build, row_of, sampling_of
+from rondel.assemble.parts import Parts, build, sampling_of
 from rondel.assemble.phases import Run
+from rondel.assemble.rows import rows_of
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import keep_memory, pick_device
 from rondel.runtime.ending import Ending
 from rondel.runtime.journal import store
 from rondel.runtime.journal.log import FILE, Journal
 from rondel.runtime.journal.schedule import Recorder, Schedule
+from rondel.runtime.memory import ran_out
 from rondel.runtime.stacks import Stacks
 from rondel.runtime.telemetry.advice import Advisor, Place
 from rondel.runtime.telemetry.card import write_card
 from rondel.runtime.telemetry.hacking import Hacking
 from rondel.runtime.telemetry.metrics import LateBias, StepMetrics
+from rondel.runtime.telemetry.otel import traces_of
 from rondel.runtime.telemetry.progress import Progress
 from rondel.runtime.telemetry.scraped import Scraped
 from rondel.runtime.telemetry.sinks import open_sinks
@@ -45,7 +48,7 @@ def train(
     """Run the recipe, or continue its folder. -> the run card. `built` sees the parts before the first step; a schedule is followed."""
     keep_memory()
     if job.place.cluster == "torchrun" and torchrun.rank_and_size()[0]:
-        follow(job, row_of(job), sampling_of(job), torchrun.own_device(pick_device(job.place.device)), None)
+        follow(job, rows_of(job).needs, sampling_of(job), torchrun.own_device(pick_device(job.place.device)), None)
         return {}
     folder = Path(job.run.folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +82,7 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
         ends.callback(subscribe(stacks.read))
         ends.enter_context(stacks.on_demand())
         parts = build(job, folder)
-        stacks.others = lambda: parts.placed.dump()  # those of the last start
+        stacks.others, stacks.pids = lambda: parts.placed.dump(), lambda: parts.placed.pids()  # those of the last start
         ends.callback(lambda: parts.close())
         if built:
             built(parts)
@@ -94,6 +97,10 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
             sinks.append(Scraped(job.run.metrics_port))
         for sink in sinks:
             ends.callback(sink.close)
+        traces = traces_of(job.run.traces, str(folder), str(job.model.path))
+        if traces is not None:
+            ends.callback(traces.close)
+            ends.callback(subscribe(traces.read))
         for reader in (
             journal.write,
             store.RolloutStore(folder).write,
@@ -115,6 +122,8 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
                 asyncio.run(run.all(found))
                 return write_card(folder)
             except BaseException as error:
+                if ran_out(error):
+                    stacks.ran_out()
                 lost = lost_worker(error)
                 if lost is None or restarts > RESTARTS or schedule is not None or ending.asked:
                     emit(Broke(last_words(error)))

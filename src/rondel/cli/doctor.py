@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from rondel.words.errors import SandboxError
+from rondel.words.errors import ConfigError, SandboxError
 
 MINIMUM = {"torch": (2, 11), "transformers": (5, 17)}
 NEEDED = ("safetensors", "pydantic", "numpy", "pyarrow", "tensorboard", "jinja2", "filelock", "tomli_w")
@@ -38,12 +38,19 @@ class Sign:
     fix: str = ""
 
 
-def run(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
+def run(
+    cluster: Annotated[bool, typer.Option("--cluster", help="Instead: the nodes of a Ray cluster and the ways between them.")] = False,
+    address: Annotated[
+        str, typer.Option("--address", metavar="HOST:PORT", help="Of the cluster; none: the one that this machine is in.")
+    ] = "",
+    folder: Annotated[str, typer.Option("--folder", help="Of runs, which every node should see.")] = "runs",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
     """Look at the install and the machine.
 
     Each fault with its one fix. Exits 1 only if something required is broken.
     """
-    signs = list(examine())
+    signs = list(between(address, folder) if cluster else examine())
     healthy = all(sign.state != "broken" for sign in signs)
     if as_json:
         print(json.dumps({"healthy": healthy, "signs": [asdict(sign) for sign in signs]}))
@@ -56,6 +63,37 @@ def run(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on
         print("\nready to train" if healthy else "\nnot ready: repair what is marked ✗")
     if not healthy:
         raise typer.Exit(1)
+
+
+def between(address: str, folder: str) -> Iterator[Sign]:
+    """The nodes of a Ray cluster; where none runs and none is named, two processes of this machine."""
+    import asyncio
+
+    from rondel.runtime.cluster.look import Lookout
+    from rondel.runtime.cluster.nodes import judge, look
+
+    several: Any
+    try:
+        from rondel.runtime.cluster.ray import EveryNode
+
+        several = EveryNode(Lookout, address=address or "auto")
+        workers, name = several.workers, "Ray"
+    except (ConfigError, ImportError) as error:
+        if address:
+            raise ConfigError(
+                "--address needs Ray: pip install 'rondel[cluster]'" if isinstance(error, ImportError) else str(error)
+            ) from error
+        from rondel.runtime.cluster.process import ProcessCluster
+
+        several = ProcessCluster()
+        workers = {f"process-{i}": ("127.0.0.1", several.spawn(f"process-{i}", Lookout, tells=False)) for i in range(2)}
+        name = "no Ray cluster runs: processes of this machine"
+    try:
+        seen = asyncio.run(look(workers, folder=folder, cluster=name))
+    finally:
+        several.close()
+    for row in judge(seen):
+        yield Sign(*row)  # type: ignore[arg-type]
 
 
 def examine() -> Iterator[Sign]:

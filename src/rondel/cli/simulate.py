@@ -24,6 +24,9 @@ def run(
     ] = "",
     sigma: Annotated[float, typer.Option("--sigma", help="Of the log-normal lengths; 0: all as long as the mean.")] = 0.8,
     lengths: Annotated[str, typer.Option("--lengths", metavar="RUN", help="Instead: as the answers of this run folder.")] = "",
+    costs: Annotated[
+        str, typer.Option("--costs", metavar="RUN,RUN", help="Instead of the planner's times: as the timers of these run folders say.")
+    ] = "",
     tail: Annotated[
         str, typer.Option("--tail", metavar="SHARE:TIMES", help="Instead: 0.1:8 makes one of ten answers 8 times as long.")
     ] = "",
@@ -51,9 +54,8 @@ def run(
 
         one_of("--in-flight", in_flight, ("hold", "drain", "abort"))
         setting = replace(setting, in_flight=in_flight)
-    found = rows_of(
-        setting, _list("--staleness", staleness), _splits(split, setting.gpus), steps, _how(setting, sigma, lengths, tail, slow, mtbf, seed)
-    )
+    how = _how(setting, sigma, lengths, tail, slow, mtbf, seed)
+    found = rows_of(setting, _list("--staleness", staleness), _splits(split, setting.gpus), steps, how, costs.split(",") if costs else [])
     if as_json:
         print(
             json.dumps(
@@ -70,16 +72,20 @@ def run(
         show_rows(setting, found)
 
 
-def rows_of(setting: Any, stale: list[int], splits: list[int], steps: int, how: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each split and staleness; what is not swept is as the setting has it."""
+def rows_of(
+    setting: Any, stale: list[int], splits: list[int], steps: int, how: dict[str, Any], runs: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """A row for each split and staleness; what is not swept is as the setting has it. `runs` say what things cost, if there are any."""
     from rondel.planner.setting import filled
     from rondel.simulate import simulate, world_of
+    from rondel.simulate.costs import costs_of
 
+    measured = costs_of(runs).world if runs else lambda world: world
     rows = []
     for trainers in splits or [-1]:
         placed = setting if trainers < 0 else filled({"place": "split", "trainers": trainers}, setting)
         for s in stale or [setting.staleness]:
-            told = simulate(world_of(replace(placed, staleness=s), **how), steps=steps)
+            told = simulate(measured(world_of(replace(placed, staleness=s), **how)), steps=steps)
             where = f"{placed.train_devices}:{placed.engine_devices}" if placed.split else "in turn"
             rows.append({"split": where, "staleness": s, **told})
     return rows

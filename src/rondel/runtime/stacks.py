@@ -1,4 +1,4 @@
-"""Every Python stack of a run, in its logs: written when a wait passes its deadline, and on demand.
+"""Every Python stack of a run and the memory of its processes, in its logs: written when a wait passes its deadline, where memory ran out, on demand.
 
     kill -USR1 CONTROLLER
 
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import faulthandler
 import io
+import os
 import signal
 import threading
 import time
@@ -19,7 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from rondel.words.events import Event, Stalled
+from rondel.runtime.memory import report, write_device_snapshot
+from rondel.words.events import Event, Stalled, WorkerTime
 
 SIGNAL = signal.SIGUSR1
 
@@ -33,23 +35,40 @@ class Stacks:
     """Of a controller and its workers, into `logs` of the run folder. Reads events: `Stalled` is answered with where they are.
 
     others  makes the workers write theirs, as they are now
+    pids    of the workers of this machine, by name
     """
 
-    def __init__(self, folder: Path, others: Callable[[], None] = lambda: None) -> None:
-        self.logs, self.others = folder / "logs", others
+    def __init__(self, folder: Path, others: Callable[[], None] = lambda: None, pids: Callable[[], dict[str, int]] = dict) -> None:
+        self.logs, self.others, self.pids = folder / "logs", others, pids
+        self.held: dict[str, dict[str, int]] = {}  # by worker, as it last told
 
     def read(self, event: Event) -> None:
         if isinstance(event, Stalled):
             self.dump(event.message)
             event.stacks = str(self.logs)
+        elif isinstance(event, WorkerTime):
+            self.held[event.worker] = event.memory
 
     def dump(self, why: str = "asked for by a signal") -> None:
         self.others()
         self.logs.mkdir(parents=True, exist_ok=True)
         with (self.logs / "controller.log").open("a") as file:
-            file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')}  stacks: {why}\n{tasks()}\n")
+            file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')}  stacks: {why}\n{tasks()}\n\n{self.memory()}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
+
+    def memory(self) -> str:
+        """Workers without a process of their own are in the controller's."""
+        pids = self.pids()
+        own: dict[str, int] = {}
+        for worker, held in self.held.items():
+            own |= {} if worker in pids else held
+        return report({"controller": os.getpid(), **pids}, {**self.held, "controller": own})
+
+    def ran_out(self) -> None:
+        """Of memory: who had it, and every block of a GPU's, for its viewer."""
+        self.dump("out of memory")
+        write_device_snapshot(self.logs / "cuda-memory.pickle")
 
     @contextlib.contextmanager
     def on_demand(self) -> Iterator[None]:

@@ -24,17 +24,18 @@ def tailed(short: float, share: float, times: float) -> Lengths:
     return lambda draw: short * (times if draw.random() < share else 1.0)
 
 
-def recorded(folder: str | Path) -> Lengths:
-    """One of the lengths in a run's journal, each as likely."""
-    journal = Path(folder) / "journal.jsonl"
-    if not journal.is_file():
-        raise DataError(f"no journal at {journal}: --lengths takes the folder of a run, such as runs/tiny")
+def recorded(*folders: str | Path) -> Lengths:
+    """One of the lengths in the journals of runs, each as likely."""
     found: list[int] = []
-    for line in journal.read_text(encoding="utf-8").splitlines():
-        if '"GroupFinished"' in line:
-            found += json.loads(line).get("lengths", [])
+    for folder in folders:
+        journal = Path(folder) / "journal.jsonl"
+        if not journal.is_file():
+            raise DataError(f"no journal at {journal}: --lengths takes the folder of a run, such as runs/tiny")
+        for line in journal.read_text(encoding="utf-8").splitlines():
+            if '"GroupFinished"' in line:
+                found += json.loads(line).get("lengths", [])
     if not any(found):
-        raise DataError(f"{journal} has no answers yet: let the run take a step, or give --sigma")
+        raise DataError(f"{', '.join(map(str, folders))} has no answers yet: let the run take a step, or give --sigma")
     return lambda draw: max(1, draw.choice(found))
 
 

@@ -28,6 +28,7 @@ class World:
 
     beat      [n] of one token of n requests on one engine; prefill of a prompt's token
     train     of a packed token; fixed: of a step, beside it
+    answer    of the controller an answer, one after the other: book-keeping, reward
     sync      until the new version serves, of which the engines stand still `pause`
     shared    trainer and engines on the same devices, in turn
     slow      (share of the engines, times as slow)
@@ -44,6 +45,7 @@ class World:
     group: int
     prompt: float = 0.0
     fixed: float = 0.0
+    answer: float = 0.0
     sync: float = 0.0
     pause: float = 0.0
     shared: bool = False
@@ -81,8 +83,8 @@ class Seen:
             "samples_per_second": self.samples / self.seconds,
             "tokens_per_second": self.tokens / self.seconds,
             "mean_length": self.tokens / self.samples,
-            "trainer_idle": 1 - (self.training + self.syncing) / self.seconds,
-            "rollout_idle": 1 - self.rollout_busy / (self.seconds * world.engines),
+            "trainer_idle": max(0.0, 1 - (self.training + self.syncing) / self.seconds),
+            "rollout_idle": max(0.0, 1 - self.rollout_busy / (self.seconds * world.engines)),
             "places_idle": max(0.0, 1 - self.filled / max(1e-12, self.places)),
             "decode_steps": self.places / (world.places * world.engines * self.steps),
             "sync_share": self.syncing / self.seconds,
@@ -102,11 +104,13 @@ def world_of(setting: Setting, lengths: Lengths | None = None, *, sigma: float =
         places=requests,
         beat=beat,
         prefill=cost.prefill_seconds(setting.shape, setting.hardware, 1, **arguments),
-        train=cost.train_seconds(setting) / setting.packed_tokens,
+        train=cost.tokens_seconds(setting) / setting.packed_tokens,
         lengths=lengths or log_normal(setting.mean, sigma, setting.output),
         prompts=setting.prompts,
         group=setting.group,
         prompt=setting.prompt,
+        fixed=setting.epochs * (cost.calls_seconds(setting) + setting.updates * cost.update_seconds(setting)),
+        answer=setting.hardware.answer,
         sync=way.seconds,
         pause=way.pause,
         shared=not setting.split,
@@ -131,7 +135,7 @@ class Simulation:
         self.draw, self.faults = random.Random(world.seed), random.Random(world.seed + 1)
         self.tokens: dict[int, float] = {}
         self.seen = Seen()
-        self.step_number = 0
+        self.free = 0.0  # when the controller has done what it was given
 
     async def run(self) -> Seen:
         w = self.world
@@ -171,7 +175,11 @@ class Simulation:
         await work
         return group
 
-    async def score(self, group: Group) -> None: ...
+    async def score(self, group: Group) -> None:
+        """Behind those that came before it: there is one controller."""
+        if w := self.world.answer * self.world.group:
+            self.free = max(self.free, self.clock.time()) + w
+            await asyncio.sleep(self.free - self.clock.time())
 
     def judge(self, group: Group) -> Verdict:
         return KEEP

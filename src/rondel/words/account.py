@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 
 from rondel.words.events import WorkerTime, emit
+from rondel.words.resident import resident
 
 MOST = 256  # laps of one telling that are told in order; of more only the sums
 
@@ -31,11 +32,13 @@ class Account:
             self._lap()
             self.doing = doing
 
-    def tell(self) -> None:
-        """What has passed since it last told."""
+    def tell(self, held: dict[str, int] | None = None) -> None:
+        """What has passed since it last told, and the bytes of its tenants."""
         self._lap()
         laps = self.laps if len(self.laps) <= MOST else []
-        emit(WorkerTime(self.worker, dict(self.seconds), {name: n for name, n in self.counts.items() if n}, laps))
+        emit(
+            WorkerTime(self.worker, dict(self.seconds), {name: n for name, n in self.counts.items() if n}, laps, resident() | (held or {}))
+        )
         self.laps = []
         self.seconds.clear()
         self.counts.clear()

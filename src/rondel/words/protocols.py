@@ -141,6 +141,7 @@ class Cluster(Protocol):
     """What starts workers: `spawn("engine-0", make, job)` is a worker that builds `make(job)` and serves its methods."""
 
     def spawn(self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = (), tells: bool = True) -> Remote: ...
+    def pids(self) -> dict[str, int]: ...  # of those on this machine, by name
     def dump(self) -> None: ...  # the stacks of all, into their logs
     def close(self) -> None: ...
 

@@ -10,6 +10,7 @@ draws the same tokens. What changes weights, memory or pauses goes to all; whoev
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from rondel.generate.engine.concurrency import Concurrency
 from rondel.words.errors import EngineError, LawError, StalledError, WorkerError
-from rondel.words.events import Warned, emit, stalled
+from rondel.words.events import Advised, Warned, emit, stalled
 from rondel.words.protocols import Engine, Interrupt, Tags
 from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, Message, Request, Scored
 
@@ -54,6 +56,7 @@ class Router:
     """`Router({"engine-0": e0, "engine-1": e1}, max_inflight=64)`. All replicas serve one version.
 
     max_inflight  requests of one replica; more wait here
+    concurrency   who finds out how many of these should be at work
     lean          by how many requests a replica may be ahead of the least loaded one before its groups go elsewhere
     apart         nats a token by which replicas may differ on what they score
     patience      seconds in which a replica says that it lives
@@ -65,6 +68,7 @@ class Router:
         engines: Mapping[str, Engine],
         *,
         max_inflight: int,
+        concurrency: Concurrency | None = None,
         version: int = 0,
         lean: int = 16,
         apart: float = 1e-3,
@@ -72,7 +76,8 @@ class Router:
         deadline: float = 600.0,
     ) -> None:
         self.replicas = {name: Replica(name, engine) for name, engine in engines.items()}
-        self.max_inflight, self.lean, self.apart, self.patience, self.deadline = max_inflight, lean, apart, patience, deadline
+        self.concurrency, self._ended = concurrency, time.perf_counter()
+        self._most, self.lean, self.apart, self.patience, self.deadline = max_inflight, lean, apart, patience, deadline
         self.version = version
         self.lost: dict[str, str] = {}  # who died, and of what
         self._homes: OrderedDict[Any, Replica] = OrderedDict()
@@ -80,6 +85,10 @@ class Router:
         self._still = asyncio.Condition()
         self._busy: set[str] = set()  # "update", "pause", "sleep": nobody joins meanwhile
         self._members: list[Replica] = []  # of the update that is on its way
+
+    @property
+    def max_inflight(self) -> int:
+        return self.concurrency.limit if self.concurrency is not None else self._most
 
     # -- generate and score ----------------------------------------------------------------------
 
@@ -102,8 +111,19 @@ class Router:
                 replica.load -= 1
                 self._assign()
             if done is not None:
+                self._note(len(done.tokens))
                 return done
             again = True
+
+    def _note(self, tokens: int, *, pressed: bool = False) -> None:
+        """An answer ended, so long after the one before."""
+        if self.concurrency is not None:
+            now = time.perf_counter()
+            self.concurrency.note(tokens, now - self._ended, felt=bool(self._queue), pressed=pressed)
+            self._ended = now
+            self._assign()
+            if found := self.concurrency.told():
+                emit(Advised(self.version, *found))
 
     async def _ask(self, replica: Replica, request: Request) -> Completion | None:
         """-> None if the replica is no longer there to answer."""
@@ -120,6 +140,7 @@ class Router:
             return task.result()
         except (EngineError, WorkerError, StalledError) as error:
             if await self._serves(replica, error):
+                self._note(0, pressed=isinstance(error, StalledError))
                 raise
             return None
 

@@ -56,6 +56,10 @@ class ProcessCluster:
         self.workers.append(worker)
         return worker
 
+    def pids(self) -> dict[str, int]:
+        """By name, the newest of a name."""
+        return {worker._name: worker.pid for worker in self.workers}
+
     def dump(self) -> None:
         """Each child writes its stacks into its log."""
         for worker in self.workers:

@@ -24,7 +24,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rondel.runtime.cluster.child import portable
 from rondel.runtime.cluster.worker import START, Worker
@@ -88,6 +88,10 @@ class RayCluster:
         self.workers.append(worker)
         return worker
 
+    def pids(self) -> dict[str, int]:
+        """They may be on other machines, so nothing is said of them here."""
+        return {}
+
     def dump(self) -> None:
         """Each actor writes its stacks into its log, which Ray shows here too."""
         for worker in self.workers:
@@ -102,6 +106,48 @@ class RayCluster:
             remove_placement_group(self._group)
         if self._mine:
             ray.shutdown()
+
+
+class EveryNode:
+    """A worker on each node of a running cluster, in nobody's place: `workers` by name, each with the node's address; the driver's first."""
+
+    def __init__(self, make: Callable[[], Any], *, address: str = "auto", patience: float = 60.0) -> None:
+        self._mine = not ray.is_initialized()
+        if self._mine:
+            _answers(address)
+            try:
+                ray.init(address=address, log_to_driver=False, configure_logging=False)
+            except ConnectionError as error:
+                raise ConfigError(
+                    f"no Ray cluster at '{address}': start one with `ray start --head`, or name another with --address"
+                ) from error
+        here = ray.get_runtime_context().get_node_id()
+        alive = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeID"] != here, n["NodeManagerAddress"], n["NodeID"]))
+        self.workers: dict[str, tuple[str, RayWorker]] = {}
+        for i, node in enumerate(alive):
+            where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            name = f"node-{i}"
+            actor = ray.remote(Host).options(num_cpus=0, scheduling_strategy=where, max_concurrency=64).remote(name, False)
+            self.workers[name] = (node["NodeManagerAddress"], RayWorker(name, actor, make, (), tells=False, patience=patience))
+
+    def close(self) -> None:
+        for _, worker in self.workers.values():
+            worker.dismiss()
+        for _, worker in self.workers.values():
+            worker.close()
+        if self._mine:
+            ray.shutdown()
+
+
+def _answers(address: str) -> None:
+    """Ray itself would try for a minute."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"nobody answers at '{address}' ({error}): is it the HOST:PORT that `ray start --head` printed?") from error
 
 
 class Probe:

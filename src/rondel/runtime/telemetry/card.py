@@ -101,11 +101,25 @@ def summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
         "data": facts.get("tasks", {}),
         "cost": {"device_hours": round(_seconds(raw) * facts.get("devices", 1) / 3600, 4), "devices": facts.get("devices", 1)},
         "workers": {worker: shares(seconds) for worker, seconds in seconds_of(events).items()},
+        "memory": memory(events, facts),
         "samples_before": evals[0]["samples"] if evals else [],
         "samples_after": evals[-1]["samples"] if len(evals) > 1 else [],
         "facts": facts,
         "recipe": job,
     }
+
+
+def memory(events: Events, facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """{"trainer-0": {"moments": {"planned": 7.2e8, "counted": 7.2e8}, "rss": ...}, ...}: the most that each worker has told."""
+    planned, most = facts.get("memory_planned", {}), dict[str, dict[str, Any]]()
+    for event in events:
+        if event["kind"] == "WorkerTime":
+            held = most.setdefault(event["worker"], {})
+            for what, n in event.get("memory", {}).items():
+                if n:
+                    before = held.get(what, {"counted": 0})["counted"]
+                    held[what] = {"planned": planned.get(what), "counted": max(before, n)}
+    return {worker: held for worker, held in most.items() if held}
 
 
 def _evaluation(event: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +177,7 @@ def questions(events: Events, job: dict[str, Any], facts: dict[str, Any]) -> dic
         + ("the trainer recomputes its own, and the gap above is between the two" if gaps else "a recomputation was not recorded"),
         "routing replay": str(replay),
         "group size": f"{key('algo.group_size')} answers a task, {key('loop.groups_per_step')} tasks a step, "
-        f"updates a step: {key('loop.updates_per_step')}",
+        f"updates a step: {key('loop.updates_per_step')}, passes over them: {key('loop.epochs')}",
         "multi-turn budgets": f"environment {key('task.env')}, {turns} of at most {key('engine.sampling.max_tokens')} tokens",
         "where the time went": _listed(time_shares(done)) if done else "no step was finished",
     }
@@ -220,6 +234,8 @@ def markdown(card: dict[str, Any]) -> str:
         table(("worker", "its time, 100 %"), [(worker, _account(account)) for worker, account in card["workers"].items()])
         if card["workers"]
         else "No worker has told.",
+        "## Memory",
+        table(("who", "what", "planned", "counted, at most"), _memory_rows(card["memory"])) if card["memory"] else "No worker has told.",
         "## Ledger of groups",
         table(("what became of them", "groups"), list(card["ledger"].items())) if card["ledger"] else "No step was finished.",
     ]
@@ -229,6 +245,19 @@ def markdown(card: dict[str, Any]) -> str:
     if card["warnings"]:
         parts += ["## Warnings", "\n".join(f"- {_cell(w)}" for w in card["warnings"])]
     return "\n\n".join(parts) + "\n"
+
+
+def _memory_rows(memory: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
+    """What the planner has a word for stands beside its bill."""
+    return [
+        (worker, what, "" if each["planned"] is None else _mb(each["planned"]), _mb(each["counted"]))
+        for worker, tenants in memory.items()
+        for what, each in tenants.items()
+    ]
+
+
+def _mb(n: float) -> str:
+    return f"{n / 1e6:,.{0 if n >= 1e7 else 2}f} MB"
 
 
 def _again(card: dict[str, Any]) -> list[tuple[str, str]]:

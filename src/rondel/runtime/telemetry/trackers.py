@@ -17,6 +17,7 @@ from typing import Any
 from rondel.words.errors import ConfigError
 
 PROJECT = "rondel"
+MOST, PARAMS = 6000, 100  # MLflow's limits: characters of a value, values of one call
 
 
 class Tracker:
@@ -112,6 +113,10 @@ class MLflow(Tracker):
             found = self.client.get_experiment_by_name(PROJECT)
             experiment = found.experiment_id if found else self.client.create_experiment(PROJECT)
             self.id = self.client.create_run(experiment, run_name=self.name).info.run_id
+            told = [self.package.entities.Param(key, str(value)[:MOST]) for key, value in _flat(self.recipe).items()]
+            for i in range(0, len(told), PARAMS):
+                self.client.log_batch(self.id, params=told[i : i + PARAMS])
+        self.client.update_run(self.id, status="RUNNING")
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         now = int(time.time() * 1000)
@@ -121,6 +126,14 @@ class MLflow(Tracker):
 
     def close(self) -> None:
         self.client.set_terminated(self.id)
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"loop": {"steps": 6}} -> {"loop.steps": 6}"""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out
 
 
 def _fresh(folder: Path) -> str:

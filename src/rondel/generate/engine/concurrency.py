@@ -1,0 +1,87 @@
+"""How many requests work together: found while they work, up by steps and down by halves (AIMD).
+
+    tokens/s          ┌────── knee: more together is not faster
+                    ╱ │            grew, and it paid      -> a step more
+                  ╱   │            grew, and it did not   -> that step back, then rest
+                ╱     │            no room (a request was retracted, one timed out)  -> half
+    together ──┴──────┴──────
+
+Only windows in which the limit was felt are looked at: with nobody waiting there is nothing to learn. What a request draws does not
+depend on who is decoded beside it, so this changes times and no result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+STEPS = 16  # from one to the most
+PAID = 0.25  # of what a step would bring if twice as many were twice as fast
+REST = 8  # windows after a step that did not pay, or a half
+WINDOW = 32  # notes of one measurement
+
+
+@dataclass(slots=True)
+class Concurrency:
+    """`Concurrency(most=64).limit` requests together; `note` what came of it. 1 <= limit <= most, always."""
+
+    most: int
+    limit: int = 0
+    rest: int = 0
+    slowest: tuple[int, float] = (0, 0.0)  # the fewest that were measured, and their tokens a second
+    now: tuple[int, float] = (0, 0.0)  # what was measured last
+    _tried: tuple[int, float] = (0, 0.0)  # before the last step
+    _notes: int = 0
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+    _told: int = field(default=0, repr=False)
+
+    def __post_init__(self) -> None:
+        self.limit = self.limit or max(1, self.most // 4)
+
+    @property
+    def step(self) -> int:
+        return max(1, self.most // STEPS)
+
+    def note(self, tokens: int, seconds: float, *, felt: bool, pressed: bool = False) -> None:
+        """`felt`: somebody waited for a place. `pressed`: there was no room for those who had one."""
+        if pressed:
+            self.limit, self.rest, self._tried = max(1, self.limit // 2), REST, (0, 0.0)
+            return self._begin()
+        if not felt:
+            return self._begin()
+        self._notes += 1
+        self._tokens += tokens
+        self._seconds += seconds
+        if self._notes >= WINDOW and self._seconds > 0:
+            self._judge(self._tokens / self._seconds)
+            self._begin()
+
+    def _judge(self, rate: float) -> None:
+        self.now = (self.limit, rate)
+        if not self.slowest[0] or self.limit <= self.slowest[0]:
+            self.slowest = self.now
+        before, was = self._tried
+        self._tried = (0, 0.0)
+        if before and rate < was * (1 + PAID * (self.limit / before - 1)):
+            self.limit, self.rest = before, REST
+        elif self.rest:
+            self.rest -= 1
+        elif self.limit < self.most:
+            self._tried = self.now
+            self.limit = min(self.most, self.limit + self.step)
+
+    def _begin(self) -> None:
+        self._notes, self._tokens, self._seconds = 0, 0.0, 0.0
+
+    def told(self) -> tuple[str, float] | None:
+        """Where it has come to rest, and the gain over the fewest that were tried; None while it looks, or where this was said."""
+        limit, rate = self.now
+        if not self.rest or limit != self.limit or abs(limit - self._told) <= self.step:
+            return None
+        self._told = limit
+        fewest, slow = self.slowest
+        gain = rate / slow if slow else 1.0
+        return (
+            f"engine.concurrency: {limit} of at most {self.most} requests together, {rate:.0f} tokens/s ({gain:.1f}x those of {fewest})",
+            gain,
+        )

@@ -1,0 +1,217 @@
+"""A run as OpenTelemetry traces, sent by OTLP over HTTP while it goes on: `run.traces = "http://127.0.0.1:4318"`, or OTEL_EXPORTER_OTLP_ENDPOINT.
+
+    run ┬ step 12      [ wait | prepare | hand_over | train | sync ]     at its StepDone
+        ├ group 96     from admission to its verdict
+        │  ├ generate  ┬ trajectory 0 ┬ chat        a turn: tokens read and written
+        │  └ score     └ ...          └ execute_tool
+        └ evaluation, checkpoint
+
+Names follow OpenTelemetry's conventions for generative AI where they have one (gen_ai.*); ours are rondel.*. Trajectories are told when they
+are trained; a group that was dropped has its verdict alone. What cannot be sent is lost, and said once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+from urllib.parse import urlsplit
+
+from rondel.words.errors import ConfigError
+from rondel.words.events import (
+    Admitted,
+    Checkpointed,
+    Evaluated,
+    Event,
+    GroupFinished,
+    GroupsTaken,
+    Resumed,
+    RunEnded,
+    StepDone,
+    Warned,
+    emit,
+)
+from rondel.words.types import Group, Trajectory
+
+INSTALL = 'pip install "rondel[observe]"'
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")  # OpenTelemetry's own contract
+NANO = 10**9
+Attributes = dict[str, Any]
+
+
+def traces_of(endpoint: str, folder: str, model: str) -> Traces | None:
+    """None where nobody asked: neither the recipe nor OpenTelemetry's variables name an endpoint."""
+    named = bool(endpoint)
+    if not (named or any(os.environ.get(name) for name in ENDPOINTS)) or (not named and os.environ.get("OTEL_SDK_DISABLED") == "true"):
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        if named:
+            raise ConfigError(f"run.traces needs OpenTelemetry: {INSTALL}, or leave it out") from error
+        emit(Warned(f"{' or '.join(ENDPOINTS)} is set, but no traces are sent: OpenTelemetry is not installed ({INSTALL})"))
+        return None
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # what it would say at every failure is said once, by the run
+    return Traces(OTLPSpanExporter(endpoint=_address(endpoint) if named else None), folder, model)
+
+
+def _address(endpoint: str) -> str:
+    """The path of traces, unless the recipe names one."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(f'run.traces = "{endpoint}" is not an address of OTLP over HTTP, such as "http://127.0.0.1:4318"')
+    return endpoint if parts.path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
+
+
+class Traces:
+    """Reads events, writes spans. An SDK `exporter` takes them, in a thread of its own."""
+
+    def __init__(self, exporter: Any, folder: str, model: str) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        self.lost = False
+        self._said = False
+        self.model = model
+        self._groups: dict[int, tuple[Any, float]] = {}  # its span, and when its verdict came or 0
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "rondel", "rondel.run.folder": folder}))
+        counted: Any = _Counted(exporter, self._failed)  # an exporter in all but its class
+        self._provider.add_span_processor(BatchSpanProcessor(counted))
+        self._tracer = self._provider.get_tracer("rondel")
+        self._run = self._tracer.start_span("run", attributes={"rondel.run.folder": folder, "gen_ai.request.model": model})
+
+    def read(self, event: Event) -> None:
+        now = time.time()
+        match event:
+            case Admitted():
+                span = self._open(
+                    "group", self._run, now, {"rondel.group": event.number, "rondel.task": event.task, "rondel.born": event.version}
+                )
+                self._groups[event.number] = (span, 0.0)
+            case GroupFinished() if event.number in self._groups:
+                self._verdict(event, now)
+            case GroupsTaken():
+                for group in event.groups:
+                    self._trajectories(group, event.step)
+            case StepDone():
+                self._step(event, now)
+            case Evaluated() | Checkpointed():
+                name = "evaluation" if isinstance(event, Evaluated) else "checkpoint"
+                told: Attributes = {"rondel.step": event.step, "rondel.version": event.version}
+                if isinstance(event, Evaluated):
+                    told |= {"gen_ai.evaluation.name": event.profile, "gen_ai.evaluation.score.value": event.score}
+                self._whole(name, self._run, now - event.seconds, now, told)
+            case Warned():
+                self._run.add_event("warning", {"rondel.message": event.message})
+            case Resumed() | RunEnded():
+                self._forget(now)
+        if self.lost and not self._said:
+            self._said = True
+            emit(Warned("traces cannot be sent, and are lost: is a collector listening at run.traces? The run goes on without them"))
+
+    def close(self) -> None:
+        self._forget(time.time())
+        self._run.end()
+        self._provider.shutdown()
+
+    # -- spans -----------------------------------------------------------------------------------
+
+    def _step(self, e: StepDone, now: float) -> None:
+        laps = {name: seconds for name, seconds in e.seconds.items() if name != "step"}
+        at = now - sum(laps.values())
+        told: Attributes = {"rondel.step": e.step, "rondel.version": e.version}
+        told |= {f"rondel.{name}": e.metrics[name] for name in ("score/reward_mean", "train/loss", "train/grad_norm") if name in e.metrics}
+        step = self._open(f"step {e.step}", self._run, at, told)
+        for name, seconds in laps.items():
+            self._whole(name, step, at, at + seconds, {"rondel.step": e.step})
+            at += seconds
+        step.end(round(now * NANO))
+
+    def _verdict(self, e: GroupFinished, now: float) -> None:
+        span, _ = self._groups[e.number]
+        span.set_attributes({"rondel.kept": e.kept, "rondel.reason": e.reason, "rondel.rewards": e.rewards, "rondel.lengths": e.lengths})
+        span.end(round(now * NANO))
+        if e.kept:
+            self._groups[e.number] = (span, now)
+        else:
+            del self._groups[e.number]
+
+    def _trajectories(self, group: Group, step: int) -> None:
+        span, verdict = self._groups.pop(group.id, (None, 0.0))
+        laps = [lap for t in group.trajectories for lap in t.laps]
+        if span is None or not laps:
+            return
+        began, ended = min(lap[1] for lap in laps), max(lap[1] + lap[2] for lap in laps)
+        generate = self._whole("generate", span, began, ended, {"rondel.group": group.id, "rondel.trained_at": step})
+        for i, t in enumerate(group.trajectories):
+            if t.laps:
+                self._trajectory(t, f"{group.id}.{i}", generate)
+        self._whole("score", span, ended, max(ended, verdict), {"rondel.group": group.id})
+
+    def _trajectory(self, t: Trajectory, name: str, parent: Any) -> None:
+        began, ended = min(lap[1] for lap in t.laps), max(lap[1] + lap[2] for lap in t.laps)
+        told: Attributes = {
+            "gen_ai.operation.name": "invoke_agent", "gen_ai.conversation.id": name, "gen_ai.request.model": self.model,
+            "gen_ai.response.finish_reasons": [t.finish_reason], "gen_ai.usage.output_tokens": t.written,
+            "rondel.turns": sum(lap[0] == "chat" for lap in t.laps), "rondel.outcome": type(t.outcome).__name__,
+        }  # fmt: skip
+        if t.agent:
+            told["gen_ai.agent.name"] = t.agent
+        if t.reward is not None:
+            told["rondel.reward"] = t.reward
+        span = self._whole(f"trajectory {name}", parent, began, ended, told)
+        for what, at, seconds, read, written in t.laps:
+            if what == "chat":
+                usage = {"gen_ai.usage.input_tokens": read, "gen_ai.usage.output_tokens": written}
+                told = {"gen_ai.operation.name": "chat", "gen_ai.request.model": self.model, **usage}
+            else:
+                told = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": what}
+            self._whole("chat" if what == "chat" else f"execute_tool {what}", span, at, at + seconds, told)
+
+    def _open(self, name: str, parent: Any, at: float, told: Attributes) -> Any:
+        from opentelemetry.trace import set_span_in_context
+
+        return self._tracer.start_span(name, context=set_span_in_context(parent), start_time=round(at * NANO), attributes=told)
+
+    def _whole(self, name: str, parent: Any, began: float, ended: float, told: Attributes) -> Any:
+        span = self._open(name, parent, began, told)
+        span.end(round(ended * NANO))
+        return span
+
+    def _forget(self, now: float) -> None:
+        """Groups in flight end here without a verdict."""
+        for span, verdict in self._groups.values():
+            if not verdict:
+                span.set_attribute("rondel.reason", "unfinished")
+                span.end(round(now * NANO))
+        self._groups.clear()
+
+    def _failed(self) -> None:
+        self.lost = True
+
+
+class _Counted:
+    """An exporter whose failures are noted. It runs in the SDK's thread, so it tells nobody."""
+
+    def __init__(self, exporter: Any, failed: Callable[[], None]) -> None:
+        self.exporter, self.failed = exporter, failed
+
+    def export(self, spans: Iterable[Any]) -> Any:
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        try:
+            result = self.exporter.export(spans)
+        except Exception:  # whatever a network or a collector does: the run does not depend on it
+            result = SpanExportResult.FAILURE
+        if result is not SpanExportResult.SUCCESS:
+            self.failed()
+        return result
+
+    def shutdown(self) -> None:
+        self.exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return bool(self.exporter.force_flush(timeout_millis))

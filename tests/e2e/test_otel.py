@@ -1,0 +1,162 @@
+"""A run as OpenTelemetry traces: into the SDK's own memory, and over HTTP to a receiver that decodes what OTLP sends."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+
+import pytest
+from run_kit import run
+
+from rondel.runtime.telemetry.otel import Traces, traces_of
+from rondel.words.errors import ConfigError
+from rondel.words.events import Admitted, GroupFinished, GroupsTaken, StepDone, Warned, subscribe
+from rondel.words.types import Group, Score, Task, Trajectory
+
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+ADDRESSES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
+@pytest.fixture(autouse=True)
+def nobody_asks(monkeypatch):
+    for name in ADDRESSES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def told(*events, exporter=None):
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    memory = exporter or InMemorySpanExporter()
+    traces = Traces(memory, "runs/x", "tiny")
+    for event in events:
+        traces.read(event)
+    traces.close()
+    return {} if exporter else {span.name: span for span in memory.get_finished_spans()}
+
+
+def test_spans_stand_in_each_other_with_the_names_of_the_conventions():
+    t = Trajectory(score=Score(1.0), finish_reason="stop")
+    t.extend([1, 2, 3])
+    t.extend([4, 5], logprobs=[-1.0, -1.0], versions=[0, 0])
+    t.laps += [("chat", 100.0, 2.0, 3, 2), ("search", 102.0, 0.5, 0, 0)]
+    group = Group(7, Task("sum/1", "tools", {}), [t], 0)
+    spans = told(
+        Admitted(7, "sum/1", 0),
+        GroupFinished(7, "sum/1", 0, True, "", [1.0], [2]),
+        GroupsTaken(1, 0, [group]),
+        StepDone(1, 1, {"score/reward_mean": 0.5}, {"wait": 3.0, "train": 1.0, "step": 4.0}, {}),
+    )
+    above = {"step 1": "run", "wait": "step 1", "train": "step 1", "group": "run", "generate": "group", "score": "group"}
+    above |= {"trajectory 7.0": "generate", "chat": "trajectory 7.0", "execute_tool search": "trajectory 7.0"}
+    assert spans.keys() == above.keys() | {"run"}
+    for name, parent in above.items():
+        assert spans[name].parent.span_id == spans[parent].context.span_id, name
+    length = {name: (span.end_time - span.start_time) / 1e9 for name, span in spans.items()}
+    assert length["wait"] == pytest.approx(3.0) and length["step 1"] == pytest.approx(4.0)
+    assert spans["wait"].end_time == pytest.approx(spans["train"].start_time, abs=1000)
+    assert length["chat"] == pytest.approx(2.0) and length["trajectory 7.0"] == pytest.approx(2.5)
+    chat, tool = spans["chat"].attributes, spans["execute_tool search"].attributes
+    assert (chat["gen_ai.operation.name"], chat["gen_ai.usage.input_tokens"], chat["gen_ai.usage.output_tokens"]) == ("chat", 3, 2)
+    assert (tool["gen_ai.operation.name"], tool["gen_ai.tool.name"]) == ("execute_tool", "search")
+    assert spans["trajectory 7.0"].attributes["rondel.reward"] == 1.0
+
+
+def test_names_are_those_of_the_package_of_conventions():
+    """Every gen_ai name that is written is one that OpenTelemetry has."""
+    import inspect
+    import re
+
+    from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+
+    from rondel.runtime.telemetry import otel
+
+    known = {value for value in vars(gen_ai_attributes).values() if isinstance(value, str)}
+    assert set(re.findall(r'"(gen_ai\.[a-z_.]+)"', inspect.getsource(otel))) <= known
+
+
+def test_what_is_in_flight_at_the_end_is_told_as_unfinished():
+    assert told(Admitted(3, "sum/1", 0))["group"].attributes["rondel.reason"] == "unfinished"
+
+
+@pytest.mark.parametrize("how", ["raises", "says no"])
+def test_a_collector_that_fails_is_said_once_and_stops_nothing(how):
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    class Broken(SpanExporter):
+        def export(self, spans):
+            if how == "raises":
+                raise OSError("nobody listens")
+            return SpanExportResult.FAILURE
+
+    said = []
+    end = subscribe(lambda event: said.append(event) if isinstance(event, Warned) else None)
+    try:
+        traces = Traces(Broken(), "runs/x", "tiny")
+        for number in range(3):
+            traces.read(Admitted(number, "sum/1", 0))
+            traces.read(GroupFinished(number, "sum/1", 0, False, "unanimous", [], []))
+            traces._provider.force_flush()
+        traces.read(Admitted(9, "sum/1", 0))
+        traces.close()
+    finally:
+        end()
+    assert len(said) == 1 and "traces cannot be sent" in said[0].message
+
+
+def test_nobody_asked_and_what_was_asked_wrongly(monkeypatch):
+    assert traces_of("", "runs/x", "tiny") is None
+    with pytest.raises(ConfigError, match="not an address of OTLP"):
+        traces_of("collector:4318", "runs/x", "tiny")
+    import sys
+
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(ConfigError, match="needs OpenTelemetry"):
+        traces_of("http://127.0.0.1:4318", "runs/x", "tiny")
+    monkeypatch.setenv(ADDRESSES[1], "http://127.0.0.1:4318")
+    assert traces_of("", "runs/x", "tiny") is None, "a variable of the machine's is no reason to stop"
+
+
+class Collector(http.server.ThreadingHTTPServer):
+    """POST /v1/traces with a protobuf body, as OTLP has it."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Receiver)
+        self.spans, self.resources = [], []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class Receiver(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        from gzip import decompress
+
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        body = decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            self.server.resources.append({a.key: a.value.string_value for a in resource.resource.attributes})
+            for scope in resource.scope_spans:
+                self.server.spans += scope.spans
+        self.send_response(200 if self.path == "/v1/traces" else 404)
+        self.end_headers()
+
+    def log_message(self, *args): ...
+
+
+@pytest.mark.slow
+def test_a_real_run_arrives_at_a_real_receiver(tmp_path):
+    collector = Collector()
+    try:
+        address = f"http://127.0.0.1:{collector.server_port}"
+        run(tmp_path, loop__warmup__steps=0, loop__steps=2, run__traces=address)
+    finally:
+        collector.shutdown()
+        collector.server_close()
+    spans = collector.spans
+    names = [span.name for span in spans]
+    assert {"run", "step 1", "step 2", "wait", "train", "sync", "group", "generate", "score", "chat", "evaluation"} <= set(names)
+    assert names.count("train") == 2 and names.count("group") >= 2 and len({span.trace_id for span in spans}) == 1
+    known = {span.span_id for span in spans}
+    assert all(span.parent_span_id in known for span in spans if span.name != "run"), "nobody's parent is missing"
+    assert all(span.end_time_unix_nano >= span.start_time_unix_nano for span in spans)
+    assert collector.resources[0]["service.name"] == "rondel" and collector.resources[0]["rondel.run.folder"] == str(tmp_path)

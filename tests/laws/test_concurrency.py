@@ -1,0 +1,82 @@
+"""Concurrency that finds itself: against an engine with a knee, one without room, and a run whose results it must leave as they are."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from run_kit import events, run
+
+from rondel.generate.engine.concurrency import WINDOW, Concurrency
+
+
+def driven(control, knee, *, room=10**9, windows=400, noise=0.02, felt=lambda window: True, seed=0):
+    """An engine that is as fast as min(n, knee) allows, and retracts where n > room. -> the limit after each window."""
+    draw, limits = random.Random(seed), []
+    for window in range(windows):
+        for _ in range(WINDOW):
+            n = control.limit
+            seconds = 0.01 * max(1.0, n / knee) * draw.gauss(1.0, noise)
+            control.note(n, seconds, felt=felt(window), pressed=n > room)
+            assert 1 <= control.limit <= control.most
+        limits.append(control.limit)
+    return limits
+
+
+@pytest.mark.parametrize("knee", [8, 24, 60, 100])
+@pytest.mark.parametrize("seed", range(5))
+def test_it_comes_to_the_knee_and_stays_in_a_band(knee, seed):
+    control = Concurrency(most=128)
+    limits = driven(control, knee, seed=seed)
+    settled, step = limits[150:], control.step
+    assert max(settled) - min(settled) <= 3 * step, "steady"
+    if knee > 32:  # it begins at 32, and has no reason to leave it downwards
+        assert knee - 2 * step <= min(settled) and max(settled) <= knee + 4 * step
+    else:
+        assert min(settled) >= 32
+
+
+def test_without_a_knee_it_goes_to_the_most():
+    assert driven(Concurrency(most=64), 10**9)[-1] == 64
+
+
+@pytest.mark.parametrize("room", [3, 20, 50])
+def test_it_halves_where_there_is_no_room_and_comes_back(room):
+    limits = driven(Concurrency(most=128), 10**9, room=room)
+    settled = limits[100:]
+    assert min(settled) >= room // 2 and max(settled) <= room + 8
+
+
+def test_where_nobody_waits_nothing_is_learned():
+    control = Concurrency(most=64)
+    assert set(driven(control, 10**9, windows=20, felt=lambda window: False)) == {16} and control.told() is None
+
+
+def test_it_says_once_what_it_found_and_the_gain():
+    control, said = Concurrency(most=128, limit=8), []
+    for _ in range(60):
+        driven(control, 40, windows=1, noise=0.0)
+        if found := control.told():
+            said.append(found)
+    assert len(said) == 1
+    message, gain = said[0]
+    assert message.startswith("engine.concurrency: 40 of at most 128 requests together") and gain == pytest.approx(40 / 8, rel=0.01)
+
+
+@pytest.mark.slow
+def test_results_are_those_of_a_run_without(tmp_path):
+    """A performance key (law 12): the clock apart, every number of the run is the same, though it felt its limit."""
+
+    def told(kind, **more):
+        folder = tmp_path / kind
+        run(folder, loop__steps=3, engine__concurrency=kind, engine__max_running=8, engine__numerics="aligned", **more)
+        done = [
+            (e["step"], e["version"], e["ledger"], {k: v for k, v in e["metrics"].items() if not k.endswith("_s")})
+            for e in events(folder, "StepDone")
+        ]
+        asked = sum(e["counts"].get("steps", 0) for e in events(folder, "WorkerTime") if e["worker"].startswith("engine"))
+        return done, asked
+
+    (fixed, steps), (auto, more) = told("fixed"), told("auto")
+    assert fixed == auto
+    assert more > steps, "it did decode fewer together"
