@@ -4,6 +4,7 @@
 #   make check     lint, types, layers and the fast tests: before every commit
 #   make test      lint, types, and all tests with those of the documentation and the slow ones
 #   make parity    the tests that need TRL and verl, with both in an environment of their own (downloads, some minutes)
+#   make worlds    the tests that need verifiers, OpenEnv or TextArena, likewise
 #   make install   only .venv          make clean   removes .venv and caches, never runs/
 #
 # Other choices: make train PYTHON=/path/to/python PINS=/dev/null   (PINS: the pinned versions; /dev/null takes the newest)
@@ -15,13 +16,25 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 p
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 REACHES_TORCH := import urllib.request as u; u.urlopen('$(TORCH_CPU)/torch/', timeout=5)
+# a core for each worker, whose threads would else wait for each other; who is done takes from who has most
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 
 # what `make parity` compares with: TRL beside the transformers that its table of keys is of; what verl imports, for verl asks for an older one
 PEERS := trl==1.16.0 transformers==$(shell sed -n 's/^transformers==//p' constraints.txt) "tensordict<=0.10" hydra-core omegaconf codetiming \
 	torchdata ray orjson pytest hypothesis pydantic pyarrow rich tomli-w typer
 
-.PHONY: train test check parity install clean lint types
+# what `make worlds` plays; their packages want other versions than the pinned ones
+WORLDS := "verifiers>=0.3,<0.4" openenv-core==0.3.0 textarena==0.7.4 -e '.[tasks,serve]' pytest hypothesis
+
+# an environment of its own in $$home, with torch in it, as long as the recipe lasts; $$pip installs there
+APART = home=$$(mktemp -d); trap 'rm -rf "$$home"' EXIT; echo "packages  in $$home while it lasts"; \
+	$(PYTHON) -m venv $$home; pip="$$home/bin/python -m pip --disable-pip-version-check --no-input -qq install"; \
+	index=; if $$home/bin/python -c "$(REACHES_TORCH)" 2>/dev/null; then index="--extra-index-url $(TORCH_CPU)"; fi; \
+	$$pip $$index "torch==$(TORCH)+cpu" 2>/dev/null || true; \
+	pip="$$pip torch==$(TORCH)"
+
+.PHONY: train test check parity worlds install clean lint types
 .DELETE_ON_ERROR:
 
 train: install
@@ -29,20 +42,18 @@ train: install
 
 test: install lint types
 	@echo "tests     all"
-	@$(BIN)/python -m pytest -n auto --maxprocesses 2
+	@$(PYTEST) --maxprocesses 2
 
 check: install lint types
 	@echo "tests     the fast ones"
-	@$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4
+	@$(PYTEST) --maxprocesses 4 -m "not slow"
 
 parity:
-	@set -e; home=$$(mktemp -d); trap 'rm -rf "$$home"' EXIT; echo "peers     TRL and verl, in $$home while it lasts"; \
-		$(PYTHON) -m venv $$home; pip="$$home/bin/python -m pip --disable-pip-version-check --no-input -qq install"; \
-		index=; if $$home/bin/python -c "$(REACHES_TORCH)" 2>/dev/null; then index="--extra-index-url $(TORCH_CPU)"; fi; \
-		$$pip $$index "torch==$(TORCH)+cpu" 2>/dev/null || true; \
-		$$pip "torch==$(TORCH)" $(PEERS); \
-		$$pip --no-deps verl==0.9.1; \
+	@set -e; $(APART); $$pip $(PEERS); $$pip --no-deps verl==0.9.1; \
 		PYTHONPATH=src $$home/bin/python -m pytest -rs tests/parity/algos tests/parity/test_peer_tables.py tests/parity/test_templates.py
+
+worlds:
+	@set -e; $(APART); $$pip $(WORLDS); $$home/bin/python -m pytest -rs tests/units/test_verifiers.py tests/units/test_worlds.py
 
 lint: install
 	@echo "lint      ruff"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from engine_kit import SIZE, all_of, ask, engine, idle, prompt, tiny
-from transformers import AutoModelForCausalLM
+from vision_kit import EYES
 
 from rondel.models.attention import PackedLayout, Segment
 from rondel.models.load import Loaded, load
@@ -79,7 +79,10 @@ FAMILIES = {
     "phi3": SIZE | WINDOW,
     "qwen2": SIZE,
     "qwen2_moe": SIZE | EXPERTS | FEW | {"shared_expert_intermediate_size": 32},
+    "qwen2_5_vl": SIZE | {"vision_config": EYES["qwen2_5_vl"]},
+    "qwen2_vl": SIZE | {"vision_config": EYES["qwen2_vl"]},
     "qwen3": SIZE | HEAD,
+    "qwen3_vl": SIZE | HEAD | {"vision_config": EYES["qwen3_vl"]},
     "qwen3_moe": SIZE | HEAD | EXPERTS | FEW,
     "seed_oss": SIZE | HEAD,
     "smollm3": SIZE | {"no_rope_layers": [1, 0]},
@@ -117,6 +120,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # a config of it -> what the
     "kimi_linear": ({}, RECURRENT),
     "lfm2": (SIZE | {"layer_types": ["conv", "full_attention"]}, RECURRENT),
     "llama4_text": (SIZE | {"num_local_experts": 4}, "layers of type chunked_attention"),
+    "llava": ({}, "looks at images in a way of its own"),
     "longcat_flash": ({}, "choice of experts"),
     "mamba": ({}, "recurrent"),
     "mamba2": ({}, "recurrent"),
@@ -142,6 +146,7 @@ NOTES = {  # a key of its config -> what it brings
     "attn_logit_softcapping": "softcapped scores and logits",
     "kv_lora_rank": "latent attention: keys and values are cached expanded",
     "no_rope_layers": "some layers without positions",
+    "vision_config": "sees images",
 }
 
 
@@ -154,7 +159,8 @@ def model(kind: str) -> Loaded:
 def own(kind: str) -> Any:
     """The same weights in a fresh module of transformers, with its own attention; nothing of ours runs in it."""
     loaded = model(kind)
-    fresh = AutoModelForCausalLM.from_config(copy.deepcopy(loaded.model.config), attn_implementation="eager").float().eval()
+    config = copy.deepcopy(loaded.model.config)
+    fresh = type(loaded.model)._from_config(config, attn_implementation="eager").float().eval()
     fresh.load_state_dict(loaded.model.state_dict())
     fresh.generation_config.eos_token_id = None
     return fresh

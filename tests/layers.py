@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -33,6 +34,7 @@ MODULES = {
 }
 
 
+@cache
 def imports(name: str) -> dict[str, int]:
     """What `name` imports, each with a line: imports inside functions count, those for the type checker do not."""
     tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))

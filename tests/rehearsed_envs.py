@@ -112,3 +112,12 @@ class Notes:
 class Sticks(Notes):
     def close(self):
         raise OSError("it does not close")
+
+
+async def twice(task, chat):
+    """Two turns, whatever was said."""
+    chat.give([{"role": "user", "content": task.data["prompt"]}])
+    await chat.reply()
+    chat.give([{"role": "user", "content": "Once more."}])
+    await chat.reply()
+    return chat.trajectory

@@ -18,6 +18,7 @@ from rondel.train.credit import credit
 from rondel.train.critic import Critic
 from rondel.train.pack import Batch, batch_of
 from rondel.train.step import LocalTrainer, Settings
+from rondel.train.teachers import Teacher
 from rondel.words.types import Group, Score, Task, Trajectory
 
 torch.set_num_threads(1)
@@ -139,7 +140,12 @@ def trainer(loaded: Loaded | None = None, algo: Algorithm | None = None, *, teac
     loaded, chosen = loaded or model(), Settings(**{"lr": 1e-3, "critic_lr": 1e-3, "start_probe": 0, **settings})
     needs = algo.needs if algo else frozenset()
     return LocalTrainer(
-        loaded, chosen, run=inline, needs=needs, critic=Critic(loaded, chosen) if "values" in needs else None, teacher=teacher
+        loaded,
+        chosen,
+        run=inline,
+        needs=needs,
+        critic=Critic(loaded, chosen) if "values" in needs else None,
+        teachers=[Teacher(teacher)] if teacher else [],
     )
 
 

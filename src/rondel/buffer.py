@@ -25,7 +25,8 @@ from typing import Any
 from rondel.words.errors import LawError, UserError
 from rondel.words.events import Admitted, Warned, emit, stalled
 from rondel.words.protocols import Order
-from rondel.words.types import Group, Slot, Task, decode, encode
+from rondel.words.stored import decode, encode
+from rondel.words.types import Group, Slot, Task
 
 LATE = "late"
 SHORT = -1  # instead of a group's number: the batch stays as short as it is

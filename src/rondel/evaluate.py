@@ -11,6 +11,7 @@ from rondel.runtime.telemetry.card import normal, wilson
 from rondel.words.config import Evaluation
 from rondel.words.errors import ConfigError, boundary
 from rondel.words.events import Evaluated
+from rondel.words.media import worded
 from rondel.words.registry import nearest
 from rondel.words.types import Sampling, Task, Trajectory, sample_key
 
@@ -40,7 +41,7 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
     low, high = wilson(total, len(tasks)) if all(0 <= r <= 1 for r in rewards) else normal(rewards)
     samples = [
         {
-            "prompt": task.data["prompt"] if "prompt" in task.data else task.data.get("messages", [{"content": ""}])[-1]["content"],
+            "prompt": task.data["prompt"] if "prompt" in task.data else worded(task.data.get("messages", [{"content": ""}])[-1]["content"]),
             "answer": task.data.get("answer"),
             "text": t.text,
             "reward": t.reward,
@@ -57,8 +58,12 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
         "suffix": job.task.suffix,
     }
     request["failed"] = sum(t.reward is None for t in done)
+    of: dict[str, list[float]] = {}
+    for task, reward in zip(tasks, rewards):
+        of.setdefault(task.stream, []).append(reward)
+    each = {name: sum(own) / len(own) for name, own in of.items()} if parts.tasks.sources else {}
     return Evaluated(
-        step, parts.engine.version, "held_out", total / max(1, len(tasks)), low, high, len(tasks), request, samples, time.perf_counter() - began
+        step, parts.engine.version, "held_out", total / max(1, len(tasks)), low, high, len(tasks), request, samples, time.perf_counter() - began, each,
     )  # fmt: skip
 
 

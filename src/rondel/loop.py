@@ -81,4 +81,5 @@ def _finished(group: Group, verdict: Verdict) -> GroupFinished:
         lengths=[t.written for t in group.own],
         failed=sum(isinstance(t.score, Failed) for t in group.own),
         truncated=sum(t.finish_reason == "length" for t in group.own),
+        source=str(group.task.data.get("source", "")),
     )

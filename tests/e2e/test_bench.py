@@ -13,6 +13,7 @@ from run_kit import run
 HERE = Path(__file__).parents[2] / "benchmarks"
 SMALL = {
     "controller": "--rollouts 64 --hours 0.05",
+    "dashboard": "--events 4000 --repeat 1",
     "decode": "--model {model} --running 1,2 --new 4 --rounds 1 --profile 0",
     "gae": "--samples 2 --tokens 64 --repeat 1",
     "generate": "--model {model} --groups 1 --group 2 --repeat 1 --work equal",

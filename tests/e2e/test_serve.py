@@ -844,9 +844,9 @@ def test_a_server_that_guesses_ahead_answers_the_same(folder, model, tmp_path, k
 
 
 def test_a_wish_for_guesses_that_nobody_knows(folder):
-    from rondel.assemble.serving import Settings, guesses
+    from rondel.generate.engine.notebook import speculation_of
 
     for wish in ("draft", "draft:", "eagle", "ngram:4"):
         with pytest.raises(UserError, match="off, ngram or draft:MODEL"):
-            guesses(Settings(speculative=wish), "cpu")
-    assert guesses(Settings(), "cpu") is None
+            speculation_of(wish, dtype="auto", device="cpu")
+    assert speculation_of("off", dtype="auto", device="cpu") is None

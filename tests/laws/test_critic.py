@@ -312,14 +312,14 @@ def test_the_coefficient_follows_the_kl_and_outlives_a_resume(tmp_path):
         measured = np.mean([sum(float(x) - float(y) for x, y in zip(s.behavior, s.notes["ref"])) for s in b.samples])
         assert stats.metrics["train/kl_coef"] == pytest.approx(coef, rel=1e-12) and kl_of_samples(b) == pytest.approx(measured, rel=1e-6)
         coef *= 1 + min(max(measured / 2.0 - 1, -0.2), 0.2) * len(b.samples) / 100
-    assert t.kl_coef == pytest.approx(coef, rel=1e-6) and abs(coef - 0.3) > 1e-3
+    assert t.steered["kl"] == pytest.approx(coef, rel=1e-6) and abs(coef - 0.3) > 1e-3
     save_trainer(t, tmp_path)
     other = learned(algo=algo)
     load_trainer(other, tmp_path)
-    assert other.kl_coef == t.kl_coef
+    assert other.steered == t.steered
     for which in (t, other):
         step(which, batch_of(awkward_groups(7)), algo)
-    assert bits(other) + critic_bits(other) == bits(t) + critic_bits(t) and other.kl_coef == t.kl_coef
+    assert bits(other) + critic_bits(other) == bits(t) + critic_bits(t) and other.steered == t.steered
 
 
 @pytest.mark.parametrize(

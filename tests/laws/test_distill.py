@@ -17,7 +17,8 @@ from rondel.models.attention import PackedLayout, Segment
 from rondel.models.load import load
 from rondel.runtime.journal import store
 from rondel.train.pack import Batch
-from rondel.words.errors import ConfigError
+from rondel.train.teachers import Teacher, Teachers
+from rondel.words.errors import ConfigError, RondelError, TrainError
 from rondel.words.types import Group, Score, Task, Trajectory
 
 V = 7
@@ -117,3 +118,87 @@ def test_a_run_learns_from_its_teacher(tmp_path):
         advantages = [a for r in rows for a, written in zip(r["advantages"], r["mask"]) if written]
         assert metrics["train/kl_teacher"] == pytest.approx(-np.mean(advantages), rel=1e-4)  # they are the teacher's alone
         assert np.std(advantages) > 0.05 and {r["reward"] for r in rows} <= {0.0, 1.0}
+
+
+# -- several teachers, and teachers elsewhere --------------------------------------------------------
+
+
+def tables(*more: dict) -> list[dict]:
+    return [{"path": TEACHER, **table} for table in more]
+
+
+def test_several_teachers_are_heard_by_their_weights_and_each_by_its_source():
+    """log q = (w_1 log q_1 + w_2 log q_2) / (w_1 + w_2); whoever has a source speaks of its tasks alone."""
+    loaded, opd = model(), row("opd")
+    wise = [load({"random": "llama", **SMALL, **KINDS["llama"], "seed": seed}, dtype="float32") for seed in (5, 6, 7)]
+    alone = []
+    for one in wise:
+        b = batch(rollouts(loaded, 0), opd)
+        trainer(loaded, opd, teacher=one)._annotate(b, opd.needs)
+        alone.append([s.notes["teacher"] for s in b.samples])
+    b = batch(rollouts(loaded, 0), opd)
+    for s in b.samples:
+        s.stream = "code" if s.group == 2 else "math"
+    t = trainer(loaded, opd, teacher=wise[0])
+    t.teachers = Teachers([Teacher(wise[0], 3.0), Teacher(wise[1], 1.0), Teacher(wise[2], 4.0, "code")])
+    t._annotate(b, opd.needs)
+    for i, s in enumerate(b.samples):
+        first, second, third = (told[i] for told in alone)
+        wanted = (3 * first + second + 4 * third) / 8 if s.stream == "code" else (3 * first + second) / 4
+        np.testing.assert_allclose(s.notes["teacher"], wanted, atol=1e-6)
+    t.teachers = Teachers([Teacher(wise[2], 1.0, "code")])
+    with pytest.raises(TrainError, match="no teacher of 'fake'"):
+        t._annotate(batch(rollouts(loaded, 0), opd), opd.needs)
+
+
+SOURCES = {
+    "kind": "mix",
+    "sources": [
+        {"source": name, "kind": "list", "rows": [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for b in range(10)], "holdout": 2}
+        for a, name in enumerate(("low", "high"))
+    ],
+}
+
+
+def test_each_source_learns_from_its_teacher_and_one_may_learn_from_none(tmp_path):
+    teachers = tables({"source": "low"}, {"source": "low", "weight": 2.0})
+    run(tmp_path, task__data=SOURCES, model__teacher=teachers, algo__sources={"low": {"kind": "opd"}}, loop__steps=2)
+    rows = store.read_step(tmp_path, store.steps(tmp_path)[-1])
+    assert {r["group"] for r in rows} and events(tmp_path, "StepDone")[-1]["metrics"]["train/kl_teacher"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model__teacher": tables({"source": "lwo"}), "algo__kind": "opd"}, "low"),
+        ({"model__teacher": tables({"source": "low"}), "algo__kind": "opd"}, "'high' learns from a teacher and has none"),
+        ({"model__teacher": tables({"url": "http://127.0.0.1:1"}), "algo__kind": "opd"}, "either a path"),
+        ({"model__teacher": [{"weight": 1.0}], "algo__kind": "opd"}, "either a path"),
+        ({"model__teacher": tables({"weight": 0.0}), "algo__kind": "opd"}, "weight"),
+        ({"model__teacher": [{"url": "http://127.0.0.1:1"}], "algo__kind": "opd"}, "is a server running there"),
+        (
+            {"model__teacher": [{"url": "http://127.0.0.1:1"}], "algo__kind": "opd", "engine__sampling__temperature": 0.7},
+            "logprobs of temperature 1",
+        ),
+    ],
+)
+def test_teachers_that_cannot_teach_are_refused(tmp_path, changes, says):
+    with pytest.raises(RondelError, match=says):
+        build(tiny(tmp_path, task__data=SOURCES, **changes)).close()
+
+
+@pytest.mark.slow
+def test_a_teacher_that_is_served_teaches_what_it_would_teach_here(tmp_path):
+    """`rondel serve` on another port and the same model in the trainer: the same advantages, and so the same run."""
+    serve_kit = pytest.importorskip("serve_kit")
+    run(tmp_path / "teacher", loop__steps=0, loop__warmup__steps=12)
+    folder = tmp_path / "teacher" / "checkpoints" / "step-000012"
+    how = {"algo__kind": "opd", "loop__steps": 2, "loop__warmup__steps": 2}
+    run(tmp_path / "here", model__teacher=str(folder), **how)
+    server = serve_kit.Server(folder, tmp_path)
+    try:
+        run(tmp_path / "there", model__teacher=[{"url": f"http://127.0.0.1:{server.port}"}], **how)
+    finally:
+        server.stop()
+    here, there = ([e["metrics"]["train/kl_teacher"] for e in events(tmp_path / name, "StepDone")[-2:]] for name in ("here", "there"))
+    assert there == pytest.approx(here, rel=1e-4) and min(here) > 0.01

@@ -15,7 +15,8 @@ from rondel.runtime.journal import store
 from rondel.train.credit import credit
 from rondel.train.pack import Batch, batch_of
 from rondel.words.errors import ConfigError, EnvError
-from rondel.words.types import Group, Score, Task, Trajectory, decode, encode
+from rondel.words.stored import decode, encode
+from rondel.words.types import Group, Score, Task, Trajectory
 
 TASK = Task("t", "fake", {})
 

@@ -15,7 +15,7 @@ from rondel.assemble.failures import Failures
 from rondel.assemble.rollouts import Rollouts
 from rondel.buffer import Buffer
 from rondel.filter.complete import Complete
-from rondel.words.errors import RewardError
+from rondel.words.errors import ConfigError, RewardError
 from rondel.words.recent import LAST, LEAST
 from rondel.words.types import Failed, Sampling, Score, Slot, Task, Trajectory
 
@@ -150,3 +150,68 @@ def test_what_was_scored_twice_is_counted_once(tmp_path):
 
     asyncio.run(group())
     assert len(parts.failures.recent.outcomes) == 4
+
+
+def test_a_pause_ends_when_the_world_mends(tmp_path):
+    """Down from the 100th answer on and up again after six questions: no answer is lost, and one asks at a time."""
+    parts = SimpleNamespace(
+        job=run_kit.tiny(Path(tmp_path)), sampling=Sampling(), failures=Failures(0.3, patience=60, first=0.001), pool=None
+    )
+    rollouts, trainer, asked = Bandit(parts, 8), CountingTrainer(), []
+
+    class Down(Bandit):
+        async def _one(self, slot, index, policy="policy"):
+            asked.append((slot.number, index))
+            self.faults = 1.0 if len(asked) > 100 and (parts.failures.since is None or len(asked) < down[0] + 6) and not mended else 0.0
+            if self.faults == 0.0 and parts.failures.since is not None:
+                mended.append(True)
+            if parts.failures.since is None:
+                down[0] = len(asked)
+            return await super()._one(slot, index, policy)
+
+    mended, down = [], [0]
+    rollouts = Down(parts, 8)
+    buffer = Buffer(groups_per_step=4, max_staleness=1)
+    asyncio.run(asyncio.wait_for(loop.run(endless(), buffer, **loop_kit(trainer, rollouts, 20)), 60))
+    book = buffer.ledger()
+    assert run_kit.balances(book) and not parts.failures.why and mended and parts.failures.since is None
+    assert sum(n for name, n in book.items() if name.startswith("failed")) <= 100 / 8, "what failed before the pause, and nobody after"
+    assert len(asked) - len(set(asked)) < 200
+
+
+def test_patience_has_an_end():
+    async def down():
+        failures = Failures(0.3, patience=0.05, first=0.01)
+        for _ in range(LEAST):
+            failures.count(Failed("timeout"))
+        assert failures.since is not None and not failures.why
+        return failures, await asyncio.gather(*(hopes(failures) for _ in range(5)))
+
+    async def hopes(failures):
+        tries = 0
+        while await failures.again(Failed("timeout")):
+            tries += 1
+        return tries
+
+    failures, tries = asyncio.run(asyncio.wait_for(down(), 20))
+    assert failures.spent.is_set() and "it has waited 0.05 s (task.patience)" in failures.why and 1 <= sum(tries) <= 10
+
+
+def test_who_is_given_up_in_its_turn_leaves_it_to_others():
+    async def two():
+        failures = Failures(0.3, patience=60, first=0.01)
+        for _ in range(LEAST):
+            failures.count(Failed("timeout"))
+        first = asyncio.create_task(failures.again(Failed("timeout")))
+        second = asyncio.create_task(failures.again(Failed("timeout")))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert await second
+        assert not await failures.again(Score(1.0)) and failures.since is None
+
+    asyncio.run(asyncio.wait_for(two(), 20))
+
+
+def test_patience_without_a_budget_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="set max_failures below 1"):
+        run_kit.tiny(tmp_path, task__patience=5.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from rondel.train.credit import credit
 from rondel.train.pack import Batch
 from rondel.train.sums import Sums
 from rondel.words.errors import UserError
-from rondel.words.types import Group
+from rondel.words.types import Group, Score, Trajectory
 
 TOLERANCE = 1e-6
 
@@ -108,3 +109,52 @@ def test_a_run_trains_demonstrations_beside_its_rewards(tmp_path):
 def test_a_component_that_cannot_be_is_refused(tmp_path, beside, says):
     with pytest.raises(UserError, match=says):
         build(tiny(tmp_path, algo__beside=[beside])).close()
+
+
+SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
+MORE = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5, 10) for b in range(5)]
+TWO = {
+    "kind": "mix",
+    "sources": [
+        {"source": "sums", "kind": "list", "rows": SUMS, "holdout": 3},
+        {"source": "twice", "kind": "list", "rows": MORE, "holdout": 3, "env": "rehearsed_envs:twice"},
+    ],
+}
+
+
+def test_each_source_has_its_environment_its_row_and_its_numbers(tmp_path):
+    own = {"twice": {"kind": "rloo", "weight": 0.5, "filters": ["signal"]}}
+    parts = build(tiny(tmp_path / "a", task__data=TWO, algo__sources=own))
+    try:
+        assert parts.algo.streams == {"twice": (parts.rows.of["twice"][0], 0.5)} and parts.rows.of["twice"][0].name == "rloo"
+        assert parts.env.turns == 1 and {t.env for t in parts.tasks.train} == {"single_turn", "rehearsed_envs:twice"}
+        alike = [Trajectory([1, 2], [False, True], score=Score(1.0)) for _ in range(4)]
+        by_source = {t.data["source"]: t for t in parts.tasks.train}
+        verdicts = {name: parts.judge(Group(0, task, alike, 0)) for name, task in by_source.items()}
+    finally:
+        parts.close()
+    assert verdicts["sums"].keep and not verdicts["twice"].keep, "a group passes the filters of its own row"
+    run(tmp_path / "b", task__data=TWO, algo__sources={"twice": {"kind": "rloo"}}, loop__steps=2)
+    rows = store.read_step(tmp_path / "b", 7)
+    assert {len([1 for a, b in pairwise([False, *r["mask"]]) if b and not a]) for r in rows if r["env"] != "single_turn"} == {2}
+    [*_, last] = events(tmp_path / "b", "Evaluated")
+    assert last["of"].keys() == {"sums", "twice"}
+    assert {e["source"] for e in events(tmp_path / "b", "GroupFinished") if e["lengths"]} == {"sums", "twice"}
+
+
+@pytest.mark.parametrize(
+    ("sources", "says"),
+    [
+        ({"twise": {"kind": "rloo"}}, "twice"),
+        ({"twice": {"weight": 0.5}}, "no kind"),
+        ({"twice": {"kind": "rlo"}}, "rloo"),
+        ({"twice": {"kind": "rloo", "weight": 0}}, "positive"),
+        ({"twice": {"kind": "ppo"}}, "critic"),
+        ({"twice": {"kind": "remax"}}, "greedy answer"),
+        ({"twice": {"kind": "grpo", "surrogate": {"hihg": 0.3}}}, "high"),
+        ({"twice": {"kind": "opd"}}, "opd learns from a teacher"),
+    ],
+)
+def test_a_row_of_a_source_that_cannot_be_is_refused(tmp_path, sources, says):
+    with pytest.raises(UserError, match=says):
+        build(tiny(tmp_path, task__data=TWO, algo__sources=sources)).close()

@@ -19,6 +19,7 @@ from rondel.sync.from_tensor import FromTensor
 from rondel.train.critic import Critic
 from rondel.train.draft import DraftTrainer
 from rondel.train.step import LocalTrainer, Settings
+from rondel.train.teachers import Teacher
 from rondel.words.errors import ConfigError, EngineError, LawError, TrainError
 from rondel.words.events import Resident, subscribe
 
@@ -34,13 +35,23 @@ def crowded(dtype: str, *, claim: OneAtATime | None = None, shared=None, algo=AL
     teacher = model("tied", dtype) if "teacher_logprobs" in algo.needs else None
     draft = DraftTrainer(model("llama", dtype), lr=1e-3)
     return LocalTrainer(
-        loaded, chosen, run=inline, needs=algo.needs, critic=critic, teacher=teacher, draft=draft, claim=claim, transport=FromTensor()
+        loaded,
+        chosen,
+        run=inline,
+        needs=algo.needs,
+        critic=critic,
+        teachers=[Teacher(teacher)] if teacher else [],
+        draft=draft,
+        claim=claim,
+        transport=FromTensor(),
     )
 
 
 def everything(t: LocalTrainer) -> list[bytes]:
     tensors = [x for owner in t.offload.owners for kind, held in owner.state().items() if kind != "gradients" for x in held]
-    tensors += [x for loaded in (t.loaded, t.critic.loaded, t.start, t.teacher, t.draft.loaded) for x in loaded.model.parameters()]
+    tensors += [
+        x for loaded in (t.loaded, t.critic.loaded, t.start, t.teachers[0].loaded, t.draft.loaded) for x in loaded.model.parameters()
+    ]
     return [x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for x in tensors]
 
 
@@ -95,7 +106,7 @@ def test_what_is_on_the_device_is_counted_from_the_tensors(dtype):
     assert awake["weights"] == asleep["weights"] and awake["gradients"] == whole and awake["moments"] == 2 * whole
     assert awake["masters"] == (masters if half else 0)
     assert awake["critic"] == critic + buffers and awake["reference"] == awake["teacher"] == 0
-    frozen = max(size(t.start), size(t.teacher)) + buffers
+    frozen = max(size(t.start), size(t.teachers[0].loaded)) + buffers
     assert t.offload.high == sum(awake.values()) + frozen, "one frozen model at a time"
     asyncio.run(t.sleep(("optimizer",)))
     assert t.offload.memory() == asleep

@@ -12,6 +12,8 @@ import torch
 from algos_kit import lively
 from torch.distributed.tensor import DTensor
 from train_kit import awkward_groups, batch, inline, model, row
+from vision_kit import EYES, groups_with_images
+from vision_kit import model as looking
 
 from rondel.algos.table import TABLE
 from rondel.models import adapters, names
@@ -24,6 +26,7 @@ from rondel.train.fsdp import Meeting, Sharded
 from rondel.train.parallel import ALONE
 from rondel.train.step import LocalTrainer, Settings
 from rondel.train.sums import Sums
+from rondel.train.teachers import Teacher
 from rondel.words.types import Route, Score
 
 MODELS = ("llama", "tied", "qwen3", "gemma3_text")
@@ -32,7 +35,7 @@ MODELS = ("llama", "tied", "qwen3", "gemma3_text")
 def made(kind: str, dtype: str) -> Loaded:
     """ "llama", "llama + fresh" with an adapter that changes nothing yet, "llama + used" with one that does."""
     kind, _, adapter = kind.partition(" + ")
-    loaded = model(kind, dtype)
+    loaded = looking(kind) if kind in EYES else model(kind, dtype)
     if adapter:
         adapters.adapt(loaded, rank=4, alpha=8)
         generator = torch.Generator().manual_seed(1)
@@ -66,7 +69,7 @@ class Rank:
             run=inline,
             needs=needs,
             critic=critic,
-            teacher=model("tied") if teacher else None,
+            teachers=[Teacher(model("tied"))] if teacher else [],
             ranks=self.ranks,
             transport=FromTensor(),
         )
@@ -168,6 +171,19 @@ def test_two_ranks_have_the_gradient_of_one(pair, kind):
     pair.make(kind, algo=algo)
     whole = alone.gradient(copy.deepcopy(b), algo)
     for micro_tokens in (1, 40, 10**6):  # an odd and an even number of micro-batches
+        for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
+            assert apart(got, whole) <= 1e-6
+
+
+@pytest.mark.slow
+def test_ranks_that_see_pictures_at_different_times_have_the_gradient_of_one(pair):
+    """A micro-batch of text beside one with pictures: nobody waits in a tower for who does not look."""
+    algo = row("grpo", entropy={"coef": 0.02})
+    alone, b = Rank(0), batch(groups_with_images(looking()), algo)
+    alone.make("qwen2_5_vl", algo=algo)
+    pair.make("qwen2_5_vl", algo=algo)
+    whole = alone.gradient(copy.deepcopy(b), algo)
+    for micro_tokens in (1, 40, 10**6):
         for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=micro_tokens):
             assert apart(got, whole) <= 1e-6
 

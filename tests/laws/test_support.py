@@ -23,7 +23,8 @@ from rondel.train.annotate import annotate
 from rondel.train.kept import Kept
 from rondel.train.logprobs import LOGITS, logprob_and_entropy
 from rondel.words.errors import ConfigError, DataError
-from rondel.words.types import DATA, Group, Sampling, Score, Task, Trajectory, decode, encode
+from rondel.words.stored import decode, encode
+from rondel.words.types import DATA, Group, Sampling, Score, Task, Trajectory
 
 CUTS = {
     "top-p": {"top_p": 0.8},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -128,3 +129,16 @@ def test_layouts_fill_the_devices_and_the_best_fits(words):
     assert any(row.tp > 1 for row in found) and any(row.pp > 1 and row.bubble > 0 for row in found)
     if setting.shape.experts:
         assert any(row.ep > 1 for row in found)
+
+
+@pytest.mark.parametrize("unit", [1, 2])
+def test_the_best_split_is_the_best_of_all_and_none_worse_is_advised(unit):
+    rng = random.Random(0)
+    for _ in range(200):
+        G, r, t = rng.randrange(3 * unit, 64), rng.uniform(0.1, 5), rng.uniform(0.1, 5)
+        best = split.balanced(G, r, t, unit=unit)
+        every = {a: min(a * r, (G - a) * t) for a in range(unit, G, unit)}
+        assert every[best] == max(every.values())
+        trainers = rng.randrange(1, G)
+        told = split.advise(G, r, t, trainers=trainers, unit=unit).text
+        assert ("would give" in told) == (every[best] > min((G - trainers) * r, trainers * t)) and "give -" not in told

@@ -90,3 +90,35 @@ def test_close_ends_its_threads_and_a_closed_engine_says_so():
     assert set(threading.enumerate()) <= before
     with pytest.raises(EngineError, match="closed"):
         engine.generate(["a"])
+
+
+@pytest.mark.slow
+def test_it_aligns_guesses_and_compiles_on_request():
+    """Aligned: the trainer's bits. Guessing ahead, and fused loops: the tokens of neither."""
+    load = rondel.Engine.load
+    how, sampling = {"dtype": "float32", "device": "cpu", "kv_pages": 2048}, rondel.Sampling(n=2, max_tokens=12, temperature=0.0)
+    size = {"random": "llama", "seed": 1, **SIZE}
+    told = {}
+    for name, more in {
+        "plain": {}, "aligned": {"numerics": "aligned"}, "ngram": {"speculative": "ngram"}, "compiled": {"compile": True},
+    }.items():  # fmt: skip
+        engine = load(size, **how, **more)
+        told[name] = [[c.tokens for c in row] for row in engine.generate(["a b a b a b", "xyz"], sampling)]
+        if name == "aligned":
+            [[c]] = engine.generate(["abc"], rondel.Sampling(max_tokens=8, seed=3))
+            alone = plain_logprobs(engine.loaded, engine.tokenizer.encode("abc") + c.tokens)[-len(c.tokens) :]
+            assert c.logprobs == pytest.approx(alone, abs=1e-6) and engine.loaded.aligned
+        engine.close()
+    assert all(tokens == told["plain"] for tokens in told.values())
+    for wrong, says in ({"numerics": "alinged"}, "fast or aligned"), ({"speculative": "draft"}, "draft:MODEL"):
+        with pytest.raises(UserError, match=says):
+            load(size, **how, **wrong)
+
+
+def test_a_conversation_goes_through_the_template(engine):
+    with pytest.raises(UserError, match=r"engine.chat\(\[messages\]\)"):
+        engine.chat([{"role": "user", "content": "Hi"}])
+    messages = [{"role": "user", "content": "Hi"}]
+    tokens = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    sampling = rondel.Sampling(max_tokens=6, seed=2)
+    assert engine.chat([messages], sampling)[0][0].tokens == engine.generate([tokens], sampling)[0][0].tokens

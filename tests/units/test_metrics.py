@@ -39,6 +39,13 @@ def test_a_failed_reward_is_no_zero_and_nothing_is_no_number():
     assert from_groups([]) == {}
 
 
+def test_every_source_has_its_mean_reward_and_a_column_of_the_data_is_no_source():
+    row = from_groups([GroupFinished(i, "a", 0, True, "", [float(i)], [1], source=name) for i, name in enumerate(("sums", "code", "sums"))])
+    assert (row["score/reward_of_sums"], row["score/reward_of_code"]) == (1.0, 1.0)
+    many = from_groups([GroupFinished(i, "a", 0, True, "", [1.0], [1], source=f"page {i}") for i in range(100)])
+    assert not [name for name in many if "reward_of" in name]
+
+
 def test_lag_is_measured_at_consumption():
     row = from_taken(GroupsTaken(4, 3, [group(0, 3, [1.0]), group(1, 2, [1.0]), group(2, 2, [1.0]), group(3, 1, [1.0])], 2))
     assert row.pop("loop/lag_limit") == 2

@@ -9,8 +9,9 @@ import pytest
 from run_kit import tiny
 
 from rondel.assemble.hosts import TrainerHost
-from rondel.assemble.parts import row_of, sampling_of
+from rondel.assemble.parts import sampling_of
 from rondel.assemble.placing import _spawned
+from rondel.assemble.rows import rows_of
 from rondel.sync.from_distributed import FromDistributed
 
 pytestmark = pytest.mark.slow
@@ -58,7 +59,7 @@ def test_ranks_of_several_machines_meet_where_the_first_one_is():
             asked.append((verb, *args))
             return SimpleNamespace(result=lambda: ("known", {}, 1))
 
-    plan = SimpleNamespace(job=None, row=None, sampling=None, transport=lambda: None)
+    plan = SimpleNamespace(job=None, needs=frozenset(), sampling=None, transport=lambda: None)
     _spawned(plan, SimpleNamespace(spawn=lambda *a, **k: Worker()), ["cpu", "cpu"], [(), ()], 1)
     assert ("meet", "10.9.8.7") in asked
     assert [a for a in asked if a[0] == "join"] == [("join", rank, 2, ("10.9.8.7", 4242)) for rank in range(2)]
@@ -67,7 +68,7 @@ def test_ranks_of_several_machines_meet_where_the_first_one_is():
 def test_weights_are_broadcast_from_the_address_that_others_reach(tmp_path):
     """Another loopback address stands for another machine's: the store listens there, and engines are told so."""
     job = tiny(tmp_path)
-    host = TrainerHost(job, row_of(job), sampling_of(job), "cpu", 1, FromDistributed())
+    host = TrainerHost(job, rows_of(job).needs, sampling_of(job), "cpu", 1, FromDistributed())
     try:
         assert host.meet("127.0.0.2")[0] == "127.0.0.2"
         host.join()

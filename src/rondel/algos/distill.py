@@ -31,8 +31,39 @@ class Distill:
     def needs(self) -> frozenset[str]:
         return self.asks if self.coef else frozenset()
 
+    @property
+    def charged(self) -> bool:
+        """Whether it is part of the advantage."""
+        return self.coef > 0
+
     def __call__(self, behavior_T: Tensor, teacher_T: Tensor) -> Tensor:
         return self.coef * (behavior_T - teacher_T)
 
     def __str__(self) -> str:
         return f"{self.coef:g}·(logp_behavior - logp_teacher); A - d takes the place of A"
+
+
+@dataclass(frozen=True)
+class FullDistill:
+    """d_t = sum_v p(v)·(log p(v) - log q(v)) over the whole vocabulary, in the loss and not in the advantage.  arXiv:2306.13649 (GKD, reverse KL).
+
+    Its gradient at a context is exact where `Distill` estimates it from one token: no variance of the draw, at the price of the teacher's
+    distribution at every token, which is rebuilt from its last hidden states. Several teachers: sum_i w_i·KL(p || q_i) / sum_i w_i, of which
+    log q = sum_i w_i·log q_i / sum_i w_i has the same gradient.
+
+    coef    what a nat between policy and teacher costs; 0 leaves the teacher out
+    """
+
+    coef: float = 1.0
+    charged: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not self.coef >= 0:
+            raise ConfigError(f"coef = {self.coef}; it must not be negative: that would drive the policy away from the teacher")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"teacher_hidden"}) if self.coef else frozenset()
+
+    def __str__(self) -> str:
+        return "KL(policy || teacher) of the token's whole distribution"

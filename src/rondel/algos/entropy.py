@@ -22,19 +22,33 @@ def highest(values_T: Tensor, share: float) -> Tensor:
 class EntropyBonus:
     """b_t = coef·H_t, subtracted from the loss; H_t = -sum_v p_v log p_v.  [T] -> [T].  arXiv:1602.01783 (A3C).
 
-    H comes from the pass that makes the logprobs, with its gradient. With `target` it acts only in updates that begin below it
-    (arXiv:2505.22312), with `top` only on the tokens of highest entropy, where the policy has a choice (arXiv:2506.01939).
+    H comes from the pass that makes the logprobs, with its gradient. With `target` it acts only in updates that begin below it, and with
+    `delta` its weight grows by that much after a step whose mean entropy was below the target, and shrinks after another, within
+    [least, most] (arXiv:2505.22312, Skywork-OR1). With `top` it acts only on the tokens of highest entropy, where the policy has a choice
+    (arXiv:2506.01939).
 
     coef      weight of the entropy; 0 leaves it out, a negative one sharpens the policy
     target    act only while the mean entropy of the update's tokens is below this many nats; None is always
     top       act only on this share of the update's tokens, those of highest entropy; 1 is all
+    delta     how much coef moves after each step, up below the target and down above it; 0 leaves it as it is
+    least     the lowest that delta makes of coef
+    most      the highest that delta makes of coef
     """
 
     coef: float = 0.0
     target: float | None = None
     top: float = 1.0
+    delta: float = 0.0
+    least: float = 0.0
+    most: float = 1.0
 
     def __post_init__(self) -> None:
+        if not self.delta >= 0 or not self.least <= self.most:
+            raise ConfigError(
+                f"delta = {self.delta}, least = {self.least}, most = {self.most}; delta is at least 0, and least at most most"
+            )
+        if self.delta and self.target is None:
+            raise ConfigError(f"delta = {self.delta} moves coef towards a target, and there is none: set entropy.target, in nats a token")
         if not 0 < self.top <= 1:
             raise ConfigError(f"top = {self.top}; it must lie in (0, 1]: a share of the tokens")
         if self.target is not None and not self.target > 0:
@@ -42,7 +56,17 @@ class EntropyBonus:
 
     @property
     def chooses(self) -> bool:
-        return bool(self.coef) and (self.target is not None or self.top < 1)
+        return bool(self.coef or self.delta) and (self.target is not None or self.top < 1)
+
+    @property
+    def steers(self) -> bool:
+        return self.delta > 0
+
+    def steered(self, measured: float) -> float:
+        """coef ± delta, within [least, most]: what comes after a step whose tokens had this mean entropy."""
+        if self.target is None:
+            return self.coef
+        return min(max(self.coef + (self.delta if measured < self.target else -self.delta), self.least), self.most)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -51,7 +75,9 @@ class EntropyBonus:
     @property
     def idle(self) -> dict[str, str]:
         """Knobs that change nothing as things stand, and why."""
-        return {} if self.coef else dict.fromkeys(("target", "top"), "entropy.coef is 0")
+        if not self.coef and not self.delta:
+            return dict.fromkeys(("target", "top", "delta", "least", "most"), "entropy.coef is 0")
+        return {} if self.delta else dict.fromkeys(("least", "most"), "entropy.delta is 0")
 
     def select(self, entropy_T: Tensor) -> Tensor:
         """The tokens of a whole update on which it acts.  [T] -> [T] bool."""

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class Mixture:
     """L = L_main + sum over streams of weight·L_row, each over its own samples with its own denominators.
 
-    So what one stream brings, or how long its answers are, changes the weight of no other. A sample's stream is the environment of its
-    task; streams that are not named here belong to the main row.
+    So what one stream brings, or how long its answers are, changes the weight of no other. A sample's stream is the source of its
+    task, or its environment; streams that are not named here belong to the main row.
 
     >>> Mixture(GRPO, {"demonstrations": (SFT, 0.1)})  # doctest: +SKIP
     """

@@ -43,15 +43,16 @@ def objective(
     score_T: Tensor | None = None,
     guided_T: Tensor | None = None,
     decided: Ahead = NOTHING,
+    taught_T: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """L = sum_t w_t·(c_t·l_t + kl.coef·k_t - entropy.coef·H_t).  [T] each -> scalar, {name: [T]}.
+    """L = sum_t w_t·(c_t·l_t + kl.coef·k_t + distill.coef·d_t - entropy.coef·H_t).  [T] each -> scalar, {name: [T]}.
 
-    T are the trainable tokens only, of whole samples; the gradient flows through logprobs_T and entropy_T. `score_T` is the reward of
+    T are the trainable tokens only, of whole samples; the gradient flows through logprobs_T and entropy_T. `taught_T` is d, with its gradient; `score_T` is the reward of
     the token's sample, `guided_T` marks demonstrations, `decided` is what `ahead` found for these tokens. The terms are detached and per token,
-    for metrics: ratio, clipped, correction; kl where a reference was given, gap (log proximal - log behavior) where a behavior was.
+    for metrics: ratio, clipped, correction; kl where a reference was given, taught where a teacher was, gap (log proximal - log behavior) where a behavior was.
     In the first update proximal_T may be logprobs_T itself: no gradient passes through it.
     """
-    given = {"advantages": advantages_T, "behavior_logprobs": behavior_T, "ref_logprobs": ref_T}
+    given = {"advantages": advantages_T, "behavior_logprobs": behavior_T, "ref_logprobs": ref_T, "teacher_hidden": taught_T}
     missing = sorted(need for need, values_T in given.items() if need in row.needs and values_T is None)
     assert not missing, f"the row {row.name} needs {', '.join(missing)}, which the batch does not carry"
     assert "proximal_logprobs" not in row.needs or decided is not NOTHING, f"the row {row.name} compares samples: ask `ahead` first"
@@ -81,6 +82,9 @@ def objective(
         terms["kl"] = row.kl(logprobs_T, ref_T, logprobs_T - logprobs_T.detach() + tokens.log_drift)
     if row.kl.pulls:
         token_T = token_T + row.kl.coef * terms["kl"]
+    if taught_T is not None:
+        terms["taught"] = taught_T
+        token_T = token_T + row.distill.coef * taught_T
     if row.entropy.coef:
         assert entropy_T is not None, f"the row {row.name} has entropy.coef = {row.entropy.coef}, but no entropy was computed"
         bonus_T = row.entropy(entropy_T)
@@ -93,11 +97,13 @@ def explain(row: Algorithm) -> str:
     idle = {path for path in row.idle if "." not in path} | {name for name in ("kl", "entropy", "distill") if not getattr(row, name).coef}
     shown = {family: part for family, part in row.parts.items() if family not in idle}
     penalty = f" + {row.kl.coef:g}·k" if row.kl.pulls else ""
+    penalty += f" + {row.distill.coef:g}·d" if row.distill.coef and not row.distill.charged else ""
     bonus = f" - {row.entropy.coef:g}·H" if row.entropy.coef else ""
     slope = f" + {row.kl.coef:g}·({row.kl.slope})" if row.kl.pulls else ""
     cost = [f"  each token pays {row.kl.coef:g}·k of its reward, with logp of the behavior"] if row.kl.charged else []
     critic = ["critic    its own loss: sum of w·m over the same tokens, with V = v when the step began"] if "values" in row.needs else []
     push = f" - {row.entropy.coef:g}·∇H" if row.entropy.coef else ""
+    push += f" + {row.distill.coef:g}·∇d" if row.distill.coef and not row.distill.charged else ""
     kept = getattr(row.correction, "denominator", "all") == "kept"
     lines = [
         f"{row.name}  ({row.paper})",

@@ -28,7 +28,7 @@ from rondel.algos.aggregate import FixedNorm, SeqMeanTokenMean, SeqMeanTokenSum,
 from rondel.algos.bounded import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
 from rondel.algos.chosen import ClipCov, Forking, KlCov
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
-from rondel.algos.distill import Distill
+from rondel.algos.distill import Distill, FullDistill
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.gae import Gae, Returns
 from rondel.algos.kl import Kl
@@ -63,7 +63,7 @@ FAMILIES: dict[str, dict[str, type]] = {
         "constant": Constant,
         "preference": Preference,
     },
-    "distill": {"distill": Distill},
+    "distill": {"distill": Distill, "full": FullDistill},
     "ratio": {"token": TokenRatio, "sequence": SequenceRatio, "sequence_token": SequenceTokenRatio},
     "surrogate": {
         "clip": Clip,
@@ -112,7 +112,7 @@ class Algorithm:
     kl: Kl  # (logprobs_T, ref_T, log_drift_T) -> kl_T
     entropy: EntropyBonus  # entropy_T -> bonus_T, on the tokens that `select` chose
     aggregate: Callable[[Tensor], Tensor]  # lengths_N -> weight_N
-    distill: Distill = field(default_factory=Distill)  # (behavior_T, teacher_T) -> cost_T
+    distill: Distill | FullDistill = field(default_factory=Distill)  # (behavior_T, teacher_T) -> cost_T, or a term of the loss
     value: ClippedValue = field(default_factory=ClippedValue)  # (values_T, old_T, returns_T) -> loss_T, clipped_T
     filters: tuple[str, ...] = ()
 
@@ -157,7 +157,7 @@ class Algorithm:
             idle["shaping"] = "the advantage reads the parts of the reward"
         if "shaping" in idle and self.kl.charged:
             idle["kl"] = f"it is part of the reward, and {idle['shaping']}"
-        if "advantage" in idle:
+        if "advantage" in idle and not isinstance(self.distill, FullDistill):
             idle["distill"] = idle["advantage"]
         if "values" not in getattr(self.advantage, "needs", ()):
             idle["value"] = "the row has no critic"
@@ -181,7 +181,7 @@ class Algorithm:
         """The advantage of every trainable token, in the order of the samples."""
         found = self.advantage(self.rewarded(scored))
         found_T = found if getattr(self.advantage, "per_token", False) else scored.each(found)
-        if not self.distill.coef:
+        if not isinstance(self.distill, Distill) or not self.distill.coef:
             return found_T
         assert scored.behavior_T is not None and scored.teacher_T is not None
         return found_T - self.distill(scored.behavior_T, scored.teacher_T).to(found_T.dtype)

@@ -19,6 +19,7 @@ from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.episode import listed, rooted
 from rondel.generate.envs.template import Schemas, Template
 from rondel.words.errors import EngineError, EnvError
+from rondel.words.media import Sight
 from rondel.words.types import Completion, EnvFault, Request, Sampling, Task, Trajectory
 
 Script = Callable[[Task, int], "str | list[int]"]
@@ -149,6 +150,7 @@ class Stage:
     max_context: int
     system: str | None = None
     timeout: float = 60.0
+    sight: Sight | None = None
 
     @property
     def most(self) -> int:
@@ -158,7 +160,13 @@ class Stage:
     async def play(self, name: str, task: Task, script: Script, *, meeting: Meeting | None = None, dies: bool = False) -> Played:
         actor = Actor(self.tokenizer, task, script, self.most, meeting, dies)
         chat = WatchedChat(
-            self.tokenizer, actor.generate, sampling=self.sampling, key=lambda turn: turn, max_context=self.max_context, system=self.system
+            self.tokenizer,
+            actor.generate,
+            sampling=self.sampling,
+            key=lambda turn: turn,
+            max_context=self.max_context,
+            system=self.system,
+            sight=self.sight,
         )
         chat.most = self.most
         played, began = Played(name, task, [], actor), time.perf_counter()

@@ -37,7 +37,7 @@ def check(job: Job, *, asked: bool = False) -> list[Finding]:
 
 
 def batch_line(job: Job) -> str:
-    p, g, u = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step
+    p, g, u = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step * job.loop.epochs
     return f"{p} groups x {g} samples = {p * g} trajectories a step, {u} update{'s' * (u > 1)}"
 
 

@@ -29,7 +29,7 @@ def facts_of(parts: Parts) -> dict[str, Any]:
 
     job, known = parts.job, parts.known
     on_gpu = torch.cuda.is_available() and job.place.device != "cpu"
-    p, g, u = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step
+    p, g, u = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step * job.loop.epochs
     return {
         "versions": {
             "rondel": version("rondel"),
@@ -60,8 +60,9 @@ def facts_of(parts: Parts) -> dict[str, Any]:
         "seed": job.loop.seed,
         "algorithm": parts.row.name,
         "loss": explain(parts.row),
-        "needs": sorted(parts.row.needs),
-        "corrects": bool(parts.row.corrects),
+        **({"losses": {name: f"{weight:g} · {explain(row)}" for name, (row, weight) in parts.rows.of.items()}} if parts.rows.of else {}),
+        "needs": sorted(parts.rows.needs),
+        "corrects": all(row.corrects for row in parts.rows.all),
         "resolved": parts.resolved,
     }
 

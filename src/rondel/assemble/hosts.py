@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from inspect import iscoroutinefunction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,7 +19,7 @@ from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.generate.engine.concurrency import Concurrency
-from rondel.models import adapters
+from rondel.models import adapters, vision
 from rondel.models.aligned import align
 from rondel.models.compiled import Compiled
 from rondel.models.load import Loaded, load
@@ -37,13 +37,12 @@ from rondel.train.fsdp import Meeting, Sharded
 from rondel.train.pack import Batch
 from rondel.train.parallel import ALONE, Alone
 from rondel.train.step import LocalTrainer, Settings
+from rondel.train.teachers import Teacher
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError
+from rondel.words.media import Sight
 from rondel.words.protocols import Claim, Transport
 from rondel.words.types import Sampling, StepStats
-
-if TYPE_CHECKING:
-    from rondel.algos.table import Algorithm
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,14 @@ class Known:
     tokenizer: Any
     max_context: int
     routers: int
+    sight: Sight | None  # how it looks at pictures
     parameters: int
     dtype: torch.dtype
 
     @classmethod
     def of(cls, loaded: Loaded) -> Known:
         parameters = sum(p.numel() for p in loaded.model.parameters())
-        return cls(loaded.name, loaded.tokenizer, loaded.max_context, loaded.routers, parameters, loaded.dtype)
+        return cls(loaded.name, loaded.tokenizer, loaded.max_context, loaded.routers, loaded.sight, parameters, loaded.dtype)
 
 
 def engine_of(
@@ -102,7 +102,7 @@ def engine_of(
 
 def trainer_of(
     job: Job,
-    row: Algorithm,
+    needs: frozenset[str],
     sampling: Sampling,
     loaded: Loaded,
     device: Device,
@@ -121,10 +121,10 @@ def trainer_of(
             loaded,
             settings,
             run=device.run,
-            needs=row.needs,
+            needs=needs,
             draft=pupil_of(job, draft) if draft else None,
-            critic=critic_of(job, loaded, settings, ranks) if "values" in row.needs else None,
-            teacher=teacher_of(job, loaded),
+            critic=critic_of(job, loaded, settings, ranks) if "values" in needs else None,
+            teachers=teachers_of(job, loaded, full="teacher_hidden" in needs),
             warmup=warmup_settings(job, settings) if job.loop.warmup.steps else None,
             ranks=ranks,
             transport=transport,
@@ -136,7 +136,7 @@ def trainer_of(
         "trainer.micro_tokens": f"{micro.value} ({micro.why})",
         "routing_replay": replay_fact(job, loaded),
         "model.adapter": adapter_fact(loaded),
-        "model.teacher": trainer.teacher.name if trainer.teacher else "none",
+        "model.teacher": teachers_fact(job),
         "trainer.critic": critic_fact(job) if trainer.critic else "none",
     }
 
@@ -165,10 +165,10 @@ class EngineHost:
         self.device.close()
 
 
-def follow(job: Job, row: Algorithm, sampling: Sampling, device: str, threads: int | None) -> None:
+def follow(job: Job, needs: frozenset[str], sampling: Sampling, device: str, threads: int | None) -> None:
     """A rank that torchrun started beside the one with the loop: does what that one calls."""
     rank, size = torchrun.rank_and_size()
-    host = TrainerHost(job, row, sampling, device, threads, FromTensor())  # it gives its shards and sends nothing itself
+    host = TrainerHost(job, needs, sampling, device, threads, FromTensor())  # it gives its shards and sends nothing itself
     calls = host.device.call(torchrun.joined, device, collective_patience(job))
     host.join(rank, size)
     torchrun.follow(host, calls)
@@ -180,7 +180,7 @@ class TrainerHost:
     def __init__(
         self,
         job: Job,
-        row: Algorithm,
+        needs: frozenset[str],
         sampling: Sampling,
         device: str,
         threads: int | None,
@@ -188,7 +188,7 @@ class TrainerHost:
     ) -> None:
         self.device, self.ranks = Device(device, threads), ALONE
         self.loaded = self.device.call(policy_of, job, device)
-        self.job, self.row, self.sampling, self.transport = job, row, sampling, transport
+        self.job, self.needs, self.sampling, self.transport = job, needs, sampling, transport
 
     def meet(self, host: str) -> tuple[str, int]:
         """`host`: where other workers reach this one, the first. -> where the other ranks find it."""
@@ -205,7 +205,7 @@ class TrainerHost:
             patience = collective_patience(self.job)
             self.ranks = self.device.call(lambda: Sharded(rank, size, meeting, device=self.device.name, patience=patience))
         self.trainer, resolved = trainer_of(
-            self.job, self.row, self.sampling, self.loaded, self.device, ranks=self.ranks, transport=self.transport
+            self.job, self.needs, self.sampling, self.loaded, self.device, ranks=self.ranks, transport=self.transport
         )
         return known, resolved, bytes_needed(self.trainer)
 
@@ -252,11 +252,36 @@ def policy_of(job: Job, device: str) -> Loaded:
     """As the recipe wants it: adapted, aligned."""
     loaded, wanted = load(job.model.path, dtype=job.model.dtype, device=device), job.model.adapter
     wanted._read.update(type(wanted).model_fields)  # what has no effect was refused when the recipe was read
+    loaded.sight = sight_within(job, loaded.sight, loaded.name)
+    if loaded.sight is not None and job.model.tower == "frozen":
+        vision.tower(loaded.model).requires_grad_(False)
     if wanted.kind == "lora":
         adapters.adapt(loaded, rank=wanted.rank, alpha=wanted.alpha, targets=wanted.targets, seed=job.loop.seed)
     if job.engine.numerics == "aligned":
         align(loaded)
     return loaded
+
+
+def sight_within(job: Job, sight: Sight | None, name: str) -> Sight | None:
+    """How the model looks, with images of at most model.image_tokens."""
+    m, plain = job.model, type(job.model).model_fields
+    if sight is None and (odd := [key for key in ("tower", "image_tokens") if getattr(m, key) != plain[key].default]):
+        raise ConfigError(
+            f"model.{odd[0]} = {getattr(m, odd[0])!r}, but '{name}' reads text alone: leave it out, or take a vision-language model"
+        )
+    if m.tower == "trained" and (m.adapter.kind != "off" or job.place.ranks > 1):
+        what = (
+            "model.adapter, which alone is trained"
+            if m.adapter.kind != "off"
+            else "place.ranks > 1, whose ranks see images at different times"
+        )
+        raise ConfigError(f"model.tower = 'trained' beside {what}: leave the tower frozen")
+    if sight is None or m.image_tokens == "auto":
+        return sight
+    if m.image_tokens < 1:
+        raise ConfigError(f"model.image_tokens = {m.image_tokens}; an image takes at least 1 token")
+    most = m.image_tokens * sight.cell**2
+    return replace(sight, most=most, least=min(sight.least, most))
 
 
 def adapter_fact(loaded: Loaded) -> str:
@@ -314,6 +339,7 @@ def settings_of(job: Job, sampling: Sampling, micro_tokens: int, *, replay_route
     return Settings(
         lr=t.lr, temperature=sampling.temperature, schedule=t.schedule, warmup_steps=t.warmup_steps, steps=job.loop.steps, clip=t.clip,
         weight_decay=t.weight_decay, betas=t.betas, micro_tokens=micro_tokens, updates_per_step=job.loop.updates_per_step,
+        epochs=job.loop.epochs,
         max_bad_steps=t.max_bad_steps, first_step=job.loop.warmup.steps, replay_routes=replay_routes,
         critic_lr=t.critic.lr, critic_warmup=t.critic.warmup,
     )  # fmt: skip
@@ -322,7 +348,7 @@ def settings_of(job: Job, sampling: Sampling, micro_tokens: int, *, replay_route
 def warmup_settings(job: Job, settings: Settings) -> Settings:
     """The supervised phase: its own learning rate, constant."""
     return replace(
-        settings, lr=job.loop.warmup.lr, schedule="constant", warmup_steps=0, updates_per_step=1, first_step=0, start_probe=0, replay_routes=False
+        settings, lr=job.loop.warmup.lr, schedule="constant", warmup_steps=0, updates_per_step=1, epochs=1, first_step=0, start_probe=0, replay_routes=False
     )  # fmt: skip
 
 
@@ -336,15 +362,29 @@ def critic_of(job: Job, loaded: Loaded, settings: Settings, ranks: Alone) -> Cri
     return Critic(other, settings, follows=False, ranks=ranks)
 
 
-def teacher_of(job: Job, loaded: Loaded) -> Loaded | None:
-    """Any model that reads the same tokens; nothing trains it."""
-    if job.model.teacher is None:
-        return None
-    teacher = load(job.model.teacher, dtype=job.model.dtype, device=str(loaded.device))
-    remedy = "It cannot say how likely the policy's tokens are: take a teacher of the same family"
-    same_words(loaded, teacher, who=f"model.teacher = {job.model.teacher!r}", remedy=remedy)
-    teacher.model.requires_grad_(False)
-    return teacher
+def teachers_of(job: Job, loaded: Loaded, *, full: bool) -> list[Teacher]:
+    """Any models that read the same tokens; nothing trains them. Those behind a url are asked by the driver. `full`: logit by logit."""
+
+    def local(path: str | dict[str, Any]) -> Loaded:
+        teacher = load(path, dtype=job.model.dtype, device=str(loaded.device))
+        remedy = "It cannot say how likely the policy's tokens are: take a teacher of the same family"
+        same_words(loaded, teacher, who=f"model.teacher = {path!r}", remedy=remedy)
+        if full and (ours := len(loaded.head.weight)) != (theirs := len(teacher.head.weight)):
+            raise ConfigError(
+                f"model.teacher = {path!r} has {theirs} logits a token and the policy {ours}: whole distributions cannot be compared. "
+                "Use algo.distill.kind = 'distill', which reads the drawn tokens"
+            )
+        teacher.model.requires_grad_(False)
+        return teacher
+
+    return [Teacher(None if t.path is None else local(t.path), t.weight, t.source) for t in job.model.teachers]
+
+
+def teachers_fact(job: Job) -> str:
+    told = [
+        f"{t.name}{f' for {t.source}' if t.source else ''}{f', weight {t.weight:g}' if t.weight != 1 else ''}" for t in job.model.teachers
+    ]
+    return "; ".join(told) or "none"
 
 
 def critic_fact(job: Job) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -9,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from rondel.algos.mixture import Mixture
-from rondel.algos.table import Algorithm, resolve
+from rondel.algos.table import Algorithm
+from rondel.assemble.again import Again
 from rondel.assemble.failures import Failures
 from rondel.assemble.hosts import Known, replays
 from rondel.assemble.placing import ENGINES, TOLERANCE, Placed, place
 from rondel.assemble.refusals import refuse, refuse_unanswered
 from rondel.assemble.rollouts import Shown, shown_of
+from rondel.assemble.rows import Rows, refuse_unknown_sources, rows_beside, rows_of
+from rondel.assemble.teaching import Served, served
 from rondel.filter import FILTERS, chain
 from rondel.filter.complete import Complete
 from rondel.generate.envs.agents import Agents
@@ -27,7 +31,7 @@ from rondel.generate.envs.mcp import Mcp
 from rondel.generate.envs.order import Admissions, Mixed
 from rondel.generate.envs.python import GRACE, SECONDS, python_tool
 from rondel.generate.envs.single_turn import SingleTurn
-from rondel.generate.envs.sources import TaskSet, load_tasks
+from rondel.generate.envs.sources import TaskSet, asked, load_tasks
 from rondel.generate.envs.template import Template
 from rondel.generate.envs.toolbox import calculator
 from rondel.generate.envs.tools import Tools
@@ -37,7 +41,7 @@ from rondel.runtime.sandbox.box import Sandbox
 from rondel.score.pool import RewardPool
 from rondel.sync.update import Update
 from rondel.train.step import LocalTrainer
-from rondel.words.config import OF_GROUPS, Job
+from rondel.words.config import Job
 from rondel.words.errors import ConfigError, DataError, boundary
 from rondel.words.registry import find
 from rondel.words.types import Completion, Group, Request, Sampling, Task, Trajectory, Verdict
@@ -60,7 +64,7 @@ class Parts:
     """Everything one process needs for one run."""
 
     job: Job
-    row: Algorithm
+    rows: Rows
     tasks: TaskSet
     order: Admissions
     sampling: Sampling
@@ -71,13 +75,20 @@ class Parts:
     env: Any
     resolved: dict[str, str]
     shown: list[Shown]
+    teachers: Served | None
+    again: Again | None
     close: Callable[[], None]
     failures: Failures
 
     @property
     def algo(self) -> Algorithm | Mixture:
-        """What the loop trains: the row, or a mixture of it and of what is shown beside."""
-        return Mixture(self.row, {s.stream: (s.row, s.weight) for s in self.shown}) if self.shown else self.row
+        """What the loop trains: the row, or a mixture of it, of those that sources have, and of what is shown beside."""
+        streams = self.rows.of | {s.stream: (s.row, s.weight) for s in self.shown}
+        return Mixture(self.row, streams) if streams else self.row
+
+    @property
+    def row(self) -> Algorithm:
+        return self.rows.main
 
     @property
     def known(self) -> Known:
@@ -101,40 +112,43 @@ def build(job: Job, folder: Path | None = None) -> Parts:
     """Every fault that can be known before the model is loaded is raised before. `folder`: of a run that may be continued after a crash."""
     find("engine", job.engine.kind, ENGINES)
     find("trainer", job.trainer.kind, {"fsdp": LocalTrainer})
-    row, sampling = row_of(job), sampling_of(job)
-    refuse(job, row, sampling)
+    rows, sampling = rows_of(job), sampling_of(job)
+    refuse(job, rows, sampling)
     if job.model.adapter.kind == "lora":
         adapters.require()
     tasks = load_tasks(job.task.data, env=job.task.env)
     for key, shows in (("algo.guides", job.algo.guides), ("loop.warmup", job.loop.warmup.steps)):
         if shows:
             refuse_unanswered(key, tasks.train)
-    env, order = env_of(job), order_of(job, tasks)
+    refuse_unknown_sources(job, rows, tasks.train)
+    env, order = env_of(job, tasks), order_of(job, tasks)
     shown = shown_of(job, tasks, rows_beside(job))
     with ExitStack() as ends:
         t = job.task
         pool = RewardPool(t.reward, workers=t.reward_workers, timeout=t.reward_timeout, folder=folder, lends=LENDS)
         ends.callback(pool.close)
-        placed = place(job, row, sampling, lambda known: longest(job, tasks, env, known, sampling), folder)
+        placed = place(job, rows.needs, sampling, lambda known: longest(job, tasks, env, known, sampling), folder)
         ends.callback(placed.close)
         sync = sync_of(job, placed)
         for remote in placed.remotes.values():
             remote.catch_up = sync.catch_up
         return Parts(
             job,
-            row,
+            rows,
             tasks,
             order,
             sampling,
             pool,
             placed,
             sync,
-            judge_of(job, row),
+            judge_of(job, rows),
             env,
             placed.resolved,
             shown,
+            served(job, placed.known.tokenizer, ENGINES, rows.taught, lambda: longest(job, tasks, env, placed.known, sampling)),
+            Again(job.loop.replays, job.loop.max_staleness, job.loop.seed) if job.loop.replays else None,
             ends.pop_all().close,
-            Failures(job.task.max_failures),
+            Failures(job.task.max_failures, job.task.patience),
         )
 
 
@@ -145,16 +159,6 @@ def sampling_of(job: Job) -> Sampling:
         return Sampling(**{**section.model_dump(), "stop": tuple(section.stop)})
 
 
-def row_of(job: Job) -> Algorithm:
-    section = {k: v for k, v in job.algo.model_dump().items() if v != {} and k not in OF_GROUPS}
-    job.algo._read.update(type(job.algo).model_fields)
-    return resolve(section).bounded(job.engine.sampling.max_tokens)
-
-
-def rows_beside(job: Job) -> list[Algorithm]:
-    return [resolve({"kind": b.kind}).bounded(job.engine.sampling.max_tokens) for b in job.algo.beside]
-
-
 def order_of(job: Job, tasks: TaskSet) -> Admissions:
     """Each source of a mixture in an order of its own."""
     seed, spec = job.loop.seed, job.task.curriculum
@@ -163,9 +167,20 @@ def order_of(job: Job, tasks: TaskSet) -> Admissions:
     return Mixed([(weight, admissions(own, seed + i, spec)) for i, (weight, own) in enumerate(tasks.sources)])
 
 
-def env_of(job: Job) -> Any:
+def env_of(job: Job, tasks: TaskSet) -> Any:
+    """That of the run, or where the sources of a mixture name their own, the one that each task names."""
+    tables = job.task.data.get("sources", []) if tasks.sources else []
+    named = {table["env"]: table for table in tables if "env" in table}
+    if sum(table.get("env") == "verifiers" for table in tables) > 1:
+        raise ConfigError('task.data.sources: one of them may have env = "verifiers", whose tasks say nothing of the package they are from')
+    if not named:
+        return _env(job, job.task.env, job.task.data)
+    return ByTask({name: _env(job, name, named.get(name, {})) for name in {task.env for task in [*tasks.train, *tasks.held_out]}})
+
+
+def _env(job: Job, name: str, data: dict[str, Any]) -> Any:
     """One of ours, a class of the user's, or the user's async function of (task, chat)."""
-    found = find("environment", job.task.env, ENVS)
+    found = find("environment", name, ENVS)
     t = job.task
     if found is SingleTurn:
         return SingleTurn(suffix=t.suffix, system=t.system)
@@ -180,7 +195,7 @@ def env_of(job: Job) -> Any:
         tools = [Mcp(name) if name.startswith(("mcp:", "mcp+shared:")) else find("tool", name, TOOLS) for name in t.tools]
         return Tools(tools, turns=t.turns, timeout=t.tool_timeout, suffix=t.suffix, system=t.system)
     if found is Gym:
-        if t.data.get("kind") != "gym":
+        if data.get("kind") != "gym":
             raise ConfigError(
                 'task.env = "gym" plays the worlds of its tasks: set task.data = { kind = "gym", name = "my_module:make", n = 100 }'
             )
@@ -194,7 +209,7 @@ def env_of(job: Job) -> Any:
             raise ConfigError('task.env = "agents" has none: set task.agents = [{ agent = "writer", says = "{prompt}" }, ...]')
         return Agents(t.agents, suffix=t.suffix, system=t.system)
     if found is agent_of_verifiers:
-        return Gateway(agent_of_verifiers(t.data), timeout=t.agent_timeout)
+        return Gateway(agent_of_verifiers(data), timeout=t.agent_timeout)
     return found() if isinstance(found, type) else AsFunction(found)
 
 
@@ -206,26 +221,59 @@ class AsFunction:
         return await self.function(task, chat)
 
 
-def judge_of(job: Job, row: Algorithm) -> Callable[[Group], Verdict]:
-    names = list(dict.fromkeys([*row.filters, *job.task.filters]))
-    return chain([Complete(min(2, job.algo.group_size), greedy="greedy" in row.needs), *(find("filter", n, FILTERS)() for n in names)])
+@dataclass
+class ByTask:
+    """Several environments in one run; `turns` is the most that any takes."""
+
+    envs: dict[str, Any]
+
+    @property
+    def turns(self) -> int:
+        return max(getattr(env, "turns", 1) for env in self.envs.values())
+
+    def prompt(self, task: Task) -> Any:
+        env = self.envs[task.env]
+        return env.prompt(task) if hasattr(env, "prompt") else SingleTurn().prompt(task)
+
+    async def run(self, task: Task, chat: Any) -> Any:
+        return await self.envs[task.env].run(task, chat)
+
+
+def judge_of(job: Job, rows: Rows) -> Callable[[Group], Verdict]:
+    """A group passes the filters of its own row, and those of the task."""
+
+    def one(row: Algorithm) -> Callable[[Group], Verdict]:
+        names = list(dict.fromkeys([*row.filters, *job.task.filters]))
+        return chain([Complete(min(2, job.algo.group_size), greedy="greedy" in row.needs), *(find("filter", n, FILTERS)() for n in names)])
+
+    main, of = one(rows.main), {source: one(row) for source, (row, _) in rows.of.items()}
+    return lambda group: of.get(group.task.stream, main)(group)
 
 
 def longest(job: Job, tasks: TaskSet, env: Any, known: Known, sampling: Sampling) -> int:
     """Tokens of the longest conversation. Renders the prompts that look longest: one that leaves no room for its answer is an error now,
     not at step 120."""
 
-    def text(task: Task) -> str:
-        return str(task.data.get("prompt", task.data.get("messages", "")))
+    def size(task: Task) -> int:
+        """Characters, and for each cell of an image as many as a token has."""
+        parts = [part for m in task.data.get("messages", ()) for part in (m["content"] if isinstance(m["content"], list) else ())]
+        cells = [math.prod(part["size"]) // known.sight.cell**2 for part in parts if known.sight and "size" in part]
+        return len(asked(task)) + 4 * sum(cells)
 
     async def silent(request: Request) -> Completion:
         raise AssertionError("only prompts are rendered here")
 
     prompt = env.prompt if hasattr(env, "prompt") else SingleTurn(suffix=job.task.suffix).prompt
     most = 0
-    for task in sorted([*tasks.train, *tasks.held_out], key=lambda t: len(text(t)))[-32:]:
+    for task in sorted([*tasks.train, *tasks.held_out], key=size)[-32:]:
         chat = TokenChat(
-            known.tokenizer, silent, sampling=sampling, key=lambda turn: 0, max_context=known.max_context, system=job.task.system
+            known.tokenizer,
+            silent,
+            sampling=sampling,
+            key=lambda turn: 0,
+            max_context=known.max_context,
+            system=job.task.system,
+            sight=known.sight,
         )
         chat.give(*prompt(task))
         n = len(chat.trajectory.tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rondel.assemble.parts import Parts
 
 
+WAIT = 1800.0  # seconds without any change in the buffer after which a wait is an error (law 10)
 Attempt = Callable[[Slot], Awaitable[Group]]
 Judge = Callable[[Group], Verdict]
 
@@ -135,19 +136,24 @@ class Run:
         parts, job = self.parts, self.job
         window = None if job.loop.window == "auto" else job.loop.window
         buffer = self._buffer(job.loop.groups_per_step, job.loop.max_staleness, window, saved, job.loop.oversample)
-        if job.loop.max_staleness and "advantages" in parts.row.needs and not parts.row.corrects:
+        bare = [row.name for row in parts.rows.all if "advantages" in row.needs and not row.corrects]
+        if job.loop.max_staleness and bare:
             emit(
                 Warned(
-                    f"max_staleness = {job.loop.max_staleness} without a correction: stale tokens are trained as if they were fresh. Set algo.correction.kind = 'importance'"
+                    f"max_staleness = {job.loop.max_staleness} without a correction in {', '.join(bare)}: stale tokens are trained as if they were "
+                    "fresh. Set algo.correction.kind = 'importance'"
                 )
             )
         if saved and saved.get("order") is not None:
             parts.order.load(saved["order"])
-        ends = subscribe(parts.order.read)
-        try:
+        readers = [parts.order.read]
+        if parts.again is not None:
+            parts.again.recall(self.folder, range(max(job.loop.warmup.steps + 1, steps.start - job.loop.max_staleness), steps.start))
+            readers.append(parts.again.read)
+        with ExitStack() as ends:
+            for read in readers:
+                ends.callback(subscribe(read))
             await self._loop(buffer, parts.order, rollouts_of(parts), parts.judge, parts.algo, steps, prepare_of(parts))
-        finally:
-            ends()
 
     def _buffer(self, groups: int, staleness: int, window: int | None, saved: dict[str, Any] | None, oversample: int = 0) -> Buffer:
         version = self.parts.engine.version
@@ -160,6 +166,7 @@ class Run:
             version=version,
             start=version,
             max_refills=self.job.loop.max_refills,
+            patience=WAIT + self.job.task.patience,  # while a run pauses nothing changes
             order=self.schedule,
         )
         if self.schedule is not None:

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -43,9 +43,6 @@ from rondel.words.errors import ConfigError, WorkerError
 from rondel.words.protocols import Cluster, Transport
 from rondel.words.registry import find
 from rondel.words.types import Sampling
-
-if TYPE_CHECKING:
-    from rondel.algos.table import Algorithm
 
 ENGINES = {"builtin": BuiltinEngine, "sglang": Sglang, "vllm": Vllm}
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # mean nats a token of what two sides score
@@ -89,12 +86,13 @@ class Placed:
 class Plan:
     """What all placements are made from.
 
+    needs     what the rows of the run ask of the trainer
     longest   the most tokens of a request, once the tokenizer is known
     folder    of the run, for what survives a crash; None keeps nothing
     """
 
     job: Job
-    row: Algorithm
+    needs: frozenset[str]
     sampling: Sampling
     longest: Callable[[Known], int]
     folder: Path | None
@@ -137,8 +135,8 @@ class Plan:
         return self.folder / "wal" / f"engine-{engine}" if self.folder else None
 
 
-def place(job: Job, row: Algorithm, sampling: Sampling, longest: Callable[[Known], int], folder: Path | None) -> Placed:
-    plan = Plan(job, row, sampling, longest, folder)
+def place(job: Job, needs: frozenset[str], sampling: Sampling, longest: Callable[[Known], int], folder: Path | None) -> Placed:
+    plan = Plan(job, needs, sampling, longest, folder)
     with plan.ends as ends:
         placed = (_shared if job.place.kind == "shared" else _split_here if job.place.cluster == "local" else _split)(plan)
         placed.resolved |= plan.resolved
@@ -154,7 +152,7 @@ def _shared(plan: Plan) -> Placed:
     draft = speculation.draft if speculation else None
     claim = OneAtATime("engine") if job.trainer.offload else None
     engine, ours = engine_of(job, loaded, device, plan.longest(known), speculation, transports={}, log=plan.log(), claim=claim)
-    trainer, theirs = trainer_of(job, plan.row, plan.sampling, loaded, device, draft=draft, transport=transport, claim=claim)
+    trainer, theirs = trainer_of(job, plan.needs, plan.sampling, loaded, device, draft=draft, transport=transport, claim=claim)
     where = f"one process, {_threads(device.threads)} on {plan.device} for engine and trainer"
     devices = Shared(engine, trainer, how=job.loop.in_flight, offload=job.trainer.offload, device=plan.device)
     return Placed(known, engine, trainer, devices, ours | theirs, where, bytes_needed(trainer), transport)
@@ -163,7 +161,7 @@ def _shared(plan: Plan) -> Placed:
 def _split_here(plan: Plan) -> Placed:
     each = plan.threads or max(1, len(cores()) // 2)
     first, second = _names(plan.device, 2)
-    trainer = TrainerHost(plan.job, plan.row, plan.sampling, first, each, plan.transport())
+    trainer = TrainerHost(plan.job, plan.needs, plan.sampling, first, each, plan.transport())
     plan.ends.callback(trainer.close)
     engine = EngineHost(plan.job, second, each, {plan.kind: plan.transport()}, plan.log())
     plan.ends.callback(engine.close)
@@ -218,7 +216,7 @@ def _split(plan: Plan) -> Placed:
 
 def _spawned(plan: Plan, cluster: Cluster, names: list[str], shares: list[tuple[int, ...]], each: int | None) -> tuple[list[Any], Any]:
     """The trainer's ranks as workers of the cluster. -> they, and what the first one says of itself."""
-    made_of = (plan.job, plan.row, plan.sampling)
+    made_of = (plan.job, plan.needs, plan.sampling)
     trainers = [
         cluster.spawn(f"trainer-{rank}", TrainerHost, *made_of, name, each, plan.transport(), cores=shares[rank], tells=rank == 0)
         for rank, name in enumerate(names)
@@ -233,7 +231,7 @@ def _spawned(plan: Plan, cluster: Cluster, names: list[str], shares: list[tuple[
 
 def _led(plan: Plan, ranks: int, device: str, each: int | None) -> tuple[list[Any], Any]:
     """This process is the first rank, the others follow it."""
-    host = TrainerHost(plan.job, plan.row, plan.sampling, device, each, plan.transport())
+    host = TrainerHost(plan.job, plan.needs, plan.sampling, device, each, plan.transport())
     calls = host.device.call(torchrun.joined, host.device.name, collective_patience(plan.job))
     told = host.join(0, ranks)
     leader = torchrun.Leader(host, calls)

@@ -10,12 +10,13 @@ from rondel.words.types import Sampling, Task, Trajectory
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
+    from rondel.assemble.rows import Rows
 
 
 WIDEST = 4096  # tokens that one is drawn from where others were cut: 16 kB a token of an answer
 
 
-def refuse(job: Job, row: Algorithm, sampling: Sampling) -> None:
+def refuse(job: Job, rows: Rows, sampling: Sampling) -> None:
     """What the keys of a recipe cannot know of each other, and the row says."""
     if sampling.temperature == 0:
         raise ConfigError(
@@ -23,11 +24,12 @@ def refuse(job: Job, row: Algorithm, sampling: Sampling) -> None:
         )
     refuse_untrainable(sampling)
     _foreign(job, sampling)
-    _baseline(job, row)
-    _guides(job, row)
-    _critic(job, row)
-    _teacher(job, row)
-    _reference(job, row)
+    _guides(job, rows.main)
+    _critic(job, rows.main)
+    _teacher(job, rows, sampling)
+    for row in rows.all:
+        _baseline(job, row)
+        _reference(job, row)
     if job.trainer.offload and job.place.kind != "shared":
         raise ConfigError('trainer.offload = true has no effect on a device of its own: use place.kind = "shared", or remove it')
 
@@ -172,13 +174,36 @@ def _critic(job: Job, row: Algorithm) -> None:
         )
 
 
-def _teacher(job: Job, row: Algorithm) -> None:
-    if ("teacher_logprobs" in row.needs) != (job.model.teacher is not None):
+def _teacher(job: Job, rows: Rows, sampling: Sampling) -> None:
+    taught = next((row.name for row in rows.all if row.needs & {"teacher_logprobs", "teacher_hidden"}), None)
+    if (taught is not None) != (job.model.teacher is not None):
         raise ConfigError(
-            f"algo.kind = '{row.name}' learns from a teacher: name one with model.teacher = 'folder or hub id'"
+            f"{taught} learns from a teacher: name one with model.teacher = 'folder or hub id'"
             if job.model.teacher is None
             else "model.teacher has no effect: nothing is distilled. Remove it, or set algo.distill = { coef = 1.0 } or algo.kind = 'opd'"
         )
+    if job.engine.sampling.temperature != 1 and (far := next((t for t in job.model.teachers if t.url), None)):
+        raise ConfigError(
+            f"engine.sampling.temperature = {job.engine.sampling.temperature:g}, and the teacher at {far.url} tells logprobs of temperature 1: "
+            "use 1.0, or load the teacher here with a path"
+        )
+    if "teacher_hidden" not in rows.needs:
+        return
+    rules = [
+        (
+            all(t.url is None for t in job.model.teachers),
+            "reads the teacher's last hidden states, and a server tells logprobs: use path, or kind = 'distill'",
+        ),
+        (not sampling.truncated, "compares whole distributions, and top_k or top_p cut the policy's: set them to 0 and 1"),
+        (
+            job.place.ranks == 1 and job.place.cluster != "torchrun",
+            "needs the teacher's whole head on one rank: set place.ranks = 1, or use kind = 'distill'",
+        ),
+        (not job.trainer.offload, "multiplies with the teacher's head in every pass: set trainer.offload = false, or use kind = 'distill'"),
+    ]
+    for holds, rule in rules:
+        if not holds:
+            raise ConfigError(f'algo.distill.kind = "full" {rule}')
 
 
 def _reference(job: Job, row: Algorithm) -> None:

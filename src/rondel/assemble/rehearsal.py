@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rondel.assemble.acting import Meeting, Played, Script, Stage, scripts
+from rondel.assemble.hosts import sight_within
 from rondel.assemble.parts import LENDS, env_of, sampling_of
 from rondel.assemble.stalls import Stalls
 from rondel.generate.envs.sources import load_tasks
@@ -44,10 +45,11 @@ class Checked:
 def check_env(job: Job, *, n: int = 20, timeout: float = 60.0, patience: float = PATIENCE) -> Checked:
     """The first n tasks of a recipe in its environment, under its reward. A fault of the recipe is a finding, too."""
     try:
-        env = env_of(job)
-        tasks = load_tasks(job.task.data, env=job.task.env).train[: min(n, PAID) if addresses(job.task.reward) else n]
-        tokenizer, context = tokenizer_of(job.model.path)
-        stage = Stage(env, tokenizer, sampling_of(job), context, job.task.system, timeout)
+        found = load_tasks(job.task.data, env=job.task.env)
+        env, tasks = env_of(job, found), found.train[: min(n, PAID) if addresses(job.task.reward) else n]
+        tokenizer, context, sight = tokenizer_of(job.model.path)
+        sight = sight_within(job, sight, str(job.model.path))
+        stage = Stage(env, tokenizer, sampling_of(job), context, job.task.system, timeout, sight)
     except RondelError as error:
         return Checked([Finding("recipe", False, str(error), "see the message")], {})
     pool: list[RewardPool] = []

@@ -41,11 +41,15 @@ def replay(folder: str | Path, step: int) -> dict[str, float]:
 async def _replay(parts, folder: Path, start: int, step: int, path: Path | None) -> dict[str, float]:
     if path is not None:
         await parts.trainer.load(path)
-    stats = StepStats(False, {})
+    stats, again = StepStats(False, {}), parts.again
+    if again is not None:
+        again.recall(folder, range(max(parts.job.loop.warmup.steps, start - parts.job.loop.max_staleness) + 1, start + 1))
     for number in range(start + 1, step + 1):
         warm = number <= parts.job.loop.warmup.steps
         algo, make = (SFT, prepare) if warm else (parts.algo, prepare_of(parts))
         groups = store.groups_of(store.read_step(folder, number))
+        if again is not None and not warm:
+            again.take(number, groups)
         batch = await make(groups)
         async with parts.placed.devices.parked(), parts.placed.devices.training():
             stats = await parts.trainer.step(batch, algo)

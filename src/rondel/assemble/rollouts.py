@@ -62,9 +62,15 @@ class Rollouts:
         return [await Demonstrate(suffix=section.suffix, system=section.system, policy=policy).run(slot.task, self.chat(lambda turn: 0))]
 
     async def _scored(self, slot: Slot, index: int, policy: str = "policy") -> list[Trajectory]:
+        """One that is scored, or a failure; while a run pauses it is asked for again: the world's fault anew, a reward's of the same answer."""
         episode = rooted(await self._one(slot, index, policy))
         await self.score_episode(episode, slot.task)
-        self.parts.failures.count(episode[0].score)
+        while await self.parts.failures.again(episode[0].score):
+            if isinstance(episode[0].outcome, EnvFault):
+                episode = rooted(await self._one(slot, index, policy))
+            for trajectory in episode:
+                trajectory.score = None if isinstance(trajectory.score, Failed) else trajectory.score
+            await self.score_episode(episode, slot.task)
         return episode
 
     async def _one(self, slot: Slot, index: int, policy: str = "policy") -> list[Trajectory]:
@@ -112,6 +118,7 @@ class Rollouts:
             key=key,
             max_context=p.known.max_context,
             system=p.job.task.system,
+            sight=p.known.sight,
         )
 
     async def score(self, group: Group) -> None:
@@ -174,7 +181,14 @@ def shown_of(job: Job, tasks: TaskSet, rows: list[Algorithm]) -> list[Shown]:
         source = tasks.train if b.data is None else load_tasks(b.data, env=stream).train
         refuse_unanswered("algo.beside", source)
         found.append(
-            Shown(stream, [replace(t, env=stream) for t in source], row, b.weight, b.groups_per_step, job.task.suffix if own else "")
+            Shown(
+                stream,
+                [replace(t, env=stream, data=t.data | {"source": stream}) for t in source],
+                row,
+                b.weight,
+                b.groups_per_step,
+                job.task.suffix if own else "",
+            )
         )
     return found
 
@@ -185,10 +199,11 @@ async def prepare(groups: list[Group]) -> Batch:
 
 
 def prepare_of(parts: Parts) -> Callable[[list[Group]], Awaitable[Batch]]:
-    """The same with what is shown beside. The step's first number chooses it, so that a step done again, or replayed, gets the same."""
+    """The same with groups that come back, what is shown beside, and what teachers elsewhere say of it. The step's first number chooses what is shown, so that a
+    step done again, or replayed, gets the same."""
     rollouts = rollouts_of(parts)
 
-    async def with_shown(groups: list[Group]) -> Batch:
+    async def whole(groups: list[Group]) -> Batch:
         beside: list[Group] = []
         for shown in parts.shown:
             first = min(group.id for group in groups) * shown.groups
@@ -197,6 +212,10 @@ def prepare_of(parts: Parts) -> Callable[[list[Group]], Awaitable[Batch]]:
                 trajectory = await Demonstrate(suffix=shown.suffix, system=parts.job.task.system).run(task, rollouts.chat(lambda turn: 0))
                 trajectory.score = Score(1.0)
                 beside.append(Group(-1 - len(beside), task, [trajectory], 0))
-        return batch_of([*groups, *beside])
+        again = parts.again.due() if parts.again is not None else []
+        batch = batch_of([*groups, *again, *beside])
+        if parts.teachers is not None:
+            await parts.teachers(batch)
+        return batch
 
-    return with_shown if parts.shown else prepare
+    return whole

@@ -15,8 +15,9 @@ from filelock import FileLock, Timeout
 
 from rondel.assemble.facts import facts_of
 from rondel.assemble.hosts import follow
-from rondel.assemble.parts import Parts, build, row_of, sampling_of
+from rondel.assemble.parts import Parts, build, sampling_of
 from rondel.assemble.phases import Run
+from rondel.assemble.rows import rows_of
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import keep_memory, pick_device
 from rondel.runtime.ending import Ending
@@ -47,7 +48,7 @@ def train(
     """Run the recipe, or continue its folder. -> the run card. `built` sees the parts before the first step; a schedule is followed."""
     keep_memory()
     if job.place.cluster == "torchrun" and torchrun.rank_and_size()[0]:
-        follow(job, row_of(job), sampling_of(job), torchrun.own_device(pick_device(job.place.device)), None)
+        follow(job, rows_of(job).needs, sampling_of(job), torchrun.own_device(pick_device(job.place.device)), None)
         return {}
     folder = Path(job.run.folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ async def self_test(parts: Parts, groups: list[Group], prepare: Callable[[list[G
     for _ in range(STEPS):
         batch = await prepare(scored)
         async with parts.placed.devices.parked(), parts.placed.devices.training():
-            stats = await trainer.step(batch, parts.row)
+            stats = await trainer.step(batch, parts.algo)
         if not stats.stepped:
             return [Finding("lr = 0", False, f"a finite-check refused the step: {stats.note}", "look at the rewards and the model's dtype")]
         seen.append(stats.metrics)

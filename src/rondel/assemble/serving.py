@@ -12,21 +12,18 @@ from typing import Any
 import torch
 
 from rondel.assemble.hosts import page_bytes
-from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.engine import BuiltinEngine
-from rondel.generate.engine.builtin.speculative import Speculation
-from rondel.generate.engine.server.process import bind, run
+from rondel.generate.engine.notebook import speculation_of
+from rondel.generate.engine.server.listening import bind
+from rondel.generate.engine.server.process import run
 from rondel.generate.engine.server.service import Limits, Service
 from rondel.models.compiled import Compiled
 from rondel.models.load import load
 from rondel.planner import resolve as planner
 from rondel.runtime.devices import Device, keep_memory, pick_device
 from rondel.sync.from_ipc import FromIpc
-from rondel.words.errors import UserError
 from rondel.words.events import Event, Warned, subscribe
 from rondel.words.protocols import Transport
-
-GUESSES = 4  # of one answer in one step, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +54,7 @@ def serve(model: str | dict[str, Any], settings: Settings, *, ready: Callable[[s
     device = Device(device_name, settings.threads)
     try:
         loaded = device.call(lambda: load(model, dtype=settings.dtype, device=device_name))
-        speculation = device.call(guesses, settings, device_name)
+        speculation = device.call(lambda: speculation_of(settings.speculative, dtype=settings.dtype, device=device_name))
         draft = speculation.draft if speculation else None
         pages = planner.kv_pages(
             settings.kv_pages,
@@ -93,16 +90,6 @@ def serve(model: str | dict[str, Any], settings: Settings, *, ready: Callable[[s
     finally:
         sock.close()
         device.close()
-
-
-def guesses(settings: Settings, device: str) -> Speculation | None:
-    """ "off", "ngram" or "draft:MODEL"."""
-    kind, _, model = settings.speculative.partition(":")
-    if kind == "draft" and model:
-        return Speculation(GUESSES, Draft(load(model, dtype=settings.dtype, device=device)))
-    if settings.speculative not in ("off", "ngram"):
-        raise UserError(f"--speculative {settings.speculative}: it is off, ngram or draft:MODEL, a smaller model with the same tokenizer")
-    return Speculation(GUESSES) if kind == "ngram" else None
 
 
 def _warn(event: Event) -> None:

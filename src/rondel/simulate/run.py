@@ -109,7 +109,7 @@ def world_of(setting: Setting, lengths: Lengths | None = None, *, sigma: float =
         prompts=setting.prompts,
         group=setting.group,
         prompt=setting.prompt,
-        fixed=cost.calls_seconds(setting) + setting.updates * cost.update_seconds(setting),
+        fixed=setting.epochs * (cost.calls_seconds(setting) + setting.updates * cost.update_seconds(setting)),
         answer=setting.hardware.answer,
         sync=way.seconds,
         pause=way.pause,

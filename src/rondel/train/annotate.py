@@ -12,9 +12,10 @@ from rondel.models.attention import PackedLayout, Segment
 from rondel.models.head import Head
 from rondel.models.tape import Tape
 from rondel.train.kept import Kept
-from rondel.train.logprobs import logprob_and_entropy
+from rondel.train.logprobs import logprob_and_entropy, logprob_entropy_and_kl
 from rondel.train.pack import Batch, Packed, Sample, micro_batches
 from rondel.train.parallel import ALONE, Alone
+from rondel.train.taught import Taught
 from rondel.words.errors import TrainError
 
 if TYPE_CHECKING:
@@ -27,10 +28,35 @@ def forward(
     """(logprob [M], entropy [M]) of the trainable tokens of one micro-batch, of what `kept` left of their distributions."""
 
     def work(head: Head) -> tuple[Tensor, Tensor]:
-        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape)
+        seen = packed.looks.through(loaded) if packed.looks is not None else None
+        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape, seen)
         return logprob_and_entropy(hidden.index_select(0, packed.source), packed.target, head, temperature=temperature, kept=kept)
 
     return loaded.within(work)
+
+
+def forward_taught(
+    loaded: Loaded, packed: Packed, taught: Taught, *, temperature: float, tape: Tape | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, and how far the whole distribution is from that of the teachers: KL(policy || teacher) [M]."""
+
+    def work(head: Head) -> tuple[Tensor, Tensor, Tensor]:
+        seen = packed.looks.through(loaded) if packed.looks is not None else None
+        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape, seen).index_select(0, packed.source)
+        return logprob_entropy_and_kl(hidden, packed.target, head, taught, temperature=temperature)
+
+    return loaded.within(work)
+
+
+@torch.no_grad()
+def remember(loaded: Loaded, batch: Batch, number: int, *, budget: int, share: bool = True) -> None:
+    """Keep the last hidden states of `loaded` at every trainable token, in host memory: a forward pass is not done again for each update."""
+    for packed in micro_batches(batch, budget, share=share, device=loaded.device):
+        seen = packed.looks.through(loaded) if packed.looks is not None else None
+        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, seen=seen).index_select(0, packed.source).cpu()
+        samples = [batch.samples[i] for i in packed.samples]
+        for sample, piece in zip(samples, hidden.split([len(s.trainable) for s in samples])):
+            sample.hidden[number] = piece
 
 
 @torch.no_grad()

@@ -47,8 +47,7 @@ def save_trainer(trainer: LocalTrainer, folder: Path) -> None:
     weights, loaded = trainer.weights, trainer.loaded
     file, state = (MODEL, _tensors(trainer)) if loaded.adapter is None else (adapters.WEIGHTS, dict(names.weights(loaded.model)))
     optimizer = {"rng": torch.get_rng_state(), "numbers": torch.tensor([trainer.step_number, trainer.version, trainer.bad_steps])}
-    if trainer.kl_coef is not None:
-        optimizer["kl_coef"] = torch.tensor(trainer.kl_coef, dtype=torch.float64)
+    optimizer |= {f"{name}_coef": torch.tensor(coef, dtype=torch.float64) for name, coef in trainer.steered.items()}
     masters, moments = _masters(weights), _moments(weights)
     if not trainer.ranks.leads:  # it gave its shards to the one that writes
         return
@@ -109,7 +108,7 @@ def load_trainer(trainer: LocalTrainer, folder: Path) -> None:
         weights.load_masters({n: optimizer[f"master.{n}"] if f"master.{n}" in optimizer else model[names.sent(n)] for n in weights.names})
         _load_moments(weights, optimizer)
         trainer.step_number, trainer.version, trainer.bad_steps = optimizer["numbers"].tolist()
-        trainer.kl_coef = float(optimizer["kl_coef"]) if "kl_coef" in optimizer else None
+        trainer.steered = {name: float(optimizer[f"{name}_coef"]) for name in ("kl", "entropy") if f"{name}_coef" in optimizer}
         torch.set_rng_state(optimizer["rng"])
         if trainer.critic is not None:
             saved = load_file(folder / "critic.safetensors")

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from rondel.models import linear, names
+from rondel.models import linear, names, vision
 from rondel.models.head import Head
 from rondel.models.load import Loaded
 from rondel.train.optim import MasterWeights
@@ -79,11 +79,14 @@ class Sharded(Alone):
             whole = {p for name, p in model.named_parameters() if names.LORA in name or p.requires_grad}
         elif any(p.requires_grad for p in model.parameters()):
             model.float()
+        eye = set(vision.tower(model).modules()) if loaded.sight is not None else set()
+        if loaded.sight is not None:  # whole on every rank, and frozen: no rank waits in a tower that another has no picture for
+            whole |= set(vision.tower(model).to(dtype).parameters())
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         head = model.get_output_embeddings()
         if head.weight.shape[0] == 1 and head.weight not in whole:  # a critic's: its one number is computed in full precision
             fully_shard(head, mesh=self.mesh, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32), reshard_after_forward=False)
-        for layer in _layers(model):
+        for layer in [block for block in _layers(model) if block not in eye]:
             fully_shard(layer, mesh=self.mesh, mp_policy=policy, ignored_params=whole)
         fully_shard(model, mesh=self.mesh, mp_policy=policy, ignored_params=whole)
         for module in model.modules():

@@ -2,6 +2,7 @@
 
 With z = logits / temperature, p = softmax(z):   logprob = z[target] - lse(z),   entropy = lse(z) - sum p z
     d logprob / dz = onehot(target) - p           d entropy / dz = -p (log p + entropy)
+    kl = sum p (log p - log q)                    d kl / dz = p (log p - log q - kl)         with q of teachers, rebuilt for the chunk
 
 A token that was drawn from a part of the vocabulary (top-k, top-p) has that part's distribution: lse, p and entropy run over the ids that
 its draw kept, as recorded (law 4). The same ids at every later version: what the policy would cut today does not change the past draw.
@@ -15,6 +16,7 @@ from torch import Tensor
 from rondel.models.head import Head, chosen
 from rondel.models.linear import matmul
 from rondel.train.kept import Kept
+from rondel.train.taught import Taught
 
 LOGITS = 1 << 25  # entries of a chunk of logits: 128 MB in fp32
 
@@ -29,11 +31,19 @@ def _chunks(rows: int, vocab: int) -> list[slice]:
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, target: Tensor, temperature: float, kept: Kept | None
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: Head,
+        target: Tensor,
+        temperature: float,
+        kept: Kept | None,
+        taught: Taught | None,
     ):
         ctx.save_for_backward(hidden, weight, bias, target)
-        ctx.head, ctx.temperature, ctx.kept = head, temperature, kept
-        logprobs, entropies = [], []
+        ctx.head, ctx.temperature, ctx.kept, ctx.taught = head, temperature, kept, taught
+        logprobs, entropies, apart = [], [], []
         for rows in _chunks(len(hidden), len(weight)):
             z = head.logits(hidden[rows])
             if temperature != 1.0:
@@ -43,11 +53,13 @@ class _Chunked(torch.autograd.Function):
             logprob, shifted, e, total = chosen(z, target[rows])
             logprobs.append(logprob)
             entropies.append((total.log() - shifted.mul_(e).sum(-1, keepdim=True) / total)[:, 0])
-        ctx.entropy = torch.cat(entropies) if entropies else hidden.new_zeros(0, dtype=torch.float32)
-        return torch.cat(logprobs) if logprobs else hidden.new_zeros(0, dtype=torch.float32), ctx.entropy.clone()
+            if taught is not None:
+                apart.append(-entropies[-1] - (taught.log_q(rows).mul_(e).sum(-1, keepdim=True) / total)[:, 0])
+        ctx.entropy, ctx.kl, nothing = _whole(entropies, hidden), _whole(apart, hidden), hidden.new_zeros(0, dtype=torch.float32)
+        return _whole(logprobs, hidden), ctx.entropy.clone(), nothing if taught is None else ctx.kl.clone()
 
     @staticmethod
-    def backward(ctx, grad_logprob: Tensor, grad_entropy: Tensor):
+    def backward(ctx, grad_logprob: Tensor, grad_entropy: Tensor, grad_kl: Tensor):
         hidden, weight, bias, target = ctx.saved_tensors
         head, temperature = ctx.head, ctx.temperature
         grad_hidden = torch.empty_like(hidden)
@@ -59,12 +71,17 @@ class _Chunked(torch.autograd.Function):
             logits = head.logits(h)
             z = logits / temperature if temperature != 1.0 else logits
             p = torch.softmax(z if ctx.kept is None else ctx.kept.cut(z, rows), -1)
+            pull: Tensor | None = None
+            if ctx.taught is not None:
+                pull = p.clamp_min(1e-38).log_().sub_(ctx.taught.log_q(rows)).sub_(ctx.kl[rows, None]).mul_(p).mul_(grad_kl[rows, None])
             if uses_entropy:
                 grad = p.clamp_min(1e-38).log_().add_(ctx.entropy[rows, None]).mul_(grad_entropy[rows, None])
                 grad.add_(grad_logprob[rows, None]).mul_(p).neg_()
             else:
                 grad = p.mul_(-grad_logprob[rows, None])
             grad.scatter_add_(-1, target[rows, None], grad_logprob[rows, None])
+            if pull is not None:
+                grad += pull
             if temperature != 1.0:
                 grad /= temperature
             if head.softcap is not None:
@@ -80,11 +97,22 @@ class _Chunked(torch.autograd.Function):
                 grad_weight = piece if grad_weight is None else grad_weight.float().add_(piece)
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None
+        return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None, None
 
 
 def logprob_and_entropy(
     hidden: Tensor, target: Tensor, head: Head, *, temperature: float = 1.0, kept: Kept | None = None
 ) -> tuple[Tensor, Tensor]:
     """hidden [M,D], target [M] -> (logprob [M], entropy [M]) in fp32, of the distribution softmax(logits / temperature) over what was kept."""
-    return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, kept)
+    return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, kept, None)[:2]
+
+
+def logprob_entropy_and_kl(
+    hidden: Tensor, target: Tensor, head: Head, taught: Taught, *, temperature: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, and KL(policy || teacher) [M] of the whole distributions."""
+    return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, None, taught)
+
+
+def _whole(pieces: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(pieces) if pieces else like.new_zeros(0, dtype=torch.float32)

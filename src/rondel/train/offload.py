@@ -72,7 +72,7 @@ class Offload:
 
     policy   its weights stay: the engine reads them, too
     owners   optimizers: of the policy, of a critic, of a draft
-    beside   other models by what they are: "critic" is awake with the trainer; "reference" and "teacher" are there for their own pass only
+    beside   other models by what they are: "critic" is awake with the trainer; "reference" and teachers are there for their own pass only
     claim    on the memory of a device that an engine wants, too. With one the trainer begins asleep, without one nothing moves by itself
     high     most bytes on the device that were seen, until somebody sets it to 0 again
     """
@@ -81,8 +81,9 @@ class Offload:
         self.policy, self.owners, self.beside, self.claim = policy, owners, beside, claim
         self.host, self.asleep, self.high = Host(), False, 0
         if claim is not None:
-            for model in ("reference", "teacher"):
-                self.host.put(self._own(beside[model]))
+            for name, model in beside.items():
+                if name != "critic":
+                    self.host.put(self._own(model))
             self.sleep()
 
     def memory(self) -> dict[str, int]:

@@ -20,11 +20,15 @@ from torch import Tensor
 from rondel.algos.mixture import Mixture
 from rondel.algos.scored import Scored
 from rondel.models.attention import PackedLayout, Segment
+from rondel.models.vision import Seen
 from rondel.train.kept import Kept
+from rondel.words import media
+from rondel.words.media import Image, Placed
 from rondel.words.types import GREEDY, Group, Score, Trajectory
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
+    from rondel.models.load import Loaded
 
 
 @dataclass(slots=True)
@@ -46,11 +50,14 @@ class Sample:
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [m], once they are known
     agent: str = ""  # who acts; it is compared with the same one's other episodes
     parent: int | None = None  # the `index` of the trajectory whose credit it shares: a branch of the same episode
-    stream: str = ""  # the environment of its task, by which a mixture finds its row
+    stream: str = ""  # of its task, by which a mixture finds its row
     guided: bool = False  # a demonstration among the policy's own samples
     baseline: float | None = None  # the reward of the greedy answer to its prompt, where the row wants it
     experts: np.ndarray | None = None  # [t-1,L,K] of a MoE: where the engine sent each token
     support: list[np.ndarray | None] | None = None  # [m] the ids that a token was drawn from, where others were cut
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # [m,D] each: a teacher's last hidden states, by its place among the teachers
+    media: list[Placed] = field(default_factory=list)  # the pictures that it reads
+    keys: np.ndarray = field(init=False)  # [t] what siblings must have in common to share it
     notes: dict[str, np.ndarray] = field(
         default_factory=dict
     )  # annotations by name: "proximal", "entropy", "ref", "trained", and what `ahead` decided
@@ -82,7 +89,11 @@ class Sample:
             baseline=baseline,
             experts=None if trajectory.experts is None else np.asarray(trajectory.experts),
             support=None if trajectory.support is None else _support(trajectory, trainable, f"group {group}, sample {index}"),
+            media=trajectory.media,
         )
+
+    def __post_init__(self) -> None:
+        self.keys = np.asarray(media.keyed(self.tokens, self.media), np.int64) if self.media else self.tokens
 
     @property
     def prompt(self) -> int:
@@ -150,7 +161,7 @@ def batch_of(groups: list[Group]) -> Batch:
     """The scored trajectories of all groups."""
     return Batch(
         [
-            Sample.of(trajectory, group=group.id, index=i, baseline=group.baseline, stream=group.task.env)
+            Sample.of(trajectory, group=group.id, index=i, baseline=group.baseline, stream=group.task.stream)
             for group in groups
             for i, trajectory in enumerate(group.trajectories)
             if trajectory.reward is not None and trajectory.written and trajectory.policy != GREEDY
@@ -162,7 +173,7 @@ def batch_of(groups: list[Group]) -> Batch:
 class Packed:
     """One micro-batch, ready for a forward pass.
 
-    tokens, positions  [T]   the packed row
+    tokens, positions  [T]   the packed row; positions are [3,T] where a picture is seen
     source             [M]   the packed position whose hidden state predicts the token: siblings share the prompt's last one
     target             [M]   the token
     sample             [M]   index into `samples`
@@ -177,7 +188,20 @@ class Packed:
     layout: PackedLayout
     routes: Tensor | None = None  # [T,L,K] to be replayed
     kept: Kept | None = None  # of the M tokens, where truncation cut some of the vocabulary off
+    looks: Looks | None = None
     idle: bool = False  # another rank computes it: only the pass counts
+
+
+@dataclass(slots=True)
+class Looks:
+    """Where a micro-batch looks at what: row rows[i] sees cell cells[i] of the images behind each other, each of which is there once."""
+
+    images: list[Image]
+    rows: Tensor  # [n] ascending
+    cells: Tensor  # [n]
+
+    def through(self, loaded: Loaded) -> Seen:
+        return Seen(self.rows, loaded.look(self.images).rows(self.cells))
 
 
 def micro_batches(
@@ -229,6 +253,8 @@ def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.d
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     routes: list[np.ndarray] = []
+    looked: list[tuple[int, Placed, int, int]] = []  # (row, picture, its cells from, to)
+    pictured = any(batch.samples[i].media for i in chosen)
     at = 0
 
     def lay(sample: Sample, end: int, above: Laid) -> Laid:
@@ -240,7 +266,11 @@ def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.d
             return above
         segments.append(Segment(at, len(piece), above.segment))
         tokens.append(piece)
-        positions.append(np.arange(first, first + len(piece)))
+        positions.append(media.positions(end, sample.media)[:, first:] if pictured else np.arange(first, first + len(piece)))
+        for place in sample.media:
+            begin, stop = max(place.start, first), min(place.end, first + len(piece))
+            if begin < stop:
+                looked.append((at + begin - first, place, begin - place.start, stop - place.start))
         if sample.experts is not None:
             routes.append(sample.experts[first:end])
         at += len(piece)
@@ -256,7 +286,7 @@ def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.d
             if n == sample.trainable[-1]:  # the last token predicts nothing that is trained
                 source[i] = whole.places[sample.trainable - 1]
             else:
-                going.setdefault((sample.tokens[n], *(() if n < sample.prompt else (sample.episode,))), []).append(i)
+                going.setdefault((sample.keys[n], *(() if n < sample.prompt else (sample.episode,))), []).append(i)
         for alike in going.values():
             spread(alike, whole)
 
@@ -267,14 +297,24 @@ def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.d
     return Packed(
         chosen,
         _tensor(tokens, device),
-        _tensor(positions, device),
+        torch.from_numpy(np.concatenate(positions, 1)).to(device) if pictured else _tensor(positions, device),
         _tensor([source[i] for i in chosen], device),
         _tensor([batch.samples[i].tokens[batch.samples[i].trainable] for i in chosen], device),
         torch.repeat_interleave(torch.tensor(chosen), torch.tensor(counts)).to(device),
         PackedLayout(segments, device),
         _tensor(routes, device).long() if routes else None,
         _kept([batch.samples[i] for i in chosen], device),
+        _looks(looked, device) if looked else None,
     )
+
+
+def _looks(looked: list[tuple[int, Placed, int, int]], device: torch.device | str) -> Looks:
+    images = {place.image.digest: place.image for _, place, _, _ in looked}
+    ends = np.cumsum([image.tokens for image in images.values()])
+    begins = {digest: end - image.tokens for (digest, image), end in zip(images.items(), ends)}
+    rows = [np.arange(row, row + end - begin) for row, _, begin, end in looked]
+    cells = [np.arange(begin, end) + begins[place.image.digest] for _, place, begin, end in looked]
+    return Looks(list(images.values()), _tensor(rows, device), _tensor(cells, device))
 
 
 def _support(trajectory: Trajectory, trainable: np.ndarray, name: str) -> list[np.ndarray | None]:
@@ -312,15 +352,15 @@ def _common(samples: list[Sample]) -> int:
     """How many tokens they all begin with: what they were given, and of one episode also what was written in it."""
     one = len({s.episode for s in samples}) == 1
     end = min(int(s.trainable[-1]) if one else s.prompt for s in samples)
-    alike = np.all([s.tokens[:end] == samples[0].tokens[:end] for s in samples], axis=0)
+    alike = np.all([s.keys[:end] == samples[0].keys[:end] for s in samples], axis=0)
     return end if alike.all() else int(alike.argmin())
 
 
 def _common_prompt(samples: list[Sample]) -> int:
     """How many given tokens all siblings begin with."""
-    first = samples[0].tokens[: min(s.prompt for s in samples)]
+    first = samples[0].keys[: min(s.prompt for s in samples)]
     for other in samples[1:]:
-        differs = (first != other.tokens[: len(first)]).nonzero()[0]
+        differs = (first != other.keys[: len(first)]).nonzero()[0]
         first = first[: differs[0]] if len(differs) else first
     return len(first)
 

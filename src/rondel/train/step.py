@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from rondel.train.optim import learning_rate
 from rondel.train.pack import Batch, Packed, micro_batches
 from rondel.train.parallel import ALONE, Alone
 from rondel.train.sums import Sums
+from rondel.train.teachers import Teacher, Teachers, said
 from rondel.words.account import Account
 from rondel.words.errors import TrainError
 from rondel.words.events import Warned, emit
@@ -55,6 +57,7 @@ class Settings:
     betas: tuple[float, float] = (0.9, 0.99)
     micro_tokens: int = 4096
     updates_per_step: int = 1
+    epochs: int = 1  # passes over the batch, all against the same proximal logprobs and the same advantages
     share_prompts: bool = True
     max_bad_steps: int = 3
     replay_routes: bool = False
@@ -68,6 +71,16 @@ class Settings:
 
 
 DOING = {"logprobs_of": "score", "save_trainer": "save", "sleep": "move", "wake": "move"}  # functions -> kinds of a time account
+
+
+@contextmanager
+def _lap(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Its wall clock is added to the part of the step with this name."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] += time.perf_counter() - began
 
 
 class NotFinite(Exception):
@@ -86,7 +99,7 @@ class LocalTrainer:
         needs: frozenset[str] = frozenset(),
         draft: DraftTrainer | None = None,
         critic: Critic | None = None,
-        teacher: Loaded | None = None,
+        teachers: Sequence[Teacher] = (),
         warmup: Settings | None = None,
         ranks: Alone = ALONE,
         transport: Transport | None = None,
@@ -98,15 +111,16 @@ class LocalTrainer:
         self.transport = transport
         wants_start = "ref_logprobs" in needs or settings.start_probe > 0
         self.start = ranks.hold(_frozen(loaded)) if wants_start else None
-        self.teacher = ranks.hold(teacher) if teacher else None
+        self.teachers = Teachers([replace(t, loaded=ranks.hold(t.loaded)) if t.loaded else t for t in teachers])
         self.loaded = ranks.hold(loaded)
         self.weights = ranks.own(self.loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)
         self.step_number = self.bad_steps = 0
         self.version = 0
         self.alarm = Alarm(MIXTURE if loaded.routers else DENSE)
-        self.kl_coef: float | None = None  # where a KL with a target has got to
+        self.steered: dict[str, float] = {}  # coefficients with a target, by their part of the row, and where they have got to
         self.moved = False  # did the last step write other bits into the weights that the engine reads?
-        beside = {"critic": self.critic.loaded if self.critic is not None else None, "reference": self.start, "teacher": self.teacher}
+        beside = {"critic": self.critic.loaded if self.critic is not None else None, "reference": self.start}
+        beside |= {"teacher" if i == 0 else f"teacher {i + 1}": teacher.loaded for i, teacher in enumerate(self.teachers)}
         owners = [self.weights, *(other.weights for other in (critic, draft) if other is not None)]
         self.offload = Offload(self.loaded, owners, beside, claim)
 
@@ -202,7 +216,6 @@ class LocalTrainer:
         for need, source in (
             ("proximal_logprobs", self.loaded),
             ("ref_logprobs", self.start),
-            ("teacher_logprobs", self.teacher),
             ("trained_logprobs", self.loaded),
         ):
             if need in needs:
@@ -211,6 +224,21 @@ class LocalTrainer:
                 replay = self.settings.replay_routes and own
                 with self.offload.present(source):
                     notes.annotate(source, batch, need.removesuffix("_logprobs"), replay=replay, drawn=own, **how)
+        if "teacher_logprobs" in needs:
+
+            def judged(teacher: Loaded, own: Batch, number: int) -> None:
+                with self.offload.present(teacher):
+                    notes.annotate(teacher, own, said(number), **how)
+
+            self.teachers.ask(batch, judged)
+            self.teachers.weigh(batch)
+        if "teacher_hidden" in needs:
+
+            def remembered(teacher: Loaded, own: Batch, number: int) -> None:
+                with self.offload.present(teacher):
+                    notes.remember(teacher, own, number, budget=settings.micro_tokens, share=settings.share_prompts)
+
+            self.teachers.ask(batch, remembered)
         if "values" in needs:
             assert self.critic is not None, "the row needs values, and the trainer was built without a critic"
             self.critic.annotate(batch, self.settings)
@@ -218,82 +246,114 @@ class LocalTrainer:
 
     def _step(self, batch: Batch, algo: Algorithm | Mixture) -> StepStats:
         self.offload.refuse_asleep("step")
-        clock = time.perf_counter
-        began = clock()
         settings, sums, seconds = self.settings, Sums(), {"forward_backward": 0.0, "optimizer": 0.0, "annotate": 0.0}
-        rate, critic_rate = self._rate(settings.lr), self._rate(settings.critic_lr)
-        main = algo.main if isinstance(algo, Mixture) else algo
+        main = self._steered(algo.main if isinstance(algo, Mixture) else algo)
+        algo = replace(algo, main=main) if isinstance(algo, Mixture) else main
         critic = self.critic if "values" in main.needs else None
         if critic is not None:
             critic.begin(self.weights)
         frozen = critic is not None and critic.steps < settings.critic_warmup
-        main = self._steered(main)
-        algo = replace(algo, main=main) if isinstance(algo, Mixture) else main
         updates = batch.updates(settings.updates_per_step)
+        moves = updates * settings.epochs
+        more = ({"proximal_logprobs"} if len(moves) > 1 else set()) | ({"trained_logprobs"} if frozen else set())
         known: dict[str, float] = {}
         stepped, note, self.moved, taken = True, "", False, 0
         try:
-            more = ({"proximal_logprobs"} if len(updates) > 1 else set()) | ({"trained_logprobs"} if frozen else set())
-            for update in updates:  # all before the first move, and each in the packing in which it will be trained
-                for row, _, share in update.shares(algo):
-                    self._annotate(share, row.needs | more)
-            for row, _, share in batch.shares(algo):
-                known |= credit(share, row)
-            _check_samples(batch)
-            seconds["annotate"] = clock() - began
-            for update in updates:
-                self.weights.zero_grad()
-                t = clock()
-                critic_norm = torch.zeros(())
-                for row, weight, share in update.shares(algo):
-                    if not frozen:
-                        self._accumulate(share, row, sums, weight=weight, proximal_noted="proximal_logprobs" in row.needs | more)
-                    if critic is not None and row is main:
-                        critic_norm = critic.accumulate(share, row, settings, sums)
-                norm = self.weights.gradient_norm()
-                for whose, size in (("", norm), (" of the critic", critic_norm)):
-                    if not math.isfinite(float(size)):
-                        raise NotFinite(f"gradient{whose}: its norm is {float(size)} over {_some(update, range(len(update.samples)))}")
-                seconds["forward_backward"] += clock() - t
-                t = clock()
-                changed = 0.0
-                if norm > 0:  # without signal the momentum of earlier steps must not move anything either
-                    changed = self.weights.step(lr=rate, clip=settings.clip, norm=norm)
-                if critic is not None:
-                    critic.move(lr=critic_rate, clip=settings.clip, norm=critic_norm)
-                    sums.put("train/critic_grad_norm", float(critic_norm))
+            with _lap(seconds, "annotate"):
+                known = self._known(batch, algo, updates, more)
+            for update in moves:
+                changed = self._move(update, algo, sums, seconds, more=more, critic=critic, frozen=frozen)
                 taken, self.moved = taken + 1, self.moved or changed > 0
-                sums.put("train/grad_norm", float(norm))
-                sums.put("train/weights_changed", changed)
-                seconds["optimizer"] += clock() - t
             self.bad_steps = 0
         except NotFinite as fault:
             self.weights.zero_grad()
-            stepped, note = False, f"{fault} (update {taken + 1} of {len(updates)}, {taken} were taken)" if taken else str(fault)
+            stepped, note = False, f"{fault} (update {taken + 1} of {len(moves)}, {taken} were taken)" if taken else str(fault)
             self._count_bad(note)
+        for sample in batch.samples:
+            sample.hidden.clear()
         sums.gather(self.ranks)
-        metrics = sums.metrics(len(updates)) | known
-        metrics["train/lr"] = rate
+        metrics = sums.metrics(len(moves)) | known | {"train/lr": self._rate(settings.lr), "train/tokens": float(batch.total_tokens)}
         if critic is not None:
+            metrics["train/critic_lr"] = self._rate(settings.critic_lr)
             critic.steps += 1
-            metrics["train/critic_lr"] = critic_rate
-        own = next((share for row, _, share in batch.shares(algo) if row is main), Batch([]))
-        if main.kl.steers and stepped:
-            metrics |= {"train/kl_coef": main.kl.coef, "train/kl_sample": (measured := kl_of_samples(own))}
-            self.kl_coef = main.kl.steered(measured, len(own.samples))
-        metrics["train/tokens"] = float(batch.total_tokens)
-        if stepped and main.needs:
-            metrics |= measure([s for s in own.samples if not s.guided], self.version)
-            if told := self.alarm.heard(metrics):
-                emit(Warned(f"step {self.step_number + 1}: {told}"))
+        if stepped:
+            metrics |= self._steer(batch, algo, main) | self._mismatch(batch, algo)
         if self.start is not None and stepped and settings.start_probe:
-            t = clock()
-            metrics["train/kl_to_start"] = self._kl_to_start(batch)
-            seconds["annotate"] += clock() - t
+            with _lap(seconds, "annotate"):
+                metrics["train/kl_to_start"] = self._kl_to_start(batch)
         metrics |= {f"train/{name}_s": spent for name, spent in seconds.items()}
         self.step_number += 1
         self.version += 1
         return StepStats(stepped, metrics, note)
+
+    def _known(self, batch: Batch, algo: Algorithm | Mixture, updates: list[Batch], more: set[str]) -> dict[str, float]:
+        """What must be known of every token before the first move, each update in the packing in which it will be trained. -> metrics."""
+        for update in updates:
+            for row, _, share in update.shares(algo):
+                self._annotate(share, row.needs | more)
+        known: dict[str, float] = {}
+        for row, _, share in batch.shares(algo):
+            known |= credit(share, row)
+        _check_samples(batch)
+        return known
+
+    def _move(
+        self,
+        update: Batch,
+        algo: Algorithm | Mixture,
+        sums: Sums,
+        seconds: dict[str, float],
+        *,
+        more: set[str],
+        critic: Critic | None,
+        frozen: bool,
+    ) -> float:
+        """One gradient over all rows, one step of each optimizer. -> the share of weights that it changed."""
+        main = algo.main if isinstance(algo, Mixture) else algo
+        with _lap(seconds, "forward_backward"):
+            self.weights.zero_grad()
+            critic_norm = torch.zeros(())
+            for row, weight, share in update.shares(algo):
+                if not frozen:
+                    self._accumulate(share, row, sums, weight=weight, proximal_noted="proximal_logprobs" in row.needs | more)
+                if critic is not None and row is main:
+                    critic_norm = critic.accumulate(share, row, self.settings, sums)
+            norm = self.weights.gradient_norm()
+            for whose, size in (("", norm), (" of the critic", critic_norm)):
+                if not math.isfinite(float(size)):
+                    raise NotFinite(f"gradient{whose}: its norm is {float(size)} over {_some(update, range(len(update.samples)))}")
+        with _lap(seconds, "optimizer"):
+            changed = 0.0
+            if norm > 0:  # without signal the momentum of earlier steps must not move anything either
+                changed = self.weights.step(lr=self._rate(self.settings.lr), clip=self.settings.clip, norm=norm)
+            if critic is not None:
+                critic.move(lr=self._rate(self.settings.critic_lr), clip=self.settings.clip, norm=critic_norm)
+                sums.put("train/critic_grad_norm", float(critic_norm))
+        sums.put("train/grad_norm", float(norm))
+        sums.put("train/weights_changed", changed)
+        return changed
+
+    def _steer(self, batch: Batch, algo: Algorithm | Mixture, main: Algorithm) -> dict[str, float]:
+        """Coefficients with a target follow what the step measured of their samples. -> what they were, and what was measured."""
+        own = next((share.samples for row, _, share in batch.shares(algo) if row is main), [])
+        told: dict[str, float] = {}
+        if main.kl.steers:
+            told |= {"train/kl_coef": main.kl.coef, "train/kl_sample": (measured := kl_of_samples(Batch(own)))}
+            self.steered["kl"] = main.kl.steered(measured, len(own))
+        if main.entropy.steers and own:
+            told["train/entropy_coef"] = main.entropy.coef
+            self.steered["entropy"] = main.entropy.steered(float(notes.flat(own, "entropy").mean()))
+        return told
+
+    def _mismatch(self, batch: Batch, algo: Algorithm | Mixture) -> dict[str, float]:
+        """Engine against trainer, over whatever an engine drew."""
+        drawn = [s for row, _, share in batch.shares(algo) if row.needs for s in share.samples if not s.guided]
+        if not drawn:
+            return {}
+        metrics = measure(drawn, self.version)
+        if told := self.alarm.heard(metrics):
+            emit(Warned(f"step {self.step_number + 1}: {told}"))
+        return metrics
 
     def _rate(self, lr: float) -> float:
         """The learning rate of this step, under the schedule."""
@@ -301,10 +361,9 @@ class LocalTrainer:
         return learning_rate(self.step_number - s.first_step, lr=lr, schedule=s.schedule, warmup=s.warmup_steps, steps=s.steps)
 
     def _steered(self, algo: Algorithm) -> Algorithm:
-        """The row with the KL coefficient that earlier steps have led to."""
-        if not algo.kl.steers or self.kl_coef is None:
-            return algo
-        return replace(algo, kl=replace(algo.kl, coef=self.kl_coef))
+        """The row with the coefficients that earlier steps have led to."""
+        known = {name: coef for name, coef in self.steered.items() if getattr(algo, name).steers}
+        return replace(algo, **{name: replace(getattr(algo, name), coef=coef) for name, coef in known.items()})
 
     def _accumulate(self, batch: Batch, algo: Algorithm, sums: Sums, *, proximal_noted: bool, weight: float = 1.0) -> None:
         """Forward and backward over micro-batches; every weight is fixed before the first of them (law 3)."""
@@ -323,7 +382,14 @@ class LocalTrainer:
             ranks=self.ranks.size,
         ):
             tape = notes.replaying(self.loaded, packed) if self.settings.replay_routes else None
-            logprobs, entropy = notes.forward(self.loaded, packed, temperature=self.settings.temperature, tape=tape, kept=packed.kept)
+            taught_T: Tensor | None = None
+            if "teacher_hidden" in algo.needs:
+                taught = self.teachers.taught(batch, packed, self.settings.temperature)
+                logprobs, entropy, taught_T = notes.forward_taught(
+                    self.loaded, packed, taught, temperature=self.settings.temperature, tape=tape
+                )
+            else:
+                logprobs, entropy = notes.forward(self.loaded, packed, temperature=self.settings.temperature, tape=tape, kept=packed.kept)
             faults += _fault("logprob", logprobs, batch, packed)
             behavior = notes.gather(batch, packed, "behavior") if algo.needs else None  # demonstrations were drawn from no policy
             proximal = notes.gather(batch, packed, "proximal") if proximal_noted else logprobs.detach()
@@ -340,6 +406,7 @@ class LocalTrainer:
                 score_T=score_N[packed.sample],
                 guided_T=guided_N[packed.sample],
                 decided=Ahead(**{name: notes.gather(batch, packed, name) for name, known in vars(decided).items() if known is not None}),
+                taught_T=taught_T,
             )
             faults += _fault("ratio", terms["ratio"], batch, packed)
             loss.backward()

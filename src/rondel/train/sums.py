@@ -45,6 +45,7 @@ class Sums:
             "entropy": "train/entropy",
             "clipped": "train/clip_fraction",
             "kl": "train/kl_ref",
+            "taught": "train/kl_teacher",
             "correction": "train/correction",
             "dropped": "train/correction_dropped",
             "value": "train/value_loss",

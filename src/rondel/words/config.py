@@ -68,11 +68,47 @@ class Adapter(Section):
         return self
 
 
+class Teacher(BaseModel):
+    """One of several: `{ path = "big-math", source = "math" }`, or one that is served: `{ url = "http://127.0.0.1:30000" }`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    path: str | dict[str, Any] | None = None
+    url: str | None = None
+    kind: Literal["sglang", "vllm"] = "sglang"
+    weight: float = Field(1.0, gt=0)
+    source: str | None = None
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Teacher:
+        if (self.path is None) == (self.url is None):
+            raise ValueError(
+                'a teacher has either a path, and is loaded here, or a url, where it is served: { url = "http://127.0.0.1:30000" }'
+            )
+        return self
+
+    @property
+    def name(self) -> str:
+        return self.url or str(self.path)
+
+
 class Model(Section):
     path: str | dict[str, Any] = Field(description='folder, hub id, GGUF file, "smollm2-135m", or { random = "llama", ... }')
-    teacher: str | dict[str, Any] | None = None
+    teacher: str | dict[str, Any] | list[Teacher] | None = Field(
+        None, description="as path; or several: { path, weight, source }, or { url, kind } for one that is served"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="compute dtype; master weights are always float32")
     adapter: Adapter = Adapter()
+    tower: Literal["frozen", "trained"] = Field(
+        "frozen", description="of a vision-language model: whether what encodes images learns, too; frozen, it costs no gradient"
+    )
+    image_tokens: int | Literal["auto"] = Field(
+        "auto", description="most tokens of one image, which is scaled down to it; auto: what the model's own settings say"
+    )
+
+    @property
+    def teachers(self) -> list[Teacher]:
+        told = self.teacher
+        return told if isinstance(told, list) else [] if told is None else [Teacher(path=told)]
 
 
 class Evaluation(Section):
@@ -104,10 +140,20 @@ class TaskSection(Section):
     max_failures: float = Field(
         1.0, gt=0, le=1, description="share of the last 200 answers that may go without a score; above it the run stops, with a checkpoint"
     )
+    patience: float = Field(
+        0.0, ge=0, description="seconds that a run with more failures than max_failures waits for scores to come back, before it stops"
+    )
     eval: Evaluation = Evaluation()
 
+    @model_validator(mode="after")
+    def _what_is_waited_for(self) -> TaskSection:
+        mine = self.__dict__
+        if mine["patience"] and mine["max_failures"] == 1:
+            raise ValueError("patience has no effect while any share of failures will do: set max_failures below 1, to 0.2 say")
+        return self
 
-OF_GROUPS = ("group_size", "guides", "beside")  # what [algo] says of groups and not of the row
+
+OF_GROUPS = ("group_size", "guides", "beside", "sources")  # what [algo] says of groups and not of the row
 
 
 class Beside(BaseModel):
@@ -127,6 +173,7 @@ class Algo(Section):
     group_size: int = Field(8, ge=1)
     guides: int = Field(0, ge=0)
     beside: list[Beside] = []
+    sources: dict[str, dict[str, Any]] = Field({}, description="a row of its own for what a source brings")
     advantage: dict[str, Any] = {}
     ratio: dict[str, Any] = {}
     surrogate: dict[str, Any] = {}
@@ -151,6 +198,8 @@ class Loop(Section):
     steps: int = Field(ge=0)
     groups_per_step: int = Field(16, ge=1)
     updates_per_step: int = Field(1, ge=1)
+    epochs: int = Field(1, ge=1, description="passes over the batch of a step, each of updates_per_step updates")
+    replays: int = Field(0, ge=0, description="groups of each step that come back in a later one, once and within max_staleness")
     max_staleness: int = Field(0, ge=0)
     in_flight: Literal["hold", "drain", "abort"] = "hold"
     window: int | Literal["auto"] = "auto"
@@ -167,6 +216,12 @@ class Loop(Section):
     @model_validator(mode="after")
     def _what_is_late(self) -> Loop:
         mine = self.__dict__
+        if mine["replays"] and not mine["max_staleness"]:
+            raise ValueError(
+                "replays has no effect at max_staleness = 0: what is trained again is at least one version old. Set max_staleness"
+            )
+        if mine["replays"] > mine["groups_per_step"]:
+            raise ValueError(f"replays = {mine['replays']} is more than a step has: groups_per_step = {mine['groups_per_step']}")
         if mine["late"] == "retry" and not mine["oversample"]:
             raise ValueError(
                 'late = "retry" has no effect: without oversample no group is ever late, it is waited for. Set oversample, or remove it'

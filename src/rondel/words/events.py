@@ -51,6 +51,7 @@ class GroupFinished(Event):
     lengths: list[int]
     failed: int = 0
     truncated: int = 0
+    source: str = ""  # that brought the task, where there are several
 
 
 @dataclass(slots=True)
@@ -68,6 +69,14 @@ class GroupsTaken(Event):
     version: int
     groups: list[Group]
     limit: int = 0  # of their lag
+
+
+@dataclass(slots=True)
+class Replayed(Event):
+    """Groups of earlier steps that are trained once more, by their numbers."""
+
+    step: int
+    groups: list[int]
 
 
 @dataclass(slots=True)
@@ -130,6 +139,7 @@ class Evaluated(Event):
     request: dict[str, Any]
     samples: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
+    of: dict[str, float] = field(default_factory=dict)  # the score by source, where there are several
 
 
 @dataclass(slots=True)

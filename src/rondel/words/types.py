@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from math import fsum
 from operator import index
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from rondel.words.media import Placed
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -31,6 +34,11 @@ class Task:
     id: str
     env: str
     data: dict[str, Any]
+
+    @property
+    def stream(self) -> str:
+        """By which a mixture finds its row: the source that brought it, or its environment."""
+        return str(self.data.get("source", self.env))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +131,7 @@ class Trajectory:
     versions  [T] int    the weights of `policy` that wrote it; -1 elsewhere
     experts   [T-1,L,K]  routed experts of a MoE; None for a dense model
     support   [T] ids    what the token was drawn from, where truncation cut the rest; None where nothing was cut, and for all if nothing ever was
+    media                the pictures that it reads, each where its placeholders stand (words/media.py)
     agent                who acts, where an episode has several: each is compared with its own kind
     laps                 what took time, turn by turn: ("chat" or a tool's name, seconds since 1970, seconds, tokens read, tokens written)
     parent               its place in the group, of the trajectory whose score it shares: this one is a branch of the same episode
@@ -134,6 +143,7 @@ class Trajectory:
     versions: list[int] = field(default_factory=list)
     experts: Any | None = None
     support: list[Any | None] | None = None
+    media: list[Placed] = field(default_factory=list)
     policy: str = "policy"
     agent: str = ""
     parent: int | None = None
@@ -151,9 +161,18 @@ class Trajectory:
         logprobs: list[float] | None = None,
         versions: list[int] | None = None,
         support: list[Any | None] | None = None,
+        media: Sequence[Placed] = (),
     ) -> None:
-        """Append tokens: given ones (no logprobs) or ones the policy wrote (logprobs and versions). The only writer."""
+        """Append tokens: given ones (no logprobs) or ones the policy wrote (logprobs and versions). The only writer.
+
+        `media` are pictures in the given ones, their places counted from the first of these.
+        """
         n = len(tokens)
+        if media:
+            if logprobs is not None:
+                raise ValueError(f"{len(media)} images in what the policy wrote: it writes tokens; an image is given")
+            media[0].agree(tokens, media)
+            self.media += [replace(place, start=len(self.tokens) + place.start) for place in media]
         if (logprobs is None) != (versions is None):
             raise ValueError("a policy's tokens need both logprobs and versions; given tokens need neither")
         if logprobs is not None and versions is not None and not (n == len(logprobs) == len(versions)):
@@ -220,36 +239,6 @@ class Group:
     def baseline(self) -> float | None:
         """The reward of its greedy answer, where one was asked for and scored."""
         return next((t.reward for t in self.roots if t.policy == GREEDY), None)
-
-
-def encode(group: Group) -> dict[str, Any]:
-    """A finished group as JSON-shaped data; `decode` gives it back."""
-    row = asdict(group)
-    for plain, whole in zip(row["trajectories"], group.trajectories):
-        plain["score"] = None if whole.score is None else [type(whole.score).__name__, asdict(whole.score)]
-        if isinstance(whole.score, Score):
-            plain["score"][1]["steps"] = [list(step) for step in whole.score.steps]
-        if whole.support is not None:
-            plain["support"] = [None if ids is None else [int(i) for i in ids] for ids in whole.support]
-        if whole.experts is not None:
-            plain["experts"] = [str(whole.experts.dtype), whole.experts.tolist()]
-        plain["outcome"] = [type(whole.outcome).__name__, asdict(whole.outcome)]
-    return row
-
-
-def decode(row: dict[str, Any]) -> Group:
-    kinds = {"Score": Score, "Failed": Failed, "Ok": Ok, "EnvFault": EnvFault, "PolicyFault": PolicyFault}
-
-    def whole(plain: dict[str, Any]) -> Trajectory:
-        given = {key: kinds[plain[key][0]](**plain[key][1]) for key in ("score", "outcome") if plain[key] is not None}
-        if plain["experts"] is not None:
-            import numpy as np
-
-            dtype, routes = plain["experts"]
-            given["experts"] = np.asarray(routes, dtype)
-        return Trajectory(**{**plain, **given})
-
-    return Group(row["id"], Task(**row["task"]), [whole(t) for t in row["trajectories"]], row["born"])
 
 
 @dataclass(slots=True)
@@ -368,6 +357,7 @@ class Request:
 
     `id` is what a client calls it, to abort it by; samples of one call share it, and go to one replica.
     `lines` are the stints of its recorded run, to be computed again: at each it stands still until those weights have gone.
+    `media` are the pictures among its tokens, which only an engine with the capability "images" sees.
     """
 
     tokens: list[int]
@@ -381,6 +371,7 @@ class Request:
     wants: frozenset[str] = frozenset()
     id: str = ""
     lines: tuple[Stint, ...] | None = None
+    media: tuple[Placed, ...] = ()
 
 
 @dataclass(slots=True)

@@ -159,6 +159,8 @@ class ForeignEngine:
         self._refuse_if_broken()
         if not request.tokens:
             raise UserError("an empty prompt: a language model needs at least one token to go on from")
+        if request.media:
+            raise UserError(f'{self.server.name} is sent tokens alone, and no images; engine.kind = "builtin" sees them')
         if request.wants or request.adapter:
             asked = ", ".join(sorted(request.wants)) or f"adapter '{request.adapter}'"
             raise UserError(f'{self.server.name} gives no {asked}; engine.kind = "builtin" does')

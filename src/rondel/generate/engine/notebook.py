@@ -11,30 +11,78 @@ from typing import Any
 
 import torch
 
+from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.generate.engine.builtin.speculative import Speculation
+from rondel.models.aligned import align
+from rondel.models.compiled import Compiled
 from rondel.models.load import Loaded, load
 from rondel.words.errors import EngineError, UserError
 from rondel.words.types import Completion, Request, Sampling, sample_key
+
+GUESSES = 4  # at most, of a request in one step
+
+
+def speculation_of(how: str, *, dtype: str, device: str) -> Speculation | None:
+    """ "off", "ngram" or "draft:MODEL"."""
+    kind, _, model = how.partition(":")
+    if kind == "draft" and model:
+        return Speculation(GUESSES, Draft(load(model, dtype=dtype, device=device)))
+    if how not in ("off", "ngram"):
+        raise UserError(f"speculative = '{how}'; it is off, ngram or draft:MODEL, a smaller model with the same tokenizer")
+    return Speculation(GUESSES) if kind == "ngram" else None
 
 
 class Engine:
     """`engine = Engine.load("smollm2-135m"); outs = engine.generate(["3 + 4 ="], Sampling(n=4)); outs[0][2].text`."""
 
-    def __init__(self, loaded: Loaded, *, kv_pages: int = 32768, max_running: int = 64) -> None:
+    def __init__(
+        self, loaded: Loaded, *, kv_pages: int = 32768, max_running: int = 64, compile: bool = False, speculation: Speculation | None = None
+    ) -> None:
         self.loaded = loaded
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rondel-engine", daemon=True)
         self._thread.start()
         self._device = ThreadPoolExecutor(1, "rondel-device")
-        self._engine = BuiltinEngine(loaded, run=self._run, kv_pages=kv_pages, max_running=max_running)
+        try:
+            compiled = self._device.submit(Compiled, loaded).result() if compile else None
+            self._engine = BuiltinEngine(
+                loaded, run=self._run, kv_pages=kv_pages, max_running=max_running, compiled=compiled, speculation=speculation
+            )
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
-    def load(cls, path: str | dict[str, Any], *, dtype: str = "auto", device: str = "auto", **settings: Any) -> Engine:
-        """A folder, hub id, GGUF file, "smollm2-135m", or { random = ... }, on the GPU if there is one."""
+    def load(
+        cls,
+        path: str | dict[str, Any],
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        numerics: str = "fast",
+        speculative: str = "off",
+        **settings: Any,
+    ) -> Engine:
+        """A folder, hub id, GGUF file, "smollm2-135m", or { random = ... }, on the GPU if there is one.
+
+        numerics      "aligned": the same bits whatever else is in the batch, and in the trainer
+        speculative   "ngram", or "draft:MODEL" with a smaller model of the same tokenizer: guess ahead; no token changes its distribution
+        settings      kv_pages, max_running, compile
+        """
         where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        if numerics not in ("fast", "aligned"):
+            raise UserError(f"numerics = '{numerics}'; it is fast or aligned")
+
+        def made() -> tuple[Loaded, Speculation | None]:
+            loaded = load(path, dtype=dtype, device=where)
+            if numerics == "aligned":
+                align(loaded)
+            return loaded, speculation_of(speculative, dtype=dtype, device=where)
+
         with ThreadPoolExecutor(1) as aside:  # its threads end with it: arithmetic on the caller's thread would halve the engine's speed
-            loaded = aside.submit(load, path, dtype=dtype, device=where).result()
-        return cls(loaded, **settings)
+            loaded, speculation = aside.submit(made).result()
+        return cls(loaded, speculation=speculation, **settings)
 
     @property
     def tokenizer(self) -> Any:
@@ -64,6 +112,20 @@ class Engine:
         finally:
             waiting.cancel()  # interrupted: the engine need not go on
         return [flat[i * sampling.n : (i + 1) * sampling.n] for i in range(len(rows))]
+
+    def chat(
+        self, conversations: list[list[dict[str, Any]]], sampling: Sampling | None = None, *, wants: Iterable[str] = ()
+    ) -> list[list[Completion]]:
+        """What the assistant says next in each of the conversations, `[{"role": "user", "content": "..."}]`, through the model's template."""
+        if conversations and isinstance(conversations[0], dict):
+            raise UserError("conversations is one conversation; give a list of them: engine.chat([messages])")
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise UserError(f"'{self.loaded.name}' has no chat template; give engine.generate its prompts as text")
+        rows = [
+            self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+            for messages in conversations
+        ]
+        return self.generate(rows, sampling, wants=wants)
 
     async def _all(self, jobs: list[Request]) -> list[Completion]:
         """All or none: when one request is refused, the others end."""

@@ -22,6 +22,7 @@ from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.single_turn import opening
 from rondel.generate.envs.template import Messages, Schemas
 from rondel.words.errors import ConfigError, DataError
+from rondel.words.media import worded
 from rondel.words.registry import nearest
 from rondel.words.types import Task, Trajectory
 
@@ -111,7 +112,7 @@ class Agents:
 
     def _field(self, turn: Turn, task: Task, name: str) -> Any:
         if name == PROMPT:
-            return "\n".join(m["content"] for m in opening(task))
+            return "\n".join(worded(m["content"]) for m in opening(task))
         if name not in task.data:
             known = [*task.data, *self.waits]
             raise DataError(

@@ -10,13 +10,15 @@ reply ─> ...
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rondel.generate.envs.calls import Call
+from rondel.generate.envs.pictures import parted, placed, seen
 from rondel.generate.envs.template import Messages, Schemas, Template
 from rondel.words.errors import DataError, EnvError
+from rondel.words.media import Placed, Sight
 from rondel.words.types import Completion, FinishReason, Request, Sampling, Trajectory
 
 
@@ -42,6 +44,7 @@ class TokenChat:
     key          turn -> 128-bit key of that turn's noise
     max_context  tokens the model can hold; a turn gets what is left of it, at most sampling.max_tokens
     system       a system message for prompts that bring none
+    sight        how the model looks at images; None for one that reads text alone
 
     A turn may end without the template's end of turn: cut by length, aborted, or closed by another end token. The missing
     tokens are then *given* (mask 0) before the next message, so the conversation stays well-formed and nothing that the policy
@@ -59,9 +62,11 @@ class TokenChat:
         max_context: int,
         policy: str = "policy",
         system: str | None = None,
+        sight: Sight | None = None,
     ) -> None:
         self.tokenizer, self.template, self.generate = tokenizer, Template(tokenizer), generate
         self.sampling, self.key, self.max_context, self.system = sampling, key, max_context, system
+        self.sight = sight
         self.trajectory = Trajectory(policy=policy)
         self.turn = 0
         self._open = False  # a prompt waits for its reply
@@ -77,19 +82,40 @@ class TokenChat:
         if self.turn == 0:
             if self.system is not None and not any(m.get("role") == "system" for m in messages):
                 messages = [{"role": "system", "content": self.system}, *messages]
-            self.trajectory.extend(self.template.opening(messages, tools))
+            plain, sources = self._parted(messages)
+            tokens, media = self._placed(self.template.opening(plain, tools), sources)
+            self.trajectory.extend(tokens, media=media)
             return
-        self._append(self.template.missing_tail(self._last) + self.template.later(messages))
+        plain, sources = self._parted(messages)
+        self._append(self.template.missing_tail(self._last) + self.template.later(plain), sources)
+
+    def _parted(self, messages: Messages) -> tuple[Messages, list[Any]]:
+        plain, sources = parted(messages)
+        if sources and self.sight is None:
+            raise DataError(
+                f"{len(sources)} images in a conversation with a model that reads text alone: take a vision-language model, or leave them out"
+            )
+        return plain, sources
+
+    def _placed(self, tokens: list[int], sources: list[Any]) -> tuple[list[int], list[Placed]]:
+        if self.sight is None:
+            return tokens, []
+        sight = self.sight
+        return placed(tokens, [seen(source, sight) for source in sources], sight)
 
     def give_tokens(self, tokens: list[int]) -> None:
         """The same for what is text alone, without roles and without a template."""
         self._open = True
         self._append(tokens)
 
-    def _append(self, tokens: list[int]) -> None:
+    def _append(self, tokens: list[int], sources: Sequence[Any] = ()) -> None:
+        try:
+            tokens, media = self._placed(tokens, list(sources))
+        except DataError as error:  # what came in the middle of an episode is its world's, and no fault of the data
+            raise EnvError(str(error)) from error
         self._full = self._full or len(tokens) >= self._room
         if not self._full:
-            self.trajectory.extend(tokens)
+            self.trajectory.extend(tokens, media=media)
 
     async def reply(self) -> Completion:
         """The policy writes one turn, mask 1."""
@@ -101,7 +127,9 @@ class TokenChat:
         sampling = replace(self.sampling, max_tokens=limit, min_tokens=min(self.sampling.min_tokens, limit))
         tokens = list(self.trajectory.tokens)
         began = time.time()
-        done = await self.generate(Request(tokens, sampling, key=self.key(self.turn), policy=self.trajectory.policy))
+        done = await self.generate(
+            Request(tokens, sampling, key=self.key(self.turn), policy=self.trajectory.policy, media=tuple(self.trajectory.media))
+        )
         self.trajectory.extend(done.tokens, logprobs=done.logprobs, versions=done.versions, support=done.support)
         self.trajectory.laps.append(("chat", began, time.time() - began, len(tokens), len(done.tokens)))
         if done.experts is not None:
@@ -154,7 +182,13 @@ class TokenChat:
         """Another conversation with the same first turns: tokens, and all that is recorded of them, are copied as they are."""
         t, n = self.trajectory, mark.tokens
         twin = TokenChat(
-            self.tokenizer, self.generate, sampling=self.sampling, key=self.key, max_context=self.max_context, system=self.system
+            self.tokenizer,
+            self.generate,
+            sampling=self.sampling,
+            key=self.key,
+            max_context=self.max_context,
+            system=self.system,
+            sight=self.sight,
         )
         twin.template = self.template  # what it has found out about its tokenizer
         twin.trajectory = Trajectory(
@@ -164,6 +198,7 @@ class TokenChat:
             versions=t.versions[:n],
             experts=None if t.experts is None or not n else t.experts[: n - 1],
             support=None if t.support is None else t.support[:n],
+            media=[place for place in t.media if place.end <= n],
             policy=t.policy,
             finish_reason=mark.finish_reason,
             text=t.text[: mark.text],

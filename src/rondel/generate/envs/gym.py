@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rondel.generate.envs.tools import on_a_thread
+from rondel.generate.envs.worlds import OpenEnv, TextArena
 from rondel.words.errors import ConfigError, EnvError
 from rondel.words.protocols import Chat
 from rondel.words.registry import imported
@@ -21,7 +23,10 @@ from rondel.words.types import Score, Task, Trajectory
 
 
 def maker(name: str) -> Callable[..., Any]:
-    """ "module:name", a function or class of yours; anything else is an id that gymnasium has registered."""
+    """ "openenv:http://...", "textarena:Game-v0", or "module:name", a function or class of yours; anything else is an id of gymnasium."""
+    kind, _, rest = name.partition(":")
+    if kind in OTHERS:
+        return partial(OTHERS[kind], rest)
     if ":" in name and not re.search(r"-v\d+$", name):
         made: Callable[..., Any] = imported("world", name)
         return made
@@ -30,6 +35,9 @@ def maker(name: str) -> Callable[..., Any]:
     except ImportError as error:
         raise ConfigError(f"the world '{name}' is an id of gymnasium, which is not installed: pip install gymnasium") from error
     return lambda **args: gymnasium.make(name, **args)
+
+
+OTHERS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "textarena": TextArena}
 
 
 class Gym:

@@ -11,6 +11,7 @@ from collections import Counter
 from hashlib import blake2b
 
 from rondel.words.errors import ConfigError
+from rondel.words.media import worded
 from rondel.words.types import Task
 
 GRAM, COMMON = (
@@ -55,6 +56,6 @@ def overlapping(train: list[Task], held: list[Task], n: int) -> set[str]:
 
 
 def _grams(task: Task, n: int) -> set[tuple[str, ...]]:
-    messages = [task.data["prompt"]] if "prompt" in task.data else [m["content"] for m in task.data["messages"]]
+    messages = [task.data["prompt"]] if "prompt" in task.data else [worded(m["content"]) for m in task.data["messages"]]
     words = re.findall(r"\w+", " ".join(messages).lower())
     return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}

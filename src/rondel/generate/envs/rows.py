@@ -137,6 +137,21 @@ def digits() -> Iterator[Row]:
             yield Row(f"{a}+{b}", "digits", {"prompt": f"{a}+{b}=", "answer": str(a + b)})
 
 
+def quadrants(size: int = 160, seed: int = 0, pixels: int = 56) -> Iterator[Row]:
+    """Pictures of noise of which one quarter is light; the answer is its number, 1 to 4, as one reads. For models that look."""
+    import numpy as np
+
+    rng, half = np.random.default_rng(seed), pixels // 2
+    for number in range(size):
+        picture, quarter = rng.integers(0, 60, (pixels, pixels, 3), dtype=np.uint8), number % 4
+        y, x = divmod(quarter, 2)
+        picture[y * half : (y + 1) * half, x * half : (x + 1) * half] += np.uint8(rng.integers(120, 190))
+        said = [{"type": "image", "image": picture}, {"type": "text", "text": "light?"}]
+        yield Row(
+            f"quadrants, picture {number + 1}", "quadrants", {"messages": [{"role": "user", "content": said}], "answer": str(quarter + 1)}
+        )
+
+
 KINDS: dict[str, Callable[..., Iterable[Row]]] = {
     "reasoning_gym": reasoning_gym,
     "jsonl": jsonl,
@@ -146,6 +161,7 @@ KINDS: dict[str, Callable[..., Iterable[Row]]] = {
     "verifiers": verifiers,
     "gym": gym,
     "digits": digits,
+    "quadrants": quadrants,
 }
 
 

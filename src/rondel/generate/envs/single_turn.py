@@ -19,7 +19,10 @@ def opening(task: Task, *, suffix: str = "", system: str | None = None) -> Messa
         messages = [{"role": "user", "content": data["prompt"]}]
     else:
         raise DataError(f"task {task.id} has neither a text 'prompt' nor 'messages'; it has: {', '.join(data) or 'nothing'}")
-    messages[-1]["content"] += suffix
+    if suffix and isinstance(messages[-1]["content"], list):
+        messages[-1]["content"] = [*messages[-1]["content"], {"type": "text", "text": suffix}]
+    else:
+        messages[-1]["content"] += suffix
     if system is not None and messages[0].get("role") != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages

@@ -9,11 +9,14 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 from rondel.generate.envs.holdout import GRAM, content_key, hold_out, overlapping
+from rondel.generate.envs.pictures import is_image, is_picture, shown, source_of, stored
 from rondel.generate.envs.rows import KINDS, Row
 from rondel.words.errors import ConfigError, DataError
+from rondel.words.media import worded
 from rondel.words.registry import find, nearest
 from rondel.words.types import Task
 
@@ -38,9 +41,12 @@ def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
     """The tasks of a recipe's `[task] data`: `{kind = "reasoning_gym", name = "chain_sum", size = 500, holdout = 32}`.
 
     kind            one of ours, or "module:name": a function(**settings) -> iterable of dicts; "mix" for several: its `sources` are
-                    tables like this one, each with a `source`, its name, which its tasks have as data["source"], and a `weight`
+                    tables like this one, each with a `source`, its name, which its tasks have as data["source"], a `weight`, and
+                    where it is not task.env an `env`
     prompt, answer  which field holds the question (text, or a list of messages) and the gold answer; answer = "" for none;
                     a field of a table in the row: answer = "reward_model.ground_truth"
+    image           which field holds the picture of a question, or a list of them: a path (from the data's own folder), bytes, an opened
+                    picture; they stand where the question says <image>, or before its words
     holdout         how many tasks to hold out: a number, or a fraction below 1; whole contents, so a few more may come
     eval_<key>      evaluation data from elsewhere: the same kind with <key> changed, as in eval_path or eval_split
     ngram           a training task that shares so many words in a row with evaluation data from elsewhere is left out; 0 does not look
@@ -51,7 +57,7 @@ def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
         return _mixed(dict(data), env)
     settings = dict(data)
     kind, holdout, gram = settings.pop("kind", None), settings.pop("holdout", 0), settings.pop("ngram", GRAM)
-    columns = settings.pop("prompt", None), settings.pop("answer", "answer")
+    columns = settings.pop("prompt", None), settings.pop("answer", "answer"), settings.pop("image", "")
     elsewhere = {key.removeprefix("eval_"): settings.pop(key) for key in list(settings) if key.startswith("eval_")}
     if kind is None:
         raise ConfigError(f"task.data has no 'kind'. Known: {', '.join(sorted(KINDS))}; or your own as 'module:name'")
@@ -86,12 +92,12 @@ def _mixed(settings: dict[str, Any], env: str) -> TaskSet:
     sets: list[tuple[float, TaskSet]] = []
     for number, table in enumerate(tables, 1):
         own = dict(table)
-        name, weight = own.pop("source", None), own.pop("weight", 1)
+        name, weight, where = own.pop("source", None), own.pop("weight", 1), own.pop("env", env)
         if not isinstance(name, str) or name in [s.train[0].data["source"] for _, s in sets]:
             raise ConfigError(f"task.data.sources[{number}] has source = {name!r}; each needs a name of its own")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
             raise ConfigError(f"task.data.sources[{number}] ('{name}') has weight = {weight!r}; it must be a positive number")
-        loaded = load_tasks(own, env=env)
+        loaded = load_tasks(own, env=where)
         for task in [*loaded.train, *loaded.held_out]:
             task.data["source"] = name
         sets.append((weight, loaded))
@@ -119,16 +125,17 @@ def _mixed(settings: dict[str, Any], env: str) -> TaskSet:
     )
 
 
-def _read(kind: str, settings: dict[str, Any], env: str, columns: tuple[str | None, str]) -> tuple[Found, int]:
+def _read(kind: str, settings: dict[str, Any], env: str, columns: tuple[str | None, str, str]) -> tuple[Found, int]:
     """The different tasks of a kind, and how many rows repeated a question."""
     settings = dict(settings)
     found: Found = {}
     wanted, count, kept = settings.pop("where", {}), 0, 0
+    folder = Path(path).parent if isinstance(path := settings.get("path"), str) else Path()
     for count, row in enumerate(_rows(kind, settings), 1):  # noqa: B007
         if wanted and not _fits(row, wanted):
             continue
         kept += 1
-        content, task = _task(row, env, *columns)
+        content, task = _task(row, env, folder, *columns)
         found.setdefault(task.id, (content, task))
     if not count:
         raise DataError(f"task.data of kind '{kind}' is empty ({settings}); check the path and the size")
@@ -172,17 +179,18 @@ def _rows(kind: str, settings: dict[str, Any]) -> Iterator[Row]:
         yield row if isinstance(row, Row) else Row(f"{kind}, row {number}", name, row)
 
 
-def _task(row: Row, env: str, prompt: str | None, answer: str) -> tuple[str, Task]:
+def _task(row: Row, env: str, folder: Path, prompt: str | None, answer: str, image: str) -> tuple[str, Task]:
     """(content, task) of one row; all other fields of the row stay in task.data."""
     if not isinstance(row.fields, dict):
         raise DataError(f"{row.where}: a {type(row.fields).__name__}; a task is an object with named fields")
     fields = dict(row.fields)
     prompt = prompt or ("messages" if "messages" in fields and "prompt" not in fields else "prompt")
-    for column, key in ((prompt, "prompt"), (answer, "answer")):
+    for column, key in ((prompt, "prompt"), (answer, "answer"), (image, "image")):
         if column and _at(fields, column) is None:
             raise _missing(row, column, key)
     asked, gold = _at(fields, prompt), _at(fields, answer)
     fields.pop(prompt, None)
+    asked = _with_images(row, asked, fields, folder, image)
     question = _question(row, asked)
     fields["prompt" if isinstance(asked, str) else "messages"] = asked
     if answer:
@@ -190,6 +198,27 @@ def _task(row: Row, env: str, prompt: str | None, answer: str) -> tuple[str, Tas
         fields["answer"] = gold
     digest = blake2b(question.encode(), digest_size=8).hexdigest()
     return content_key(row.content or question), Task(f"{row.name}/{digest}", env, fields)
+
+
+def _with_images(row: Row, asked: Any, fields: dict[str, Any], folder: Path, column: str) -> Any:
+    """The question with the images of its row, and those that its messages name, as task.data can hold them."""
+    if not column and (held := [name for name, value in fields.items() if is_picture(value)]):
+        raise DataError(f"{row.where}: the field '{held[0]}' holds an image; say image = '{held[0]}' in task.data")
+    try:
+        if column:
+            found = _at(fields, column)
+            fields.pop(column, None)
+            asked = shown(asked, [stored(one, folder) for one in (found if isinstance(found, list) else [found])])
+        return [_stored(m, folder) for m in asked] if isinstance(asked, list) else asked
+    except DataError as error:
+        raise DataError(f"{row.where}: {error}") from error
+
+
+def _stored(message: Any, folder: Path) -> Any:
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    parts = [stored(source_of(part), folder) if is_image(part) and "name" not in part else part for part in message["content"]]
+    return {**message, "content": parts}
 
 
 def _at(fields: dict[str, Any], column: str) -> Any:
@@ -202,14 +231,16 @@ def _at(fields: dict[str, Any], column: str) -> Any:
 
 def asked(task: Task) -> str:
     """The question of a task, as one text."""
-    return task.data["prompt"] if "prompt" in task.data else "\n".join(f"{m['role']}: {m['content']}" for m in task.data["messages"])
+    return (
+        task.data["prompt"] if "prompt" in task.data else "\n".join(f"{m['role']}: {worded(m['content'])}" for m in task.data["messages"])
+    )
 
 
 def _question(row: Row, asked: Any) -> str:
     if isinstance(asked, str) and asked.strip():
         return asked
-    if isinstance(asked, list) and asked and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in asked):
-        return "\n".join(f"{m.get('role')}: {m['content']}" for m in asked)
+    if isinstance(asked, list) and asked and all(isinstance(m, dict) and isinstance(m.get("content"), str | list) for m in asked):
+        return "\n".join(f"{m.get('role')}: {worded(m['content'])}" for m in asked)
     what = "empty" if isinstance(asked, str) else f"{asked!r:.60}, a {type(asked).__name__}"
     raise DataError(f"{row.where}: the prompt is {what}; it must be a text, or a list of messages with role and content")
 

@@ -133,6 +133,8 @@ class Template:
         return self.tokenizer.apply_chat_template(messages, tools=list(tools), tokenize=False)
 
     def _bare(self, messages: Messages, *, opening: bool) -> list[int]:
+        if any(isinstance(m["content"], list) for m in messages):
+            raise DataError("images for a tokenizer without a chat template, which alone says where they stand; take an instruct model")
         return list(self.tokenizer.encode("".join(m["content"] for m in messages), add_special_tokens=opening))
 
 
@@ -140,8 +142,10 @@ def _with_words(messages: Messages, tools: Schemas, *, speaker: str) -> Messages
     """For a template that knows no tools: they are described at the head of the conversation."""
     words = TOLD.format(tools="\n".join(json.dumps(tool) for tool in tools))
     if messages and messages[0]["role"] == speaker:
-        both = f"{messages[0]['content']}\n\n{words}" if speaker == "system" else f"{words}\n\n{messages[0]['content']}"
-        return [{**messages[0], "content": both}, *messages[1:]]
+        own = messages[0]["content"]
+        if isinstance(own, list):
+            return [{**messages[0], "content": [{"type": "text", "text": f"{words}\n\n"}, *own]}, *messages[1:]]
+        return [{**messages[0], "content": f"{own}\n\n{words}" if speaker == "system" else f"{words}\n\n{own}"}, *messages[1:]]
     return [{"role": speaker, "content": words}, *messages]
 
 
@@ -150,11 +154,21 @@ def _in_words(messages: Messages) -> Messages:
     out: Messages = []
     for answers, run in groupby(messages, key=lambda m: m["role"] == "tool"):
         if answers:
-            text = "\n".join(f"<tool_response>\n{m['content']}\n</tool_response>" for m in run)
-            out.append({"role": "user", "content": text})
+            said = [m["content"] for m in run]
+            text = "\n".join(f"<tool_response>\n{content}\n</tool_response>" for content in said)
+            out.append({"role": "user", "content": _in_parts(said) if any(isinstance(c, list) for c in said) else text})
         else:
             out += map(_with_calls, run)
     return out
+
+
+def _in_parts(said: list[Any]) -> list[dict[str, Any]]:
+    """The same where some answer with images."""
+    parts: list[dict[str, Any]] = []
+    for content in said:
+        own = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        parts += [{"type": "text", "text": "<tool_response>\n"}, *own, {"type": "text", "text": "\n</tool_response>\n"}]
+    return parts
 
 
 def _with_calls(message: dict[str, Any]) -> dict[str, Any]:

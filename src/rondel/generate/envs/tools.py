@@ -24,6 +24,7 @@ from typing import Any, get_type_hints
 from pydantic import ConfigDict, ValidationError, create_model
 
 from rondel.generate.envs.calls import Call
+from rondel.generate.envs.pictures import observed
 from rondel.generate.envs.single_turn import opening
 from rondel.generate.envs.template import Messages, Schemas
 from rondel.words.errors import ConfigError, EnvError
@@ -128,14 +129,14 @@ class Tools:
                 ends.callback(made[-1].close)
         return _named([*self.shared.values(), *(tool for one in made for tool in offered(one))])
 
-    async def _timed(self, call: Call, tools: dict[str, Tool], of: Trajectory) -> str:
+    async def _timed(self, call: Call, tools: dict[str, Tool], of: Trajectory) -> str | list[dict[str, Any]]:
         began = time.time()
         result = await self.carry_out(call, tools)
         of.laps.append((call.name or "?", began, time.time() - began, 0, 0))
         return result
 
-    async def carry_out(self, call: Call, tools: dict[str, Tool] | None = None) -> str:
-        """-> what the policy reads."""
+    async def carry_out(self, call: Call, tools: dict[str, Tool] | None = None) -> str | list[dict[str, Any]]:
+        """-> what the policy reads: a text, or parts with images where it returned a PIL image, an array of pixels, or a list with one."""
         if call.fault:
             return f"error: {call.fault}"
         tools = self.shared if tools is None else tools
@@ -155,6 +156,8 @@ class Tools:
             raise EnvError(f"tool {call.name}: {type(error).__name__}: {error}") from error
         except Exception as error:  # what the policy asked for cannot be done
             return f"error: {type(error).__name__}: {error}"
+        if (parts := observed(result)) is not None:
+            return parts
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
     def _called(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Awaitable[Any]:

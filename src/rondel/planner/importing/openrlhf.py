@@ -219,8 +219,7 @@ def _loop(s: Setting) -> Iterator[Part]:
     passes = s["train.num_episodes"]
     keys = ("train.num_episodes", "data.max_samples")
     yield Line("loop.steps", 100, keys, ask=f"they pass {passes} times over the data: prompts / {prompts} steps each")
-    epochs = "train.max_epochs"
-    yield Same((epochs,), "every batch is trained once") if s[epochs] == 1 else Gap((epochs,), "every batch is trained once here")
+    yield Line("loop.epochs", s.whole("train.max_epochs"), ("train.max_epochs",))
     yield Line("loop.seed", s.whole("train.seed"), ("train.seed",))
     if s["train.async_enable"]:
         yield Gap(("train.async_enable",), "set loop.max_staleness: it bounds the lag by a number, and 1 is one step off-policy")

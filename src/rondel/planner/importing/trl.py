@@ -136,12 +136,14 @@ def _algorithm(s: Setting) -> Iterator[Part]:
     if s["loss_type"] == "bnpo":
         yield Gap(("loss_type",), "their mean is over each micro-batch; here it is over the batch (written: token_mean)")
     yield Line("algo.entropy.coef", float(s.number("entropy_coef")), ("entropy_coef",))
+    steers = ("use_adaptive_entropy", "entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
+    if s["use_adaptive_entropy"]:
+        for knob, key in zip(("target", "delta", "least", "most"), steers[1:]):
+            yield Line(f"algo.entropy.{knob}", float(s.number(key)), (steers[0], key))
+    else:
+        yield Same(steers, "the coefficient of the entropy is fixed")
     if s["entropy_coef"] and aggregate != "token_mean":
         yield Gap(("entropy_coef",), f"their entropy is a mean over tokens; here the weights are those of {aggregate}")
-    if s["num_iterations"] == 1:
-        yield Same(("num_iterations",), "every batch is trained once")
-    else:
-        yield Gap(("num_iterations",), "every batch is trained once here")
     if s["mask_truncated_completions"]:
         yield Gap(("mask_truncated_completions",), 'task.filters = ["truncated"] drops a group only if all its answers were cut')
     yield from _correction(s)
@@ -210,6 +212,7 @@ def _batch(s: Setting) -> Iterator[Part]:
     ask = "" if s.has("num_processes") else "their batch grows with the number of processes, which is no key: this is for 1"
     yield Line("loop.groups_per_step", max(1, completions // group), BATCH, f"{completions} completions in groups of {group}", ask)
     yield Line("loop.updates_per_step", updates, ("steps_per_generation", "gradient_accumulation_steps"))
+    yield Line("loop.epochs", s.whole("num_iterations"), ("num_iterations",))
     if s.number("max_steps") > 0:
         moves = updates * s.whole("num_iterations")
         yield Line("loop.steps", -(-s.whole("max_steps") // moves), ("max_steps",), f"{moves} of their steps are one here" * (moves > 1))

@@ -320,8 +320,7 @@ def _loop(s: Setting) -> Iterator[Part]:
     else:
         keys = ("trainer.total_epochs", "trainer.total_training_steps")
         yield Line("loop.steps", 100, keys, ask=f"they pass {s['trainer.total_epochs']} times over the data: rows / {prompts} steps each")
-    epochs = f"{ACTOR}.ppo_epochs"
-    yield Same((epochs,), "every batch is trained once") if s[epochs] == 1 else Gap((epochs,), "every batch is trained once here")
+    yield Line("loop.epochs", s.whole(f"{ACTOR}.ppo_epochs"), (f"{ACTOR}.ppo_epochs",))
     if s["data.seed"] is not None:
         yield Line("loop.seed", s.whole("data.seed"), ("data.seed",))
     if s["trainer.v1.trainer_mode"] == "sync":

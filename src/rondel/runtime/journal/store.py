@@ -1,6 +1,6 @@
 """The rollout store: every trajectory that was trained, one Parquet file a step, one row a trajectory.
 
-    rollouts/step-000012.parquet
+    rollouts/step-000012.parquet     and the pictures in them once for the whole run, in media/ (album.py)
 
 `groups_of(read_step(folder, 12))` are the groups the trainer saw, exactly: `view` shows them, `replay` trains on them again.
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from rondel.runtime.journal.album import Album
 from rondel.runtime.journal.log import decode, encode
 from rondel.words.errors import CheckpointError, UserError, boundary
 from rondel.words.events import Event, GroupsTaken, Resumed
@@ -102,6 +103,7 @@ def _row(group: Group, sample: int, t: Trajectory) -> dict[str, Any]:
         "versions": t.versions,
         "experts": t.experts,
         "support": t.support,
+        "media": t.media,
         "reward": t.reward,
         "reward_parts": t.score.parts if isinstance(t.score, Score) else {},
         "step_positions": [position for position, _ in t.score.steps] if isinstance(t.score, Score) else [],
@@ -131,12 +133,12 @@ def _schema() -> Any:
         "step_rewards": pa.list_(pa.float64()), "failed": pa.string(),
         "failed_detail": pa.string(), "outcome": pa.string(), "outcome_reason": pa.string(), "finish_reason": pa.string(),
         "text": pa.string(), "timings": pa.string(), "policy": pa.string(), "agent": pa.string(),
-        "parent": pa.int64(),
+        "parent": pa.int64(), "media": pa.string(),
     }  # fmt: skip
     return pa.schema(list(columns.items()))
 
 
-JSON = ("task_data", "reward_parts", "timings")  # columns of small trees, as strict JSON text
+JSON = ("task_data", "reward_parts", "timings", "media")  # columns of small trees, as strict JSON text
 
 
 def _save(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -145,6 +147,8 @@ def _save(path: Path, rows: list[dict[str, Any]]) -> Path:
 
     with boundary(CheckpointError, f"writing {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
+        album = Album(path.parent)
+        rows = [{**row, "task_data": album.without(row["task_data"]), "media": album.keep(row["media"]) or None} for row in rows]
         rows = [{**row, **{name: encode(row[name]) for name in JSON}, "experts": _packed(row["experts"])} for row in rows]
         schema = _schema()
         table = pa.table({f.name: pa.array([_utf8(row[f.name]) for row in rows], f.type) for f in schema}, schema=schema)
@@ -181,8 +185,10 @@ def read_step(folder: str | Path, step: int) -> list[dict[str, Any]]:
         raise UserError(f"{folder} has no rollouts of step {step}; {_which(steps(folder))}")
     with boundary(CheckpointError, f"{path} cannot be read; the file is damaged, the other steps are not affected"):
         rows = pq.read_table(path, schema=_schema()).to_pylist()
+        album = Album(path.parent)
         for row in rows:
-            row.update({name: decode(row[name]) for name in JSON})
+            row.update({name: decode(row[name]) for name in JSON if row[name] is not None})
+            row.update(task_data=album.whole(row["task_data"]), media=album.placed(row["media"] or []))
             row["experts"] = None if row["experts"] is None else np.load(io.BytesIO(row["experts"]), allow_pickle=False)
     return rows
 
@@ -225,7 +231,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
     for written, run in groupby(zip(*columns), key=lambda token: token[1]):
         tokens, _, logprobs, versions = (list(column) for column in zip(*run))
         t.extend(tokens, logprobs=logprobs if written else None, versions=versions if written else None)
-    t.support = row["support"]
+    t.support, t.media = row["support"], row["media"]
     return t
 
 

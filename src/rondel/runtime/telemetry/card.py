@@ -177,7 +177,7 @@ def questions(events: Events, job: dict[str, Any], facts: dict[str, Any]) -> dic
         + ("the trainer recomputes its own, and the gap above is between the two" if gaps else "a recomputation was not recorded"),
         "routing replay": str(replay),
         "group size": f"{key('algo.group_size')} answers a task, {key('loop.groups_per_step')} tasks a step, "
-        f"updates a step: {key('loop.updates_per_step')}",
+        f"updates a step: {key('loop.updates_per_step')}, passes over them: {key('loop.epochs')}",
         "multi-turn budgets": f"environment {key('task.env')}, {turns} of at most {key('engine.sampling.max_tokens')} tokens",
         "where the time went": _listed(time_shares(done)) if done else "no step was finished",
     }

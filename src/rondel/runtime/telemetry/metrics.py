@@ -12,6 +12,7 @@ from rondel.words.events import (
     Event,
     GroupFinished,
     GroupsTaken,
+    Replayed,
     Resident,
     Resumed,
     RewardCounts,
@@ -73,6 +74,7 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "sync/probe_gap": ("nats", "difference of both sides on the probe prompt after the sync"),
     "loop/lag_mean": ("versions", "weights' age at training: version trained minus version at admission"),
     "loop/lag_max": ("versions", "largest of the same; never above loop.max_staleness"),
+    "loop/replayed_groups": ("groups", "of earlier steps, trained once more in this one (loop.replays)"),
     "loop/lag_limit": ("versions", "loop.max_staleness in this phase"),
     "loop/late_fraction": ("share", "groups given up because they would have been older than the limit (loop.oversample)"),
     "generate/tail_length_ratio": (
@@ -88,7 +90,10 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "eval/low": ("share", "lower end of its 95 % interval"),
     "eval/high": ("share", "upper end of its 95 % interval"),
 }
+SOURCES = 24  # more different ones are a column of the data, and no mixture
 FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
+    "score/reward_of_": ("reward", "mean reward of the tasks that one source of a mixture brought"),
+    "eval/score_of_": ("share", "held-out tasks of one source solved, at this version"),
     "score/part_": ("reward", "mean of a named part, with its weight, over the trained answers"),
     "score/judge_": (
         "number",
@@ -130,6 +135,11 @@ def from_groups(finished: Iterable[GroupFinished]) -> dict[str, float]:
         row["score/reward_mean"] = mean
         row["score/reward_std"] = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards))
         row["score/reward_min"], row["score/reward_max"] = min(rewards), max(rewards)
+    of: dict[str, list[float]] = {}
+    for group in finished:
+        of.setdefault(group.source, []).extend(group.rewards)
+    if 1 < len(of) <= SOURCES:
+        row |= {f"score/reward_of_{name or 'others'}": math.fsum(own) / len(own) for name, own in of.items() if own}
     if lengths:
         row["score/failed_fraction"] = sum(g.failed for g in finished) / len(lengths)
         row["generate/length_mean"] = sum(lengths) / len(lengths)
@@ -225,6 +235,8 @@ class StepMetrics:
                 self._guesses.append(event)
             case GroupsTaken():
                 self._row |= from_taken(event) | from_scored(event.groups)
+            case Replayed():
+                self._row["loop/replayed_groups"] = len(event.groups)
             case Synced():
                 self._row |= {"sync/seconds": event.seconds, "sync/bytes_copied": event.bytes_copied}
                 self._row |= {"sync/probe_gap": event.probe_gap, "sync/paused": event.paused}
@@ -237,7 +249,11 @@ class StepMetrics:
                     self._row[name] = self._row.get(name, 0.0) + seconds
                 self._row |= {f"mem/{event.worker}/{what}": n for what, n in event.memory.items()}
             case Evaluated():
-                self._write(event.step, {"eval/score": event.score, "eval/low": event.low, "eval/high": event.high})
+                self._write(
+                    event.step,
+                    {"eval/score": event.score, "eval/low": event.low, "eval/high": event.high}
+                    | {f"eval/score_of_{name}": score for name, score in event.of.items()},
+                )
             case StepDone():
                 self._write(event.step, self._complete(event))
                 self._finished, self._guesses, self._row = [], [], {}

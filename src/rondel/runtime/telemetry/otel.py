@@ -78,7 +78,7 @@ class Traces:
         self.model = model
         self._groups: dict[int, tuple[Any, float]] = {}  # its span, and when its verdict came or 0
         self._provider = TracerProvider(resource=Resource.create({"service.name": "rondel", "rondel.run.folder": folder}))
-        counted: Any = _Counted(exporter, self._failed)
+        counted: Any = _Counted(exporter, self._failed)  # an exporter in all but its class
         self._provider.add_span_processor(BatchSpanProcessor(counted))
         self._tracer = self._provider.get_tracer("rondel")
         self._run = self._tracer.start_span("run", attributes={"rondel.run.folder": folder, "gen_ai.request.model": model})

@@ -30,11 +30,16 @@ def trace(folder: str | Path) -> Json:
     events = history(folder)
     if not events:
         raise UserError(f"the journal in {folder} is empty: the run has not started, so there is nothing to draw")
+    return {"traceEvents": drawn(events), "displayTimeUnit": "ms", "otherData": {"run": str(folder)}}
+
+
+def drawn(events: list[Json]) -> list[Json]:
+    """The marks of events, or of a stretch of them; what they are called comes first."""
     drawing = _Drawing(events[0]["t"])
     for event in events:
         drawing.read(event)
     drawing.end(events[-1]["t"])
-    return {"traceEvents": [*drawing.names(), *drawing.out], "displayTimeUnit": "ms", "otherData": {"run": str(folder)}}
+    return [*drawing.names(), *drawing.out]
 
 
 class _Drawing:

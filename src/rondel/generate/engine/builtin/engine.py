@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rondel.generate.engine.builtin.arrivals import Arrivals
 from rondel.generate.engine.builtin.channels import open_channels
+from rondel.generate.engine.builtin.eyes import Gaze
 from rondel.generate.engine.builtin.grammar import Grammars
 from rondel.generate.engine.builtin.pages import Layers, Pages
 from rondel.generate.engine.builtin.request import Heard, Live
@@ -33,10 +34,12 @@ from rondel.words.protocols import Claim, Interrupt, Tags, Transport
 from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Message, Request, Route, Scored
 
 if TYPE_CHECKING:
+    from rondel.generate.engine.builtin.draft import Draft
     from rondel.models.load import Loaded
     from rondel.runtime.journal.wal import TokenLog
 
 HEARTBEAT = 0.5
+CAN = ("logprobs", "hold", "drain", "abort", "score")
 
 
 class BuiltinEngine:
@@ -109,7 +112,7 @@ class BuiltinEngine:
             if not done.done():
                 done.set_result(result) if isinstance(result, Completion) else done.set_exception(result)
 
-        live = Live(request, finish, list(request.tokens), len(request.tokens), heard=on_token)
+        live = Live(request, finish, list(request.tokens), len(request.tokens), heard=on_token, gaze=Gaze.of(request))
         await self._equip(live)
         if live.mark and (reason := self._remember(live)):
             return self._completed(live, reason)
@@ -138,7 +141,7 @@ class BuiltinEngine:
             live.constraint = await self._run(self.grammars.start, request.sampling.grammar, own)
             self._refuse_if_broken()
         elif self.log is not None and request.key and not request.namespace and not request.wants:
-            live.mark = self.log.mark(request.tokens[: len(request.tokens) - request.continuation])
+            live.mark = self.log.mark(live.keys[: live.prompt - request.continuation])
 
     def _remember(self, live: Live) -> FinishReason | None:
         """The tokens that this sample had drawn before a crash. -> why it needs no more, if so."""
@@ -161,7 +164,7 @@ class BuiltinEngine:
         version = self.version
         self.account.turn("generate" if self._pump is not None else "score")
         try:
-            return Scored(await self._run(self.runner.score, request.tokens), version)
+            return Scored(await self._run(self.runner.score, request.tokens, Gaze.of(request)), version)
         finally:
             self.account.turn(self._doing)
 
@@ -190,6 +193,10 @@ class BuiltinEngine:
             raise UserError(
                 f"token {strange[0]} does not exist: this model's tokens are 0 to {vocab - 1}. Was the prompt made by another tokenizer?"
             )
+        if request.media:
+            self.runner.eyes.check(request)
+            if self._draft is not None:
+                raise UserError("images beside a draft model, which reads text alone: set engine.speculative.kind to 'ngram' or 'off'")
         if request.adapter:
             raise UserError(f"the built-in engine has no adapter '{request.adapter}'")
         if "experts" in request.wants and not self.runner.records:
@@ -369,7 +376,7 @@ class BuiltinEngine:
             pages_free=self.pages.free,
             pages_cached=s.tree.cached,
             pages_total=self.pages.count,
-            capabilities=frozenset({"logprobs", "hold", "drain", "abort", "score", *(f"update_{kind}" for kind in self.arrivals.kinds)}),
+            capabilities=frozenset({*CAN, *(f"update_{kind}" for kind in self.arrivals.kinds), *(["images"] if self.loaded.sight else [])}),
             root=self.arrivals.root,
             bytes_copied=self.arrivals.bytes_copied,
             memory={"kv_cache": sum(layers.bytes for layers in self._caches)},
@@ -377,8 +384,12 @@ class BuiltinEngine:
 
     @property
     def _caches(self) -> list[Layers]:
-        draft = self.speculation.draft if self.speculation else None
+        draft = self._draft
         return [self.pages.keys, self.pages.values, *([draft.keys, draft.values] if draft else [])]
+
+    @property
+    def _draft(self) -> Draft | None:
+        return self.speculation.draft if self.speculation else None
 
     async def pause(self, how: Interrupt = "hold", lease: float = float("inf")) -> None:
         """hold: park requests between two steps, caches kept. drain: let the begun ones end. abort: return what is written.
@@ -428,6 +439,7 @@ class BuiltinEngine:
             raise EngineError("flush while requests run: pause the engine first, or wait until it is idle")
         free = self.pages.free
         self.scheduler.drop_cache(self.version)
+        self.runner.eyes.forget()
         return self.pages.free - free
 
     def _end_lease(self) -> None:
@@ -449,6 +461,7 @@ class BuiltinEngine:
         if "kv_cache" in tags:
             self.scheduler.drop_cache(self.version)
             self.pages.release_memory()
+            self.runner.eyes.forget()
             if self.speculation is not None and self.speculation.draft is not None:
                 self.speculation.draft.release_memory()
             if self.claim is not None:
@@ -500,6 +513,7 @@ class BuiltinEngine:
         if commit.version <= self.version:
             self.scheduler.drop_cache(self.version)  # other weights under a name that was used: nothing computed so far may be matched
         linear.weights_changed()
+        self.runner.eyes.forget()
         before, self.version = self.version, commit.version
         self.scheduler.new_version(self.version, before)
         if self.log is not None:

@@ -14,6 +14,7 @@ from rondel.words.types import Completion, FinishReason, Request, Stint
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.channels import Channels
+    from rondel.generate.engine.builtin.eyes import Gaze
     from rondel.generate.engine.builtin.grammar import Constraint
     from rondel.generate.engine.builtin.speculative import Grams
     from rondel.generate.engine.builtin.text import Reader
@@ -56,6 +57,7 @@ class Live:
     fault: Exception | None = None  # why its newest token is worth nothing
     heard: Heard | None = None
     stints: list[Stint] = field(default_factory=list)
+    gaze: Gaze | None = None  # of what it sees
     line: int = 0  # which of the request's lines it makes for
     arrived: float = field(default_factory=time.perf_counter)
     first: float = 0.0
@@ -63,6 +65,11 @@ class Live:
     @property
     def computed(self) -> int:
         return len(self.pages)
+
+    @property
+    def keys(self) -> list[int]:
+        """What its tokens are known by in the prefix cache."""
+        return self.tokens if self.gaze is None else self.gaze.keys + self.tokens[self.prompt :]
 
     @property
     def leads(self) -> bool:

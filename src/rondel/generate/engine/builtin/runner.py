@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rondel.generate.engine.builtin.channels import Channels, note_raw
+from rondel.generate.engine.builtin.eyes import Eyes, Gaze
 from rondel.generate.engine.builtin.pages import Layers, Pages
 from rondel.generate.engine.builtin.request import Live
 from rondel.generate.engine.builtin.sampler import choose, uniform, weights
@@ -46,6 +48,7 @@ class Runner:
         self.hidden = loaded.hidden if compiled is None else compiled.hidden
         self.loaded, self.pages, self.device = loaded, pages, loaded.device
         self.table = torch.zeros(rows, 256, dtype=torch.int64)
+        self.eyes = Eyes(loaded)
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> list[tuple[Live, int, float]]:
@@ -101,14 +104,16 @@ class Runner:
             cut = (sampling.truncated and sampling.temperature > 0) or live.constraint is not None or live.written < sampling.min_tokens
             channels.support.append(p.nonzero()[:, 0].tolist() if cut else None)
         if channels.prompt_logprobs == []:
-            channels.prompt_logprobs = self.score(live.tokens[: live.prompt])
+            channels.prompt_logprobs = self.score(live.tokens[: live.prompt], live.gaze)
 
     @torch.inference_mode()
-    def score(self, tokens: list[int]) -> list[float]:
+    def score(self, tokens: list[int], gaze: Gaze | None = None) -> list[float]:
         """log p(token t | tokens before) through the paged path, on pages of its own: it needs no room and works asleep."""
         n = len(tokens)
         where, ids = torch.arange(n, device=self.device), torch.tensor(tokens, device=self.device)
-        hidden = self.hidden(ids, where, PagedLayout(Layers(n), Layers(n), where, [Chunk(0, n, where)]))
+        layout = PagedLayout(Layers(n), Layers(n), where, [Chunk(0, n, where)])
+        at = where if gaze is None else torch.from_numpy(gaze.where(0, n)).to(self.device)
+        hidden = self._pass(ids, at, layout, [(0, n, gaze)])
         out = [0.0]
         for first in range(0, n - 1, ROWS):
             rows = slice(first, min(first + ROWS, n - 1))
@@ -123,12 +128,17 @@ class Runner:
         single += [Feed(live, live.computed - 1, 1 + len(live.guess)) for live in plan.decoding]
         ids, at, layout, ends = self.lay(chunks, single, self.pages.keys, self.pages.values)
         last = [(f.live, end - len(f.live.guess) - 1) for f, end in zip([*chunks, *single], ends) if f.live.pending == 0]
-        if not self.records:
-            return self.hidden(ids, at, layout), last
-        tape = Tape(self.loaded.routers)
-        hidden = self.loaded.hidden(ids, at, layout, tape)
-        self.pages.note_routes(layout.write, tape.recorded)
+        tape = Tape(self.loaded.routers) if self.records else None
+        hidden = self._pass(ids, at, layout, [(f.first, f.n, f.live.gaze) for f in [*chunks, *single]], tape)
+        if tape is not None:
+            self.pages.note_routes(layout.write, tape.recorded)
         return hidden, last
+
+    def _pass(
+        self, ids: Tensor, at: Tensor, layout: PagedLayout, fed: Sequence[tuple[int, int, Gaze | None]], tape: Tape | None = None
+    ) -> Tensor:
+        seen = self.eyes.seen(fed) if at.ndim == 2 else None
+        return self.hidden(ids, at, layout) if tape is None and seen is None else self.loaded.hidden(ids, at, layout, tape, seen)
 
     def lay(self, chunks: list[Feed], single: list[Feed], keys: Layers, values: Layers) -> tuple[Tensor, Tensor, PagedLayout, list[int]]:
         """Packed tokens, their positions, who sees whom, and where each feed ends. The tokens of `single` feeds look back row by row."""
@@ -147,6 +157,8 @@ class Runner:
             write += _cut(live.pages, live.ahead, first, end)
             ends.append(len(tokens))
         ids, at, where = (torch.tensor(x, device=self.device) for x in (tokens, positions, write))
+        if any(feed.live.gaze is not None for feed in [*chunks, *single]):
+            at = torch.from_numpy(np.concatenate([feed.where for feed in [*chunks, *single]], 1)).to(self.device)
         return ids, at, PagedLayout(keys, values, where, laid, self._decoding(single) if single else None), ends
 
     def _decoding(self, feeds: list[Feed]) -> Decoding:
@@ -192,6 +204,12 @@ class Feed:
     live: Live
     first: int
     n: int
+
+    @property
+    def where(self) -> np.ndarray:
+        """[3, n] positions, in a step in which someone sees a picture."""
+        end = self.first + self.n
+        return np.broadcast_to(np.arange(self.first, end), (3, self.n)) if self.live.gaze is None else self.live.gaze.where(self.first, end)
 
 
 def _parts(last: list[tuple[Live, int]]) -> Iterator[list[tuple[Live, int]]]:

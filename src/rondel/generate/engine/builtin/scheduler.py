@@ -85,7 +85,7 @@ class Scheduler:
     def _admit(self, live: Live, root: Root, budget: int, *, ahead: int) -> int:
         """Match, lock, reserve. -> how many of its tokens this step computes, 0 if there is no room (then nothing has changed)."""
         reach = live.reach
-        node, known = self.tree.match(root, live.tokens[: reach - 1])  # the last token must be fed
+        node, known = self.tree.match(root, live.keys[: reach - 1])  # the last token must be fed
         n = min(budget, reach - len(known))
         self.tree.lock(node)
         if not self._has_room(n + ahead):
@@ -162,7 +162,7 @@ class Scheduler:
         """Give the pages of the first `upto` tokens to the tree, unless they mix versions."""
         if live.root is None or upto <= live.shared:
             return
-        node, pages, duplicates = self.tree.insert(live.root, live.tokens[:upto], live.pages[:upto])
+        node, pages, duplicates = self.tree.insert(live.root, live.keys[:upto], live.pages[:upto])
         self.tree.lock(node)
         self.tree.unlock(live.node)
         live.node, live.pages, live.shared = node, pages + live.pages[upto:], upto
@@ -248,4 +248,4 @@ def _shares(live: Live, other: Live) -> bool:
     Only who came before may be waited for: later ones could follow each other without end.
     """
     n = (3 * min(live.prompt, other.prompt)) // 4
-    return other.arrived <= live.arrived and n >= 4 and live.tokens[:n] == other.tokens[:n]
+    return other.arrived <= live.arrived and n >= 4 and live.keys[:n] == other.keys[:n]

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -22,6 +21,7 @@ from rondel.generate.engine.server import broadcast, control, native, openai, we
 from rondel.generate.engine.server.answers import Samples
 from rondel.generate.engine.server.errors import GONE, Refusal, refusal
 from rondel.generate.engine.server.fields import read_fields
+from rondel.generate.engine.server.listening import from_a_web_page
 from rondel.generate.engine.server.service import Asked, Service
 from rondel.words.errors import StalledError
 
@@ -264,23 +264,10 @@ class Door:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        if _from_a_web_page(request):
+        if from_a_web_page(request):
             return Refusal(403, "a web page asks, and this server has no key: start it with --api-key", code="browser")
         return None
 
     def _has_key(self, request: Request) -> bool:
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         return kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.service.api_key.encode())
-
-
-def _from_a_web_page(request: Request) -> bool:
-    """Without a key, any page open in a browser on this machine could steer the engine; programs send none of these headers."""
-    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        return True
-    host, origin = request.headers.get("host", ""), request.headers.get("origin")
-    try:
-        if origin is not None and urlsplit(origin).netloc != host:
-            return True
-        return (urlsplit(f"//{host}").hostname or "localhost") not in ("localhost", "127.0.0.1", "::1")
-    except ValueError:
-        return True

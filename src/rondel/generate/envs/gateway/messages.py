@@ -20,6 +20,7 @@ from rondel.generate.envs.gateway.errors import Refusal
 Messages = list[dict[str, Any]]
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}  # OpenAI's, and ours
 
+IMAGES = ("image", "image_url", "input_image")
 THOUGHT = re.compile(r"\s*(</?think>)\s*")  # clients take thoughts out and put them in again
 
 
@@ -36,6 +37,23 @@ def text_of(content: Any, where: str, joined: str = "") -> str:
             raise Refusal(400, f"{where}.content has a part of type '{kind}'; the policy reads text only")
         texts.append(part["text"])
     return joined.join(texts)
+
+
+def content_of(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """The same with images among the parts, each a data: URL: what an agent names is neither fetched nor read from this machine's files."""
+    if not isinstance(content, list) or not any(isinstance(p, dict) and p.get("type") in IMAGES for p in content):
+        return text_of(content, where)
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in IMAGES:
+            parts.append({"type": "text", "text": text_of([part], where)})
+            continue
+        url = part.get("image_url", part.get("image"))
+        url = url.get("url") if isinstance(url, dict) else url
+        if not isinstance(url, str) or not url.startswith("data:"):
+            raise Refusal(400, f"{where}.content has an image at {str(url)[:60]!r}; an image is sent whole, as data:image/png;base64,...")
+        parts.append({"type": "image", "image": url})
+    return parts
 
 
 def call_of(id: Any, name: Any, arguments: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from uuid import uuid4
 from rondel.generate.envs.gateway.asked import Asked, Reply
 from rondel.generate.envs.gateway.errors import Refusal
 from rondel.generate.envs.gateway.fields import Fields, event, functions
-from rondel.generate.envs.gateway.messages import ROLES, Messages, call_of, text_of
+from rondel.generate.envs.gateway.messages import ROLES, Messages, call_of, content_of, text_of
 
 if TYPE_CHECKING:
     from rondel.generate.envs.gateway.session import Session
@@ -24,7 +24,12 @@ def read_messages(given: list[Any]) -> Messages:
         role = ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
         if role is None:
             raise Refusal(400, f"{where}.role must be one of {', '.join(ROLES)}")
-        read: dict[str, Any] = {"role": role, "content": text_of(message.get("content"), where)}
+        read: dict[str, Any] = {
+            "role": role,
+            "content": text_of(message.get("content"), where)
+            if role in ("system", "assistant")
+            else content_of(message.get("content"), where),
+        }
         if role == "assistant" and (calls := message.get("tool_calls")):
             made = [(c.get("id"), c.get("function") or {}) for c in calls]
             read["tool_calls"] = [call_of(id, f.get("name"), f.get("arguments")) for id, f in made]

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from rondel.generate.envs.gateway.errors import Refusal
 from rondel.generate.envs.gateway.fields import Fields, event, functions
-from rondel.generate.envs.gateway.messages import ROLES, Messages, call_of, text_of
+from rondel.generate.envs.gateway.messages import ROLES, Messages, call_of, content_of, text_of
 
 if TYPE_CHECKING:
     from rondel.generate.envs.gateway.session import Session
@@ -34,7 +34,7 @@ def read_items(given: str | list[Any]) -> Messages:
                 role = ROLES.get(item.get("role"))
                 if role is None:
                     raise Refusal(400, f"{where}.role must be one of {', '.join(ROLES)}")
-                out.append({"role": role, "content": text_of(item.get("content"), where)})
+                out.append({"role": role, "content": (content_of if role == "user" else text_of)(item.get("content"), where)})
             case "function_call":
                 call = call_of(item.get("call_id"), item.get("name"), item.get("arguments"))
                 assistants().setdefault("tool_calls", []).append(call)

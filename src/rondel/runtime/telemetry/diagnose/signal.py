@@ -69,7 +69,7 @@ def reward_hacking(story: Story) -> Iterator[Finding]:
     ear, late = Hacking(), {s.number for s in story.steps[-2 * RECENT :]}
     for done in story.steps:
         more = story.rollouts(done.number) if done.number in late else {}
-        told += [(done.number, text) for text in ear.heard(done.row | more)]
+        told += [(done.number, text) for text in ear.heard({**done.row, **more})]
     told = told or [(step, text) for step, text in story.said if text.startswith("the reward rose from")]
     if told:
         step, text = told[-1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ class Step:
 
     number: int
     version: int
-    row: dict[str, float]
+    row: Mapping[str, float]
     note: str = ""
 
 
@@ -137,7 +137,7 @@ def read_story(folder: str | Path) -> Story:
     path = folder / "job.toml"
     with boundary(CheckpointError, f"reading {path}"):
         job = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    story = Story(folder, job, alive=_held(folder / ".lock"))
+    story = Story(folder, job, alive=held(folder / ".lock"))
     story.lives = sum(e["kind"] == "RunStarted" for e in raw)
     story.resumes = [e["step"] for e in raw if e["kind"] == "Resumed"]
     if raw and not story.alive:
@@ -147,7 +147,7 @@ def read_story(folder: str | Path) -> Story:
     return story
 
 
-def _held(lock: Path) -> bool:
+def held(lock: Path) -> bool:
     """Whether a process trains in this folder."""
     from filelock import FileLock, Timeout
 
@@ -167,7 +167,7 @@ def _fold(story: Story, events: list[dict[str, Any]]) -> None:
     for at, event in enumerate(events):
         kind = event["kind"]
         if kind in ROWS or kind == "GroupsTaken":
-            metrics.read(_event(event))
+            metrics.read(event_of(event))
         match kind:
             case "RunStarted":
                 story.facts = event["facts"]
@@ -200,7 +200,7 @@ def _fold(story: Story, events: list[dict[str, Any]]) -> None:
                 story.counts[name] = story.counts.get(name, 0) + n
 
 
-def _event(told: dict[str, Any]) -> words.Event:
+def event_of(told: dict[str, Any]) -> words.Event:
     """The event again; of consumed groups the journal keeps when they were born."""
     if told["kind"] == "GroupsTaken":
         groups: Any = [SimpleNamespace(born=born, own=[]) for born in told["born"]]

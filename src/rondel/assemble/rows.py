@@ -1,0 +1,90 @@
+"""The rows of a run: that of the recipe, those that its sources have of their own, and what is shown beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rondel.algos.table import Algorithm, resolve
+from rondel.words.config import OF_GROUPS, Job
+from rondel.words.errors import ConfigError
+from rondel.words.registry import nearest
+from rondel.words.types import Task
+
+ALONE = {  # what a row may ask of the whole run, and so of the main row only
+    "values": "it needs a critic, which learns from every sample",
+    "greedy": "it needs a greedy answer to every prompt",
+    "guidance": "it needs a demonstration in every group",
+}
+
+TAUGHT = frozenset({"teacher_logprobs", "teacher_hidden"})  # what a row may ask of a teacher
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`Rows(GRPO, {"code": (RLOO, 1.0)})`: the tasks of the source "code" are trained by RLOO, all others by GRPO.
+
+    main    trains whatever no other row is for
+    of      by the name of a source: its row, and what its loss counts beside that of `main`
+    """
+
+    main: Algorithm
+    of: dict[str, tuple[Algorithm, float]] = field(default_factory=dict)
+
+    @property
+    def all(self) -> list[Algorithm]:
+        return [self.main, *(row for row, _ in self.of.values())]
+
+    def taught(self, stream: str) -> bool:
+        """Whether a teacher must speak of the samples of a source."""
+        return bool(TAUGHT & self.of.get(stream, (self.main, 1.0))[0].needs)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset().union(*(row.needs for row in self.all))
+
+
+def rows_of(job: Job) -> Rows:
+    """Every row with the length that the recipe gives it."""
+    section = {name: value for name, value in job.algo.model_dump().items() if value != {} and name not in OF_GROUPS}
+    job.algo._read.update(type(job.algo).model_fields)
+    return Rows(_row(job, section), {name: _of_source(job, name, dict(table)) for name, table in job.algo.sources.items()})
+
+
+def rows_beside(job: Job) -> list[Algorithm]:
+    return [_row(job, {"kind": beside.kind}) for beside in job.algo.beside]
+
+
+def refuse_unknown_sources(job: Job, rows: Rows, tasks: list[Task]) -> None:
+    """A row or a teacher for a source of which there is no task, and a source that nobody teaches."""
+    known = list(dict.fromkeys(task.stream for task in tasks))
+    named = {f"algo.sources.{name}": name for name in rows.of}
+    named |= {f"model.teacher[{i}].source": t.source for i, t in enumerate(job.model.teachers) if t.source is not None}
+    for where, name in named.items():
+        if name not in known:
+            raise ConfigError(f"{where} = '{name}': no task has this source.{nearest(name, known)} The tasks are of: {', '.join(known)}")
+    for name in known:
+        if rows.taught(name) and not any(t.source in (None, name) for t in job.model.teachers):
+            raise ConfigError(
+                f"'{name}' learns from a teacher and has none: add one with source = '{name}', or one without a source, which teaches all"
+            )
+
+
+def _row(job: Job, section: dict[str, Any]) -> Algorithm:
+    return resolve(section).bounded(job.engine.sampling.max_tokens)
+
+
+def _of_source(job: Job, name: str, table: dict[str, Any]) -> tuple[Algorithm, float]:
+    where, weight = f"algo.sources.{name}", table.pop("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+        raise ConfigError(f"{where}.weight = {weight!r}; it must be a positive number")
+    if "kind" not in table:
+        raise ConfigError(f'{where} has no kind: {{ kind = "rloo", weight = 1.0, ... }}, with whatever [algo] says of a row')
+    row = _row(job, table)
+    for need, why in ALONE.items():
+        if need in row.needs:
+            raise ConfigError(f"{where}.kind = '{row.name}': {why}. Make it the main row, algo.kind, and give the other sources theirs")
+    for part in ("kl", "entropy"):
+        if getattr(row, part).steers:
+            raise ConfigError(f"{where}.{part} steers its coefficient, and a run steers that of algo.{part} alone: give it a fixed coef")
+    return row, float(weight)

@@ -1,0 +1,237 @@
+"""The routes: the page and its files, what it asks for as JSON, and word of whatever is new as server-sent events.
+
+Nothing here changes anything. Every answer forbids scripts and styles that are not ours, so what a run wrote can only ever be text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rondel.dashboard import asking, rollouts, views
+from rondel.dashboard.columns import Grid
+from rondel.generate.engine.server.listening import from_a_web_page
+from rondel.words.errors import RondelError, UserError
+
+if TYPE_CHECKING:
+    from rondel.dashboard.run import Run
+
+HERE = Path(__file__).parent
+TYPES = {".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".html": "text/html"}
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+}
+COOKIE = "rondel_dashboard"
+POLL, BEAT = 0.25, 10.0  # seconds between two looks for news, and between two signs of life
+
+
+class Pages:
+    """What the routes share: the runs, and whether the server is about to end."""
+
+    def __init__(self, runs: list[Run], plan: asking.Plan, key: str = "") -> None:
+        self.runs, self.planned, self.key, self.closing = runs, plan, key, False
+        self.opened = 0.0  # when somebody last did, by time.monotonic
+
+    def run(self, request: Request) -> Run:
+        number = _whole(request, "run", 0)
+        if not 0 <= number < len(self.runs):
+            raise UserError(f"run {number}: {len(self.runs)} runs are open")
+        return self.runs[number]
+
+    def span(self, request: Request) -> tuple[int, int]:
+        last = max((run.step for run in self.runs), default=1)
+        return _whole(request, "first", 1), _whole(request, "last", last)
+
+    # -- what is asked for -----------------------------------------------------------------------
+
+    def state(self, request: Request) -> Any:
+        return {"runs": views.state(self.runs), "metrics": views.names(self.runs)}
+
+    def series(self, request: Request) -> Any:
+        """Curves of all runs on one grid; the evaluations with their intervals."""
+        first, last = self.span(request)
+        grid = Grid(first, last, min(2000, _whole(request, "points", 400)))
+        names = request.query_params.getlist("name")[:200]
+        told = []
+        for run in self.runs:
+            with run.lock:
+                curves = {name: curve for name in names if (curve := run.shown.drawn(name, grid)) is not None}
+                curves |= {"eval/score": _evaluations(run, grid)} if "eval/score" in names and run.story.evals else {}
+            told.append(curves)
+        return {"x": grid.x(), "width": grid.width, "first": first, "last": last, "runs": told}
+
+    def books(self, request: Request) -> Any:
+        return views.books(self.run(request), *self.span(request))
+
+    def time(self, request: Request) -> Any:
+        return views.spent(self.run(request), *self.span(request), min(60, max(1, _whole(request, "steps", 4))))
+
+    def findings(self, request: Request) -> Any:
+        return views.said(self.run(request))
+
+    def card(self, request: Request) -> Any:
+        return views.card(self.run(request)) | {"differs": views.recipes(self.runs), "names": [run.folder.name for run in self.runs]}
+
+    def rollouts(self, request: Request) -> Any:
+        return rollouts.table(self.run(request).folder, _whole(request, "step", None))
+
+    def answer(self, request: Request) -> Any:
+        asked = (_whole(request, name, 0) for name in ("step", "at", "first"))
+        return rollouts.answer(self.run(request).folder, *asked)
+
+    def steps_of(self, request: Request) -> Any:
+        return rollouts.steps_of(self.run(request).folder, request.query_params.get("task", ""), _whole(request, "step", 0))
+
+    def beside(self, request: Request) -> Any:
+        a, b, i, k = (_whole(request, name, 0) for name in ("a", "b", "pick_a", "pick_b"))
+        return rollouts.beside(self.run(request).folder, request.query_params.get("task", ""), a, b, (i, k))
+
+    def plan(self, request: Request) -> Any:
+        words = dict(request.query_params)
+        folder = self.run(request).folder if words.get("run", "") != "" else None
+        return asking.ask(words, self.planned, folder) | {"choices": asking.choices()}
+
+    # -- what is new -----------------------------------------------------------------------------
+
+    async def news(self, request: Request) -> Response:
+        return StreamingResponse(self._news(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+    async def _news(self) -> AsyncIterator[str]:
+        seen: Any = None
+        waited = 0.0
+        while not self.closing:
+            now = [(run.changes, run.state) for run in self.runs]
+            if now != seen:
+                seen, waited = now, 0.0
+                yield f"data: {_json(await run_in_threadpool(views.state, self.runs))}\n\n"
+            elif waited >= BEAT:
+                waited = 0.0
+                yield ": still here\n\n"
+            await asyncio.sleep(POLL)
+            waited += POLL
+
+
+def build(pages: Pages) -> Any:
+    """The ASGI application."""
+
+    def api(handler: Callable[[Request], Any]) -> Any:
+        return partial(_answered, handler)
+
+    asked = ("state", "series", "books", "time", "findings", "card", "rollouts", "answer", "steps_of", "beside", "plan")
+    routes = [
+        Route("/", partial(_file, HERE / "page" / "index.html")),
+        *(Route(f"/{path.parent.name}/{path.name}", partial(_file, path)) for path in HERE.glob("[pv]*/*") if path.suffix in TYPES),
+        Route("/api/news", pages.news),
+        *(Route(f"/api/{name}", api(getattr(pages, name))) for name in asked),
+    ]
+    return _Door(Starlette(routes=routes), pages)
+
+
+async def _file(path: Path, request: Request) -> Response:
+    """150 kB in all: no thread for what is in the system's memory."""
+    return Response(path.read_bytes(), headers={"cache-control": "no-cache"}, media_type=TYPES[path.suffix])
+
+
+async def _answered(handler: Callable[[Request], Any], request: Request) -> Response:
+    """In a thread; what a person can mend is a sentence, and so is what we did wrong."""
+    try:
+        body, status = await run_in_threadpool(lambda: _json(handler(request))), 200
+    except RondelError as error:
+        body, status = _json({"error": " ".join(str(error).split())}), 400
+    except Exception as error:
+        body, status = _json({"error": f"{type(error).__name__}: {error}; this is a bug of ours"}), 500
+    return Response(body, status, headers={"cache-control": "no-store"}, media_type="application/json")
+
+
+class _Door:
+    """Who may look: with a key whoever brings it, as a Bearer token or once as ?key= in a browser; else programs and pages of this machine only."""
+
+    def __init__(self, app: Any, pages: Pages) -> None:
+        self.app, self.pages = app, pages
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def guarded(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in HEADERS.items())]
+            await send(message)
+
+        if scope["path"] == "/":
+            self.pages.opened = time.monotonic()
+        answer = self._instead(Request(scope))
+        await (answer or self.app)(scope, receive, guarded)
+
+    def _instead(self, request: Request) -> Response | None:
+        key = self.pages.key
+        if not key:
+            return Response("this page is for the machine that it runs on", 403) if from_a_web_page(request) else None
+        given = request.query_params.get("key", "")
+        if given and _same(given, key):
+            answer = RedirectResponse("/", 303)
+            answer.set_cookie(COOKIE, key, httponly=True, samesite="strict")
+            return answer
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if _same(request.cookies.get(COOKIE, ""), key) or _same(bearer, key):
+            return None
+        return Response("this dashboard wants its key: open the address that it printed, with ?key=", 401)
+
+
+def _same(given: str, key: str) -> bool:
+    return hmac.compare_digest(given.encode(), key.encode())
+
+
+def _evaluations(run: Run, grid: Grid) -> dict[str, list[float | None]]:
+    """A point each, before the first step too."""
+    out: dict[str, list[float | None]] = {what: [None] * grid.cells for what in ("mean", "low", "high")}
+    profile = run.story.evals[0]["profile"]
+    for told in run.story.evals:
+        if told["profile"] == profile and (told["step"] <= grid.last):
+            cell = max(0, told["step"] - grid.first) // grid.width
+            for what, name in (("mean", "score"), ("low", "low"), ("high", "high")):
+                out[what][cell] = told[name]
+    return out
+
+
+def _whole(request: Request, name: str, default: Any) -> Any:
+    text = request.query_params.get(name, "")
+    if text == "":
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{name} = {text[:80]!r}: it is a whole number") from None
+
+
+def _json(value: Any) -> str:
+    """What a browser can read: a number that is none is null."""
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"), default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value

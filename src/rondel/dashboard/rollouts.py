@@ -1,0 +1,135 @@
+"""The stored answers of a run for the reader: a table of one step, one answer token by token, and the same task at two steps."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rondel.cli.view import gap, prompt, tokenizer, trajectory
+from rondel.runtime.journal.store import path_of, read_step, steps
+from rondel.words.errors import UserError
+
+PAGE = 1500  # tokens that are sent at once
+NEAR = 200  # steps that are searched for a task
+WINDOW = 4  # tokens before, which decide how the next one is spelled
+Json = dict[str, Any]
+
+
+@lru_cache(maxsize=4)
+def _rows(folder: Path, step: int, written: float) -> list[Json]:
+    return read_step(folder, step)
+
+
+def rows(folder: Path, step: int) -> list[Json]:
+    """Read once, until the file is another one: training adds to it what it learned."""
+    path = path_of(folder, step)
+    return _rows(folder, step, path.stat().st_mtime if path.exists() else 0.0)
+
+
+def table(folder: Path, step: int | None) -> Json:
+    """One line for each answer of a step, the last step where none is named."""
+    stored = steps(folder)
+    if not stored:
+        return {"stored": [], "step": None, "rows": []}
+    wanted = stored[-1] if step is None else step
+    step = min(stored, key=lambda known: abs(known - wanted))
+    return {"stored": [stored[0], stored[-1], len(stored)], "step": step, "rows": [_line(at, r) for at, r in enumerate(rows(folder, step))]}
+
+
+def _line(at: int, row: Json) -> Json:
+    lag = None if row["trained_at"] is None else row["trained_at"] - row["born"]
+    error = row["failed"] or (row["outcome_reason"] or row["outcome"] if row["outcome"] != "ok" else None)
+    return {
+        "at": at, "group": row["group"], "sample": row["sample"], "task": row["task"], "reward": row["reward"], "length": sum(row["mask"]),
+        "gap": gap(row), "lag": lag, "finish": row["finish_reason"], "error": error, "agent": row["agent"] or "",
+    }  # fmt: skip
+
+
+def answer(folder: Path, step: int, at: int, first: int = 0) -> Json:
+    """One answer: facts, prompt, and from token `first` on a page of (text, written, version, logprob, trainer's logprob, advantage)."""
+    row = _row(folder, step, at)
+    read = _reader(folder)
+    told = trajectory(row, read)
+    until = min(len(row["tokens"]), first + PAGE)
+    columns = [row[name] or [None] * len(row["tokens"]) for name in ("behavior_logprobs", "trainer_logprobs", "advantages")]
+    tokens = [
+        (text, row["mask"][i], row["versions"][i], *(column[i] for column in columns))
+        for i, text in zip(range(first, until), spelled(row["tokens"], read, first, until))
+    ]
+    return {
+        "task": told["task"], "facts": told["facts"], "answer": told["answer"], "tokens": tokens, "first": first, "of": len(row["tokens"]),
+        "spelled": read is not None, "text": row["text"], "prompt": prompt(row["task_data"]), "now": row["trained_at"], "born": row["born"],
+    }  # fmt: skip
+
+
+def _row(folder: Path, step: int, at: int) -> Json:
+    found = rows(folder, step)
+    if not 0 <= at < len(found):
+        raise UserError(f"step {step} has {len(found)} answers and no number {at}")
+    return found[at]
+
+
+@lru_cache(maxsize=4)
+def _spelling(file: Path) -> Callable[[list[int]], str] | None:
+    return tokenizer(file.parents[2])
+
+
+def _reader(folder: Path) -> Callable[[list[int]], str] | None:
+    files = sorted(folder.glob("checkpoints/step-*/tokenizer.json"))
+    return _spelling(files[-1]) if files else None
+
+
+def spelled(ids: list[int], read: Callable[[list[int]], str] | None, first: int, until: int) -> list[str]:
+    """The text of each token, by what it adds to those before it; a character that takes several tokens stands at the last of them."""
+    if read is None:
+        return [f"⟨{ids[i]}⟩" for i in range(first, until)]
+    out, start, said = [], max(0, first - WINDOW), 0
+    said = len(read(ids[start:first]))
+    for i in range(first, until):
+        text = read(ids[start : i + 1])
+        if text.endswith("�"):
+            out.append("")
+            continue
+        out.append(text[said:])
+        start = max(0, i + 1 - WINDOW)
+        said = len(read(ids[start : i + 1]))
+    return out
+
+
+# -- two steps ---------------------------------------------------------------------------------------
+
+
+def steps_of(folder: Path, task: str, near: int) -> list[int]:
+    """The steps around one that have this task."""
+    import pyarrow.parquet as pq
+
+    closest = sorted(steps(folder), key=lambda step: abs(step - near))[:NEAR]
+    return sorted(step for step in closest if task in pq.read_table(path_of(folder, step), columns=["task"])["task"].to_pylist())
+
+
+def beside(folder: Path, task: str, a: int, b: int, pick: tuple[int, int] = (0, 0)) -> Json:
+    """One task at two steps: rewards and lengths of both groups, and what differs between one answer of each, word by word."""
+    sides: list[Json] = []
+    for step, at in zip((a, b), pick):
+        own = [r for r in rows(folder, step) if r["task"] == task]
+        if not own:
+            raise UserError(f"step {step} has no answer to {task}")
+        lines = [{**_line(i, r), "at": i} for i, r in enumerate(own)]
+        sides.append({"step": step, "rows": lines, "pick": min(at, len(own) - 1), "text": own[min(at, len(own) - 1)]["text"] or ""})
+    return {"task": task, "prompt": prompt(own[0]["task_data"]), "sides": sides, "diff": worded(sides[0]["text"], sides[1]["text"])}
+
+
+def worded(old: str, new: str) -> list[tuple[str, str]]:
+    """[("same", "the sum is "), ("gone", "7"), ("new", "8")]: a few thousand words of each."""
+    a, b = (re.findall(r"\s+|\w+|[^\w\s]", text)[:4000] for text in (old, new))
+    out: list[tuple[str, str]] = []
+    for what, i, j, k, n in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        if what == "equal":
+            out.append(("same", "".join(a[i:j])))
+        else:
+            out += [(name, text) for name, text in (("gone", "".join(a[i:j])), ("new", "".join(b[k:n]))) if text]
+    return out

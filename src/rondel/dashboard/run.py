@@ -1,0 +1,260 @@
+"""One run folder as the page sees it: its journal folded into columns while it grows, and what else was said.
+
+The rows are those of the live run, made by the same StepMetrics; findings are those of `rondel diagnose`, by the same rules.
+A journal that takes longer to read is first shown by a sample of its steps (sample.py), which the whole then replaces.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import tomllib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rondel.dashboard.columns import Columns, Row
+from rondel.dashboard.sample import READ, sample
+from rondel.dashboard.tail import Tail, kind_of
+from rondel.runtime.journal.log import FILE, decode
+from rondel.runtime.telemetry.accounts import CONTROLLER
+from rondel.runtime.telemetry.diagnose.finding import Finding
+from rondel.runtime.telemetry.diagnose.story import RECENT, Step, Story, event_of, held
+from rondel.runtime.telemetry.hacking import within
+from rondel.runtime.telemetry.metrics import StepMetrics
+from rondel.words.errors import UserError
+
+LONG = 8 << 20  # bytes from which a journal is sampled first
+NEWEST = 6000  # lines that are kept as they are, for the timeline
+KEPT = 1000  # warnings
+LOOK = 5.0  # seconds between two looks whether anybody trains in the folder
+
+
+@dataclass
+class Seen(Story):
+    """A Story whose curves come from columns."""
+
+    columns: Columns | None = None
+    warm: int = 0
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        assert self.columns is not None
+        return self.columns.series(name, self.warm + 1)
+
+
+class Run:
+    """`look()` reads on and says whether anything is new; everything else answers from what was read. Safe from several threads. `rules` are those of `diagnose`."""
+
+    def __init__(self, folder: str | Path, rules: Callable[[Story], list[Finding]]) -> None:
+        self.folder, self.rules = Path(folder), rules
+        if not self.folder.is_dir():
+            raise UserError(f"no run folder at {folder}; `rondel train RUN.toml` makes one (key run.folder)")
+        self.lock = threading.RLock()
+        self.tail = Tail(self.folder / FILE)
+        self.changes = 0
+        self._begin()
+        self._found: tuple[int, list[dict[str, Any]]] = (-1, [])
+        self._alive: tuple[float, bool] = (0.0, False)
+
+    def _begin(self) -> None:
+        self.story = Story(self.folder, {})
+        self._recipe()
+        self.columns = Columns()
+        self.sampled: Columns | None = None
+        self.versions: list[int] = []
+        self.notes: list[str] = []
+        self.newest: deque[bytes] = deque(maxlen=NEWEST)
+        self.counts: deque[dict[str, float]] = deque(maxlen=RECENT)
+        self.events, self.damaged, self.time, self.last, self.began = 0, 0, 0.0, "", 0.0
+        self._counts: dict[str, float] = {}
+        self._pairs: list[list[tuple[float, float]]] = []
+        self._metrics = StepMetrics(self._row)
+
+    def _recipe(self) -> None:
+        self.story.job = _job(self.folder)
+        self.warm = self.story.key("loop.warmup.steps", 0)
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def look(self) -> bool:
+        """One stretch of the journal."""
+        with self.lock:
+            if fresh := self.tail.replaced():
+                self._begin()
+            if self.tail.at == 0 and self.tail.size > LONG and self.sampled is None:
+                self.sampled = sample(self.tail.path)
+                self.changes += 1
+                return True
+            lines = self.tail.lines()
+            for line in lines:
+                self._read(line)
+            if self.sampled is not None and not self.tail.behind:
+                self.sampled, fresh = None, True
+            self.changes += bool(lines) or fresh
+            return bool(lines) or fresh
+
+    def _read(self, line: bytes) -> None:
+        self.events += 1
+        self.newest.append(line)
+        kind = kind_of(line)
+        if kind == "Admitted":  # half of all lines, and in none of the numbers
+            return
+        try:
+            told = decode(line.decode("utf-8", "replace"))
+            self._tell(kind, told)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            self.damaged += 1
+
+    def _tell(self, kind: str, told: dict[str, Any]) -> None:
+        self.time, self.last = told["t"], kind
+        self.began = self.began or told["t"]
+        story = self.story
+        if kind in READ:
+            self._metrics.read(event_of(told))
+        match kind:
+            case "RunStarted":
+                story.facts, story.lives, story.broke, story.ended = told["facts"], story.lives + 1, "", None
+                self._recipe()  # it may be younger than this page
+            case "GroupFinished" if len(told["rewards"]) == len(told["lengths"]):
+                self._pairs.append(list(zip(told["rewards"], told["lengths"])))
+            case "WorkerTime":
+                for name, n in told["counts"].items():
+                    self._counts[name] = self._counts.get(name, 0) + n
+            case "StepDone":
+                story.ledger = told["ledger"]
+                self.versions.append(told["version"])
+                self.notes.append(told["note"])
+                self.counts.append(self._counts)
+                self._counts = {}
+            case "Evaluated":
+                story.evals = [e for e in story.evals if (e["step"], e["profile"]) != (told["step"], told["profile"])]
+                story.evals.append({k: told[k] for k in ("step", "score", "low", "high", "n", "profile")})
+            case "Resumed":
+                self._back_to(told["step"])
+            case "Warned" if len(story.said) < KEPT:
+                story.said.append((self.step, told["message"]))
+            case "Stalled":
+                story.stalls.append((self.step, told))
+            case "Checkpointed":
+                story.saved.append(told["step"])
+            case "Broke":
+                story.broke = told["message"]
+            case "RunEnded":
+                story.ended = told
+
+    def _row(self, step: int, row: dict[str, float]) -> None:
+        if (found := within(self._pairs)) is not None:
+            row.setdefault("score/length_correlation", found)
+        self._pairs = []
+        self.columns.add(step, row)
+        del self.versions[len(self.columns) - 1 :], self.notes[len(self.columns) - 1 :]
+
+    def _back_to(self, step: int) -> None:
+        """What follows the checkpoint will be told again."""
+        self.story.resumes.append(step)
+        self.columns.back_to(step)
+        del self.versions[len(self.columns) :], self.notes[len(self.columns) :]
+        self.story.evals = [e for e in self.story.evals if e["step"] <= step]
+        self.story.saved = [s for s in self.story.saved if s <= step]
+        self._pairs, self._counts = [], {}
+
+    # -- what the page asks ----------------------------------------------------------------------
+
+    @property
+    def shown(self) -> Columns:
+        return self.sampled if self.sampled is not None else self.columns
+
+    @property
+    def step(self) -> int:
+        return self.shown.steps[-1] if len(self.shown) else 0
+
+    @property
+    def read_share(self) -> float:
+        return self.tail.at / self.tail.size if self.tail.size else 1.0
+
+    @property
+    def state(self) -> str:
+        """What a person would say of it."""
+        story = self.story
+        if self.tail.behind and self.sampled is not None:
+            return "reading"
+        if not self.events:
+            return "nothing yet"
+        if story.ended and self.last == "RunEnded":
+            return "complete" if self.step >= self.planned else "ended"
+        if story.broke and self.last == "Broke":
+            return "broke"
+        return "running" if self._lives() else "stopped"
+
+    def _lives(self) -> bool:
+        looked, alive = self._alive
+        if time.time() - looked > LOOK:
+            alive = held(self.folder / ".lock")
+            self._alive = time.time(), alive
+        return alive
+
+    @property
+    def planned(self) -> int:
+        return self.warm + self.story.key("loop.steps", 0)
+
+    def seen(self) -> Seen:
+        """The story for the rules of `diagnose`."""
+        with self.lock:
+            s, state = self.story, self.state
+            first = next((i for i, step in enumerate(self.columns.steps) if step > self.warm), len(self.columns))
+            steps = [
+                Step(self.columns.steps[i], self.versions[i], Row(self.columns, i), self.notes[i]) for i in range(first, len(self.columns))
+            ]
+            counts: dict[str, float] = {}
+            for told in list(self.counts)[-min(RECENT, len(steps)) :] if steps else []:
+                for name, n in told.items():
+                    counts[name] = counts.get(name, 0) + n
+            alive = state == "running"
+            return Seen(
+                self.folder, s.job, s.facts, steps, min(self.warm, self.step), list(s.evals), list(s.said), list(s.stalls),
+                s.broke if not alive else "", s.ended if not alive else None, s.lives, list(s.resumes), list(s.saved), s.ledger,
+                self.accounts(steps[-RECENT:][0].number if steps else 0), counts, alive, columns=self.columns, warm=self.warm,
+            )  # fmt: skip
+
+    def findings(self) -> list[dict[str, Any]]:
+        """Ranked; made again when there is a new step or the run has changed its state."""
+        with self.lock:
+            now = hash((self.step, len(self.story.said), self.state, self.story.lives))
+            if self.sampled is not None:
+                return []
+            if self._found[0] != now:
+                self._found = now, [asdict(f) for f in self.rules(self.seen())] if self.events else []
+            return self._found[1]
+
+    def accounts(self, first: int, last: int | None = None) -> dict[str, dict[str, float]]:
+        """{"controller": {"wait": 61.0, ...}, "engine-0": {...}}: seconds in these steps."""
+        found: dict[str, dict[str, float]] = {}
+        for name in self.shown.values:
+            if name.startswith("time/") and name != "time/step":
+                worker, _, kind = name[5:].rpartition("/")
+                if (seconds := self.shown.sum(name, first, last)) > 0:
+                    found.setdefault(worker or CONTROLLER, {})[kind] = seconds
+        return found
+
+    def newest_events(self, steps: int) -> list[dict[str, Any]]:
+        """The events of the last few steps, as they were written."""
+        with self.lock:
+            lines = list(self.newest)
+        marks = [i for i, line in enumerate(lines) if kind_of(line) == "StepDone"]
+        first = marks[-steps - 1] + 1 if len(marks) > steps else 0
+        out = []
+        for line in lines[first:]:
+            try:
+                out.append(decode(line.decode("utf-8", "replace")))
+            except ValueError:
+                continue
+        return [e for e in out if isinstance(e, dict) and {"t", "kind"} <= e.keys()]
+
+
+def _job(folder: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads((folder / "job.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,71 @@
+"""Where the page is served: one thread reads the runs, one event loop answers, until a signal ends both."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from rondel.dashboard.asking import Plan
+from rondel.dashboard.pages import Pages, build
+from rondel.dashboard.run import Run
+from rondel.generate.engine.server.listening import Quiet, bind
+from rondel.runtime.ending import Ending
+from rondel.runtime.telemetry.diagnose.finding import Finding
+from rondel.runtime.telemetry.diagnose.story import Story
+
+REST, TURN = 0.2, 0.0005  # seconds between two looks at files that stand still; and for which the reading thread may keep the interpreter
+LATELY = 1.0  # seconds after a page was opened in which it has the processor: what is shown by a sample can wait
+LAST = 3  # seconds for answers to leave
+
+
+def serve(
+    folders: list[Path],
+    *,
+    rules: Callable[[Story], list[Finding]],
+    plan: Plan,
+    host: str,
+    port: int,
+    key: str,
+    ready: Callable[[str, int], None],
+) -> None:
+    """Until SIGTERM or Ctrl-C."""
+    runs = [Run(folder, rules) for folder in folders]
+    with bind(host, port, api_key=key) as sock, Ending() as ending:
+        pages, closing = Pages(runs, plan, key), threading.Event()
+        reader = threading.Thread(target=read_on, args=(pages, closing), name="reader", daemon=True)
+        config = uvicorn.Config(
+            build(pages), http="h11", loop="asyncio", ws="none", lifespan="off", log_level="critical", access_log=False, server_header=False,
+            timeout_graceful_shutdown=LAST,
+        )  # fmt: skip
+        server = Quiet(config, lambda: ready(*sock.getsockname()[:2]))
+
+        async def serving() -> None:
+            work, asked = asyncio.create_task(server.serve([sock])), asyncio.create_task(ending.wait())
+            await asyncio.wait([work, asked], return_when=asyncio.FIRST_COMPLETED)
+            asked.cancel()
+            pages.closing = server.should_exit = True
+            await work
+
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(TURN)
+        reader.start()
+        try:
+            asyncio.run(serving())
+        finally:
+            closing.set()
+            reader.join()
+            sys.setswitchinterval(before)
+
+
+def read_on(pages: Pages, closing: threading.Event) -> None:
+    """Every run a stretch in turn, as long as any of them has more."""
+    while not closing.is_set():
+        drawing = time.monotonic() - pages.opened < LATELY
+        news = any([run.look() for run in pages.runs if not (drawing and run.sampled is not None)])
+        closing.wait(TURN if news else REST)

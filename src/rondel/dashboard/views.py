@@ -1,0 +1,170 @@
+"""What each view of the page is told of a run: headline, books, time, findings, card. Plain data; the words on the page are the page's."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from rondel.runtime.journal.log import history
+from rondel.runtime.telemetry.accounts import KINDS, shares
+from rondel.runtime.telemetry.card import summary
+from rondel.runtime.telemetry.diagnose.story import differing
+from rondel.runtime.telemetry.metrics import meaning
+from rondel.runtime.telemetry.trace import PID, TRACKS, drawn
+
+if TYPE_CHECKING:
+    from rondel.dashboard.run import Run
+
+Json = dict[str, Any]
+HEADLINE: dict[str, tuple[str, str, frozenset[str]]] = {  # key -> (title, metric, findings that colour it)
+    "reward": ("reward", "score/reward_mean", frozenset({"reward_collapse", "reward_hacking", "failing_reward"})),
+    "eval": ("eval", "eval/score", frozenset({"overfit"})),
+    "signal": ("signal", "filter/signal_fraction", frozenset({"no_signal", "solved", "dropped_groups"})),
+    "entropy": ("entropy", "train/entropy", frozenset({"entropy_collapse", "entropy_explosion"})),
+    "kl": ("KL to start", "train/kl_to_start", frozenset({"kl_runaway"})),
+    "lag": ("lag", "loop/lag_max", frozenset({"lag_uncorrected", "stale_rollouts"})),
+    "gap": ("engine gap", "train/gap_max", frozenset({"gap_above_bound", "gap_growing"})),
+    "length": ("length", "generate/length_mean", frozenset({"length_bias"})),
+    "cut": ("truncated", "generate/truncated_fraction", frozenset({"truncation"})),
+}
+SPARK = 60  # points of a curve in the headline
+SMALL = 32 << 20  # bytes of a journal whose card is made on the spot
+SLICES = 1500  # of one track
+
+
+def headline(run: Run) -> dict[str, Json]:
+    """Newest number, limit, and the gravest finding about it."""
+    found = {f["name"]: f["severity"] for f in run.findings()}
+    out: dict[str, Json] = {}
+    for key, (title, metric, rules) in HEADLINE.items():
+        alarms = sorted((name for name in rules & found.keys()), key=lambda name: ("error", "warning", "note").index(found[name]))
+        value = run.story.evals[-1]["score"] if metric == "eval/score" and run.story.evals else run.shown.last(metric)
+        out[key] = {
+            "title": title, "metric": metric, "unit": unit(metric), "value": value, "alarm": found[alarms[0]] if alarms else "",
+            "why": [name.replace("_", " ") for name in alarms], "limit": run.shown.last("loop/lag_limit") if key == "lag" else None,
+        }  # fmt: skip
+    return out
+
+
+def unit(metric: str) -> str:
+    told = meaning(metric)
+    return told[0] if told else ""
+
+
+def state(runs: list[Run]) -> list[Json]:
+    """What is sent whenever something has happened."""
+    out = []
+    for i, run in enumerate(runs):
+        with run.lock:
+            out.append({
+                "run": i, "name": run.folder.name or str(run.folder), "folder": str(run.folder), "state": run.state, "step": run.step,
+                "planned": run.planned, "warm": run.warm, "read": run.read_share, "sampled": len(run.sampled) if run.sampled is not None else 0,
+                "events": run.events, "damaged": run.damaged, "resumes": run.story.resumes[-20:], "time": run.time, "began": run.began, "changes": run.changes,
+                "head": headline(run), "alarms": _count(run), "steps": len(run.shown),
+            })  # fmt: skip
+    return out
+
+
+def _count(run: Run) -> dict[str, int]:
+    severities = [f["severity"] for f in run.findings()]
+    return {"error": severities.count("error"), "warning": severities.count("warning"), "said": len(run.story.said)}
+
+
+def names(runs: list[Run]) -> list[Json]:
+    """Every metric that any run has, with unit and meaning."""
+    known = sorted({name for run in runs for name in run.shown.values} | {"eval/score"})
+    return [
+        {"name": name, "unit": told[0], "meaning": told[1]}
+        for name in known
+        if (told := meaning(name) or ("", "of this trainer or algorithm"))
+    ]
+
+
+def books(run: Run, first: int, last: int) -> Json:
+    """Ledger, lag, memory."""
+    with run.lock:
+        shown = run.shown
+        lags = {int(name[12:]): shown.sum(name, first, last) for name in list(shown.values) if name.startswith("loop/lag_is_")}
+        total = sum(lags.values())
+        held: dict[str, dict[str, float]] = {}
+        for name in list(shown.values):
+            if name.startswith("mem/") and (value := shown.last(name)) is not None:
+                phase, _, who = name[4:].partition("_")
+                held.setdefault(phase, {})[who or "peak"] = value
+        return {
+            "ledger": dict(run.story.ledger) or _sampled_ledger(run),
+            "lags": {lag: n / total for lag, n in sorted(lags.items()) if n} if total else {},
+            "limit": shown.last("loop/lag_limit"), "memory": held, "group": run.story.key("algo.group_size"),
+        }  # fmt: skip
+
+
+def _sampled_ledger(run: Run) -> dict[str, float]:
+    return {n[7:]: v for n in run.shown.values if n.startswith("ledger/") and (v := run.shown.last(n)) is not None}
+
+
+def spent(run: Run, first: int, last: int, steps: int) -> Json:
+    """Accounts of these steps, 100 % each, and the last few steps as slices."""
+    with run.lock:
+        accounts = run.accounts(first, last)
+        seconds = run.shown.sum("time/step", first, last)
+    return {
+        "accounts": [{"worker": worker, "seconds": sum(a.values()), "shares": shares(a)} for worker, a in sorted(accounts.items())],
+        "seconds": seconds, "kinds": KINDS, "timeline": timeline(run, steps),
+    }  # fmt: skip
+
+
+def timeline(run: Run, steps: int) -> Json | None:
+    """Tracks of slices (name, begin, seconds), groups (begin, end, what became of it, reward): of the newest steps, by `rondel trace`."""
+    events = run.newest_events(steps)
+    if not events or not any(e["kind"] == "StepDone" for e in events):
+        return None
+    marks = drawn(events)
+    titles = {m["tid"]: m["args"]["name"] for m in marks if m["ph"] == "M" and m["name"] == "thread_name" and m["pid"] == PID}
+    tracks: dict[str, list[tuple[str, float, float]]] = {}
+    begun, groups, done = {}, [], []
+    for m in marks:
+        at = m["ts"] / 1e6
+        if m["ph"] == "X" and m["cat"] == "step":
+            done.append((m["name"], at, m["dur"] / 1e6))
+        elif m["ph"] == "X":
+            tracks.setdefault(titles[m["tid"]], []).append((m["name"], at, m["dur"] / 1e6))
+        elif m["ph"] == "b":
+            begun[m["id"], m["name"]] = at, m["args"]
+        elif m["ph"] == "e" and m["tid"] == TRACKS["groups"]:
+            since, told = begun.pop((m["id"], m["name"]))
+            rewards = told.get("rewards") or []
+            groups.append((since, at, m["name"], sum(rewards) / len(rewards) if rewards else None, told["group"]))
+    length = max((m["ts"] + m.get("dur", 0) for m in marks), default=0) / 1e6
+    return {
+        "tracks": {name: slices[-SLICES:] for name, slices in tracks.items()},
+        "steps": done,
+        "groups": groups[-SLICES:],
+        "seconds": length,
+    }
+
+
+def said(run: Run) -> Json:
+    with run.lock:
+        return {
+            "findings": run.findings(), "said": list(reversed(run.story.said[-200:])), "broke": run.story.broke,
+            "stalls": [(step, e["message"]) for step, e in run.story.stalls[-20:]], "reading": run.sampled is not None,
+        }  # fmt: skip
+
+
+def card(run: Run) -> Json:
+    """What `rondel card` wrote, or the same made now."""
+    path = run.folder / "card.json"
+    if path.exists():
+        return {"card": json.loads(path.read_text(encoding="utf-8")), "written": True}
+    if not run.events or run.tail.size > SMALL:
+        return {"card": None, "large": run.tail.size > SMALL}
+    return {"card": summary(history(run.folder), run.story.job), "written": False}
+
+
+def recipes(runs: list[Run]) -> Json:
+    """The keys in which not all runs agree, each with its value in every run."""
+    found: dict[str, list[Any]] = {}
+    for run in runs[1:]:
+        for name in differing(runs[0].story.job, run.story.job, skip=("run.",)):
+            found[name] = [other.story.key(name) for other in runs]
+    return found

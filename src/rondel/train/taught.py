@@ -1,0 +1,52 @@
+"""What teachers would have said at every token of a micro-batch, over the whole vocabulary: kept as last hidden states, a row of D numbers
+a token where logits are V, and multiplied with the teacher's head when a chunk of rows is there (SPEC T2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rondel.models.head import Head
+
+
+@dataclass(frozen=True, slots=True)
+class Opinion:
+    """Of one teacher.
+
+    hidden   [M_i, D] before its head
+    at       [M_i] which of the micro-batch's M tokens, in rising order
+    weight   [M_i] among the teachers of the token
+    """
+
+    head: Head
+    hidden: Tensor
+    at: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """`taught.log_q(slice(0, 64))` -> [64, V], the weighed mean of the teachers' log-probabilities at these tokens."""
+
+    opinions: list[Opinion]
+    temperature: float
+
+    def log_q(self, rows: slice) -> Tensor:
+        told: Tensor | None = None
+        for mine in self.opinions:
+            first, end = torch.searchsorted(mine.at, torch.tensor([rows.start, rows.stop], device=mine.at.device)).tolist()
+            logits = mine.head.logits(mine.hidden[first:end])
+            opinion = (logits / self.temperature).log_softmax(-1).mul_(mine.weight[first:end, None])
+            if told is None:
+                told = opinion.new_zeros(min(rows.stop, self.length) - rows.start, opinion.shape[1])
+            told.index_add_(0, mine.at[first:end] - rows.start, opinion)
+        assert told is not None, "a token without a teacher"
+        return told
+
+    @property
+    def length(self) -> int:
+        return max(int(mine.at[-1]) + 1 for mine in self.opinions if len(mine.at))

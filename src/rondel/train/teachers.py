@@ -1,0 +1,95 @@
+"""Frozen models that say of every token how likely it was: one for all, one for each source, or several whose opinions are weighed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rondel.train.pack import Batch, Packed, Sample
+from rondel.train.taught import Opinion, Taught
+from rondel.words.errors import TrainError
+
+if TYPE_CHECKING:
+    from rondel.models.load import Loaded
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """loaded   None: it is served elsewhere, and the batch brings what it said
+    weight   among those that teach the same sample
+    source   whose tasks it knows; None: all
+    """
+
+    loaded: Loaded | None
+    weight: float = 1.0
+    source: str | None = None
+
+    def teaches(self, stream: str) -> bool:
+        return self.source in (None, stream)
+
+
+def said(number: int) -> str:
+    """The note in which a sample keeps what one teacher said."""
+    return f"teacher.{number}"
+
+
+class Teachers(Sequence[Teacher]):
+    """log q = sum_i w_i·log q_i / sum_i w_i, of those that teach the sample.  [m].
+
+    Sampled tokens are charged with log pi - log q, whose expectation is sum_i w_i·KL(pi || q_i) / sum_i w_i: distilling from several is
+    one number a token, and the weights say how much each is heard. (arXiv:2306.08543 for one.)
+    """
+
+    def __init__(self, teachers: Sequence[Teacher]) -> None:
+        self._teachers = tuple(teachers)
+
+    def __len__(self) -> int:
+        return len(self._teachers)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._teachers[number]
+
+    def ask(self, batch: Batch, question: Callable[[Loaded, Batch, int], None]) -> None:
+        """One teacher at a time, each about all its samples: never more than one beside the policy."""
+        for number, teacher in enumerate(self):
+            own = Batch([s for s in batch.samples if teacher.teaches(s.stream)])
+            if teacher.loaded is not None and own.samples:
+                question(teacher.loaded, own, number)
+
+    def weigh(self, batch: Batch) -> None:
+        """The note "teacher" of every sample, out of what each teacher said."""
+        for i, sample in enumerate(batch.samples):
+            shares = self._shares(sample)
+            if not shares or not all(said(number) in sample.notes for number in shares):
+                raise TrainError(
+                    f"no teacher of '{sample.stream}' has spoken of {batch.name(i)}; model.teacher needs one for this source, or for all"
+                )
+            opinions = [sample.notes[said(number)] for number in shares]
+            sample.notes["teacher"] = np.average(opinions, axis=0, weights=list(shares.values())).astype(np.float32)
+
+    def taught(self, batch: Batch, packed: Packed, temperature: float) -> Taught:
+        """What those who were asked for their hidden states think of the tokens of a micro-batch."""
+        samples, device = [batch.samples[i] for i in packed.samples], packed.tokens.device
+        lengths = [len(s.trainable) for s in samples]
+        first = list(accumulate(lengths, initial=0))
+        opinions = []
+        for number, teacher in enumerate(self):
+            mine = [i for i, s in enumerate(samples) if number in s.hidden]
+            if not mine:
+                continue
+            assert teacher.loaded is not None
+            hidden = torch.cat([samples[i].hidden[number] for i in mine]).to(device)
+            at = torch.cat([torch.arange(first[i], first[i + 1]) for i in mine]).to(device)
+            weight = torch.cat([torch.full((lengths[i],), self._shares(samples[i])[number]) for i in mine]).to(device)
+            opinions.append(Opinion(teacher.loaded.head, hidden, at, weight))
+        return Taught(opinions, temperature)
+
+    def _shares(self, sample: Sample) -> dict[int, float]:
+        """How much each teacher of a sample counts, by its place."""
+        mine = {number: t.weight for number, t in enumerate(self) if t.teaches(sample.stream)}
+        return {number: weight / sum(mine.values()) for number, weight in mine.items()}

@@ -1,0 +1,180 @@
+"""Pictures beside tokens. A stream has two buffers that only grow: its tokens, and what is seen where placeholder tokens stand.
+
+    tokens   <user> <start> ░ ░ ░ ░ <end> which colour ? <assistant> b
+    media                   └ Placed(start=2, image) ┘
+
+A picture takes one token for each `cell` x `cell` pixels. What is seen is a matter of place, not of the token's number: a placeholder
+that the policy itself draws is a token like any other.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+LONGEST = 200  # times as long as wide: the limit of the families that are carried
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """How a model looks at pictures.
+
+    placeholder   the token that stands where a picture is seen
+    patch, merge  pixels a side of what its tower reads, and how many of these a side become one token
+    temporal      frames of a patch; a picture repeats itself
+    least, most   pixels of a picture, which is scaled to lie between
+    mean, std     of the three colours, in [0, 1]
+    """
+
+    placeholder: int
+    patch: int
+    merge: int
+    temporal: int
+    least: int
+    most: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def cell(self) -> int:
+        """Pixels a side of one token."""
+        return self.patch * self.merge
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) at which a picture is seen: whole cells, its proportions kept as far as they go, between least and most."""
+        if max(width, height) > LONGEST * min(width, height):
+            raise ValueError(f"an image of {width}x{height} pixels is more than {LONGEST} times as long as wide; cut it")
+        sides = [round(side / self.cell) * self.cell for side in (width, height)]
+        if math.prod(sides) > self.most:
+            scale = math.sqrt(width * height / self.most)
+            sides = [max(self.cell, math.floor(side / scale / self.cell) * self.cell) for side in (width, height)]
+        elif math.prod(sides) < self.least:
+            scale = math.sqrt(self.least / (width * height))
+            sides = [math.ceil(side * scale / self.cell) * self.cell for side in (width, height)]
+        return sides[0], sides[1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Image:
+    """A picture as it is seen.
+
+    pixels   [H, W, 3] uint8, whole cells
+    digest   of size and pixels: equal pictures are one wherever they are stored, encoded or cached
+    """
+
+    pixels: np.ndarray
+    cell: int
+    digest: str
+
+    @classmethod
+    def of(cls, pixels: np.ndarray, cell: int) -> Image:
+        pixels = np.ascontiguousarray(pixels)
+        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.shape[0] % cell or pixels.shape[1] % cell:
+            raise ValueError(f"pixels {pixels.shape} of {pixels.dtype}; they must be [H, W, 3] uint8 of whole cells of {cell}")
+        head = f"{pixels.shape[0]}x{pixels.shape[1]}/{cell}:".encode()
+        return cls(pixels, cell, blake2b(pixels.tobytes(), digest_size=16, key=head).hexdigest())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Image) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @property
+    def rows(self) -> int:
+        return self.pixels.shape[0] // self.cell
+
+    @property
+    def columns(self) -> int:
+        return self.pixels.shape[1] // self.cell
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def stored(self) -> list[Any]:
+        """JSON-shaped; `restored` gives it back."""
+        return [self.cell, self.rows, self.columns, b64encode(zlib.compress(self.pixels.tobytes(), 1)).decode()]
+
+    @classmethod
+    def restored(cls, stored: list[Any]) -> Image:
+        cell, rows, columns, packed = stored
+        return cls.of(np.frombuffer(zlib.decompress(b64decode(packed)), np.uint8).reshape(rows * cell, columns * cell, 3), cell)
+
+    @property
+    def name(self) -> str:
+        """For readers: `[image 56x56 3f2a91]`."""
+        return f"[image {self.pixels.shape[1]}x{self.pixels.shape[0]} {self.digest[:6]}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where in a stream a picture is seen: tokens [start, end)."""
+
+    start: int
+    image: Image
+
+    @property
+    def end(self) -> int:
+        return self.start + self.image.tokens
+
+    @staticmethod
+    def agree(tokens: Sequence[int], media: Sequence[Placed]) -> None:
+        """Placeholders and pictures agree: each picture lies on as many equal tokens as it has cells, behind the one before it, and that token
+        stands nowhere else. ValueError where they do not."""
+        at, places = 0, 0
+        placeholder = tokens[media[0].start] if media and 0 <= media[0].start < len(tokens) else None
+        for place in media:
+            own = tokens[place.start : place.end]
+            if place.start < at or len(own) < place.image.tokens or any(token != placeholder for token in own):
+                raise ValueError(
+                    f"an image of {place.image.rows} x {place.image.columns} cells at token {place.start}: there it must find "
+                    f"{place.image.tokens} placeholders of its own, and it finds {sum(t == placeholder for t in own)}"
+                )
+            at, places = place.end, places + place.image.tokens
+        if media and (n := sum(token == placeholder for token in tokens)) != places:
+            raise ValueError(f"{n} placeholders for images of {places} cells: what stands for an image must have one")
+
+
+def worded(content: Any) -> str:
+    """The text of a message's content, an image in it by its name: what readers see, and by which questions are told apart."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(part["text"] if part.get("type") == "text" else f"[image {part.get('name', '')}]" for part in content)
+
+
+def keyed(tokens: Iterable[int], media: Sequence[Placed]) -> list[int]:
+    """[T] What two streams must have in common to mean the same: the tokens, and where a picture is seen its digest, below 0."""
+    keys = list(tokens)
+    for place in media:
+        keys[place.start : place.end] = [-1 - int(place.image.digest[:15], 16)] * place.image.tokens
+    return keys
+
+
+def positions(n: int, media: Sequence[Placed]) -> np.ndarray:
+    """[3, n] time, row and column of each token (M-RoPE, arXiv:2409.12191). Text counts on in all three; the cells of a picture share
+    one time and stand at their row and column; text goes on behind the larger side. Of a prefix they are a prefix, also where it cuts a picture."""
+    whole = max([n, *(place.end for place in media)])
+    out = np.empty((3, whole), np.int64)
+    at = shift = 0
+    for place in media:
+        out[:, at : place.start] = np.arange(at, place.start) + shift
+        base, image = place.start + shift, place.image
+        cells = np.stack([np.zeros(image.tokens, np.int64), *np.divmod(np.arange(image.tokens), image.columns)])
+        out[:, place.start : place.end] = base + cells
+        at, shift = place.end, shift + max(image.rows, image.columns) - image.tokens
+    out[:, at:] = np.arange(at, whole) + shift
+    return out[:, :n]
+
+
+def shift(media: Iterable[Placed]) -> int:
+    """What the position of a token behind all pictures is more than its index; mostly below 0."""
+    return sum(max(place.image.rows, place.image.columns) - place.image.tokens for place in media)

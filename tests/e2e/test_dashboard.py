@@ -1,0 +1,313 @@
+"""The dashboard in a real browser: each view, each control, keys alone, both colour schemes, a phone, hostile text, a run that grows, one of 10^6 events."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from diagnose_kit import JOB, evaluated, healthy
+from units.synthetic import group
+
+from rondel.runtime.journal.log import Journal
+from rondel.runtime.journal.store import RolloutStore, annotate_step
+from rondel.words import events as words
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from _long import write_long
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="no Chromium here (Debian: apt-get install chromium)")]
+
+VIEWS = ("overview", "time", "books", "answers", "findings", "card", "planner")
+HOSTILE = '<img src=x onerror="window.pwned=1"><script>window.pwned=2</script>'
+CONTROLS = "#app a[href], #app button:not(:disabled), #app input, #app select, #app summary, #app [tabindex='0']"
+LAG = 2
+
+
+def step_events(step: int, spoken: str = "") -> list[words.Event]:
+    """Of an asynchronous run with two groups of four a step."""
+    version = step - 1
+    groups = [group(2 * step - 2 + i, max(0, version - (step + i) % (LAG + 1)), [1.0, 0.0, None, 0.5]) for i in range(2)]
+    for g in groups:
+        g.task.data["prompt"] = HOSTILE
+        for t in g.trajectories:
+            t.text = f"{HOSTILE} {step}"
+    told = [
+        words.GroupFinished(g.id, f"{spoken}{g.task.id}", g.born, True, "", g.rewards, [t.written for t in g.trajectories], 1, 1)
+        for g in groups
+    ]
+    phases = {"wait": 2.0, "prepare": 0.1, "train": 1.5, "sync": 0.4}
+    return [
+        *(words.Admitted(g.id, g.task.id, g.born) for g in groups),
+        *told,
+        words.GroupsTaken(step, version, groups, LAG),
+        words.WorkerTime("engine-0", {"generate": 3.0, "idle": 1.0}, {"tokens": 64.0}, [("generate", 2.0), ("idle", 1.0), ("generate", 1.0)]),
+        words.Synced(step, "abc", 0.4, 1 << 20, 1e-7, 0.01),
+        words.Resident({"train": 4 << 30}, {"train": {"weights": 1 << 30, "moments": 2 << 30}}),
+        words.StepDone(step, step, healthy(step, __import__("random").Random(step)), phases | {"step": 4.0},
+                       {"issued": 2 * step + 3, "trained": 2 * step, "filtered/no <i>signal</i>": 1, "failed/timeout": 1, "in_flight": 1}),
+    ]  # fmt: skip
+
+
+class Growing:
+    """A run folder that a test writes on."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        import tomli_w
+
+        self.folder, self.steps = folder, 0
+        folder.mkdir(parents=True)
+        job = JOB | {"loop": {"steps": 60, "max_staleness": LAG}, "place": {"kind": "split", "engines": 1}}
+        (folder / "job.toml").write_text(tomli_w.dumps(job))
+        self.journal, self.store = Journal(folder), RolloutStore(folder)
+        self.journal.write(words.RunStarted(str(folder), "h", {"needs": [], "corrects": True, "loss": HOSTILE, "seed": 1}))
+        self.journal.write(evaluated(0, 0.2))
+        self.journal.write(words.Warned(f"slow disk {HOSTILE}"))
+        for _ in range(steps):
+            self.step()
+        annotate_step(folder, steps, trainer_logprobs={(2 * steps - 2, 0): [-1.0] * 13}, advantages={(2 * steps - 2, 0): [0.5] * 13})
+        self.journal.write(evaluated(steps, 0.6))
+        self.journal.write(words.Stalled(f"A waits for {HOSTILE}"))
+        (folder / "checkpoints" / "step-000004").mkdir(parents=True)
+        vocab = {f"w{i} ": i for i in range(999)} | {HOSTILE: 999}
+        (folder / "checkpoints" / "step-000004" / "tokenizer.json").write_text(
+            json.dumps({"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": {"type": "Fuse"},
+                        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w0 "}})
+        )  # fmt: skip
+
+    def step(self) -> None:
+        self.steps += 1
+        for event in step_events(self.steps):
+            self.journal.write(event)
+            self.store.write(event)
+
+
+class Server:
+    def __init__(self, *folders: Path) -> None:
+        code = "from rondel.cli import main; main()"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, "dashboard", *map(str, folders), "--port", "0"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        line = self.process.stdout.readline()
+        assert line, self.process.stderr.read()
+        self.url = line.split()[1]
+
+    def end(self) -> tuple[int, str]:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        _, said = self.process.communicate(timeout=60)
+        return self.process.returncode, said
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    base = tmp_path_factory.mktemp("runs")
+    return Growing(base / "<b>first<", 12), Growing(base / "second", 9)
+
+
+@pytest.fixture(scope="module")
+def server(runs):
+    server = Server(*(run.folder for run in runs))
+    yield server
+    assert server.end() == (0, "")
+
+
+@pytest.fixture
+def page(browser, server):
+    yield from opened(browser, server.url)
+
+
+def opened(browser, url, **how):
+    page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"} | how)
+    page.set_default_timeout(60_000)
+    page.faults = []
+    page.on(
+        "console", lambda m: page.faults.append(m.text) if m.type in ("error", "warning") and "400 (Bad Request)" not in m.text else None
+    )
+    page.on(
+        "response", lambda r: page.faults.append(f"{r.status} {r.url}") if r.status >= 400 and "/api/plan?" not in r.url else None
+    )  # there it is an answer
+    page.on("pageerror", lambda error: page.faults.append(str(error)))
+    page.on(
+        "requestfailed",
+        lambda r: page.faults.append(f"{r.url} {r.failure}") if "news" not in r.url and "ABORTED" not in (r.failure or "") else None,
+    )
+    page.goto(url)
+    page.wait_for_selector("main#main")
+    yield page
+    page.close()
+    assert page.faults == []
+
+
+def show(page, view: str) -> None:
+    """The view, when it has what it asked for."""
+    page.evaluate("name => { location.hash = `#/${name}` }", view)
+    page.wait_for_selector(f"nav a[href='#/{view}'][aria-current]")
+    page.wait_for_selector("main:not(:has(.loading))")
+
+
+def test_no_violation_in_light_on_a_desk_and_in_dark_on_a_phone(browser, server):
+    axe = (resources.files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
+    for how in ({"color_scheme": "light"}, {"color_scheme": "dark", "viewport": {"width": 400, "height": 800}}):
+        for page in opened(browser, server.url, **how):
+            page.evaluate(axe)
+            for view in VIEWS:
+                show(page, view)
+                found = page.evaluate(
+                    "axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.target + ' ' + n.failureSummary)]))"
+                )
+                assert found == [], (view, how)
+                assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} is wider than the window"
+
+
+def test_every_control_does_something_and_none_complains(page):
+    used = 0
+    for view in VIEWS:
+        show(page, view)
+        for at in range(200):
+            page.wait_for_selector("main:not(:has(.loading))")
+            controls = page.locator("main :is(button:not(:disabled), input, select, summary):visible")
+            if at >= min(controls.count(), 40):  # forty rows of a table do the same
+                break
+            control = controls.nth(at)
+            kind = control.evaluate("e => e.tagName === 'INPUT' ? e.type : e.tagName.toLowerCase()")
+            if kind in ("button", "summary", "checkbox", "radio"):
+                control.click()
+            elif kind == "range":
+                control.press("ArrowRight")
+            elif kind == "select":
+                control.select_option(index=control.evaluate("e => e.options.length - 1"))
+            else:
+                control.fill("1" if kind == "number" else "s")
+                control.press("Enter")
+                control.fill("")
+                control.press("Enter")
+            used += 1
+        page.wait_for_selector("main:not(:has(.loading))")
+    assert used > 60
+    show(page, "overview")
+    chart = page.locator(".u-over").first
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    page.mouse.move(box["x"] + 40, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 160, box["y"] + 40, steps=4)
+    page.mouse.up()
+    page.wait_for_selector("input[type=number][min='1']:not([value=''])")
+    page.get_by_role("button", name="back").click()
+
+
+def test_keys_alone_reach_every_control_and_the_focus_is_seen(page):
+    for view in VIEWS:
+        show(page, view)
+        page.evaluate("() => { document.activeElement.blur(); scrollTo(0, 0) }")
+        wanted = page.evaluate(
+            "css => { const all = [...document.querySelectorAll(css)].filter(e => e.checkVisibility() && !(e.type === 'radio' && !e.checked));"
+            "all.forEach((e, i) => e.dataset.stop = i); return all.length }", CONTROLS
+        )  # fmt: skip
+        reached = set()
+        for _ in range(wanted + 3):
+            page.keyboard.press("Tab")
+            stop, seen = page.evaluate(
+                "() => { const e = document.activeElement; return [e.dataset.stop, getComputedStyle(e).outlineStyle !== 'none'] }"
+            )
+            if stop is not None:
+                assert seen, f"{view}: control {stop} has the focus and does not show it"
+                reached.add(int(stop))
+        assert len(reached) == wanted, f"{view}: {sorted(set(range(wanted)) - reached)} cannot be reached"
+    show(page, "answers")
+    page.focus(".tokens")
+    page.keyboard.press("ArrowRight")
+    assert page.text_content(".token").startswith("token 1 ")
+
+
+def test_what_a_run_wrote_is_only_text(page):
+    seen = {"overview": "<b>first<", "books": "no <i>signal</i>", "findings": HOSTILE, "card": HOSTILE, "answers": "w"}
+    for view in VIEWS:
+        show(page, view)
+        assert seen.get(view, "") in page.text_content("body")
+        assert page.evaluate(
+            "[window.pwned, document.querySelectorAll('#app img, #app script, #app i:not([style]):not([class]), #app b b').length]"
+        ) == [None, 0]
+    show(page, "answers")
+    page.get_by_role("button", name="look for it").click()
+    page.locator(".detail").get_by_text("None of the steps").wait_for()
+    page.get_by_label("gap of log-probabilities").check()
+    page.get_by_label("version").check()
+    assert page.evaluate("window.pwned") is None
+
+
+def test_a_step_that_is_done_appears_by_itself(page, runs):
+    show(page, "overview")
+    for _ in range(3):
+        before = runs[0].steps
+        runs[0].step()
+        page.locator(f".runs li:first-child :text('step {before + 1} of')").wait_for()
+    show(page, "answers")
+    assert page.locator("main input[type=number]").first.input_value() == str(runs[0].steps)
+
+
+def test_a_fallen_connection_is_said_and_mends(browser, runs, tmp_path):
+    server = Server(runs[1].folder)
+    port = server.url.rsplit(":", 1)[1]
+    page = browser.new_page()
+    page.goto(server.url)
+    page.get_by_text("live", exact=True).wait_for()
+    assert server.end() == (0, "")
+    page.get_by_text("connection lost").wait_for()
+    again = subprocess.Popen(
+        [sys.executable, "-c", "from rondel.cli import main; main()", "dashboard", str(runs[1].folder), "--port", port]
+    )
+    page.get_by_text("live", exact=True).wait_for()
+    page.close()
+    again.send_signal(signal.SIGTERM)
+    assert again.wait(60) == 0
+
+
+def test_without_a_run_the_planner_opens(browser):
+    server = Server()
+    for page in opened(browser, server.url):
+        page.locator(".headline").wait_for()
+        before = page.text_content(".headline")
+        page.get_by_label("devices").first.press("ArrowRight")
+        page.locator(".headline:has-text('32 ×')").wait_for()
+        assert page.text_content(".headline") != before
+        page.evaluate("location.hash = '#/overview'")
+        page.get_by_text("No run is open").wait_for()
+    assert server.end() == (0, "")
+
+
+def test_a_run_of_a_million_events_opens_at_once(browser, tmp_path, capsys):
+    """By a sample of its steps; the whole follows. The figure is printed, and `rondel bench dashboard` measures it."""
+    server = Server(write_long(tmp_path / "long", 10**6))
+    page = browser.new_page()
+    began = time.monotonic()
+    page.goto(server.url, wait_until="commit")
+    page.wait_for_selector(".chart canvas")
+    seconds = time.monotonic() - began
+    assert "step 26,315 of 26,315" in page.text_content(".runs")
+    points = page.evaluate("fetch('/api/series?name=train/entropy&points=300').then(r => r.json()).then(r => r.x.length)")
+    assert points <= 300
+    page.close()
+    with capsys.disabled():
+        print(f"\n10^6 events: first curves after {seconds:.2f} s")
+    assert server.end() == (0, "")

@@ -1,0 +1,101 @@
+"""The recipe with pictures, whole and small: it learns to look, survives a kill bit for bit, and a step is trained again from its store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from run_kit import context, events, final, steps
+
+from rondel.assemble import train
+from rondel.assemble.replaying import replay
+from rondel.runtime.journal import store
+from rondel.words.config import Job
+from rondel.words.errors import ConfigError, DataError
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "vision.toml"
+SMALL = {
+    "loop.warmup.steps": 2, "loop.steps": 4, "loop.groups_per_step": 4, "loop.warmup.groups_per_step": 8, "algo.group_size": 4,
+    "task.data.size": 24, "task.data.holdout": 4, "place.threads": 1, "run.checkpoint.every": 2, "run.sinks": [],
+}  # fmt: skip
+
+
+def run(folder: Path, **changes) -> None:
+    train(Job.read(RECIPE, {**SMALL, "run.folder": str(folder), **{k.replace("__", "."): v for k, v in changes.items()}}), quiet=True)
+
+
+def _dies(folder: Path, kind: str, n: int) -> None:
+    import os
+    import signal
+
+    from rondel.words.events import subscribe
+
+    seen = 0
+
+    def tick(event) -> None:
+        nonlocal seen
+        seen += type(event).__name__ == kind
+        if seen == n:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    subscribe(tick)
+    run(folder)
+
+
+@pytest.mark.slow
+def test_a_run_that_looks_survives_a_kill_and_is_replayed(tmp_path):
+    """Law 9: two whole steps, a third that was stored and not trained, and a life after it."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run(whole)
+    child = context.Process(target=_dies, args=(broken, "GroupsTaken", 4))
+    child.start()
+    child.join(120)
+    assert child.exitcode == -9
+    run(broken)
+    ours, theirs = final(broken), final(whole)
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == [] and ours.keys() == theirs.keys()
+    assert steps(broken) == steps(whole)
+    for n in store.steps(whole):
+        mine, other = store.read_step(broken, n), store.read_step(whole, n)
+        assert [(r["tokens"], r["media"], r["task_data"]) for r in mine] == [(r["tokens"], r["media"], r["task_data"]) for r in other]
+        assert all(len(r["media"]) == 1 for r in mine)
+    seen = {row["media"][0].image.digest for n in store.steps(whole) for row in store.read_step(whole, n)}
+    kept = list((whole / "rollouts" / "media").glob("*.png"))
+    assert len(seen) <= len(kept) <= 2 * len(seen), "each picture as a model saw it, and as the task has it"
+    again, done = replay(whole, 5), events(whole, "StepDone")[4]["metrics"]
+    for name in ("train/loss", "train/grad_norm", "train/entropy"):
+        assert again[name] == done[name]
+
+
+@pytest.mark.slow
+def test_the_policy_learns_to_look(tmp_path):
+    """The recipe reduced: more of the supervised phase and less of RL, which keeps what was learned."""
+    run(tmp_path, **LEARNS)
+    rewards = [r for event in events(tmp_path, "GroupFinished") for r in event["rewards"]]
+    phase = rewards[LEARNS["loop__warmup__steps"] * 16 :]
+    first, last = sum(phase[:256]) / 256, sum(phase[-1024:]) / 1024
+    evaluated = [e["score"] for e in events(tmp_path, "Evaluated")]
+    print(f"CURVE reward {first:.2f} -> {last:.2f}, held out {evaluated}")
+    assert last > 0.9 and evaluated[0] < 0.4 and evaluated[-1] > 0.9
+
+
+LEARNS = {
+    "task__data__size": 160, "task__data__holdout": 32, "loop__warmup__steps": 80, "loop__warmup__groups_per_step": 16,
+    "loop__steps": 12, "loop__groups_per_step": 16, "algo__group_size": 16, "run__checkpoint__every": 0,
+}  # fmt: skip
+
+
+def test_a_recipe_is_refused_before_it_costs_anything(tmp_path):
+    plain = {"random": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with pytest.raises(DataError, match="1 images in a conversation with a model that reads text alone: take a vision-language model"):
+        run(tmp_path / "blind", model__path=plain)
+    text = {"kind": "digits", "holdout": 4}
+    for key, value in (("model.tower", "trained"), ("model.image_tokens", 16)):
+        with pytest.raises(ConfigError, match=rf"{key} = .*, but 'random-llama' reads text alone"):
+            train(Job.read(RECIPE, {"run.folder": str(tmp_path / "x"), "model.path": plain, "task.data": text, key: value}), quiet=True)
+    with pytest.raises(ConfigError, match=r"model.tower = 'trained' beside model.adapter, which alone is trained"):
+        run(tmp_path / "both", model__tower="trained", model__adapter__kind="lora")
+    with pytest.raises(DataError, match=r"task.data.rows\[1\]: no image at .*/there.png"):
+        rows = [{"prompt": "what?", "answer": "1", "image": "there.png"}]
+        run(tmp_path / "gone", task__data={"kind": "list", "rows": rows, "image": "image"})

@@ -1,0 +1,313 @@
+"""A model that looks: trainer = prefill = decode = transformers' own pass, and what must never be shared is not."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from engine_kit import all_of, engine, idle, watched
+from PIL import Image as Pillow
+from train_kit import row, trainer
+from vision_kit import EYES, ask, groups_with_images, image, model, own_logprobs, recipe, stream, trajectory
+
+from rondel.generate.envs.chat import TokenChat
+from rondel.models import vision
+from rondel.models.aligned import align
+from rondel.models.load import load
+from rondel.train import annotate as notes
+from rondel.train import pack as packing
+from rondel.train.credit import credit
+from rondel.train.pack import Batch, batch_of, pack
+from rondel.train.sums import Sums
+from rondel.words.errors import ModelError, UserError
+from rondel.words.media import positions
+from rondel.words.types import Group, Sampling, Score, Task
+
+KINDS = sorted(EYES)
+LIMIT = 1e-4
+
+
+def streams(m):
+    a, b = image(m, 1), image(m, 2, 3, 4)
+    return [stream(m, 3, a, 6, seed=1), stream(m, 2, b, 3, a, 9, seed=2), stream(m, 12, seed=3)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_engine_trainer_and_transformers_agree(kind):
+    m = model(kind)
+    given = streams(m)
+    e = watched(engine(m, prefill_tokens=7))  # chunks that cut pictures
+    done = asyncio.run(all_of(e, [ask(*g, key=i + 31) for i, g in enumerate(given)]))
+    idle(e)
+    assert e.runner.eyes.looked == 2, "two different pictures in three prompts"
+    assert not any(m.sight.placeholder in d.tokens for d in done), "transformers could not judge it"
+    whole = [(g[0] + d.tokens, g[1]) for g, d in zip(given, done)]
+    own = own_logprobs(m, whole)
+    groups = [Group(i, Task(f"t{i}", "x", {}), [trajectory(m, g, d.tokens, d.logprobs)], 0) for i, (g, d) in enumerate(zip(given, done))]
+    for g in groups:
+        g.trajectories[0].score = Score(1.0)
+    batch = notes.annotate(m, batch_of(groups), "proximal", budget=10**6, temperature=1.0)
+    for sample, d, theirs, (tokens, media) in zip(batch.samples, done, own, whole):
+        written = theirs[-len(d.tokens) :]
+        assert max(abs(np.subtract(d.logprobs, written))) < LIMIT, "decode"
+        assert max(abs(np.subtract(sample.notes["proximal"], written))) < LIMIT, "trainer"
+        scored = asyncio.run(e.score(ask(tokens, media))).logprobs
+        assert max(abs(np.subtract(scored[1:], theirs))) < LIMIT, "prefill"
+
+
+def test_aligned_numerics_have_the_same_bits_with_pictures():
+    """Engine in chunks, several pictures encoded one by one; trainer with siblings and all pictures at once."""
+    m = model()
+    align(m)
+    given = [g for g in streams(m) for _ in range(2)]
+    done = asyncio.run(all_of(engine(m, prefill_tokens=7), [ask(*g, key=i + 1) for i, g in enumerate(given)]))
+    groups = [Group(i // 2, Task("t", "x", {}), [trajectory(m, g, d.tokens, d.logprobs)], 0) for i, (g, d) in enumerate(zip(given, done))]
+    for g in groups:
+        g.trajectories[0].score = Score(1.0)
+    batch = notes.annotate(m, batch_of(groups), "proximal", budget=10**6, temperature=1.0)
+    assert all(np.array_equal(s.notes["proximal"], s.behavior) for s in batch.samples)
+
+
+def test_positions_and_pictures_are_what_makes_them_agree():
+    """Text positions, or another picture, would show: a test that nothing can fail proves nothing."""
+    m = model()
+    tokens, media = stream(m, 3, image(m, 1, 2, 3), 6)
+    [right] = own_logprobs(m, [(tokens, media)])
+    other = [replace(place, image=image(m, 9, 2, 3)) for place in media]
+    scored = asyncio.run(engine(m).score(ask(tokens, other))).logprobs[1:]
+    assert max(abs(np.subtract(scored, right))) > 0.1
+    ids, seen = torch.tensor(tokens), vision.Seen(torch.arange(3, media[0].end), m.look([media[0].image]))
+    layout = packing.PackedLayout([packing.Segment(0, len(ids))])
+    with torch.no_grad():
+        hidden = m.hidden(ids, torch.arange(len(ids)), layout, seen=seen)
+        plain = m.head.logits(hidden).log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+    assert max(abs(np.subtract(plain.tolist(), right))) > 0.01
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_are_those_of_transformers(kind):
+    m = model(kind)
+    for tokens, media in streams(m)[:2]:
+        given = vision.as_given(m.sight, tokens, media)
+        theirs, delta = m.model.model.get_rope_index(
+            torch.tensor([tokens]), mm_token_type_ids=given["mm_token_type_ids"], image_grid_thw=given["image_grid_thw"]
+        )
+        ours = positions(len(tokens), media)
+        assert np.array_equal(ours, theirs[:, 0].numpy())
+        assert packing.media.shift(media) == int(delta)
+        cut = media[0].end - 1  # in the middle of a picture
+        assert np.array_equal(positions(cut, media), ours[:, :cut])
+
+
+def test_patches_are_those_of_the_processor_of_transformers():
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    from rondel.generate.envs.pictures import seen_as
+
+    sight = model().sight
+    theirs = Qwen2VLImageProcessorPil(min_pixels=sight.least, max_pixels=sight.most)
+    for width, height in ((56, 56), (100, 37), (613, 801), (1900, 1400), (20, 9)):
+        raw = Pillow.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8))
+        given, ours = theirs(raw), seen_as(raw, sight)
+        assert given["image_grid_thw"][0].tolist() == [1, 2 * ours.rows, 2 * ours.columns]
+        assert np.abs(vision.patches(ours, sight) - given["pixel_values"]).max() < 1e-5
+
+
+# -- the prefix cache ------------------------------------------------------------------------------
+
+
+def test_another_picture_is_another_prefix_and_the_same_one_is_shared():
+    m = model()
+    a, b = image(m, 1), image(m, 2)
+    prompts = [stream(m, 4, picture, 20, seed=5) for picture in (a, b, a)]
+    assert prompts[0][0] == prompts[1][0] and prompts[0][0] == prompts[2][0], "the same tokens"
+    e = watched(engine(m))
+    first = asyncio.run(e.generate(ask(*prompts[0])))
+    other = asyncio.run(e.generate(ask(*prompts[1])))
+    again = asyncio.run(e.generate(ask(*prompts[2])))
+    assert (first.cached_tokens, other.cached_tokens) == (0, 4), "what stands before the picture, and nothing of it"
+    assert (
+        again.cached_tokens == len(prompts[0][0]) - 1 and again.tokens == first.tokens and again.logprobs == pytest.approx(first.logprobs)
+    )
+    assert other.logprobs != pytest.approx(first.logprobs, abs=1e-3)
+    assert e.runner.eyes.looked == 2
+    siblings = asyncio.run(all_of(e, [ask(*stream(m, 6, a, 9, seed=8), key=k) for k in range(6)]))
+    assert sum(d.cached_tokens for d in siblings) == 5 * 18 and e.runner.eyes.looked == 2
+    idle(e)
+
+
+def test_what_was_seen_is_forgotten_with_the_weights_that_saw_it():
+    """Parked in the middle of its prompt and of its answer; the tower learns; the sample goes on under what serves then."""
+    from rondel.models import names
+    from rondel.words.types import Begin, Commit, Route
+
+    m = model()
+    tokens, media = stream(m, 3, image(m, 1, 3, 3), 4)
+
+    async def scenario():
+        e = engine(m, prefill_tokens=6)
+        task = asyncio.create_task(e.generate(ask(tokens, media, n=24)))
+        while not e.scheduler.running or e.scheduler.running[0].written < 5:
+            await asyncio.sleep(0)
+        await e.pause("hold")
+        assert e.runner.eyes.looked == 1
+        await e.sleep(("kv_cache",))  # its cache is lost, its tokens are not
+        manifest = names.manifest(m.model, 0)
+        with torch.no_grad():
+            vision.tower(m.model).merger.mlp[0].weight.add_(0.5)
+        changed = names.manifest(m.model, 1)
+        assert changed.root != manifest.root, "the tower is among what travels"
+        await e.receive(Begin(changed))
+        await e.receive(Route("tensor", dict(names.weights(m.model))))
+        await e.receive(Commit(1, changed.root))
+        await e.wake(("kv_cache",))
+        await e.resume()
+        done = await task
+        idle(e)
+        return e, done
+
+    e, done = asyncio.run(scenario())
+    assert e.runner.eyes.looked == 2, "looked at again under the new weights"
+    assert set(done.versions) == {0, 1}
+    [own] = own_logprobs(m, [(tokens + done.tokens, media)])
+    new = [i for i, v in enumerate(done.versions) if v == 1]
+    assert max(abs(done.logprobs[i] - own[len(tokens) - 1 + i]) for i in new) < LIMIT
+    old = [i for i, v in enumerate(done.versions) if v == 0]
+    assert max(abs(done.logprobs[i] - own[len(tokens) - 1 + i]) for i in old) > 0.01, "else the change did not matter"
+
+
+def test_an_observation_with_a_picture_costs_only_itself():
+    """A tool answers with a picture in the middle: the second turn computes what is new, and the trainer agrees on both turns."""
+    m = model()
+    e = watched(engine(m))
+    chat = TokenChat(
+        m.tokenizer, e.generate, sampling=Sampling(max_tokens=5, ignore_eos=True), key=lambda t: t, max_context=512, sight=m.sight
+    )
+    raw = [np.random.default_rng(seed).integers(0, 256, (56, 84, 3), dtype=np.uint8) for seed in (1, 2)]
+
+    async def episode():
+        chat.give([{"role": "user", "content": [{"type": "image", "image": raw[0]}, {"type": "text", "text": "what?"}]}])
+        await chat.reply()
+        before = len(chat.trajectory.tokens)
+        chat.give([{"role": "tool", "content": [{"type": "image", "image": raw[1]}, {"type": "text", "text": "so?"}]}])
+        return before, await chat.reply()
+
+    before, done = asyncio.run(episode())
+    assert done.cached_tokens == before - 1, "all but the token drawn last, whose keys nobody had computed"
+    assert e.runner.eyes.looked == 2
+    chat.trajectory.score = Score(1.0)
+    batch = notes.annotate(m, batch_of([Group(0, Task("t", "x", {}), [chat.trajectory], 0)]), "proximal", budget=999, temperature=1.0)
+    assert np.abs(batch.samples[0].notes["proximal"] - batch.samples[0].behavior).max() < LIMIT
+
+
+def test_a_sample_that_goes_on_elsewhere_sees_the_same():
+    """What an engine gave back is asked for again with its tokens: the same noise, the same positions (law 15)."""
+    m = model()
+    tokens, media = stream(m, 3, image(m, 1, 2, 3), 4)
+    whole = asyncio.run(engine(m).generate(ask(tokens, media, n=10)))
+    part = ask(tokens + whole.tokens[:4], media, n=6, continuation=4)
+    rest = asyncio.run(engine(m, speculation=None).generate(part))
+    assert rest.tokens == whole.tokens[4:] and rest.logprobs == pytest.approx(whole.logprobs[4:], abs=1e-5)
+
+
+def test_a_placeholder_that_the_policy_draws_is_a_token_like_any_other():
+    m = model()
+    tokens, media = stream(m, 3, image(m, 1), 4)
+    drawn = [7, m.sight.placeholder, m.sight.placeholder, 9]
+    scored = asyncio.run(engine(m).score(ask(tokens + drawn, media))).logprobs[-4:]
+    t = trajectory(m, (tokens, media), drawn, scored)
+    t.score = Score(1.0)
+    batch = notes.annotate(m, batch_of([Group(0, Task("t", "x", {}), [t], 0)]), "proximal", budget=99, temperature=1.0)
+    assert batch.samples[0].notes["proximal"] == pytest.approx(scored, abs=LIMIT)
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+ROW = row("grpo", kl={"coef": 0.1})
+
+
+def gradient(t, batch: Batch, *, budget: int = 10**6, share: bool = True) -> torch.Tensor:
+    algo = ROW
+    object.__setattr__(t.settings, "micro_tokens", budget)
+    object.__setattr__(t.settings, "share_prompts", share)
+    t.weights.zero_grad()
+    t._annotate(batch, algo.needs)
+    credit(batch, algo)
+    t._accumulate(batch, algo, Sums(), proximal_noted=False)
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in t.weights.masters]).double()
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.slow
+def test_the_gradient_does_not_depend_on_the_cut(kind, trained):
+    """Law 3 with pictures, the tower frozen or not: against one sample at a time with nothing shared."""
+    m = model(kind)
+    vision.tower(m.model).requires_grad_(trained)
+    t = trainer(m, ROW)
+    groups = groups_with_images(m)
+    exact = gradient(t, batch_of(groups), budget=1, share=False)
+    eye = sum(p.numel() for p in vision.tower(m.model).parameters())
+    assert t.weights.gradient_norm() > 0 and len(exact) == sum(p.numel() for p in m.model.parameters()) - (0 if trained else eye)
+    for budget, share in ((10**6, True), (40, True), (25, False)):
+        got = gradient(t, batch_of(groups), budget=budget, share=share)
+        assert (got - exact).norm() <= 1e-6 * exact.norm()
+    got = gradient(t, batch_of(groups[::-1]))
+    assert (got - exact).norm() <= 1e-6 * exact.norm()
+
+
+def test_a_micro_batch_joins_pixels_once_and_holds_each_picture_once(monkeypatch):
+    m = model()
+    batch = batch_of(groups_with_images(m))
+    packed = pack(batch, list(range(len(batch.samples))))
+    assert len(packed.looks.images) == 3 and packed.positions.shape == (3, len(packed.tokens))
+    assert len(packed.looks.rows) == 4 + (4 + 4) + 6 + 2 * (6 + 4), "siblings share the picture that they were given together"
+    assert bool((packed.tokens[packed.looks.rows] == m.sight.placeholder).all()) and bool((packed.looks.rows.diff() > 0).all())
+    joins = []
+    real = np.concatenate
+    monkeypatch.setattr(vision.np, "concatenate", lambda parts, *a, **k: (joins.append(len(parts)), real(parts, *a, **k))[1])
+    m.look(packed.looks.images)
+    assert joins == [3]
+    text = pack(batch, [i for i, s in enumerate(batch.samples) if s.group == 2])
+    assert text.looks is None and text.positions.ndim == 1, "text alone is packed as ever"
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def test_who_cannot_look_says_so():
+    m, blind = model(), load({"random": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, dtype="float32")
+    tokens, media = stream(m, 3, image(m, 1), 4)
+    with pytest.raises(UserError, match=r"1 images for 'random-llama', which reads text alone.*vision-language"):
+        asyncio.run(engine(blind).generate(ask([5] * 20, media)))
+    with pytest.raises(ModelError, match="reads text alone"):
+        blind.look([media[0].image])
+    with pytest.raises(UserError, match="an image of 4 tokens at token 3, where the prompt has no such run"):
+        asyncio.run(engine(m).generate(ask([5] * 20, media)))
+    assert "images" in asyncio.run(engine(m).status()).capabilities and "images" not in asyncio.run(engine(blind).status()).capabilities
+    with pytest.raises(
+        ModelError, match="'llava' is not supported: it looks at images in a way of its own; qwen2_vl, qwen2_5_vl, qwen3_vl"
+    ):
+        load({"random": "llava"})
+    with pytest.raises(ModelError, match="the vision_config of a qwen2_5_vl has no 'dept'"):
+        load(recipe() | {"vision_config": {"dept": 2}})
+    t = trajectory(m, (tokens, media), [5], [-1.0])
+    with pytest.raises(ValueError, match="5 placeholders for images of 4 cells"):
+        t.extend([*tokens, m.sight.placeholder], media=media)
+    with pytest.raises(ValueError, match="there it must find 4 placeholders of its own, and it finds 3"):
+        t.extend(tokens[:6], media=media)
+
+
+def test_a_saved_model_is_loaded_as_it_was(tmp_path):
+    from rondel.models.save import save
+
+    m = model("qwen3_vl")
+    save(m, tmp_path)
+    again = load(str(tmp_path), dtype="float32")
+    tokens, media = stream(m, 3, image(m, 1), 4)
+    assert again.sight == m.sight
+    assert own_logprobs(again, [(tokens, media)]) == own_logprobs(m, [(tokens, media)])

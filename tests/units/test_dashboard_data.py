@@ -1,0 +1,261 @@
+"""What the dashboard tells is what the run told: the same rows as `diagnose` folds, the same findings, whatever became of the journal meanwhile."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from diagnose_kit import FAULTS, write
+from starlette.testclient import TestClient
+from units.synthetic import write_run
+
+from rondel.dashboard import asking, rollouts
+from rondel.dashboard.columns import Columns, Grid, Row
+from rondel.dashboard.pages import Pages, build
+from rondel.dashboard.run import Run
+from rondel.dashboard.sample import sample
+from rondel.dashboard.tail import Tail, kind_of
+from rondel.planner.plan import plan
+from rondel.planner.setting import what_if
+from rondel.runtime.journal.store import annotate_step
+from rondel.runtime.telemetry.diagnose import diagnose, findings, read_story
+from rondel.words.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+HOSTILE = '<img src=x onerror="window.pwned=1"></script><b>&amp;\u202e'
+
+
+def read(folder) -> Run:
+    run = Run(folder, findings)
+    while run.look():
+        pass
+    return run
+
+
+def client(*folders, key="") -> TestClient:
+    return TestClient(build(Pages([read(f) for f in folders], plan, key)), base_url="http://127.0.0.1")
+
+
+# -- rows and findings -------------------------------------------------------------------------------
+
+
+def test_rows_are_those_of_the_story(tmp_path):
+    write(tmp_path)
+    run, story = read(tmp_path), read_story(tmp_path)
+    rows = [dict(Row(run.columns, i)) for i in range(len(run.columns))]
+    assert rows == [s.row for s in story.steps] and list(run.columns.steps) == [s.number for s in story.steps]
+    assert run.columns.series("train/entropy") == story.series("train/entropy") and run.state == "complete"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_findings_are_those_of_diagnose(tmp_path, fault):
+    write(tmp_path, **FAULTS[fault][0])
+    assert [(f["name"], f["evidence"]) for f in read(tmp_path).findings()] == [(f.name, f.evidence) for f in diagnose(tmp_path)]
+
+
+def test_a_resumed_run_is_told_once(tmp_path):
+    run, story = read(write_run(tmp_path, steps=5, crash_after=3)), read_story(tmp_path)
+    assert list(run.columns.steps) == [s.number for s in story.steps] == [1, 2, 3, 4, 5]
+    assert run.story.resumes == story.resumes == [2] and run.story.lives == 2
+    for name in ("train/entropy", "score/reward_mean", "time/step", "loop/lag_mean"):
+        assert run.columns.series(name) == story.series(name)
+
+
+def test_accounts_are_100_percent_of_what_was_told(tmp_path):
+    run = read(write_run(tmp_path))
+    assert run.accounts(1) == {"controller": {"wait": 8.0, "train": 6.0, "sync": 2.0}} and run.columns.sum("time/step", 1) == 16.0
+
+
+# -- the file ------------------------------------------------------------------------------------------
+
+
+def test_a_journal_that_grows_tears_shrinks_and_is_replaced(tmp_path):
+    whole = (write_run(tmp_path / "a") / "journal.jsonl").read_bytes()
+    folder, path = tmp_path / "b", tmp_path / "b" / "journal.jsonl"
+    folder.mkdir()
+    run = Run(folder, findings)
+    assert not run.look() and run.state == "nothing yet"
+    (folder / "job.toml").write_text("[loop]\nsteps = 4\n")  # the page was open before the run was begun
+    steps = set()
+    for size in (10, 700, 1500, 4000, len(whole)):
+        path.write_bytes(b"") if not path.exists() else None
+        with path.open("r+b") as file:
+            file.write(whole[:size])
+        while run.look():
+            steps.add(len(run.columns))
+    assert len(run.columns) == 4 and run.damaged == 0 and len(steps) > 1 and run.planned == 4
+    path.write_bytes(whole[:1500])  # a crash tore what was written, the writer cut it off
+    assert run.look() and run.step < 4
+    (folder / "new").write_bytes(whole)
+    (folder / "new").replace(path)  # another file under the same name
+    while run.look():
+        pass
+    assert run.step == 4
+    with path.open("ab") as file:
+        file.write(b'{"n":1,"t":2.0,"kind":"StepDone"}\nnonsense\n{"n":3,"t":')
+    assert run.look() and run.damaged == 2 and run.step == 4
+
+
+def test_a_tail_gives_each_whole_line_once(tmp_path):
+    path, given, written = tmp_path / "j", [], b""
+    tail, lines = Tail(path), [b"x" * n for n in (1, 5, 300, 2, 40)] * 3
+    for at, line in enumerate(lines):
+        written += line + b"\n"
+        path.touch()
+        with path.open("r+b") as file:  # the same file grows, at times in the middle of a line
+            file.write(written[: -(at % 2) or None])
+        tail.replaced()
+        while got := tail.lines(stretch=16):
+            given += got
+    assert given == lines
+
+
+def test_kinds_are_read_without_reading_the_event():
+    assert kind_of(b'{"n":17,"t":1795264617.1,"kind":"StepDone","step":3') == "StepDone"
+    assert kind_of(b'{"n":17,"t":1,"text":"' + b"y" * 99 + b'"kind":"StepDone"}') == kind_of(b"") == ""
+
+
+def test_a_sample_has_exact_rows(tmp_path):
+    write(tmp_path, steps=24)
+    whole = {s.number: s.row for s in read_story(tmp_path).steps}
+    found = sample(tmp_path / "journal.jsonl", places=9)
+    assert 5 <= len(found) < 24 and found.steps[-1] == 24
+    for i, step in enumerate(found.steps):
+        assert dict(Row(found, i)) == pytest.approx({k: v for k, v in whole[step].items() if k != "score/length_correlation"})
+
+
+# -- curves --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("points", [1, 7, 40, 500])
+def test_a_curve_on_a_grid_is_mean_and_extremes_of_each_cell(points):
+    rng, columns = np.random.default_rng(0), Columns()
+    told = {step: rng.normal() for step in range(3, 120) if step % 5}
+    for step in range(3, 120):
+        columns.add(step, {"b": 1.0} | ({"a": told[step]} if step in told else {}))
+    grid = Grid(1, 130, points)
+    drawn = columns.drawn("a", grid)
+    assert len(grid.x()) == grid.cells <= points and columns.drawn("none", grid) is None
+    for cell, x in enumerate(grid.x()):
+        first = 1 + cell * grid.width
+        assert first <= x <= first + grid.width - 1
+        inside = [v for step, v in told.items() if first <= step < first + grid.width]
+        expected = {"mean": np.mean(inside), "low": min(inside), "high": max(inside)} if inside else dict.fromkeys(drawn)
+        for what, values in drawn.items():
+            assert values[cell] == (pytest.approx(expected[what], rel=1e-4) if inside else None)
+
+
+def test_a_step_told_again_voids_what_followed():
+    columns = Columns()
+    for step, value in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 5.0)):
+        columns.add(step, {"a": value})
+    assert columns.series("a") == [(1, 1.0), (2, 5.0)] and columns.last("a") == 5.0
+
+
+# -- answers -------------------------------------------------------------------------------------------
+
+
+def test_answers_of_a_step_and_one_of_them(tmp_path):
+    write_run(tmp_path)
+    told = rollouts.table(tmp_path, None)
+    assert told["step"] == 4 and len(told["rows"]) == 8 and told["stored"] == [1, 4, 4]
+    first = told["rows"][0]
+    assert first["length"] == 8 and first["gap"] is not None and told["rows"][2]["error"] == "timeout"
+    one = rollouts.answer(tmp_path, 4, 0)
+    written = [t for t in one["tokens"] if t[1]]
+    assert one["of"] == 13 and len(written) == 8 and max(abs(t[3] - t[4]) for t in written) == pytest.approx(first["gap"])
+    annotate_step(tmp_path, 4, trainer_logprobs={(6, 0): [-9.0] * 13})  # the file is another one now
+    assert rollouts.answer(tmp_path, 4, 0)["tokens"][-1][4] == -9.0
+    with pytest.raises(UserError, match="8 answers and no number 99"):
+        rollouts.answer(tmp_path, 4, 99)
+
+
+def test_tokens_are_spelled_by_what_they_add():
+    spell = lambda ids: b"".join([b"a", b" b", "é".encode()[:1], "é".encode()[1:], b"\n"][i] for i in ids).decode(errors="replace")  # noqa: E731
+    assert rollouts.spelled([0, 1, 2, 3, 4, 0], spell, 0, 6) == ["a", " b", "", "é", "\n", "a"]
+    assert "".join(rollouts.spelled([0, 1, 2, 3, 4] * 20, spell, 50, 100)) == spell([0, 1, 2, 3, 4] * 10)
+
+
+def test_a_task_at_two_steps(tmp_path):
+    write_run(tmp_path)
+    assert rollouts.steps_of(tmp_path, "sum/4", 2) == [3]
+    assert rollouts.worded("the sum is 7.", "the sum was 7.") == [("same", "the sum "), ("gone", "is"), ("new", "was"), ("same", " 7.")]
+    assert rollouts.beside(tmp_path, "sum/4", 3, 3)["diff"] == [("same", "the <b>sum</b> is 1.0")]
+    with pytest.raises(UserError, match="step 1 has no answer to sum/4"):
+        rollouts.beside(tmp_path, "sum/4", 1, 3)
+
+
+# -- planner -------------------------------------------------------------------------------------------
+
+
+def test_the_sliders_ask_the_planner(tmp_path):
+    assert asking.ask({"model": "14b", "gpus": "8", "place": "split"}, plan)["plan"] == plan(
+        what_if(["model=14b", "hardware=h100", "gpus=8", "place=split"])
+    )
+    for wrong in ({"model": "/etc"}, {"hardware": "abacus"}, {"gpus": "0"}, {"trainers": "a"}):
+        with pytest.raises(UserError):
+            asking.ask(wrong, plan)
+
+
+# -- the server ----------------------------------------------------------------------------------------
+
+
+def test_every_answer_is_told_and_nothing_but_ours_may_run(tmp_path):
+    asked = client(write_run(tmp_path / "a"), write(tmp_path / "b"))
+    for path in (
+        "state",
+        "series?name=train/entropy&points=3",
+        "books",
+        "time",
+        "findings",
+        "card",
+        "rollouts",
+        "answer?step=4&at=1",
+        "plan",
+    ):
+        reply = asked.get(f"/api/{path}")
+        assert reply.status_code == 200, reply.text
+        assert "default-src 'none'; script-src 'self'; style-src 'self'" in reply.headers["content-security-policy"]
+    assert "inline" not in reply.headers["content-security-policy"]
+    curves = asked.get("/api/series?name=train/entropy&name=train/loss&points=3").json()
+    assert len(curves["x"]) == 3 and [sorted(c) for c in curves["runs"]] == [["train/entropy"], ["train/entropy"]]
+    assert asked.get("/api/plan?run=1&gpus=64").status_code == 400  # a recipe that was written by hand for this test
+    for path in ("series?points=x", "books?run=7", "answer?step=99&at=0"):
+        assert asked.get(f"/api/{path}").status_code == 400 and "error" in asked.get(f"/api/{path}").json()
+    assert asked.get("/page/../pages.py").status_code == asked.get("/page/%2e%2e/pages.py").status_code == 404
+
+
+def test_who_may_look(tmp_path):
+    asked = client(write_run(tmp_path))
+    assert asked.get("/api/state").status_code == 200
+    assert asked.get("/api/state", headers={"host": "evil.example"}).status_code == 403
+    assert asked.get("/api/state", headers={"sec-fetch-site": "cross-site"}).status_code == 403
+    asked = client(tmp_path, key="k3y")
+    assert asked.get("/").status_code == asked.get("/api/state").status_code == 401
+    assert asked.get("/?key=wrong").status_code == 401
+    assert asked.get("/api/state", headers={"authorization": "Bearer k3y"}).status_code == 200
+    assert asked.get("/?key=k3y").status_code == 200 and asked.get("/api/state").status_code == 200  # by the cookie
+
+
+def test_no_torch_is_needed():
+    code = "import sys, rondel.dashboard.server, rondel.cli.dashboard; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_what_others_made_is_as_they_shipped_it():
+    """Fetched with `npm pack`; whoever takes a new version writes it here too."""
+    vendor = ROOT / "src/rondel/dashboard/vendor"
+    told = json.loads((vendor / "versions.json").read_text())
+    assert told.keys() == {p.name for p in vendor.iterdir()} - {"versions.json"}
+    assert {name: hashlib.sha256((vendor / name).read_bytes()).hexdigest() for name in told} == {n: t["sha256"] for n, t in told.items()}
+    packages = {t["package"].split("@")[0] for t in told.values()}
+    assert packages == {t["package"].split("@")[0] for name, t in told.items() if name.endswith("LICENSE")}
+
+
+def test_the_page_asks_nobody_else():
+    for path in (ROOT / "src/rondel/dashboard/page").iterdir():
+        text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert "http" not in text and "innerHTML" not in text and "eval(" not in text and "onclick=" not in text, path.name

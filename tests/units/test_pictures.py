@@ -1,0 +1,222 @@
+"""Pictures in tasks, conversations, stored rollouts and over the gateway: what is accepted, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image as Pillow
+from vision_kit import image, model, stream, trajectory
+
+from rondel.cli.view import trajectory as card
+from rondel.generate.envs import pictures
+from rondel.generate.envs.chat import TokenChat
+from rondel.generate.envs.gateway.errors import Refusal
+from rondel.generate.envs.gateway.openai import read_messages
+from rondel.generate.envs.single_turn import SingleTurn
+from rondel.generate.envs.sources import asked, load_tasks
+from rondel.runtime.journal.store import groups_of, read_step, write_step
+from rondel.words.errors import CheckpointError, DataError
+from rondel.words.stored import decode, encode
+from rondel.words.types import Completion, Group, Sampling, Score, Task
+
+QWEN = (  # of Qwen2.5-VL, without its videos
+    "{% set image_count = namespace(value=0) %}{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n{% else %}{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
+    "{% set image_count.value = image_count.value + 1 %}{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def raw(seed: int = 0, width: int = 56, height: int = 56) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def png(array: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    Pillow.fromarray(array).save(out, "PNG")
+    return out.getvalue()
+
+
+def url(array: np.ndarray) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png(array)).decode()}"
+
+
+def chat(m, **more) -> TokenChat:
+    async def answer(request):
+        chat.asked = request
+        return Completion([5, 6], [-1.0, -2.0], [0, 0], "stop", len(request.tokens), text="ab")
+
+    return TokenChat(m.tokenizer, answer, sampling=Sampling(), key=lambda turn: turn, max_context=512, sight=m.sight, **more)
+
+
+def said(*parts) -> dict:
+    return {"role": "user", "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}
+
+
+# -- conversations ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", [None, QWEN])
+def test_a_conversation_with_images_only_grows(template):
+    """The opening, a tool's answer with an image, another one from the user: each at its place, and what came before untouched."""
+    m = copy.copy(model())
+    if template:
+        m.tokenizer = copy.deepcopy(m.tokenizer)
+        m.tokenizer.chat_template = template
+    c, pad = chat(m), m.sight.placeholder
+    wide = raw(1, 112, 56)
+    c.give([said("look ", {"type": "image", "image": raw(0)}, " and ", {"type": "image_url", "image_url": {"url": url(wide)}}, "?")])
+    first = list(c.trajectory.tokens)
+    assert [p.image.tokens for p in c.trajectory.media] == [4, 8] and first.count(pad) == 12
+    for place in c.trajectory.media:
+        assert first[place.start : place.end] == [pad] * place.image.tokens and first[place.start - 1] != pad != first[place.end]
+    asyncio.run(c.reply())
+    assert chat.asked.media == tuple(c.trajectory.media)
+    c.give([{"role": "tool", "tool_call_id": "1", "content": [{"type": "image", "image": Pillow.fromarray(raw(2))}]}, said("again")])
+    assert c.trajectory.tokens[: len(first)] == first and len(c.trajectory.media) == 3
+    place = c.trajectory.media[2]
+    assert not any(c.trajectory.mask[place.start : place.end])
+    asyncio.run(c.reply())
+    mark = c.mark
+    c.give([said({"type": "image", "image": raw(0)}, "same")])
+    assert c.trajectory.media[3].image.digest == c.trajectory.media[0].image.digest
+    twin = c.fork(mark)
+    assert twin.trajectory.media == c.trajectory.media[:3] and twin.sight is m.sight
+
+
+def test_what_stands_for_an_image_must_have_one():
+    m = model()
+    with pytest.raises(DataError, match="1 image placeholders for 0 images: a text contains the placeholder itself"):
+        chat(m).give([{"role": "user", "content": "see <|image_pad|>"}])
+    with pytest.raises(DataError, match="a model that reads text alone"):
+        blind = copy.copy(m)
+        blind.sight = None
+        chat(blind).give([said({"type": "image", "image": raw()})])
+    m = copy.copy(m)
+    m.tokenizer = copy.deepcopy(m.tokenizer)
+    m.tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
+    with pytest.raises(DataError, match="the chat template shows no place for an image"):
+        chat(m).give([said({"type": "image", "image": raw()})])
+    with pytest.raises(DataError, match=r"a part of type 'input_audio'.*audio, video and files are not"):
+        chat(m).give([said({"type": "input_audio", "input_audio": {}})])
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("https://x.y/z.png", "a run fetches nothing; download it"),
+        ("/nowhere/z.png", "no image at /nowhere/z.png"),
+        ("data:image/png;base64,????", "base64 is broken"),
+        ("data:text/html,hello", "an image is data:image/png;base64"),
+        (b"GIF9 no", "cannot be read"),
+        (png(raw())[:200], "cannot be shown"),
+        (np.zeros((4, 4), np.float32), r"an array \(4, 4\) of float32 is no image"),
+        (np.zeros((2, 900, 3), np.uint8), "more than 200 times as long as wide"),
+        (Pillow.new("L", (9000, 9000)), "at most 64 megapixels"),
+        (7, "an image of type int"),
+    ],
+)
+def test_a_bad_image_is_refused_by_what_is_wrong_with_it(source, words):
+    with pytest.raises(DataError, match=words):
+        pictures.seen(source, model().sight)
+
+
+def test_a_large_image_is_scaled_to_the_budget():
+    from dataclasses import replace
+
+    sight = replace(model().sight, most=16 * 28 * 28)
+    seen = pictures.seen(raw(0, 900, 300), sight)
+    assert (seen.rows, seen.columns) == (2, 6) and seen.tokens <= 16
+    assert pictures.seen(raw(0, 20, 20), sight).tokens == 4
+
+
+# -- tasks -----------------------------------------------------------------------------------------
+
+
+def test_a_row_brings_its_image_as_path_bytes_or_picture(tmp_path):
+    """The same picture four ways is one question; another picture under the same words is another."""
+    (tmp_path / "pics").mkdir()
+    (tmp_path / "pics" / "a.png").write_bytes(png(raw(1)))
+    rows = [
+        {"prompt": "what?", "answer": "1", "image": "pics/a.png"},
+        {"prompt": "what?", "answer": "1", "image": url(raw(1))},
+        {"prompt": "what?", "answer": "2", "image": url(raw(2))},
+    ]
+    file = tmp_path / "t.jsonl"
+    file.write_text("\n".join(json.dumps(r) for r in rows))
+    tasks = load_tasks({"kind": "jsonl", "path": str(file), "image": "image"}, env="single_turn")
+    assert len(tasks.train) == 2 and tasks.duplicates == 1
+    assert json.loads(json.dumps(tasks.train[0].data)) == tasks.train[0].data
+    assert asked(tasks.train[0]).startswith("user: [image ") and asked(tasks.train[0]).endswith("]what?")
+    c = chat(model())
+    c.give(*SingleTurn(suffix=" say").prompt(tasks.train[0]))
+    assert c.trajectory.media[0].image.tokens == 4
+
+    from pyarrow import Table
+    from pyarrow import parquet as format
+
+    held = [{"prompt": "<image> or <image>?", "answer": "1", "pictures": [{"bytes": png(raw(i)), "path": None} for i in (4, 5)]}]
+    format.write_table(Table.from_pylist(held), tmp_path / "t.parquet")
+    [task] = load_tasks({"kind": "parquet", "path": str(tmp_path / "t.parquet"), "image": "pictures"}, env="x").train
+    assert [p["type"] for p in task.data["messages"][0]["content"]] == ["image", "text", "image", "text"]
+    with pytest.raises(DataError, match="row 1: the field 'pictures' holds an image; say image = 'pictures'"):
+        load_tasks({"kind": "parquet", "path": str(tmp_path / "t.parquet")}, env="x")
+    with pytest.raises(DataError, match=r"t.jsonl:1: no image at .*/b.png"):
+        file.write_text(json.dumps({"prompt": "what?", "answer": "1", "image": "b.png"}))
+        load_tasks({"kind": "jsonl", "path": str(file), "image": "image"}, env="x")
+    with pytest.raises(DataError, match="2 times <image> in the question, and 1 images"):
+        data = {"kind": "list", "image": "i", "rows": [{"prompt": "<image><image>", "answer": "1", "i": url(raw(1))}]}
+        load_tasks(data, env="x")
+
+
+# -- what is stored --------------------------------------------------------------------------------
+
+
+def test_stored_rollouts_have_each_picture_once_and_give_it_back(tmp_path):
+    m = model()
+    given = stream(m, 3, image(m, 1), 2, image(m, 2, 1, 2), 2)
+    task = Task("t", "single_turn", {"messages": [said({"type": "image", "image": url(raw(7)), "name": "x"}, "which?")], "answer": "b"})
+    members = [trajectory(m, given, [7, 8 + i], [-1.0, -2.0]) for i in range(3)]
+    for t in members:
+        t.score = Score(1.0)
+    group = Group(4, task, members, 0)
+    for step in (1, 2):
+        write_step(tmp_path, step, [group])
+    files = sorted(p.name for p in (tmp_path / "rollouts" / "media").iterdir())
+    assert len(files) == 3 and all(name.endswith(".png") for name in files), "two that were seen, and the task's own"
+    rows = read_step(tmp_path, 2)
+    [again] = groups_of(rows)
+    assert again.task == task
+    for mine, theirs in zip(members, again.trajectories):
+        assert [(p.start, p.image.digest) for p in mine.media] == [(p.start, p.image.digest) for p in theirs.media]
+        assert np.array_equal(mine.media[0].image.pixels, theirs.media[0].image.pixels)
+    whole = decode(json.loads(json.dumps(encode(group))))
+    assert whole.trajectories[2].media[1].image.digest == members[0].media[1].image.digest
+    pieces = card(rows[0], m.tokenizer.decode)["pieces"]
+    assert pieces[0][1].count("[image 56x56 ") == 1 and pieces[0][1].count("[image 56x28 ") == 1 and "<|image_pad|>" not in pieces[0][1]
+    assert "[image x]which?" in card(rows[0])["pieces"][0][1]
+    (tmp_path / "rollouts" / "media" / f"{members[0].media[0].image.digest}.png").write_bytes(png(raw(9)))
+    with pytest.raises(CheckpointError, match="is another picture than was trained on"):
+        read_step(tmp_path, 1)
+
+
+def test_an_agent_sends_images_whole():
+    parts = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": url(raw())}}]
+    [message] = read_messages([{"role": "user", "content": parts}])
+    assert message["content"][1] == {"type": "image", "image": url(raw())}
+    c = chat(model())
+    c.give([message])
+    assert len(c.trajectory.media) == 1
+    for address in ("https://x.y/z.png", "/etc/passwd", "file:///etc/passwd"):
+        with pytest.raises(Refusal, match="an image is sent whole"):
+            read_messages([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": address}}]}])
+    assert read_messages([{"role": "user", "content": [{"type": "text", "text": "a"}]}])[0]["content"] == "a"
