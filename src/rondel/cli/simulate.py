@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -36,6 +37,7 @@ def run(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are counted, after those that fill the buffer.")] = 20,
     seed: Annotated[int, typer.Option("--seed", help="Of lengths and failures.")] = 0,
     chain: Annotated[bool, typer.Option("--chain", help="What breaks from 8 devices to ten thousand, and what helps.")] = False,
+    picture: Annotated[str, typer.Option("--picture", metavar="FILE.svg", help="With --chain: the same drawn.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Run the loop on a virtual clock.
@@ -46,8 +48,14 @@ def run(
         from rondel.simulate.chain import show, told
 
         rows = told()
+        if picture:
+            from rondel.simulate.picture import picture as drawn
+
+            Path(picture).write_text(drawn(rows), encoding="utf-8")
         print(json.dumps(rows) if as_json else show(rows))
         return
+    if picture:
+        raise ConfigError("--picture draws the chain: add --chain")
     setting = setting_of([recipe, what_if, *ctx.args])
     if in_flight:
         from rondel.words.registry import one_of
