@@ -241,9 +241,8 @@ def gradient(t, batch: Batch, *, budget: int = 10**6, share: bool = True) -> tor
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in t.weights.masters]).double()
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-@pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.slow
+@pytest.mark.parametrize(("kind", "trained"), [("qwen2_5_vl", False), ("qwen3_vl", True)])
 def test_the_gradient_does_not_depend_on_the_cut(kind, trained):
     """Law 3 with pictures, the tower frozen or not: against one sample at a time with nothing shared."""
     m = model(kind)

@@ -10,12 +10,15 @@ import json
 
 import numpy as np
 import pytest
+from engine_kit import engine
 from PIL import Image as Pillow
 from vision_kit import image, model, stream, trajectory
 
 from rondel.cli.view import trajectory as card
 from rondel.generate.envs import pictures
 from rondel.generate.envs.chat import TokenChat
+from rondel.generate.envs.gateway.agent import called
+from rondel.generate.envs.gateway.env import Gateway
 from rondel.generate.envs.gateway.errors import Refusal
 from rondel.generate.envs.gateway.openai import read_messages
 from rondel.generate.envs.single_turn import SingleTurn
@@ -220,3 +223,26 @@ def test_an_agent_sends_images_whole():
         with pytest.raises(Refusal, match="an image is sent whole"):
             read_messages([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": address}}]}])
     assert read_messages([{"role": "user", "content": [{"type": "text", "text": "a"}]}])[0]["content"] == "a"
+
+
+def test_an_unmodified_client_talks_about_a_picture_over_two_turns():
+    """The real engine behind the gateway: the second request sends the picture again, and it is known again, not a branch."""
+    m = model()
+    e = engine(m)
+
+    async def agent(task, base_url, api_key):
+        import openai
+
+        said = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": url(raw(4))}}]
+        messages = [{"role": "user", "content": said}]
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            for _ in range(2):
+                reply = await client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
+                messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "again"}]
+        return 1.0
+
+    own = TokenChat(m.tokenizer, e.generate, sampling=Sampling(max_tokens=4), key=lambda t: t + 1, max_context=400, sight=m.sight)
+    found = asyncio.run(Gateway(called(agent), timeout=60.0).run(Task("t", "gateway", {"prompt": "x"}), own))
+    [trajectory] = found if isinstance(found, list) else [found]
+    assert [place.image.tokens for place in trajectory.media] == [4] and e.runner.eyes.looked == 1
+    assert sum(now and not before for before, now in zip([False, *trajectory.mask], trajectory.mask)) == 2

@@ -41,7 +41,9 @@ class Call(NamedTuple):
     answer: asyncio.Future[Score | Failed]
 
     def job(self) -> bytes:
-        return pickle.dumps((replace(self.trajectory, experts=None), self.task))  # routes are large, and no reward reads them
+        return pickle.dumps(
+            (replace(self.trajectory, experts=None, media=[]), self.task)
+        )  # both are large; a task's images are in its data
 
 
 class RewardPool:

@@ -73,7 +73,7 @@ class Shared:
     async def ask(self, trajectory: Trajectory, task: Task, threads: ThreadPoolExecutor) -> Score | Failed:
         number = next(self._numbers)
         try:
-            job = pickle.dumps((number, replace(trajectory, experts=None), task))
+            job = pickle.dumps((number, replace(trajectory, experts=None, media=[]), task))
         except Exception as error:  # pickle raises what the object's own code raises
             return Failed("task cannot be sent", f"task {task.id}: {type(error).__name__}: {error}")
         call = Open(number, job, asyncio.get_running_loop().create_future())

@@ -28,8 +28,7 @@ def forward(
     """(logprob [M], entropy [M]) of the trainable tokens of one micro-batch, of what `kept` left of their distributions."""
 
     def work(head: Head) -> tuple[Tensor, Tensor]:
-        seen = packed.looks.through(loaded) if packed.looks is not None else None
-        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape, seen)
+        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape, packed.seen(loaded))
         return logprob_and_entropy(hidden.index_select(0, packed.source), packed.target, head, temperature=temperature, kept=kept)
 
     return loaded.within(work)

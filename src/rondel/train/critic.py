@@ -60,8 +60,7 @@ class Critic:
         """V of the states in which the trainable tokens of one micro-batch are chosen.  -> [M] in fp32."""
 
         def work(head: Head) -> Tensor:
-            seen = packed.looks.through(self.loaded) if packed.looks is not None else None
-            hidden = self.loaded.hidden(packed.tokens, packed.positions, packed.layout, seen=seen)
+            hidden = self.loaded.hidden(packed.tokens, packed.positions, packed.layout, seen=packed.seen(self.loaded))
             return self.loaded.model.get_output_embeddings()(hidden.index_select(0, packed.source).float())[:, 0]
 
         return self.loaded.within(work)

@@ -191,6 +191,10 @@ class Packed:
     looks: Looks | None = None
     idle: bool = False  # another rank computes it: only the pass counts
 
+    def seen(self, loaded: Loaded) -> Seen | None:
+        """What this model sees there."""
+        return None if self.looks is None else Seen(self.looks.rows, loaded.look(self.looks.images).rows(self.looks.cells))
+
 
 @dataclass(slots=True)
 class Looks:
@@ -199,9 +203,6 @@ class Looks:
     images: list[Image]
     rows: Tensor  # [n] ascending
     cells: Tensor  # [n]
-
-    def through(self, loaded: Loaded) -> Seen:
-        return Seen(self.rows, loaded.look(self.images).rows(self.cells))
 
 
 def micro_batches(

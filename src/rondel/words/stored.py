@@ -37,7 +37,7 @@ def decode(row: dict[str, Any]) -> Group:
 
     def whole(plain: dict[str, Any]) -> Trajectory:
         given = {key: kinds[plain[key][0]](**plain[key][1]) for key in ("score", "outcome") if plain[key] is not None}
-        given["media"] = [Placed(start, images[digest]) for start, digest in plain["media"]]
+        given["media"] = [Placed(start, images[digest]) for start, digest in plain.get("media", ())]
         if plain["experts"] is not None:
             dtype, routes = plain["experts"]
             given["experts"] = np.asarray(routes, dtype)

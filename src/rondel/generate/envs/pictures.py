@@ -26,7 +26,7 @@ Messages = list[dict[str, Any]]
 PIXELS = 1 << 26  # of a picture before it is scaled: 64 megapixels; a small file may hold more than any memory
 BYTES = 1 << 25  # of a file
 HEADS = {b"\x89PNG": "png", b"\xff\xd8": "jpeg", b"RIFF": "webp", b"GIF8": "gif"}
-KEPT = 256  # pictures that are kept as they are seen: siblings ask for the same
+KEPT = 64  # pictures that are kept as they are seen: siblings ask for the same
 
 
 def parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:

@@ -112,7 +112,9 @@ def _messages(f: Fields, given: Any) -> list[dict[str, Any]]:
         if content is None and message.get("tool_calls"):
             content = ""
         if not isinstance(content, str):
-            raise Refusal(400, f"{where}.content must be a string or a list of text parts", param=f"{where}.content")
+            raise Refusal(
+                400, f"{where}.content must be a string or a list of text parts; this server reads no images", param=f"{where}.content"
+            )
         out.append({**message, "content": content})
     return out
 

@@ -51,7 +51,8 @@ def content_of(content: Any, where: str) -> str | list[dict[str, Any]]:
         url = part.get("image_url", part.get("image"))
         url = url.get("url") if isinstance(url, dict) else url
         if not isinstance(url, str) or not url.startswith("data:"):
-            raise Refusal(400, f"{where}.content has an image at {str(url)[:60]!r}; an image is sent whole, as data:image/png;base64,...")
+            said = f"{where}.content has a part of type '{part['type']}' with the address {str(url)[:60]!r}"
+            raise Refusal(400, f"{said}; an image is sent whole, as data:image/png;base64,...")
         parts.append({"type": "image", "image": url})
     return parts
 
