@@ -40,8 +40,7 @@ def forward_taught(
     """The same, and how far the whole distribution is from that of the teachers: KL(policy || teacher) [M]."""
 
     def work(head: Head) -> tuple[Tensor, Tensor, Tensor]:
-        seen = packed.looks.through(loaded) if packed.looks is not None else None
-        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape, seen).index_select(0, packed.source)
+        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape, packed.seen(loaded)).index_select(0, packed.source)
         return logprob_entropy_and_kl(hidden, packed.target, head, taught, temperature=temperature)
 
     return loaded.within(work)
@@ -51,8 +50,8 @@ def forward_taught(
 def remember(loaded: Loaded, batch: Batch, number: int, *, budget: int, share: bool = True) -> None:
     """Keep the last hidden states of `loaded` at every trainable token, in host memory: a forward pass is not done again for each update."""
     for packed in micro_batches(batch, budget, share=share, device=loaded.device):
-        seen = packed.looks.through(loaded) if packed.looks is not None else None
-        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, seen=seen).index_select(0, packed.source).cpu()
+        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, seen=packed.seen(loaded))
+        hidden = hidden.index_select(0, packed.source).cpu()
         samples = [batch.samples[i] for i in packed.samples]
         for sample, piece in zip(samples, hidden.split([len(s.trainable) for s in samples])):
             sample.hidden[number] = piece
