@@ -142,6 +142,7 @@ def test_demonstrations_of_tasks_without_answers(capfd, tmp_path, overrides, key
 MOE = "--model.path={ random = 'qwen3_moe', hidden_size = 32, num_hidden_layers = 1, moe_intermediate_size = 32, num_experts = 4, num_experts_per_tok = 2, num_attention_heads = 4, num_key_value_heads = 2 }"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shown", [["--algo.kind=luffy", "--algo.guides=1"], ["--algo.beside=[{ kind = 'sft' }]"]])
 def test_demonstrations_beside_a_mixture_of_experts_that_replays(capfd, tmp_path, shown):
     """They have no routes; without the replay the same recipe trains."""

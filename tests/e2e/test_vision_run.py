@@ -86,6 +86,7 @@ LEARNS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_recipe_is_refused_before_it_costs_anything(tmp_path):
     plain = {"random": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     with pytest.raises(DataError, match="1 images in a conversation with a model that reads text alone: take a vision-language model"):

@@ -487,6 +487,7 @@ def whole(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_trains_publishes_and_stores_the_adapter_alone(whole):
     newest = sorted((whole / "checkpoints").glob("step-*"))[-1]
     assert flaw(newest) is None and adapters.is_adapter(newest)

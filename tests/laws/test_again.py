@@ -44,6 +44,7 @@ def test_whoever_comes_later_draws_the_same():
     assert any(a for a, _ in told) and all(a == b for a, b in told if b is not None)
 
 
+@pytest.mark.slow
 def test_a_run_trains_them_beside_its_own_and_replays_to_the_bit(tmp_path):
     run(tmp_path, loop__max_staleness=2, loop__replays=2, loop__warmup__steps=2, loop__steps=6, algo__correction={"kind": "importance"})
     done = {e["step"]: e for e in events(tmp_path, "StepDone")}

@@ -137,6 +137,7 @@ def test_mixtures_are_refused_by_name():
         align(load({"random": "mixtral", "seed": 3, **SIZE, "num_local_experts": 4, "num_experts_per_tok": 2}, dtype="bfloat16"))
 
 
+@pytest.mark.slow
 def test_a_run_with_aligned_numerics_has_a_gap_of_zero(tmp_path):
     run(tmp_path / "run", engine__numerics="aligned", loop__steps=3)
     gaps = [metrics["train/gap_max"] for _, _, metrics, _ in steps(tmp_path / "run") if "train/gap_max" in metrics]

@@ -100,6 +100,7 @@ def reference(logits, s):
     return p / p.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab, how", [(v, how) for v in (50, 1000) for how in (TRANSFORMS if v == 50 else TRANSFORMS[::3])], ids=str)
 def test_draws_have_the_stated_distribution(vocab, how):
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2

@@ -118,6 +118,7 @@ def test_siblings_of_a_second_turn_prefill_their_own_deltas():
     idle(e)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_running", [8, 32])
 def test_oversubscribed_pages_change_no_token(max_running):
     """Ten times more wanted than there is: requests are retracted and finish as if alone."""

@@ -81,6 +81,7 @@ def test_both_gradients_are_the_same_for_any_split(kind):
     assert worst <= 1e-6, worst
 
 
+@pytest.mark.slow
 def test_two_updates_move_both_alike_for_any_split():
     moved = []
     for micro_tokens, share in ((1, False), (20, True), (10**6, True)):
@@ -286,6 +287,7 @@ def test_the_critic_begins_where_the_policy_is_at_its_first_step():
     assert all(torch.equal(a, b) for a, b in zip(own.values(), t.critic.weights.masters))  # and does not follow it further
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_critic_learns_what_to_expect(dtype):
     """The same rollouts again and again: the reward is told by the prompt, so it can be known before the first token."""
@@ -405,6 +407,7 @@ def test_turns_that_pay_on_their_own_stale_and_held_to_the_start(tmp_path):
         assert all(a == 0 or written for a, written in zip(row_["advantages"], row_["mask"]))
 
 
+@pytest.mark.slow
 def test_a_critic_may_be_another_model_that_reads_the_same_tokens(tmp_path):
     small = {"random": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
     small |= {"num_attention_heads": 2, "num_key_value_heads": 1}

@@ -110,6 +110,7 @@ def test_a_teacher_without_a_use_and_a_use_without_a_teacher_are_refused(tmp_pat
         build(tiny(tmp_path, **changes)).close()
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_its_teacher(tmp_path):
     """A whole run, with the supervised phase before it: rewards are computed and reported, and only the teacher is learnt from."""
     run(tmp_path, algo__kind="opd", model__teacher=TEACHER, loop__steps=3)

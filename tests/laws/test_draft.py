@@ -154,6 +154,7 @@ def test_a_run_with_a_draft_and_its_resume(tmp_path):
     assert any(name.startswith("exp_avg.") for name in final)
 
 
+@pytest.mark.slow
 def test_a_run_that_looks_up_writes_what_one_without_writes(tmp_path):
     """Long forced answers in float32, so that there is something to look up: the tokens of the first step are the same."""
     how = {"engine__sampling": {"max_tokens": 24, "ignore_eos": True, "temperature": 0.6}, "loop__steps": 2, "loop__warmup__steps": 0}

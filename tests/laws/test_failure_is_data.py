@@ -48,6 +48,7 @@ def theirs(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_no_fault_becomes_a_number_and_the_next_call_is_served(theirs):
     with RewardPool("theirs:reward", timeout=0.6) as pool:
         for code, reason in FAULTS.items():

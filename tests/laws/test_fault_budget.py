@@ -59,6 +59,7 @@ def bandit(tmp_path, faults, steps=60, groups=8, size=8):
     return trained, buffer.ledger(), parts.failures
 
 
+@pytest.mark.slow
 def test_five_percent_faults_leave_the_training_reward_unbiased(tmp_path):
     (clean, book, _), (faulty, faulty_book, failures) = bandit(tmp_path, 0.0), bandit(tmp_path, 0.05)
     assert run_kit.balances(book) and run_kit.balances(faulty_book) and failures.why == ""
@@ -106,6 +107,7 @@ class Env:
 """
 
 
+@pytest.mark.slow
 def test_a_run_stops_with_the_cause_and_a_checkpoint_and_goes_on(tmp_path, monkeypatch):
     (tmp_path / "their_world.py").write_text(WORLD)
     monkeypatch.syspath_prepend(str(tmp_path))

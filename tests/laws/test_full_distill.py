@@ -99,6 +99,7 @@ def test_it_points_where_the_sampled_one_points_with_less_noise():
     assert apart < 3 * (spread[0] / 12) ** 0.5 / whole.mean(0).norm(), apart
 
 
+@pytest.mark.slow
 def test_a_step_says_the_exact_distance_and_forgets_what_it_kept():
     loaded, algo = model(), row("opd", **FULL)
     b = batch(rollouts(loaded, 0), algo)

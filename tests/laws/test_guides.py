@@ -130,6 +130,7 @@ def test_demonstrations_nobody_reads_and_readers_without_any_are_refused(tmp_pat
         build(tiny(tmp_path, **changes)).close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "beside", "trained"),
     [({"algo__kind": "luffy", "algo__guides": 1}, DATA, True), ({"algo__kind": "remax"}, GREEDY, False)],

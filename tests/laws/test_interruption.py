@@ -300,6 +300,7 @@ def test_an_unknown_way_to_pause():
 # -- callers that go away --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1, 3, 8])
 def test_a_cancelled_caller_leaves_no_page(after):
     async def main():

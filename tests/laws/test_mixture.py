@@ -77,6 +77,7 @@ def test_a_whole_step_with_several_updates():
 BESIDE = {"kind": "sft", "weight": 0.2, "groups_per_step": 3}
 
 
+@pytest.mark.slow
 def test_a_run_trains_demonstrations_beside_its_rewards(tmp_path):
     """They are written down in no ledger and in no reward: only the gradient knows them."""
     parts = build(tiny(tmp_path / "a", algo__beside=[BESIDE]))
@@ -122,6 +123,7 @@ TWO = {
 }
 
 
+@pytest.mark.slow
 def test_each_source_has_its_environment_its_row_and_its_numbers(tmp_path):
     own = {"twice": {"kind": "rloo", "weight": 0.5, "filters": ["signal"]}}
     parts = build(tiny(tmp_path / "a", task__data=TWO, algo__sources=own))

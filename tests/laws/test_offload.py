@@ -55,6 +55,7 @@ def everything(t: LocalTrainer) -> list[bytes]:
     return [x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for x in tensors]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_after_any_number_of_naps_a_trainer_has_the_same_bits(dtype):
     """Parameters, masters and moments, of everyone; and the same steps. The KL to a reference is exactly 0 at first."""
@@ -128,6 +129,7 @@ def test_a_checkpoint_is_written_and_read_in_ones_sleep(tmp_path):
 VERBS = ("pause", "resume", "generate", "engine sleeps", "engine wakes", "trainer sleeps", "trainer wakes", "step", "annotate", "publish")
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(VERBS), min_size=4, max_size=16))
 @settings(max_examples=25, deadline=None)
 def test_no_interleaving_has_both_on_the_device(verbs):

@@ -215,6 +215,7 @@ def test_nothing_is_said_where_who_is_late_earns_the_same():
     assert not bias.told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retry", ["drop", "retry"])
 def test_an_oversampled_run_resumes(tmp_path, retry):
     changes = {**LONG, "loop__oversample": 3, "loop__late": retry, "loop__max_staleness": 1, "run__checkpoint__every": 2}
@@ -224,6 +225,7 @@ def test_an_oversampled_run_resumes(tmp_path, retry):
     check(tmp_path, staleness=1, total=6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [0, 30])
 def test_a_sample_that_was_given_back_keeps_its_tokens_and_its_group(tmp_path, top_k):
     """Y5: what was written before the new weights is in the stored sample, bit for bit; a group is trained whole, in one step."""
@@ -258,6 +260,7 @@ def test_a_sample_that_was_given_back_keeps_its_tokens_and_its_group(tmp_path, t
     assert kept > 4
 
 
+@pytest.mark.slow
 def test_the_histogram_of_lag_is_that_of_the_stored_rollouts(tmp_path):
     rows: list[dict[str, float]] = []
     stop = subscribe(StepMetrics(lambda step, row: rows.append(row)).read)

@@ -145,6 +145,7 @@ def test_a_dead_worker_is_named_with_its_last_words(cluster):
     assert not worker.alive
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_named_within_its_deadline(cluster):
     worker = cluster.spawn("trainer-1", Part, 0)
     worker.now()

@@ -289,6 +289,7 @@ def test_a_checkpoint_of_two_resumes_on_one_and_the_reverse(pair, tmp_path, dtyp
     shutil.rmtree(tmp_path)
 
 
+@pytest.mark.slow
 def test_what_two_ranks_publish_is_what_one_would(pair):
     alone = Rank(0)
     alone.make("tied", "bfloat16")

@@ -186,6 +186,7 @@ def check_stated(model, request, completion):
             assert completion.support[t] == np.flatnonzero(p).tolist()
 
 
+@pytest.mark.slow
 def test_everything_at_once_states_the_truth_whatever_the_schedule():
     requests = [replace(ask(prompt(i, 5 + 3 * i), key=i, n=30, **(EVERYTHING if i % 3 else {})), wants=ALL) for i in range(12)]
     free = asyncio.run(all_of(engine(MODEL), requests))

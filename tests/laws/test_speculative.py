@@ -139,6 +139,7 @@ def accepted_run(model, k: int = 4) -> tuple[list[int], list[int], int]:
     raise AssertionError("no round accepted three guesses: the test shows nothing")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["end token", "stop id", "stop string", "max_tokens", "min_tokens"])
 def test_an_end_in_the_middle_of_an_accepted_run(how):
     """What a look-up guesses stood there before, so the earlier occurrences are given: a sample that is continued."""
@@ -175,6 +176,7 @@ def test_every_length_ends_where_it_should():
         quiet(e)
 
 
+@pytest.mark.slow
 def test_what_changes_logits_or_asks_for_more_is_decoded_plainly():
     p, how = echoing(2, 30), dict(key=1, n=40, temperature=0.2)
     e = looking_up()
@@ -205,6 +207,7 @@ def test_a_continuation_goes_on():
 # -- pages, pauses, weights ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_oversubscribed_pages_change_no_token():
     requests = [ask(echoing(10 + i, 10 + i % 7), key=i, n=40, temperature=0.3) for i in range(30)]
     free = asyncio.run(all_of(engine(MODEL), requests))
@@ -357,6 +360,7 @@ def single(done, odds) -> float:
     return chi_square(counts, p)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_one_guess_is_a_draw_from_the_target(seed):
     """The rule alone, on made-up distributions: 20,000 rounds of guess, coin and draw after a rejection."""

@@ -62,7 +62,9 @@ def shuffled(b: Batch, seed: int, *, whole_groups: bool) -> Batch:
     return Batch([s for g in order for s in rng.sample(groups[g], len(groups[g]))])
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name", ["grpo", "ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(ROWS.keys() - {"grpo", "ppo"}))]
+)
 @pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tied", "qwen3", "gemma3_text"))])
 def test_the_gradient_is_the_same_for_any_split(kind, name):
     algo = ROWS[name]

@@ -138,6 +138,7 @@ with Ending() as ending:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_first_signal_asks_and_the_second_ends(number):
     with subprocess.Popen([sys.executable, "-c", ASKED, "running"], stdout=subprocess.PIPE, text=True) as process:

@@ -87,6 +87,7 @@ def test_what_cannot_be_played_is_refused_at_the_start():
     assert "Did you mean 'prompt'" in str(errors.value.exceptions[0]) and isinstance(errors.value.exceptions[0], DataError)
 
 
+@pytest.mark.slow
 def test_one_turn_is_single_turn_to_the_bit(tmp_path):
     """N1: a chain of one agent is plain GRPO."""
     one, other = tmp_path / "one", tmp_path / "other"

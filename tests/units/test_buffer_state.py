@@ -56,6 +56,7 @@ def trajectories(draw) -> Trajectory:
 groups = st.builds(Group, st.integers(0, 10**9), tasks, st.lists(trajectories(), max_size=3), st.integers(0, 10**6))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(groups)
 def test_a_group_survives_json_exactly(group):

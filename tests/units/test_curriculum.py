@@ -184,6 +184,7 @@ def test_a_run_killed_in_its_curriculum_ends_where_the_whole_one_ends(tmp_path):
     assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
 
 
+@pytest.mark.slow
 def test_how_hard_tasks_are_is_written_as_tasks_that_can_be_kept_by_it(tmp_path, capsys):
     """rondel eval --rates: each training task tried as in training; the file is data, and `where` reads its rates."""
     from rondel.cli import main

@@ -36,6 +36,7 @@ def test_a_healthy_run_has_no_finding(tmp_path, seed):
     assert named(write(tmp_path, seed=seed)) == []
 
 
+@pytest.mark.slow
 def test_precision_and_recall_over_noise(tmp_path):
     """The table that the documentation quotes: every fault under three seeds."""
     rows, hits, said, due = [], 0, 0, 0

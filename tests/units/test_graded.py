@@ -43,6 +43,7 @@ def test_the_table_of_math(tmp_path, monkeypatch):
     assert list(Path(tmp_path).iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_is_graded_wrongly_is_known():
     """If one of these is right one day, move it to the table and out of docs/score.md."""
     assert [row for row, result in graded("math", KNOWN) if is_right(result) == row[2]] == []

@@ -149,6 +149,7 @@ def fits(value):
     assert len(value["tags"]) <= 2 and all(t in ("red", "green", None) for t in value["tags"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loaded", [MODEL, WORDS], ids=["characters", "bytes"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 1.5])
 def test_a_schema_always_yields_its_json(loaded, temperature):
@@ -200,6 +201,7 @@ def test_the_stated_logprob_is_that_of_what_was_allowed():
     assert forced and all(c.logprobs[t] == 0 for t in forced)
 
 
+@pytest.mark.slow
 def test_retraction_and_continuation_change_nothing():
     requests = [grammatical(prompt(i, 10), key=i, grammar={"json_schema": SCHEMA} if i % 2 else None, n=60) for i in range(12)]
     free = asyncio.run(all_of(engine(MODEL), requests))

@@ -44,6 +44,7 @@ def verdict_of_truth(number, body):
     return chat(f"Let me see. Verdict: {1 if gold == answer else 0}")
 
 
+@pytest.mark.slow
 def test_a_judge_is_asked_once_for_each_answer_and_not_again_by_a_resumed_run(tmp_path):
     calls = [(said(str(n + 6 + n % 2)), task(n)) for n in range(40)]
     with Fake(verdict_of_truth) as fake:
@@ -117,6 +118,7 @@ def test_an_unreadable_verdict_is_asked_for_once_more():
         assert [m["role"] for m in fake.seen[1]["messages"]] == ["user", "assistant", "user"]
 
 
+@pytest.mark.slow
 def test_the_last_verdict_counts_and_json_is_read_as_such():
     with Fake(lambda number, body: chat("Verdict: 0 would be harsh.\n**Verdict:** 1")) as fake:
         assert asked(judge(fake), [(said("7"), task(1))])[0] == [Score(1.0)]
@@ -200,6 +202,7 @@ def rewarded(number, body):
     return {"reward": float(body["text"] == body["task"]["data"]["answer"]), "parts": {}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_remote_reward(batch):
     def answer(number, body):

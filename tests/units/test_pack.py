@@ -66,6 +66,7 @@ def segments_stay(monkeypatch):
     monkeypatch.setattr(module, "PackedLayout", layout)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(batches(), st.integers(1, 60), st.booleans())
 def test_every_trainable_token_appears_once_with_its_own_past(batch, budget, share):
@@ -75,6 +76,7 @@ def test_every_trainable_token_appears_once_with_its_own_past(batch, budget, sha
         check(batch, packed)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(batches(), st.integers(1, 60), st.booleans())
 def test_the_budget_is_kept_and_an_oversize_sample_goes_alone(batch, budget, share):

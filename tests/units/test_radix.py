@@ -135,6 +135,7 @@ def test_an_unlock_too_many_is_noticed():
         tree.unlock(node)
 
 
+@pytest.mark.slow
 def test_a_path_deeper_than_the_recursion_limit_is_forgotten():
     """A conversation that grows by one token a turn is a path of as many nodes."""
     tree = RadixTree()

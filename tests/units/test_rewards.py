@@ -256,6 +256,7 @@ def test_built_once_a_worker_async_and_without_torch(tmp_path, monkeypatch):
     assert len({s.parts["pid"] for s in scores}) == 1 and scores[0].parts["pid"] != os.getpid()
 
 
+@pytest.mark.slow
 def test_the_clock_starts_in_the_worker_and_not_in_the_queue(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     reward_file(tmp_path, "import time\ndef slow(trajectory, task): time.sleep(0.2); return 1.0\n")
@@ -267,6 +268,7 @@ def test_the_clock_starts_in_the_worker_and_not_in_the_queue(tmp_path, monkeypat
         assert asyncio.run(burst(pool)) == [Score(1.0)] * 6
 
 
+@pytest.mark.slow
 def test_workers_run_beside_each_other_and_beside_the_loop(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     reward_file(tmp_path, "import time\ndef slow(trajectory, task): time.sleep(0.4); return 1.0\n")
@@ -353,6 +355,7 @@ def told_apart(tmp_path, monkeypatch, texts, **settings):
         return asyncio.run(burst(pool))
 
 
+@pytest.mark.slow
 def test_who_shares_a_message_with_a_late_call_is_asked_again(tmp_path, monkeypatch):
     texts = [str(i) for i in range(300)]
     texts[5], texts[40], texts[41], texts[200], texts[299] = "hang", "die", "raise", "hang", "die"
@@ -362,6 +365,7 @@ def test_who_shares_a_message_with_a_late_call_is_asked_again(tmp_path, monkeypa
     assert [r.value for i, r in enumerate(results) if i not in wrong] == [float(i) for i in range(300) if i not in wrong]
 
 
+@pytest.mark.slow
 def test_neither_long_jobs_nor_long_replies_stop_a_message(tmp_path, monkeypatch):
     """Both pipes are full at once: 128 jobs of 64 kB on the way there, replies of 300 kB on the way back."""
     texts = ["long" if i % 8 == 0 else f"{i:09d}" + " " * 65536 for i in range(128)]

@@ -120,6 +120,7 @@ def test_prometheus_finds_the_newest_row():
         urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=2)
 
 
+@pytest.mark.slow
 def test_a_run_is_scraped_while_it_goes_on(tmp_path):
     import socket
 
