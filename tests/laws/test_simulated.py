@@ -10,6 +10,7 @@ from rondel.planner import split
 from rondel.planner.setting import what_if
 from rondel.simulate import World, simulate, world_of
 from rondel.simulate.lengths import log_normal, recorded, tailed
+from rondel.words.errors import UserError
 
 pytestmark = pytest.mark.slow
 
@@ -163,3 +164,8 @@ def test_lengths_of_a_recorded_run(tmp_path):
     assert drawn == {3, 9}
     with pytest.raises(ValueError, match="no journal at"):
         recorded(tmp_path / "nowhere")
+
+
+def test_a_clock_that_would_spin_is_refused():
+    with pytest.raises(UserError, match="no engine is that fast"):
+        simulate(replace(flat(), beat=[1e-9] * (PLACES + 1)), steps=2)

@@ -12,6 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from rondel.words.errors import UserError
+
 
 @dataclass(slots=True)
 class Answers:
@@ -125,10 +127,17 @@ class Replica:
         return lost
 
 
+QUICKEST = 1e-7  # seconds of a token
+
+
 class Pool:
     """All replicas. beat[n]: seconds of a token of n requests; prefill: seconds of a prompt's token; places: requests of a replica at once."""
 
     def __init__(self, replicas: int, *, places: int, beat: list[float], prefill: float, slow: tuple[float, float] = (0.0, 1.0)) -> None:
+        if min(beat[1:]) < QUICKEST:
+            raise UserError(
+                f"a token in {min(beat[1:]):.1g} s: no engine is that fast, and a virtual clock cannot tell such times apart; look at the costs"
+            )
         self.clock, self.places, self.beat, self.prefill = asyncio.get_running_loop(), places, beat, prefill
         self.number, self.draining = 0, False
         self._empty: asyncio.Future[None] | None = None
