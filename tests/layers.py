@@ -135,3 +135,10 @@ def test_what_starts_without_torch():
     free = [name for name in MODULES if {name, part(name), part(name, 2)} & {*TORCH_FREE}]
     starts_without_torch(IMPORT_EACH, *free)
     starts_without_torch(ASK_FOR_HELP)
+
+
+def test_no_module_has_the_name_of_a_verb():
+    """`from rondel.assemble import again` would be whichever was imported last."""
+    import rondel.assemble
+
+    assert not [verb for verb in rondel.assemble.VERBS if f"rondel.assemble.{verb}" in MODULES]

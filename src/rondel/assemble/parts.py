@@ -11,11 +11,11 @@ from typing import Any
 
 from rondel.algos.mixture import Mixture
 from rondel.algos.table import Algorithm
-from rondel.assemble.again import Again
 from rondel.assemble.failures import Failures
 from rondel.assemble.hosts import Known, replays
 from rondel.assemble.placing import ENGINES, TOLERANCE, Placed, place
 from rondel.assemble.refusals import refuse, refuse_unanswered
+from rondel.assemble.returning import Returning
 from rondel.assemble.rollouts import Shown, shown_of
 from rondel.assemble.rows import Rows, refuse_unknown_sources, rows_beside, rows_of
 from rondel.assemble.teaching import Served, served
@@ -76,7 +76,7 @@ class Parts:
     resolved: dict[str, str]
     shown: list[Shown]
     teachers: Served | None
-    again: Again | None
+    returning: Returning | None
     close: Callable[[], None]
     failures: Failures
 
@@ -146,7 +146,7 @@ def build(job: Job, folder: Path | None = None) -> Parts:
             placed.resolved,
             shown,
             served(job, placed.known.tokenizer, ENGINES, rows.taught, lambda: longest(job, tasks, env, placed.known, sampling)),
-            Again(job.loop.replays, job.loop.max_staleness, job.loop.seed) if job.loop.replays else None,
+            Returning(job.loop.replays, job.loop.max_staleness, job.loop.seed) if job.loop.replays else None,
             ends.pop_all().close,
             Failures(job.task.max_failures, job.task.patience),
         )

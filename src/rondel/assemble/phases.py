@@ -147,9 +147,9 @@ class Run:
         if saved and saved.get("order") is not None:
             parts.order.load(saved["order"])
         readers = [parts.order.read]
-        if parts.again is not None:
-            parts.again.recall(self.folder, range(max(job.loop.warmup.steps + 1, steps.start - job.loop.max_staleness), steps.start))
-            readers.append(parts.again.read)
+        if parts.returning is not None:
+            parts.returning.recall(self.folder, range(max(job.loop.warmup.steps + 1, steps.start - job.loop.max_staleness), steps.start))
+            readers.append(parts.returning.read)
         with ExitStack() as ends:
             for read in readers:
                 ends.callback(subscribe(read))

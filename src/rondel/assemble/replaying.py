@@ -41,7 +41,7 @@ def replay(folder: str | Path, step: int) -> dict[str, float]:
 async def _replay(parts, folder: Path, start: int, step: int, path: Path | None) -> dict[str, float]:
     if path is not None:
         await parts.trainer.load(path)
-    stats, again = StepStats(False, {}), parts.again
+    stats, again = StepStats(False, {}), parts.returning
     if again is not None:
         again.recall(folder, range(max(parts.job.loop.warmup.steps, start - parts.job.loop.max_staleness) + 1, start + 1))
     for number in range(start + 1, step + 1):

@@ -212,7 +212,7 @@ def prepare_of(parts: Parts) -> Callable[[list[Group]], Awaitable[Batch]]:
                 trajectory = await Demonstrate(suffix=shown.suffix, system=parts.job.task.system).run(task, rollouts.chat(lambda turn: 0))
                 trajectory.score = Score(1.0)
                 beside.append(Group(-1 - len(beside), task, [trajectory], 0))
-        again = parts.again.due() if parts.again is not None else []
+        again = parts.returning.due() if parts.returning is not None else []
         batch = batch_of([*groups, *again, *beside])
         if parts.teachers is not None:
             await parts.teachers(batch)

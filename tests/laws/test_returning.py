@@ -1,4 +1,4 @@
-"""assemble/again.py: groups that come back (SPEC A15), each once, never older than the limit (law 2), the same after a resume."""
+"""assemble/returning.py: groups that come back (SPEC A15), each once, never older than the limit (law 2), the same after a resume."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from run_kit import balances, events, run, tiny
 
 from rondel.assemble import replay
-from rondel.assemble.again import Again
+from rondel.assemble.returning import Returning
 from rondel.words.errors import ConfigError
 from rondel.words.types import Group, Task
 
@@ -22,7 +22,7 @@ def steps_of(p: int, s: int, n: int):
 
 @pytest.mark.parametrize("p,s,n", [(p, s, n) for p, s, n in itertools.product((1, 4, 16), (1, 2, 5), (1, 3)) if n <= p])
 def test_each_comes_back_once_and_within_its_bound(p, s, n):
-    again, seen, trained = Again(n, s, seed=3), [], {}
+    again, seen, trained = Returning(n, s, seed=3), [], {}
     for step, groups in steps_of(p, s, 40):
         again.take(step, groups)
         trained |= {group.id: step for group in groups}
@@ -35,7 +35,7 @@ def test_each_comes_back_once_and_within_its_bound(p, s, n):
 
 
 def test_whoever_comes_later_draws_the_same():
-    whole, late, told = Again(3, 2, seed=1), Again(3, 2, seed=1), []
+    whole, late, told = Returning(3, 2, seed=1), Returning(3, 2, seed=1), []
     for step, groups in steps_of(8, 2, 12):
         whole.take(step, groups)
         if step > 5:

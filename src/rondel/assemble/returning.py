@@ -13,8 +13,8 @@ from rondel.words.types import Group
 
 
 @dataclass
-class Again:
-    """`Again(groups=4, staleness=2, seed=0)`: 4 of the groups of every step are drawn, without replacement, and each comes back once.
+class Returning:
+    """`Returning(groups=4, staleness=2, seed=0)`: 4 of the groups of every step are drawn, without replacement, and each comes back once.
 
     A group that was lag versions old at its step t comes back at t + d, d drawn from 1 .. staleness - lag: so it is never older than any
     other group may be (law 2), and one that was as old as that already does not come back. What is drawn depends on the seed and the
