@@ -8,6 +8,7 @@ from pathlib import Path
 from rondel.algos.table import FAMILIES, TABLE, Algorithm
 
 PAGE = Path(__file__).with_name("papers.md")
+RECIPES = Path(__file__).parents[1] / "recipes"
 BEGIN, END = "<!-- rows: written by docs/make_papers.py -->\n", "<!-- end of rows -->\n"
 BAR = "\\|"  # within a table
 TITLES = {
@@ -86,6 +87,12 @@ def linked(paper: str) -> str:
     return f"[{TITLES[paper]}](https://{'arxiv.org/abs' if kind == 'arXiv' else 'doi.org'}/{name})"
 
 
+def recipe(name: str) -> str:
+    """A link to the recipe that trains with this row, if there is one of its name; that of grpo is tiny."""
+    file = RECIPES / f"{'tiny' if name == 'grpo' else name}.toml"
+    return f" ([recipe](../recipes/{file.name}))" if file.exists() else ""
+
+
 def line(row: Algorithm) -> str:
     """| `grpo` | paper | A | l | w | beside | oracle |"""
     usual = {"shaping": "reward", "ratio": str(TABLE["grpo"].ratio), "correction": "1"}
@@ -101,7 +108,7 @@ def line(row: Algorithm) -> str:
     beside += [f"needs {need.replace('_', ' ')}" for need in sorted(row.needs - {"advantages", "behavior_logprobs"})]
     advantage = "not read" if "advantage" in row.idle else f"`{row.advantage}`"
     cells = (
-        f"`{row.name}`",
+        f"`{row.name}`{recipe(row.name)}",
         linked(row.paper),
         advantage,
         f"`{row.surrogate}`",
