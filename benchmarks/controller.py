@@ -108,7 +108,8 @@ def measure(rollouts: int, seconds: float) -> dict[str, Any]:
 def made(rollouts: int) -> tuple[SimpleNamespace, Any]:
     """What a run has when it begins; engines, trainer and reward are ours."""
     from rondel.assemble.failures import Failures
-    from rondel.assemble.parts import judge_of, row_of, sampling_of
+    from rondel.assemble.parts import judge_of, sampling_of
+    from rondel.assemble.rows import rows_of
     from rondel.generate.engine.router import Router
     from rondel.generate.envs.order import Shuffled, stream
     from rondel.generate.envs.single_turn import SingleTurn
@@ -131,9 +132,9 @@ def made(rollouts: int) -> tuple[SimpleNamespace, Any]:
 
     engines = {f"engine-{i}": Later(i) for i in range(ENGINES)}
     return SimpleNamespace(
-        job=job, sampling=sampling_of(job), env=SingleTurn(), routes=False, failures=Failures(), judge=judge_of(job, row_of(job)), engines=engines,
+        job=job, sampling=sampling_of(job), env=SingleTurn(), routes=False, failures=Failures(), judge=judge_of(job, rows_of(job)), engines=engines,
         engine=Router(engines, max_inflight=2 * rollouts // ENGINES), pool=SimpleNamespace(score=score),
-        known=SimpleNamespace(tokenizer=loaded.tokenizer, max_context=loaded.max_context),
+        known=SimpleNamespace(tokenizer=loaded.tokenizer, max_context=loaded.max_context, sight=None),
     ), stream(Shuffled(load_tasks(job.task.data, env=job.task.env).train, seed=0))  # fmt: skip
 
 

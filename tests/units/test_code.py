@@ -15,6 +15,7 @@ from units.chat_kit import Engine, chat, tokenizer
 from rondel.assemble.parts import LENDS, env_of
 from rondel.assemble.parts import build as build_parts
 from rondel.generate.envs import python as tool
+from rondel.generate.envs.sources import TaskSet
 from rondel.generate.envs.tools import Tools
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.runtime.sandbox.probe import isolation
@@ -363,5 +364,7 @@ def test_a_recipe_lends_its_rewards_boxes_and_the_check_asks_them(tmp_path):
 def test_a_python_tool_without_time_for_its_own_limit_is_refused(tmp_path):
     job = tiny(tmp_path, task__env="tools", task__tools=["python"], task__tool_timeout=11.0)
     with pytest.raises(ConfigError, match=r"task\.tool_timeout = 11: the python tool ends its own calls after 12 s"):
-        env_of(job)
-    assert [one.__name__ for one in env_of(tiny(tmp_path, task__env="tools", task__tools=["calculator", "python"])).classes] == ["Python"]
+        env_of(job, TaskSet([], []))
+    assert [
+        one.__name__ for one in env_of(tiny(tmp_path, task__env="tools", task__tools=["calculator", "python"]), TaskSet([], [])).classes
+    ] == ["Python"]
