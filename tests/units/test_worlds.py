@@ -23,7 +23,7 @@ websockets = pytest.importorskip("websockets.sync.server")
 @pytest.fixture
 def server():
     """Doubles numbers until one is above 10; a word for a number is invalid, 13 breaks it. As openenv-core's /ws answers."""
-    asked = []
+    asked, ended = [], threading.Event()
 
     def session(link):
         for text in link:
@@ -35,6 +35,7 @@ def server():
                 "data": {"observation": {"said": f"seed {data.get('seed')}", "n": 0}, "reward": None, "done": False},
             }
             if message["type"] == "close":
+                ended.set()
                 return
             if message["type"] == "step":
                 try:
@@ -52,7 +53,7 @@ def server():
     with websockets.serve(session, "127.0.0.1", 0) as running:
         thread = threading.Thread(target=running.serve_forever, daemon=True)
         thread.start()
-        yield f"http://127.0.0.1:{running.socket.getsockname()[1]}", asked
+        yield f"http://127.0.0.1:{running.socket.getsockname()[1]}", asked, ended
         running.shutdown()
         thread.join(10)
 
@@ -66,8 +67,9 @@ def play(url, *says, **args):
 
 
 def test_an_episode_on_a_server(server):
-    url, asked = server
+    url, asked, ended = server
     found, read = play(url, "3", "four", "11", action="number", show="said", reset={"level": 2})
+    assert ended.wait(20)
     assert [m["type"] for m in asked] == ["reset", "step", "step", "step", "close"] and asked[0]["data"] == {"seed": 0, "level": 2}
     assert "seed 0" in read[0] and "twice is 6" in read[1] and "number: Input should be a valid integer" in read[2]
     assert [value for _, value in found.score.steps] == [0.75, 0.0, 2.75] and found.score.value == 3.5
