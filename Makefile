@@ -16,8 +16,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 p
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 REACHES_TORCH := import urllib.request as u; u.urlopen('$(TORCH_CPU)/torch/', timeout=5)
-# a core for each worker, whose threads would else wait for each other; who is done takes from who has most
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+# who is done takes from who has most
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 
 # what `make parity` compares with: TRL beside the transformers that its table of keys is of; what verl imports, for verl asks for an older one
@@ -46,7 +46,7 @@ test: install lint types
 
 check: install lint types
 	@echo "tests     the fast ones"
-	@$(PYTEST) --maxprocesses 4 -m "not slow"
+	@OMP_NUM_THREADS=1 $(PYTEST) --maxprocesses 4 -m "not slow"
 
 parity:
 	@set -e; $(APART); $$pip $(PEERS); $$pip --no-deps verl==0.9.1; \

@@ -27,6 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", default="grpo,dr_grpo,dapo,gspo,cispo,rloo,reinforce_pp,ppo,opd")
     parser.add_argument("--seeds", type=int, default=3, choices=[1, *STUDENT])
     parser.add_argument("--steps", type=int, default=55)
+    parser.add_argument("--warmup", type=int, default=230, help="steps of the supervised start")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)
 
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for seed in range(a.seeds):
             home = Path(scratch) / str(seed)
-            train(home / "start", seed, {"loop.steps": 0})
+            train(home / "start", seed, {"loop.steps": 0, "loop.warmup.steps": a.warmup})
             for row in rows:
                 changes = {
                     "algo.kind": row,

@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4, 8])
     parser.add_argument("--seeds", type=int, default=3, choices=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=55)
+    parser.add_argument("--warmup", type=int, default=230, help="steps of the supervised start")
     parser.add_argument("--final", type=int, default=128, help="groups that judge the final weights")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for seed in range(a.seeds):
             home = Path(scratch) / str(seed)
-            train(home / "start", seed, {"loop.steps": 0})
+            train(home / "start", seed, {"loop.steps": 0, "loop.warmup.steps": a.warmup})
             for row in a.rows.split(","):
                 for s in a.staleness:
                     name = f"{row}, S = {s}"

@@ -23,7 +23,7 @@ def test_a_shuffled_inventory_always_comes_out_in_the_same_order():
     nodes = [f"10.0.0.{n}" for n in (2, 3, 10, 11, 100)] + ["10.0.1.1", "10.1.0.0", "192.168.0.9", "host-b.invalid", "host-c.invalid"]
     expected = [(node, [gpu]) for node in nodes for gpu in range(12)]
     rng = random.Random(0)
-    for _ in range(20):
+    for _ in range(4):  # names that nobody knows are asked for each time
         found = rng.sample(expected, len(expected))
         assert [found[i] for i in ray.ordered(found)] == expected
 
