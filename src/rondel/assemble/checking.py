@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 from pathlib import Path
 
+from rondel.assemble.facts import batch_line
 from rondel.assemble.parts import Parts, build
 from rondel.assemble.rollouts import prepare, rollouts_of
 from rondel.assemble.self_test import self_test
@@ -34,11 +35,6 @@ def check(job: Job, *, asked: bool = False) -> list[Finding]:
         return [*found, _memory(parts), _disk(parts)]
     finally:
         parts.close()
-
-
-def batch_line(job: Job) -> str:
-    p, g, u = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step * job.loop.epochs
-    return f"{p} groups x {g} samples = {p * g} trajectories a step, {u} update{'s' * (u > 1)}"
 
 
 def _tasks(parts: Parts) -> Finding:

@@ -29,7 +29,6 @@ def facts_of(parts: Parts) -> dict[str, Any]:
 
     job, known = parts.job, parts.known
     on_gpu = torch.cuda.is_available() and job.place.device != "cpu"
-    p, g, u = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step * job.loop.epochs
     return {
         "versions": {
             "rondel": version("rondel"),
@@ -49,7 +48,7 @@ def facts_of(parts: Parts) -> dict[str, Any]:
         },
         "model": {"name": known.name, "parameters": known.parameters},
         "memory_planned": planned(job),
-        "batch": f"{p} groups x {g} samples = {p * g} trajectories a step, {u} optimizer update{'s' * (u > 1)}",
+        "batch": batch_line(job),
         "tasks": {
             "train": len(parts.tasks.train),
             "held_out": len(parts.tasks.held_out),
@@ -76,6 +75,11 @@ def planned(job: Job) -> dict[str, int]:
         return {}
     rows = [(names[tenant], phases["train"]) for pool in bill for tenant, phases in pool.rows.items() if tenant in names]
     return {name: round(max(n for other, n in rows if other == name)) for name in dict(rows)}
+
+
+def batch_line(job: Job) -> str:
+    p, g, u = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step * job.loop.epochs
+    return f"{p} groups x {g} samples = {p * g} trajectories a step, {u} optimizer update{'s' * (u > 1)}"
 
 
 def devices_of(job: Job) -> int:

@@ -175,11 +175,11 @@ def _critic(job: Job, row: Algorithm) -> None:
 
 
 def _teacher(job: Job, rows: Rows, sampling: Sampling) -> None:
-    taught = next((row.name for row in rows.all if row.needs & {"teacher_logprobs", "teacher_hidden"}), None)
-    if (taught is not None) != (job.model.teacher is not None):
+    pupil = rows.pupil
+    if (pupil is not None) != (job.model.teacher is not None):
         raise ConfigError(
-            f"{taught} learns from a teacher: name one with model.teacher = 'folder or hub id'"
-            if job.model.teacher is None
+            f"{pupil.name} learns from a teacher: name one with model.teacher = 'folder or hub id'"
+            if pupil is not None
             else "model.teacher has no effect: nothing is distilled. Remove it, or set algo.distill = { coef = 1.0 } or algo.kind = 'opd'"
         )
     if job.engine.sampling.temperature != 1 and (far := next((t for t in job.model.teachers if t.url), None)):

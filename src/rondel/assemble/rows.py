@@ -35,6 +35,11 @@ class Rows:
     def all(self) -> list[Algorithm]:
         return [self.main, *(row for row, _ in self.of.values())]
 
+    @property
+    def pupil(self) -> Algorithm | None:
+        """The first that learns from a teacher."""
+        return next((row for row in self.all if row.needs & TAUGHT), None)
+
     def taught(self, stream: str) -> bool:
         """Whether a teacher must speak of the samples of a source."""
         return bool(TAUGHT & self.of.get(stream, (self.main, 1.0))[0].needs)
