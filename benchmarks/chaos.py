@@ -1,6 +1,6 @@
 """Signals at random moments of tiny runs in every mode: what is hit comes back or is named, nothing is trained twice, nothing is left behind.
 
-rondel bench chaos                         every mode and victim twice, and three that stand still: some 15 minutes on two cores
+rondel bench chaos                         every mode and victim twice, and four that stand still: some 30 minutes on two cores
 rondel bench chaos --only ranks --each 1   the modes whose name has the word
 
 A moment is a step of the run (0: while it is built) and a delay within it. A table, one JSON object on the last line, exit code 0 only if
@@ -31,6 +31,7 @@ from rondel.runtime.journal.log import read
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.toml"
 STEPS, PATIENCE = 16, 6.0
+RAYS = 90.0  # seconds in which Ray's own two agents end after a driver that was killed; they take 62
 MARK = "RONDEL_CHAOS"  # in the environment of everything that a run starts
 SMALL = {
     "loop.warmup.steps": 0, "loop.steps": STEPS, "loop.groups_per_step": 4, "algo.group_size": 4, "engine.max_running": 32,
@@ -49,8 +50,15 @@ MODES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "two engines, stale, hold": ({**APART, **STALE, "place.engines": 2}, ["engine-0", "engine-1", "controller"]),
     "two engines, synchronous": ({**APART, "place.engines": 2}, ["engine-0", "engine-1"]),
     "two ranks, synchronous": ({**APART, "place.ranks": 2}, ["trainer-0", "trainer-1", "engine-0", "controller"]),
+    "ray, synchronous": ({**APART, "place.cluster": "ray"}, ["engine-0", "trainer-0", "reward", "controller"]),
+    "ray, stale, hold": ({**APART, **STALE, "loop.max_staleness": 2, "place.cluster": "ray"}, ["engine-0", "trainer-0", "controller"]),
 }
-STOPPED = [("processes, synchronous", "engine-0"), ("processes, stale, hold", "trainer-0"), ("two ranks, synchronous", "trainer-1")]
+STOPPED = [
+    ("processes, synchronous", "engine-0"),
+    ("processes, stale, hold", "trainer-0"),
+    ("two ranks, synchronous", "trainer-1"),
+    ("ray, synchronous", "engine-0"),
+]
 
 
 @dataclass
@@ -116,11 +124,11 @@ def table(blows: list[Blow]) -> None:
 
 def strike(blow: Blow, folder: Path, bar: float) -> None:
     """Start, hit, wait for the end, start again if it ended, and look at everything."""
-    before, mark = set(os.listdir("/dev/shm")), uuid.uuid4().hex
+    before, mark, within = set(os.listdir("/dev/shm")), uuid.uuid4().hex, RAYS if "ray" in blow.mode else 2.0
     process, said = start(blow, folder, mark)
     at = moment(blow, folder, process)
     time.sleep(blow.delay)
-    mine = marked(mark)
+    mine = family(mark)
     found = [process.pid] if blow.victim == "controller" else [pid for pid, name in mine.items() if name == blow.victim]
     for pid in found[:1]:
         with contextlib.suppress(ProcessLookupError):
@@ -130,7 +138,7 @@ def strike(blow: Blow, folder: Path, bar: float) -> None:
         blow.faults.append(f"nobody to hit, there are {sorted(mine.values())}, and the run is at {at}")
     if blow.victim == "controller":
         process.wait()
-        orphans(blow, mark, within=2.0)
+        orphans(blow, mark, mine, within)
         hit = time.time()
         process, said = start(blow, folder, mark)
     code = ended(blow, process, said, mark)
@@ -143,7 +151,7 @@ def strike(blow: Blow, folder: Path, bar: float) -> None:
     if code:
         blow.ended = "failed"
         blow.faults.append(f"exit code {code}: {' '.join(Path(said).read_text().split())[-600:]}")
-    orphans(blow, mark, within=2.0)
+    orphans(blow, mark, mine, within)
     if left := [name for name in set(os.listdir("/dev/shm")) - before if any(str(pid) in name for pid in [*mine, process.pid])]:
         blow.faults.append(f"left in shared memory: {left}")
     if blow.ended != "failed":
@@ -194,14 +202,42 @@ def marked(mark: str) -> dict[int, str]:
             root = Path(f"/proc/{pid}")
             if mark.encode() not in (root / "environ").read_bytes() or (root / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 continue
-            words = (root / "cmdline").read_bytes().decode(errors="replace")
-            if "rondel.runtime.cluster." in words:  # in the nursery, which has no log, or forked there
-                found[pid] = Path(os.readlink(root / "fd/1")).stem
-            else:
-                found[pid] = "reward" if "rondel.score.worker" in words else "controller" if "train" in words else words
+            found[pid] = called(root)
         except OSError:
             continue
     return found
+
+
+def called(process: Path) -> str:
+    words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    if any("rondel.runtime.cluster." in word for word in words):  # in the nursery, which has no log, or forked there
+        return Path(os.readlink(process / "fd/1")).stem
+    if words[0].startswith("ray::"):  # an actor's log says who it is, at last when it was built
+        log = Path(os.readlink(process / "fd/1")).read_text(errors="replace")
+        return log.rpartition(":actor_name:")[2].partition("\n")[0] or words[0]
+    if any("rondel.score.worker" in word for word in words):
+        return "reward"
+    return "controller" if "train" in words else words[0]
+
+
+def family(mark: str) -> dict[int, str]:
+    """The same, and their children without the mark: Ray's agents write over their environment."""
+    found, grown = marked(mark), True
+    while grown:
+        grown = False
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+            if pid not in found and stat(pid)[1:2] and int(stat(pid)[1]) in found:
+                found[pid], grown = f"child of {stat(pid)[1]}", True
+    return found
+
+
+def stat(pid: int) -> list[str]:
+    """State, parent, and so on of a process that lives; of one that does not, nothing."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+    return [] if words[0] == "Z" else words
 
 
 def ended(blow: Blow, process: subprocess.Popen, said: str, mark: str) -> int:
@@ -216,10 +252,10 @@ def ended(blow: Blow, process: subprocess.Popen, said: str, mark: str) -> int:
         return process.wait()
 
 
-def orphans(blow: Blow, mark: str, *, within: float) -> None:
+def orphans(blow: Blow, mark: str, mine: dict[int, str], within: float) -> None:
     """Law 14: no process, and so no port that it listens on."""
     deadline = time.monotonic() + within
-    while (left := marked(mark)) and time.monotonic() < deadline:
+    while (left := {**{pid: name for pid, name in mine.items() if stat(pid)}, **marked(mark)}) and time.monotonic() < deadline:
         time.sleep(0.05)
     if left:
         blow.faults.append(f"left behind: {left}")

@@ -13,10 +13,11 @@ import faulthandler
 import ipaddress
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -46,7 +47,10 @@ class RayCluster:
         if self._mine:
             path = os.pathsep.join(p or os.getcwd() for p in sys.path)
             more: dict[str, Any] = {} if address else {"num_cpus": max(workers * cpus, os.cpu_count() or 1), "include_dashboard": False}
-            ray.init(address=address, runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=True, configure_logging=False, **more)
+            with own_signals():
+                ray.init(
+                    address=address, runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=True, configure_logging=False, **more
+                )
         self._group = placement_group([{"CPU": cpus, **({"GPU": gpus} if gpus else {})}] * workers, strategy="PACK")
         if not self._group.wait(RESERVE):
             has = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
@@ -102,10 +106,11 @@ class RayCluster:
             worker.dismiss()
         for worker in self.workers:
             worker.close()
-        with contextlib.suppress(RayError, AttributeError):
-            remove_placement_group(self._group)
-        if self._mine:
+        if self._mine:  # and the group goes with the job: asked to remove it, Ray would wait without end for a node that has left
             ray.shutdown()
+        else:
+            with contextlib.suppress(RayError, AttributeError):
+                remove_placement_group(self._group)
 
 
 class EveryNode:
@@ -116,7 +121,8 @@ class EveryNode:
         if self._mine:
             _answers(address)
             try:
-                ray.init(address=address, log_to_driver=False, configure_logging=False)
+                with own_signals():
+                    ray.init(address=address, log_to_driver=False, configure_logging=False)
             except ConnectionError as error:
                 raise ConfigError(
                     f"no Ray cluster at '{address}': start one with `ray start --head`, or name another with --address"
@@ -148,6 +154,18 @@ def _answers(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=5).close()
     except (OSError, ValueError) as error:
         raise ConfigError(f"nobody answers at '{address}' ({error}): is it the HOST:PORT that `ray start --head` printed?") from error
+
+
+@contextlib.contextmanager
+def own_signals() -> Iterator[None]:
+    """Ray takes SIGTERM for itself, prints a stack and leaves; a run that is asked to end keeps a checkpoint first (runtime/ending.py)."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 class Probe:
@@ -185,6 +203,10 @@ class Host:
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()  # events come from any thread of the object
         if tells:
             subscribe(self.told.put)
+
+    def __repr__(self) -> str:
+        """Ray puts it before every line of the actor's log, and into its dashboard."""
+        return self.name
 
     async def where(self) -> str:
         return ray.util.get_node_ip_address()
