@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from diagnose_kit import FAULTS, engine, write
+from diagnose_kit import FAULTS, engine, healthy, write
 from filelock import FileLock
 
 from rondel.cli import main
@@ -47,6 +47,21 @@ def test_precision_and_recall_over_noise(tmp_path):
         rows.append(f"{fault:<32} {', '.join(sorted(expected)):<30} found {hit}/{len(SEEDS) * len(expected)}, beside it {told - hit}")
     print("\n".join([*rows, f"recall {hits / due:.3f}, precision {hits / said:.3f} over {len(FAULTS)} faults x {len(SEEDS)} seeds"]))
     assert len(FAULTS) >= 20 and hits / due >= 0.97 and hits / said >= 0.95
+
+
+def test_a_fault_of_one_of_several_policies_is_told_of_that_one(tmp_path):
+    def critic(step, rng):
+        own = {f"critic/{name.removeprefix('train/')}": value for name, value in healthy(step, rng).items()}
+        return own | {"critic/entropy": 1.2 * 0.8**step, "critic/reward_mean": 0.4, "policy/reward_mean": 0.6}
+
+    job = {"policies.critic": {"lr": 1e-5}, "policies.judge": {"frozen": True}}
+    (found,) = diagnose.diagnose(write(tmp_path / "one", metrics=critic, job=job))
+    assert found.name == "entropy_collapse" and found.evidence.startswith("policy 'critic': entropy 0.781")
+    assert "mean reward 0.4" in found.evidence
+    (found,) = diagnose.diagnose(
+        write(tmp_path / "note", metrics=critic, job={**job, "policies.critic": {"frozen": True}}, note=lambda s: "x" * (s == 4))
+    )
+    assert found.name == "steps_skipped", "told once, and nothing of what is frozen"
 
 
 def test_every_rule_has_a_fault():

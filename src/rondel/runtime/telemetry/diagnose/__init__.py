@@ -8,6 +8,7 @@ generate  cut, refused, failed
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rondel.runtime.telemetry.diagnose import data, generate, health, lag, policy, signal, time
@@ -16,6 +17,7 @@ from rondel.runtime.telemetry.diagnose.story import Story, differing, read_story
 
 __all__ = ["Finding", "Story", "diagnose", "differing", "findings", "read_story"]
 RULES = (*health.RULES, *signal.RULES, *policy.RULES, *lag.RULES, *generate.RULES, *time.RULES, *data.RULES)
+OF_WEIGHTS = (*policy.RULES, lag.gap, lag.stale)  # asked again of each policy that is trained beside the main one
 
 
 def diagnose(folder: str | Path) -> list[Finding]:
@@ -23,4 +25,8 @@ def diagnose(folder: str | Path) -> list[Finding]:
 
 
 def findings(story: Story) -> list[Finding]:
-    return ranked([finding for rule in RULES for finding in rule(story)])
+    found = [finding for rule in RULES for finding in rule(story)]
+    for name in story.others:
+        own = story.of(name)
+        found += [replace(finding, evidence=f"policy '{name}': {finding.evidence}") for rule in OF_WEIGHTS for finding in rule(own)]
+    return ranked(found)

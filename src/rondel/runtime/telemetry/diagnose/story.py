@@ -10,7 +10,7 @@ import math
 import statistics
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +94,19 @@ class Story:
     @property
     def step(self) -> int:
         return self.steps[-1].number if self.steps else self.shown
+
+    @property
+    def others(self) -> list[str]:
+        """Policies with weights of their own that are trained beside the main one."""
+        return [name for name, told in self.key("policies", {}).items() if not told.get("frozen")]
+
+    def of(self, policy: str) -> Story:
+        """The same run with the rows of such a policy for those of the main one; a step that was not taken is told once, there."""
+        rows = [{name: value for name, value in step.row.items() if not name.startswith("train/")} for step in self.steps]
+        for row in rows:
+            own = {f"train/{name.removeprefix(f'{policy}/')}": value for name, value in row.items() if name.startswith(f"{policy}/")}
+            row |= own | {"score/reward_mean": row.get(f"{policy}/reward_mean", math.nan)}
+        return replace(self, steps=[Step(step.number, step.version, row) for step, row in zip(self.steps, rows, strict=True)])
 
     @property
     def compares(self) -> bool:
