@@ -79,7 +79,8 @@ def measure(rollouts: int, seconds: float) -> dict[str, Any]:
     importlib.import_module("rondel.assemble.running")  # the time that it takes is not the loop's
     with tempfile.TemporaryDirectory(prefix="controller-") as folder:
         journal = Journal(folder)
-        ends = [subscribe(reader) for reader in (journal.write, RolloutStore(Path(folder)).write, StepMetrics().read, count)]
+        stored = RolloutStore(Path(folder))
+        ends = [subscribe(reader) for reader in (journal.write, stored.write, StepMetrics().read, count)]
         try:
             with asyncio.Runner(loop_factory=VirtualLoop) as runner:
                 loop, memory = runner.get_loop(), [(0.0, rss())]
@@ -89,6 +90,7 @@ def measure(rollouts: int, seconds: float) -> dict[str, Any]:
         finally:
             for end in ends:
                 end()
+            stored.close()
             journal.close()
     lag, samples = loop.passes, buffer.trained * GROUP
     return {

@@ -3,14 +3,17 @@
     rondel bench staleness --seeds 3 --json
 The number is the mean reward of the final weights at temperature 1 over `--final` fresh groups, not of the last steps' samples, which
 older weights drew. `lag` is the mean of the second half of the run. Rows: grpo, which believes its samples, and decoupled, which weighs
-a token by proximal / behavior. Interval: 95 % of Student's t over the seeds.
+a token by proximal / behavior. Interval: 95 % of Student's t over the seeds. As many runs at once as there are cores, each with one thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +34,19 @@ def main(argv: list[str] | None = None) -> None:
     a = parser.parse_args(argv)
 
     from _work import report
-    from rows import half, last, mean, train
+    from rows import half, mean
 
     ends: dict[str, list[float]] = {}
     lags: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        for seed in range(a.seeds):
-            home = Path(scratch) / str(seed)
-            train(home / "start", seed, {"loop.steps": 0, "loop.warmup.steps": a.warmup})
-            for row in a.rows.split(","):
-                for s in a.staleness:
-                    name = f"{row}, S = {s}"
-                    begun = {"algo.kind": row, "loop.warmup.steps": 0, "model.path": last(home / "start")}
-                    train(home / name, seed, begun | {"loop.steps": a.steps, "loop.max_staleness": s})
-                    once = {"loop.warmup.steps": 0, "model.path": last(home / name), "loop.steps": 1, "loop.groups_per_step": a.final}
-                    curve, _ = train(home / f"{name}, judged", seed + 100, once)
-                    ends.setdefault(name, []).append(curve[0])
-                    lags.setdefault(name, []).append(mean(lag_of(home / name)))
-                    print(f"seed {seed} {name:<18} {curve[0]:.3f}   lag {lags[name][-1]:.2f}", file=sys.stderr, flush=True)
+    runs = [(seed, row, s) for seed in range(a.seeds) for row in a.rows.split(",") for s in a.staleness]
+    with tempfile.TemporaryDirectory() as scratch, ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
+        list(pool.map(begin, *zip(*[(Path(scratch), seed, a.warmup) for seed in range(a.seeds)])))
+        results = pool.map(judged, *zip(*[(Path(scratch), *run, a.steps, a.final) for run in runs]))
+        for (seed, row, s), (reward, lag) in zip(runs, results):
+            name = f"{row}, S = {s}"
+            ends.setdefault(name, []).append(reward)
+            lags.setdefault(name, []).append(lag)
+            print(f"seed {seed} {name:<18} {reward:.3f}   lag {lag:.2f}", file=sys.stderr, flush=True)
     table: dict[str, Any] = {
         name: {"reward": round(mean(values), 3), "plus_minus": half(values), "lag": round(mean(lags[name]), 2), "seeds": [round(v, 3) for v in values]}
         for name, values in ends.items()
@@ -57,6 +55,25 @@ def main(argv: list[str] | None = None) -> None:
         for name, got in table.items():
             print(f"{name:<18} {got['reward']:.3f} ± {got['plus_minus']}   lag {got['lag']}")
     report({"steps": a.steps, "final_groups": a.final, "rows": table}, only_json=True)
+
+
+def begin(scratch: Path, seed: int, warmup: int) -> None:
+    from rows import train
+
+    train(scratch / str(seed) / "start", seed, {"loop.steps": 0, "loop.warmup.steps": warmup})
+
+
+def judged(scratch: Path, seed: int, row: str, s: int, steps: int, final: int) -> tuple[float, float]:
+    """-> (mean reward of the final weights, lag)"""
+    from rows import last, mean, train
+
+    home = scratch / str(seed)
+    name = f"{row}, S = {s}"
+    begun = {"algo.kind": row, "loop.warmup.steps": 0, "model.path": last(home / "start")}
+    train(home / name, seed, begun | {"loop.steps": steps, "loop.max_staleness": s})
+    once = {"loop.warmup.steps": 0, "model.path": last(home / name), "loop.steps": 1, "loop.groups_per_step": final}
+    curve, _ = train(home / f"{name}, judged", seed + 100, once)
+    return curve[0], mean(lag_of(home / name))
 
 
 def lag_of(folder: Path) -> list[float]:

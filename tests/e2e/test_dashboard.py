@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import signal
@@ -16,7 +17,7 @@ from diagnose_kit import JOB, evaluated, healthy
 from units.synthetic import group
 
 from rondel.runtime.journal.log import Journal
-from rondel.runtime.journal.store import RolloutStore, annotate_step
+from rondel.runtime.journal.store import RolloutStore
 from rondel.words import events as words
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -73,7 +74,9 @@ class Growing:
         self.journal.write(words.Warned(f"slow disk {HOSTILE}"))
         for _ in range(steps):
             self.step()
-        annotate_step(folder, steps, trainer_logprobs={(2 * steps - 2, 0): [-1.0] * 13}, advantages={(2 * steps - 2, 0): [0.5] * 13})
+        first = (2 * steps - 2, 0)
+        asyncio.run(self.store.annotate(steps, trainer_logprobs={first: [-1.0] * 13}, advantages={first: [0.5] * 13}))
+        asyncio.run(self.store.written())
         self.journal.write(evaluated(steps, 0.6))
         self.journal.write(words.Stalled(f"A waits for {HOSTILE}"))
         (folder / "checkpoints" / "step-000004").mkdir(parents=True)
@@ -88,6 +91,7 @@ class Growing:
         for event in step_events(self.steps):
             self.journal.write(event)
             self.store.write(event)
+        asyncio.run(self.store.written())
 
 
 class Server:

@@ -117,5 +117,6 @@ def write_run(folder: Path, steps: int = 4, crash_after: int = 0) -> Path:
         store.write(event)
         journal.write(event)
     journal.close()
+    store.close()
     annotate_step(folder, steps, trainer_logprobs={(2 * steps - 2, 0): [-1.0] * 13})
     return folder

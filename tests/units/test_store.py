@@ -1,5 +1,8 @@
 """The rollout store: what was trained comes back exactly."""
 
+import asyncio
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -92,7 +95,36 @@ def test_a_resume_takes_back_the_steps_it_repeats(tmp_path):
     for step in (1, 2, 3):
         store.write(GroupsTaken(step, step, [group(step, 0, [1.0])]))
     store.write(Resumed(1, 1, "c"))
+    store.close()
     assert steps(tmp_path) == [1]
+
+
+def test_a_run_does_not_wait_for_what_it_stores_and_learns_what_was_not(tmp_path):
+    """Written beside the event loop, in order; annotated when all before is there; a fault is told by what follows it."""
+    who, batch = [], [group(1, 0, [1.0, 0.0])]
+    before = threading.active_count()
+
+    class Shown(list):
+        def __iter__(self):
+            who.append(threading.current_thread().name)
+            return super().__iter__()
+
+    async def go():
+        store = RolloutStore(tmp_path)
+        store.write(GroupsTaken(1, 1, Shown(batch)))
+        await store.annotate(1, advantages={(1, 1): np.full(13, 0.25, np.float32)})
+        await store.written()
+        assert read_step(tmp_path, 1)[1]["advantages"] == [0.25] * 13
+        path_of(tmp_path, 2).mkdir()
+        store.write(GroupsTaken(2, 2, batch))
+        await store.annotate(2)
+        for told in (store.annotate(3), store.written()):
+            with pytest.raises(CheckpointError, match=r"writing .*step-000002\.parquet"):
+                await told
+        store.close()
+
+    asyncio.run(go())
+    assert who == ["rollouts_0"] and threading.active_count() == before
 
 
 def test_a_missing_step_is_named_with_those_that_exist(tmp_path):

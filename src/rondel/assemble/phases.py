@@ -9,6 +9,8 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rondel import loop
 from rondel.algos.table import SFT
 from rondel.assemble.joining import admit
@@ -19,8 +21,8 @@ from rondel.evaluate import evaluate
 from rondel.filter import chain
 from rondel.generate.envs.order import Admissions, Shuffled, stream
 from rondel.runtime.ending import Ending
-from rondel.runtime.journal import store
 from rondel.runtime.journal.schedule import Schedule
+from rondel.runtime.journal.store import RolloutStore
 from rondel.train.checkpoint import Checkpoints
 from rondel.train.pack import Batch
 from rondel.words.config import Job
@@ -41,9 +43,17 @@ class Run:
     """The phases of one run and what happens between two versions."""
 
     def __init__(
-        self, job: Job, parts: Parts, folder: Path, checkpoints: Checkpoints, ending: Ending, schedule: Schedule | None = None
+        self,
+        job: Job,
+        parts: Parts,
+        folder: Path,
+        checkpoints: Checkpoints,
+        rollouts: RolloutStore,
+        ending: Ending,
+        schedule: Schedule | None = None,
     ) -> None:
-        self.job, self.parts, self.folder, self.checkpoints, self.ending, self.schedule = job, parts, folder, checkpoints, ending, schedule
+        self.job, self.parts, self.folder, self.checkpoints, self.rollouts = job, parts, folder, checkpoints, rollouts
+        self.ending, self.schedule = ending, schedule
         if schedule is not None:
             parts.placed.engine = Scheduled(parts.engine, schedule)
         self.buffer: Buffer
@@ -230,7 +240,7 @@ class Run:
     async def milestone(self, step: int, version: int, batch: Batch) -> None:
         """Store what training learned of the rollouts; evaluate; checkpoint."""
         job, last = self.job, self.total
-        store.annotate_step(self.folder, step, trainer_logprobs=per_token(batch, "trained"), advantages=per_token(batch, None))
+        await self.rollouts.annotate(step, trainer_logprobs=per_token(batch, "trained"), advantages=per_token(batch, None))
         self.done = (step, version, None if self.buffer.max_staleness else self.buffer.state(version), self.parts.order.state())
         if step < last:
             self.rest.set()
@@ -253,6 +263,7 @@ class Run:
         await self.buffer.turn("save", version, who="learner")
         began, state = time.perf_counter(), then or self.buffer.state(version)
         told = {"step": step, "config": self.job.digest(), "buffer": state, "order": order}
+        await self.rollouts.written()
         path = await self.checkpoints.write(step, self.parts.trainer.save, told)
         self.saved = step
         emit(Checkpointed(step, version, str(path), time.perf_counter() - began))
@@ -267,15 +278,14 @@ def in_time(attempt: Attempt, judge: Judge, buffer: Buffer) -> tuple[Attempt, Ju
     return lambda slot: buffer.in_time(slot, attempt), lambda group: judge(group) if group.trajectories else Verdict(False, LATE)
 
 
-def per_token(batch: Batch, note: str | None) -> dict[tuple[int, int], list[float]]:
+def per_token(batch: Batch, note: str | None) -> dict[tuple[int, int], np.ndarray]:
     """A note (or the advantages) of every trained token, laid out over the whole stream; nothing of what nobody credited: a frozen policy's."""
     out = {}
     for sample in batch.samples:
         if len(sample.advantages) < len(sample.trainable):
             continue
-        values = [0.0] * len(sample.tokens)
         told = sample.notes.get(note) if note else sample.advantages
-        for i, at in enumerate(sample.trainable.tolist()):
-            values[at] = float(told[i]) if told is not None else float("nan")
+        values = np.zeros(len(sample.tokens), np.float32)
+        values[sample.trainable] = np.nan if told is None else np.asarray(told)
         out[(sample.group, sample.index)] = values
     return out

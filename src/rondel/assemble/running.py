@@ -90,31 +90,16 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
         if job.run.record:
             schedule = Recorder(folder)
             ends.callback(schedule.close)
-        journal = Journal(folder, job.run.durability)
-        ends.callback(journal.close)
-        sinks = open_sinks(job.run.sinks, folder, after=found[1]["step"] if found else -1)
-        if job.run.metrics_port:
-            sinks.append(Scraped(job.run.metrics_port))
-        for sink in sinks:
-            ends.callback(sink.close)
-        traces = traces_of(job.run.traces, str(folder), str(job.model.path))
-        if traces is not None:
-            ends.callback(traces.close)
-            ends.callback(subscribe(traces.read))
-        for reader in (
-            journal.write,
-            store.RolloutStore(folder).write,
-            StepMetrics(*(s.write for s in sinks), LateBias().write, Hacking().write).read,
-            Advisor(Place.of(job.tree()), after=job.loop.warmup.steps).read,
-        ):
-            ends.callback(subscribe(reader))
+        rollouts = store.RolloutStore(folder)
+        ends.callback(rollouts.close)
+        _remember(job, folder, rollouts, ends, after=found[1]["step"] if found else -1)
         if unread := [key for key in job.unread() if not key.startswith(("run.", "loop.", "task.eval", "trainer.", "algo."))]:
             raise ConfigError(
                 f"set, but without effect in this run: {', '.join(unread)}. Remove them, or see `rondel explain` for what reads them"
             )
         _replace(folder / "job.toml", tomli_w.dumps(_without_none(job.tree())))
         emit(RunStarted(str(folder), job.digest(), facts_of(parts)))
-        run = Run(job, parts, folder, checkpoints, ending, schedule)
+        run = Run(job, parts, folder, checkpoints, rollouts, ending, schedule)
         if interrupted:
             emit(Resumed(0, 0, ""))
         for restarts in itertools.count(1):
@@ -136,10 +121,32 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
                 )
             parts.close()
             parts = build(job, folder)
-            run = Run(job, parts, folder, checkpoints, ending, schedule)
+            run = Run(job, parts, folder, checkpoints, rollouts, ending, schedule)
             if not found:
                 emit(Resumed(0, 0, ""))
         raise AssertionError
+
+
+def _remember(job: Job, folder: Path, rollouts: store.RolloutStore, ends: ExitStack, after: int) -> None:
+    """Who writes down what happens: journal, rollouts, metrics of the steps after `after`, traces, and what is seen in them."""
+    journal = Journal(folder, job.run.durability)
+    ends.callback(journal.close)
+    sinks = open_sinks(job.run.sinks, folder, after=after)
+    if job.run.metrics_port:
+        sinks.append(Scraped(job.run.metrics_port))
+    for sink in sinks:
+        ends.callback(sink.close)
+    traces = traces_of(job.run.traces, str(folder), str(job.model.path))
+    if traces is not None:
+        ends.callback(traces.close)
+        ends.callback(subscribe(traces.read))
+    for reader in (
+        journal.write,
+        rollouts.write,
+        StepMetrics(*(s.write for s in sinks), LateBias().write, Hacking().write).read,
+        Advisor(Place.of(job.tree()), after=job.loop.warmup.steps).read,
+    ):
+        ends.callback(subscribe(reader))
 
 
 def last_words(error: BaseException) -> str:

@@ -13,6 +13,7 @@ checkpoints/step-000010/
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -159,24 +160,27 @@ class Checkpoints:
             )
 
     async def write(self, step: int, save: Callable[[Path], Awaitable[None]], state: dict[str, Any]) -> Path:
-        """All files into a scratch folder, manifest last, then one rename."""
+        """All files into a scratch folder, manifest last, then one rename. Files are read back on a thread: they may be large."""
         final, scratch = self.folder / f"step-{step:06d}", self.folder / f".writing-{step:06d}"
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         with boundary(CheckpointError, f"writing {final}"):
             await save(scratch)
-            for model in [scratch, *sorted(scratch.glob("policies/*"))]:
-                readable(model)
-            (scratch / "state.json").write_text(json.dumps(state))
-            files = sorted(p for p in scratch.rglob("*") if p.is_file())
-            rows = {p.relative_to(scratch).as_posix(): {"bytes": p.stat().st_size, "crc32": _crc(p)} for p in files}
-            _write_through(scratch / "manifest.json", json.dumps({"step": step, "files": rows}, indent=1))
-            shutil.rmtree(final, ignore_errors=True)
-            scratch.rename(final)
+            await asyncio.to_thread(self._seal, scratch, final, step, state)
+        return final
+
+    def _seal(self, scratch: Path, final: Path, step: int, state: dict[str, Any]) -> None:
+        for model in [scratch, *sorted(scratch.glob("policies/*"))]:
+            readable(model)
+        (scratch / "state.json").write_text(json.dumps(state))
+        files = sorted(p for p in scratch.rglob("*") if p.is_file())
+        rows = {p.relative_to(scratch).as_posix(): {"bytes": p.stat().st_size, "crc32": _crc(p)} for p in files}
+        _write_through(scratch / "manifest.json", json.dumps({"step": step, "files": rows}, indent=1))
+        shutil.rmtree(final, ignore_errors=True)
+        scratch.rename(final)
         void = [other for other in self.all() if other > final]  # corrupt ones that a resume skipped
         for other in [*void, *[old for old in self.all() if old <= final][: -self.keep]]:
             shutil.rmtree(other, ignore_errors=True)
-        return final
 
     def all(self) -> Iterator[Path]:
         """Oldest first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from rondel.words.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, 
 
 def encode(group: Group) -> dict[str, Any]:
     """A finished group as JSON-shaped data; `decode` gives it back."""
-    row = asdict(group)
+    row = _shallow(group) | {"task": asdict(group.task), "trajectories": [_shallow(whole) for whole in group.trajectories]}
     if any(whole.media for whole in group.trajectories):
         row["images"] = {place.image.digest: place.image.stored for whole in group.trajectories for place in whole.media}
     for plain, whole in zip(row["trajectories"], group.trajectories):
@@ -27,6 +27,11 @@ def encode(group: Group) -> dict[str, Any]:
             plain["experts"] = [str(whole.experts.dtype), whole.experts.tolist()]
         plain["outcome"] = [type(whole.outcome).__name__, asdict(whole.outcome)]
     return row
+
+
+def _shallow(of: Any) -> dict[str, Any]:
+    """Its fields, lists and trees copied; `asdict` would look into every token, which takes seconds for a million of them."""
+    return {f.name: value.copy() if isinstance(value := getattr(of, f.name), list | dict) else value for f in fields(of)}
 
 
 def decode(row: dict[str, Any]) -> Group:

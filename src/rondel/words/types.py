@@ -81,6 +81,8 @@ class Score:
     def over(self, mask: list[bool]) -> list[float]:
         """[m] What each of the m tokens that the policy wrote has earned; together the value. A step at a token it did not write counts
         for the last one that it wrote before."""
+        if not self.steps:  # of a million tokens it takes no time
+            return [*[0.0] * (mask.count(True) - 1), 0.0 + self.value] if True in mask else []
         written = [at for at, mine in enumerate(mask) if mine]
         earned = [0.0] * len(written)
         for position, value in self.steps:

@@ -7,10 +7,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,23 +25,60 @@ from rondel.words.errors import CheckpointError, UserError, boundary
 from rondel.words.events import Event, GroupsTaken, Resumed
 from rondel.words.types import EnvFault, Failed, Group, Ok, Outcome, PolicyFault, Score, Task, Trajectory
 
-PerToken = dict[tuple[int, int], list[float]]  # (group id, sample index) -> one number for each of the T tokens
+PerToken = Mapping[tuple[int, int], Any]  # (group id, sample index) -> one number for each of the T tokens
 OUTCOMES: dict[str, type] = {"ok": Ok, "env_fault": EnvFault, "policy_fault": PolicyFault}
 
 
 class RolloutStore:
-    """The writer: `subscribe(RolloutStore("runs/a").write)`. A resume deletes the files of the steps that will be repeated."""
+    """The writer, on a thread of its own: `subscribe(store.write)`, `await store.annotate(...)` after each step, `store.close()`.
+
+    A resume deletes the files of the steps that will be repeated. What could not be written is told by whoever comes next.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
+        self._last: Future[Any] | None = None  # piece of work
+        self._annotated: Future[Any] | None = None  # the last step that was
 
     def write(self, event: Event) -> None:
         if isinstance(event, GroupsTaken):
-            write_step(self.folder, event.step, event.groups, version=event.version)
+            self._then(write_step, self.folder, event.step, event.groups, version=event.version)
         elif isinstance(event, Resumed):
-            for step in steps(self.folder):
-                if step > event.step:
-                    path_of(self.folder, step).unlink()
+            self._then(self._forget, event.step)
+
+    async def annotate(self, step: int, *, trainer_logprobs: PerToken | None = None, advantages: PerToken | None = None) -> None:
+        """What is known only after training. It waits for the step before, so that a slow disk slows the run, and for nothing else."""
+        before = self._annotated
+        self._annotated = self._then(annotate_step, self.folder, step, trainer_logprobs=trainer_logprobs, advantages=advantages)
+        if before is not None:
+            before.result() if before.done() else await asyncio.wrap_future(before)
+
+    async def written(self) -> None:
+        """All that was given is there."""
+        if self._last is not None:
+            await asyncio.wrap_future(self._last)
+
+    def close(self) -> None:
+        """When everything is written."""
+        self._thread.shutdown()
+
+    def _forget(self, after: int) -> None:
+        for step in steps(self.folder):
+            if step > after:
+                path_of(self.folder, step).unlink()
+
+    def _then(self, work: Callable[..., Any], *args: Any, **how: Any) -> Future[Any]:
+        """One after the other; whatever follows a fault has the same."""
+        before = self._last
+
+        def run() -> None:
+            if before is not None:
+                before.result()
+            work(*args, **how)
+
+        self._last = self._thread.submit(run)
+        return self._last
 
 
 def path_of(folder: str | Path, step: int) -> Path:
@@ -80,12 +119,18 @@ def write_step(
 
 def annotate_step(folder: str | Path, step: int, *, trainer_logprobs: PerToken | None = None, advantages: PerToken | None = None) -> None:
     """Add what is known only after training to a step that is stored already."""
-    rows = read_step(folder, step)
-    for row in rows:
-        key = (row["group"], row["sample"])
-        row["trainer_logprobs"] = (trainer_logprobs or {}).get(key, row["trainer_logprobs"])
-        row["advantages"] = (advantages or {}).get(key, row["advantages"])
-    _save(path_of(folder, step), rows)
+    import pyarrow.parquet as pq
+
+    path, schema = path_of(folder, step), _schema()
+    with boundary(CheckpointError, f"writing {path}"):
+        table = pq.read_table(path, schema=schema)
+        keys = list(zip(table["group"].to_pylist(), table["sample"].to_pylist(), strict=True))
+        for name, told in (("trainer_logprobs", trainer_logprobs), ("advantages", advantages)):
+            if told:
+                old = table[name]
+                values = [told[key] if key in told else old[i].as_py() for i, key in enumerate(keys)]
+                table = table.set_column(schema.get_field_index(name), schema.field(name), _column(values, schema.field(name).type))
+        _replace(path, table)
 
 
 def _row(group: Group, sample: int, t: Trajectory) -> dict[str, Any]:
@@ -143,7 +188,6 @@ JSON = ("task_data", "reward_parts", "timings", "media")  # columns of small tre
 
 def _save(path: Path, rows: list[dict[str, Any]]) -> Path:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     with boundary(CheckpointError, f"writing {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,11 +195,30 @@ def _save(path: Path, rows: list[dict[str, Any]]) -> Path:
         rows = [{**row, "task_data": album.without(row["task_data"]), "media": album.keep(row["media"]) or None} for row in rows]
         rows = [{**row, **{name: encode(row[name]) for name in JSON}, "experts": _packed(row["experts"])} for row in rows]
         schema = _schema()
-        table = pa.table({f.name: pa.array([_utf8(row[f.name]) for row in rows], f.type) for f in schema}, schema=schema)
-        draft = path.with_name(f".{path.name}.tmp")
-        pq.write_table(table, draft, compression="zstd")
-        os.replace(draft, path)
+        _replace(path, pa.table({f.name: _column([_utf8(row[f.name]) for row in rows], f.type) for f in schema}, schema=schema))
     return path
+
+
+def _replace(path: Path, table: Any) -> None:
+    """Whole or not at all."""
+    import pyarrow.parquet as pq
+
+    draft = path.with_name(f".{path.name}.tmp")
+    pq.write_table(table, draft, compression="zstd")
+    os.replace(draft, path)
+
+
+def _column(values: list[Any], kind: Any) -> Any:
+    """Lists of numbers by numpy, one row after the other: a row is short, and between two of them other threads may run."""
+    import pyarrow as pa
+
+    if not (pa.types.is_list(kind) and pa.types.is_primitive(kind.value_type)):
+        return pa.array(values, kind)
+    dtype = kind.value_type.to_pandas_dtype()
+    parts = [np.asarray([] if value is None else value, dtype=dtype) for value in values]
+    ends = np.cumsum([0, *map(len, parts)])
+    offsets = pa.array(ends, pa.int32(), mask=np.array([*(value is None for value in values), False]))
+    return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate([*parts, np.empty(0, dtype)]), kind.value_type), type=kind)
 
 
 def _utf8(value: Any) -> Any:
