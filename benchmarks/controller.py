@@ -1,6 +1,7 @@
 """The controller alone: the real loop, buffer, rollouts, router, journal and store, engines that answer after a virtual delay, 10,000 samples at once.
 
 rondel bench controller                    an hour of virtual time; `--hours 0.1 --rollouts 500,2000,8000` shows how costs grow
+rondel bench controller --rollouts 512 --tokens 8192 --hours 0.5     few and long: what a token costs
 
 Time is virtual: when nothing is ready the clock jumps to the next timer, so what is measured is the work of the event loop and nothing else.
 Lag is the time of one pass of the loop: so long anything that is ready may wait for its turn. Resident memory is read once a virtual minute;
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import json
 import random
 import sys
 import tempfile
@@ -19,8 +21,9 @@ import time
 from pathlib import Path
 from statistics import linear_regression
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 from _work import report
 
 from rondel.simulate.clock import VirtualLoop
@@ -28,21 +31,21 @@ from rondel.simulate.clock import VirtualLoop
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.toml"
 GROUP, STALENESS, ENGINES = 8, 1, 8
 TRAIN, SYNC = 40.0, 2.0  # virtual seconds of a step and of its update
-TOKEN = 0.2  # virtual seconds
+LONGEST = 102.4  # virtual seconds of the longest answer
 
 
 class Later:
     """An engine that answers after as long as an engine would: lengths are skewed, as those of a reasoning model."""
 
-    def __init__(self, seed: int) -> None:
-        self.draw, self.version = random.Random(seed), 0
-        self.tokens, self.logprobs = list(range(10, 522)), [-1.0] * 512
+    def __init__(self, seed: int, most: int) -> None:
+        self.draw, self.version, self.most = random.Random(seed), 0, most
+        self.tokens, self.logprobs = [10 + i % 512 for i in range(most)], [-self.draw.random() for _ in range(most)]
 
     async def generate(self, request: Any) -> Any:
         from rondel.words.types import Completion
 
-        n = min(512, 1 + int(self.draw.lognormvariate(4.5, 0.8)))
-        await asyncio.sleep(TOKEN * n)
+        n = min(self.most, 1 + int(self.most / 512 * self.draw.lognormvariate(4.5, 0.8)))
+        await asyncio.sleep(LONGEST * n / self.most)
         return Completion(self.tokens[:n], self.logprobs[:n], [self.version] * n, "stop", prompt_tokens=len(request.tokens))
 
 
@@ -51,6 +54,8 @@ class Trainer:
         from rondel.words.types import StepStats
 
         await asyncio.sleep(TRAIN)
+        for sample in batch.samples:
+            sample.advantages = np.zeros(len(sample.trainable), np.float32)
         return StepStats(True, {})
 
 
@@ -58,13 +63,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="rondel bench controller", description=__doc__.splitlines()[0])
     parser.add_argument("--rollouts", default="10000", help="samples in flight; several numbers are run one after the other")
     parser.add_argument("--hours", type=float, default=1.0, help="virtual")
+    parser.add_argument("--tokens", type=int, default=512, help="of the longest answer; the median has a sixth")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     for n in map(int, args.rollouts.split(",")):
-        report(measure(n, args.hours * 3600), only_json=args.json)
+        report(measure(n, args.hours * 3600, args.tokens), only_json=args.json)
 
 
-def measure(rollouts: int, seconds: float) -> dict[str, Any]:
+def measure(rollouts: int, seconds: float, tokens: int) -> dict[str, Any]:
     from rondel.runtime.journal.log import Journal
     from rondel.runtime.journal.store import RolloutStore
     from rondel.runtime.telemetry.metrics import StepMetrics
@@ -75,7 +81,7 @@ def measure(rollouts: int, seconds: float) -> dict[str, Any]:
     def count(_: Any) -> None:
         seen[0] += 1
 
-    parts, tasks = made(rollouts)
+    parts, tasks = made(rollouts, tokens)
     importlib.import_module("rondel.assemble.running")  # the time that it takes is not the loop's
     with tempfile.TemporaryDirectory(prefix="controller-") as folder:
         journal = Journal(folder)
@@ -85,7 +91,7 @@ def measure(rollouts: int, seconds: float) -> dict[str, Any]:
             with asyncio.Runner(loop_factory=VirtualLoop) as runner:
                 loop, memory = runner.get_loop(), [(0.0, rss())]
                 began, cpu = time.perf_counter(), time.process_time()
-                buffer = runner.run(drive(parts, tasks, rollouts, seconds, memory))
+                buffer = runner.run(drive(parts, tasks, rollouts, seconds, memory, stored))
                 took, cpu = time.perf_counter() - began, time.process_time() - cpu
         finally:
             for end in ends:
@@ -116,7 +122,7 @@ def slope(memory: list[tuple[float, float]]) -> float:
     return 3600 * linear_regression(*zip(*memory)).slope if len(memory) > 1 else 0.0
 
 
-def made(rollouts: int) -> tuple[SimpleNamespace, Any]:
+def made(rollouts: int, tokens: int) -> tuple[SimpleNamespace, Any]:
     """What a run has when it begins; engines, trainer and reward are ours."""
     from rondel.assemble.failures import Failures
     from rondel.assemble.parts import judge_of, sampling_of
@@ -132,8 +138,8 @@ def made(rollouts: int) -> tuple[SimpleNamespace, Any]:
     changes = {
         "run.folder": "nowhere",
         "algo.group_size": GROUP,
-        "model.path.max_position_embeddings": 1024,
-        "engine.sampling.max_tokens": 512,
+        "model.path.max_position_embeddings": tokens + 512,
+        "engine.sampling.max_tokens": tokens,
     }
     job = Job.read(RECIPE, changes)
     loaded, draw = load(job.model.path, dtype="float32", device="cpu"), random.Random(0)
@@ -141,7 +147,7 @@ def made(rollouts: int) -> tuple[SimpleNamespace, Any]:
     async def score(trajectory: Any, task: Any) -> Any:
         return Score(float(draw.random() < 0.5))
 
-    engines = {f"engine-{i}": Later(i) for i in range(ENGINES)}
+    engines = {f"engine-{i}": Later(i, tokens) for i in range(ENGINES)}
     return SimpleNamespace(
         job=job, sampling=sampling_of(job), env=SingleTurn(), routes=False, failures=Failures(), judge=judge_of(job, rows_of(job)), engines=engines,
         engine=Router(engines, max_inflight=2 * rollouts // ENGINES), pool=SimpleNamespace(score=score),
@@ -149,15 +155,16 @@ def made(rollouts: int) -> tuple[SimpleNamespace, Any]:
     ), stream(Shuffled(load_tasks(job.task.data, env=job.task.env).train, seed=0))  # fmt: skip
 
 
-async def drive(parts: Any, tasks: Any, rollouts: int, seconds: float, memory: list[tuple[float, float]]) -> Any:
+async def drive(parts: Any, tasks: Any, rollouts: int, seconds: float, memory: list[tuple[float, float]], stored: Any) -> Any:
     """The loop as a run has it."""
     from rondel import loop as house
+    from rondel.assemble.phases import per_token
     from rondel.assemble.rollouts import Rollouts, prepare
     from rondel.buffer import Buffer
 
     groups = max(1, rollouts // (GROUP * (STALENESS + 1)))
     buffer = Buffer(groups_per_step=groups, max_staleness=STALENESS)
-    work, clock = Rollouts(parts, GROUP), asyncio.get_running_loop()
+    work, clock = Rollouts(parts, GROUP), cast(VirtualLoop, asyncio.get_running_loop())
 
     async def sync(trainer: Any, engine: Any) -> int:
         await asyncio.sleep(SYNC)
@@ -165,7 +172,11 @@ async def drive(parts: Any, tasks: Any, rollouts: int, seconds: float, memory: l
             one.version += 1
         return buffer.version + 1
 
-    async def milestone(step: int, version: int, batch: Any) -> None: ...
+    async def milestone(step: int, version: int, batch: Any) -> None:
+        with clock.still():
+            await stored.annotate(step, advantages=per_token(batch, None))
+        if step % 10 == 0:  # what a checkpoint keeps of a buffer
+            json.dumps(buffer.state(version))
 
     async def reading() -> None:
         while True:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from rondel.planner import split
 from rondel.planner.setting import what_if
 from rondel.simulate import World, simulate, world_of
+from rondel.simulate.clock import VirtualLoop
 from rondel.simulate.lengths import log_normal, recorded, tailed
 from rondel.words.errors import UserError
 
@@ -169,3 +172,18 @@ def test_lengths_of_a_recorded_run(tmp_path):
 def test_a_clock_that_would_spin_is_refused():
     with pytest.raises(UserError, match="no engine is that fast"):
         simulate(replace(flat(), beat=[1e-9] * (PLACES + 1)), steps=2)
+
+
+def test_virtual_time_stands_still_while_something_real_is_waited_for():
+    async def go() -> tuple[float, bool]:
+        loop = asyncio.get_running_loop()
+        timer = asyncio.create_task(asyncio.sleep(3600))
+        await asyncio.sleep(0)
+        with loop.still():
+            await asyncio.to_thread(time.sleep, 0.05)
+        before, due = loop.time(), timer.done()
+        await timer
+        return before, due
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert runner.run(go()) == (0.0, False) and runner.get_loop().time() == 3600

@@ -6,6 +6,8 @@ import asyncio
 import math
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -31,18 +33,31 @@ class Passes:
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """The clock jumps to the next timer when nothing is ready. `passes` are those of the loop."""
+    """The clock jumps to the next timer when nothing is ready, unless it stands `still`. `passes` are those of the loop."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now, self.passes, self._since = 0.0, Passes(), time.perf_counter()
+        self._still = 0
         self._poll, self._selector.select = self._selector.select, self._jump  # type: ignore[attr-defined]
 
     def time(self) -> float:
         return self.now
 
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """While something real is waited for: a thread's work takes no virtual time."""
+        self._still += 1
+        try:
+            yield
+        finally:
+            self._still -= 1
+
     def _jump(self, timeout: float | None = None) -> list[Any]:
         self.passes.add(time.perf_counter() - self._since)
+        if self._still and timeout:
+            timeout = None
         self.now += timeout or 0.0
+        events = self._poll(0 if timeout is not None else None)
         self._since = time.perf_counter()
-        return self._poll(0 if timeout is not None else None)  # type: ignore[no-any-return]
+        return events  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
-from math import fsum
+from math import fsum, isnan
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -185,7 +185,7 @@ class Trajectory:
             raise ValueError(
                 f"a support of {len(support)} entries for {n} {'given' if logprobs is None else 'drawn'} tokens: one a drawn token"
             )
-        if logprobs is not None and any(not lp <= 1e-6 for lp in logprobs):  # NaN fails too
+        if logprobs and (max(logprobs) > 1e-6 or any(map(isnan, logprobs))):
             raise ValueError(f"a log-probability above 0 or NaN: {max(logprobs)}")
         if support is not None or self.support is not None:
             before = [None] * len(self.tokens) if self.support is None else self.support
