@@ -174,10 +174,10 @@ class Update:
             raise SyncError("no update was applied, but the published weights changed (law 6)")
 
     async def _probe_gap(self, engine: Engine, manifest: Manifest, policy: str = POLICY) -> float:
-        scored = await self._together({"the engine": engine.score(Request(list(self.probe), policy=policy))}, "the probe")
-        (ours,) = await self._together({"the trainer": self.scores[policy](self.probe)}, "the probe")
         whose = "" if policy == POLICY else f" of '{policy}'"
-        theirs = scored[0].logprobs
+        both = {"the engine": engine.score(Request(list(self.probe), policy=policy)), "the trainer": self.scores[policy](self.probe)}
+        scored, ours = await self._together(both, "the probe")
+        theirs = scored.logprobs
         if len(theirs) != len(ours):
             raise SyncError(
                 f"the probe has {len(self.probe)} tokens; the trainer{whose} scored {len(ours)} of them, the engine {len(theirs)} (law 6)"
