@@ -127,6 +127,30 @@ def test_a_run_does_not_wait_for_what_it_stores_and_learns_what_was_not(tmp_path
     assert who == ["rollouts_0"] and threading.active_count() == before
 
 
+def test_who_waits_no_more_loses_nothing_of_what_is_being_stored(tmp_path):
+    batch, hold = [group(1, 0, [1.0, 0.0])], threading.Event()
+
+    class Slow(list):
+        def __iter__(self):
+            hold.wait(10)
+            return super().__iter__()
+
+    async def go():
+        store = RolloutStore(tmp_path)
+        store.write(GroupsTaken(1, 1, Slow(batch)))
+        await store.annotate(1, advantages={(1, 1): [0.25] * 13})
+        waits = asyncio.create_task(store.annotate(1, trainer_logprobs={(1, 0): [-0.5] * 13}))
+        await asyncio.sleep(0.01)
+        waits.cancel()
+        hold.set()
+        await store.written()
+        store.close()
+
+    asyncio.run(go())
+    first, second = read_step(tmp_path, 1)
+    assert first["trainer_logprobs"] == [-0.5] * 13 and second["advantages"] == [0.25] * 13
+
+
 def test_a_missing_step_is_named_with_those_that_exist(tmp_path):
     write_run(tmp_path)
     with pytest.raises(UserError, match="no rollouts of step 9; stored: 1 to 4"):

@@ -52,12 +52,12 @@ class RolloutStore:
         before = self._annotated
         self._annotated = self._then(annotate_step, self.folder, step, trainer_logprobs=trainer_logprobs, advantages=advantages)
         if before is not None:
-            before.result() if before.done() else await asyncio.wrap_future(before)
+            before.result() if before.done() else await _done(before)
 
     async def written(self) -> None:
         """All that was given is there."""
         if self._last is not None:
-            await asyncio.wrap_future(self._last)
+            await _done(self._last)
 
     def close(self) -> None:
         """When everything is written."""
@@ -79,6 +79,11 @@ class RolloutStore:
 
         self._last = self._thread.submit(run)
         return self._last
+
+
+async def _done(work: Future[Any]) -> None:
+    """Whoever is told to wait no more takes nothing with it: the work goes on."""
+    await asyncio.shield(asyncio.wrap_future(work))
 
 
 def path_of(folder: str | Path, step: int) -> Path:
