@@ -18,10 +18,10 @@ from rondel.words.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "quickstart.toml"
-# https://ray-project.github.io/kuberay/reference/api/ (v1.4), required: of the CRDs since v1.0
+# https://ray-project.github.io/kuberay/reference/api/ (v1.4; authOptions: since v1.5.1), required: of the CRDs since v1.0
 FIELDS = {
     "RayJobSpec": set(["activeDeadlineSeconds", "backoffLimit", "rayClusterSpec", "submitterPodTemplate", "metadata", "clusterSelector", "submitterConfig", "managedBy", "deletionStrategy", "entrypoint", "runtimeEnvYAML", "jobId", "submissionMode", "entrypointResources", "entrypointNumCpus", "entrypointNumGpus", "ttlSecondsAfterFinished", "shutdownAfterJobFinishes", "suspend"]),
-    "RayClusterSpec": set(["suspend", "managedBy", "autoscalerOptions", "headServiceAnnotations", "enableInTreeAutoscaling", "gcsFaultToleranceOptions", "headGroupSpec", "rayVersion", "workerGroupSpecs"]),
+    "RayClusterSpec": set(["authOptions", "suspend", "managedBy", "autoscalerOptions", "headServiceAnnotations", "enableInTreeAutoscaling", "gcsFaultToleranceOptions", "headGroupSpec", "rayVersion", "workerGroupSpecs"]),
     "HeadGroupSpec": set(["template", "headService", "enableIngress", "rayStartParams", "serviceType"]),
     "WorkerGroupSpec": set(["suspend", "groupName", "replicas", "minReplicas", "maxReplicas", "idleTimeoutSeconds", "rayStartParams", "template", "scaleStrategy", "numOfHosts"]),
 }  # fmt: skip
@@ -68,7 +68,7 @@ def test_a_batch_script_is_good_shell_and_fills_the_cluster(tmp_path, way, nodes
 
 FAKES = {  # what the scripts call, each writing down what it was asked
     "scontrol": 'printf "n0\\nn1\\nn2\\n"',
-    "srun": 'while [ "$1" != -w ]; do shift; done; node=$2; shift 2; echo "$node $*" >> "$CALLS"; "$@"',
+    "srun": 'while [ "$1" != -w ]; do shift; done; node=$2; shift 2; echo "$node $* ${RAY_AUTH_MODE:-} ${RAY_AUTH_TOKEN:-}" >> "$CALLS"; "$@"',
     "hostname": 'echo "10.0.0.7 fe80::1"',
     "ray": 'if [ "$1" = start ]; then sleep 1; fi',
     "torchrun": "exit 0",
@@ -96,6 +96,8 @@ def test_a_batch_script_starts_what_it_should_where_it_should(tmp_path, way):
         assert [c.split()[0] for c in started] == ["n0", "n1", "n2"] and "--head --node-ip-address=10.0.0.7" in started[0]
         assert all("--address=10.0.0.7:6379 --num-gpus=4" in c for c in started[1:])
         last = calls[-1] if "rondel train" in calls[-1] else next(c for c in calls if "rondel train" in c)
+        token = re.search(r" token ([0-9a-f]{64})$", last)
+        assert token and all(c.endswith(token[0]) for c in started), "who has no token runs no code on the nodes"
         assert last.startswith("n0 rondel train") and "--place.ranks=10" in last and "--place.address=auto" in last
 
 
@@ -109,6 +111,7 @@ def test_a_ray_job_has_what_its_definition_requires_and_nothing_else(nodes):
     parts += [("WorkerGroupSpec", group) for group in cluster.get("workerGroupSpecs", [])]
     for kind, part in parts:
         assert REQUIRED[kind] <= part.keys() <= FIELDS[kind], kind
+    assert cluster["authOptions"] == {"mode": "token"} and cluster["rayVersion"] in told.splitlines()[1]
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"]) and len(job["metadata"]["name"]) <= 47
     groups = cluster.get("workerGroupSpecs", [])

@@ -13,6 +13,7 @@ from rondel.assemble.parts import sampling_of
 from rondel.assemble.placing import _spawned
 from rondel.assemble.rows import rows_of
 from rondel.sync.from_distributed import FromDistributed
+from rondel.words.events import subscribe
 
 pytestmark = pytest.mark.slow
 
@@ -93,3 +94,15 @@ def test_under_torchrun_each_rank_has_the_gpu_of_its_number(monkeypatch):
 
     monkeypatch.setenv("LOCAL_RANK", "3"), monkeypatch.setenv("LOCAL_WORLD_SIZE", "7"), monkeypatch.setenv("WORLD_SIZE", "15")
     assert (torchrun.own_device("cuda"), torchrun.own_device("cpu"), torchrun.ranks_here()) == ("cuda:3", "cpu", 7)
+
+
+@pytest.mark.parametrize(("mode", "told"), [(None, True), ("disabled", True), ("token", False)])
+def test_a_cluster_that_asks_for_no_token_is_said_aloud(monkeypatch, mode, told):
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    heard = []
+    stop = subscribe(heard.append)
+    ray.warn_if_open()
+    stop()
+    assert bool(heard) == told and all("RAY_AUTH_MODE=token" in e.message for e in heard)

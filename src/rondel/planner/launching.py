@@ -17,6 +17,9 @@ from rondel.words.config import Job
 from rondel.words.errors import UserError
 
 PORT = 6379  # of Ray's head, and Ray's own default
+RAY = (
+    "2.60.0"  # what the image of a RayJob is thought to have: since 2.52 a cluster can ask for a token, and who has none runs no code there
+)
 SHARED = "/runs"  # where a pod finds the claim that keeps run folders
 
 
@@ -114,6 +117,9 @@ done
 
 def _with_ray(layout: Layout) -> str:
     return f"""
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN # of this job alone: without it whoever reaches a port of Ray could run code (Ray 2.52 or newer)
+RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
+
 read -r address _ < <(on "$first" hostname --ip-address)
 head="$address:{PORT}"
 
@@ -157,6 +163,8 @@ def kuberay(layout: Layout, *, image: str, claim: str) -> str:
         "template": pod("worker"),
     }
     cluster = {
+        "rayVersion": RAY,
+        "authOptions": {"mode": "token"},
         "headGroupSpec": {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": pod("head")},
         **({"workerGroupSpecs": [workers]} if layout.nodes > 1 else {}),
     }
@@ -176,7 +184,8 @@ def kuberay(layout: Layout, *, image: str, claim: str) -> str:
     ]
     said = (
         f"# Ranks of the trainer: {layout.ranks}, engines: {layout.engines}, nodes: {layout.nodes}. kubectl apply -f this file.\n"
-        f"# The image has Rondel and Ray: FROM rayproject/ray:VERSION-gpu, RUN pip install 'rondel[cluster]'.\n"
+        f"# The image has Rondel and Ray: FROM rayproject/ray:{RAY}-gpu, RUN pip install 'rondel[cluster]'; rayVersion below is that of the image.\n"
+        f"# KubeRay 1.5.1 or newer makes the token that all pods of this job need (authOptions); without one any pod could run code in them.\n"
         f"# The claim '{claim}' keeps the run folder and is mounted by every pod (ReadWriteMany): a job that is retried goes on from there.\n"
     )
     return said + yaml.dump_all(documents, sort_keys=False, width=1000, Dumper=_dumper(yaml))

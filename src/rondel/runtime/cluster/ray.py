@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from rondel.runtime.cluster.child import portable
 from rondel.runtime.cluster.worker import START, Worker
 from rondel.words.errors import ConfigError, SilentError, WorkerError
-from rondel.words.events import subscribe
+from rondel.words.events import Warned, emit, subscribe
 
 RESERVE = 120.0  # seconds that the cluster may take to find room for all workers
 
@@ -51,6 +51,7 @@ class RayCluster:
                 ray.init(
                     address=address, runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=True, configure_logging=False, **more
                 )
+        warn_if_open()
         self._group = placement_group([{"CPU": cpus, **({"GPU": gpus} if gpus else {})}] * workers, strategy="PACK")
         if not self._group.wait(RESERVE):
             has = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
@@ -154,6 +155,17 @@ def _answers(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=5).close()
     except (OSError, ValueError) as error:
         raise ConfigError(f"nobody answers at '{address}' ({error}): is it the HOST:PORT that `ray start --head` printed?") from error
+
+
+def warn_if_open() -> None:
+    """Ray's ports are on all interfaces. Since 2.59 a Ray that a program starts for itself asks for a token, and says so to that program."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        emit(
+            Warned(
+                f"this Ray cluster (Ray {ray.__version__}) asks nobody for a token: whoever reaches a port of its machines can run code there. Set "
+                "RAY_AUTH_MODE=token on all of them (Ray 2.52 or newer, https://docs.ray.io/en/latest/ray-security/token-auth.html)"
+            )
+        )
 
 
 @contextlib.contextmanager
