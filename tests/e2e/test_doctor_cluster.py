@@ -79,6 +79,10 @@ def gone(seen):
     seen.nodes[1].error = "the actor died"
 
 
+def unasked(seen):
+    seen.asks = False
+
+
 @pytest.mark.parametrize(
     ("fault", "state", "what", "fix"),
     [
@@ -95,6 +99,7 @@ def gone(seen):
         (slow, "note", "node-1 to node-0", "GLOO_SOCKET_IFNAME"),
         (empty, "broken", "node-1", "on node-1: pip install 'rondel[cluster]==0.1.0'"),
         (gone, "broken", "node-1", "ray start --address"),
+        (unasked, "note", "token", "RAY_AUTH_MODE=token"),
     ],
 )
 def test_each_fault_has_its_one_fix(fault, state, what, fix):

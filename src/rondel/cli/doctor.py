@@ -74,11 +74,12 @@ def between(address: str, folder: str) -> Iterator[Sign]:
     from rondel.runtime.cluster.nodes import judge, look
 
     several: Any
+    asks = None
     try:
-        from rondel.runtime.cluster.ray import EveryNode
+        from rondel.runtime.cluster.ray import EveryNode, asks_for_token
 
         several = EveryNode(Lookout, address=address or "auto")
-        workers, name = several.workers, "Ray"
+        workers, name, asks = several.workers, "Ray", asks_for_token()
     except (ConfigError, ImportError) as error:
         if address:
             raise ConfigError(
@@ -90,7 +91,7 @@ def between(address: str, folder: str) -> Iterator[Sign]:
         workers = {f"process-{i}": ("127.0.0.1", several.spawn(f"process-{i}", Lookout, tells=False)) for i in range(2)}
         name = "no Ray cluster runs: processes of this machine"
     try:
-        seen = asyncio.run(look(workers, folder=folder, cluster=name))
+        seen = asyncio.run(look(workers, folder=folder, cluster=name, asks=asks))
     finally:
         several.close()
     for row in judge(seen):

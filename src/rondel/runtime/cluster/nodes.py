@@ -38,11 +38,12 @@ class Seen:
     links: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     folder: str = ""
     cluster: str = ""
+    asks: bool | None = None  # whoever comes, for a token; None where nobody can come
 
 
-async def look(workers: Mapping[str, tuple[str, Any]], *, folder: str = "", cluster: str = "") -> Seen:
+async def look(workers: Mapping[str, tuple[str, Any]], *, folder: str = "", cluster: str = "", asks: bool | None = None) -> Seen:
     """`workers`: name -> (address, a Lookout behind a proxy). The first is the one whose versions and clock count."""
-    seen = Seen([Node(name, address) for name, (address, _) in workers.items()], folder=folder, cluster=cluster)
+    seen = Seen([Node(name, address) for name, (address, _) in workers.items()], folder=folder, cluster=cluster, asks=asks)
     for node in seen.nodes:
         who = workers[node.name][1]
         try:
@@ -96,6 +97,9 @@ def _pairs(names: list[str]) -> list[tuple[str, str]]:
 def judge(seen: Seen) -> Iterator[Row]:
     there, several = [node for node in seen.nodes if not node.error], len(seen.nodes) > 1
     yield "cluster", "ok", f"{seen.cluster}, {len(seen.nodes)} node{'s' * several}: {', '.join(node.address for node in seen.nodes)}", ""
+    if seen.asks is False:
+        fix = "RAY_AUTH_MODE=token in the environment of `ray start` on every node, and of what connects (Ray 2.52 or newer)"
+        yield "token", "note", "nobody is asked for one: whoever reaches a port of a node can run code there", fix
     for node in seen.nodes:
         if node.error:
             yield node.name, "broken", f"nothing can be started there: {node.error}", _install(node, there)

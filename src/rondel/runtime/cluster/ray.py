@@ -157,9 +157,14 @@ def _answers(address: str) -> None:
         raise ConfigError(f"nobody answers at '{address}' ({error}): is it the HOST:PORT that `ray start --head` printed?") from error
 
 
+def asks_for_token() -> bool:
+    """Once connected. Since 2.59 a Ray that a program starts for itself asks for one, and says so to that program."""
+    return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+
+
 def warn_if_open() -> None:
-    """Ray's ports are on all interfaces. Since 2.59 a Ray that a program starts for itself asks for a token, and says so to that program."""
-    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+    """Ray's ports are on all interfaces."""
+    if not asks_for_token():
         emit(
             Warned(
                 f"this Ray cluster (Ray {ray.__version__}) asks nobody for a token: whoever reaches a port of its machines can run code there. Set "
