@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import signal
@@ -17,7 +16,7 @@ from diagnose_kit import JOB, evaluated, healthy
 from units.synthetic import group
 
 from rondel.runtime.journal.log import Journal
-from rondel.runtime.journal.store import RolloutStore
+from rondel.runtime.journal.store import RolloutStore, annotate_step
 from rondel.words import events as words
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -68,15 +67,14 @@ class Growing:
         folder.mkdir(parents=True)
         job = JOB | {"loop": {"steps": 60, "max_staleness": LAG}, "place": {"kind": "split", "engines": 1}}
         (folder / "job.toml").write_text(tomli_w.dumps(job))
-        self.journal, self.store = Journal(folder), RolloutStore(folder)
+        self.journal = Journal(folder)
         self.journal.write(words.RunStarted(str(folder), "h", {"needs": [], "corrects": True, "loss": HOSTILE, "seed": 1}))
         self.journal.write(evaluated(0, 0.2))
         self.journal.write(words.Warned(f"slow disk {HOSTILE}"))
         for _ in range(steps):
             self.step()
         first = (2 * steps - 2, 0)
-        asyncio.run(self.store.annotate(steps, trainer_logprobs={first: [-1.0] * 13}, advantages={first: [0.5] * 13}))
-        asyncio.run(self.store.written())
+        annotate_step(folder, steps, trainer_logprobs={first: [-1.0] * 13}, advantages={first: [0.5] * 13})
         self.journal.write(evaluated(steps, 0.6))
         self.journal.write(words.Stalled(f"A waits for {HOSTILE}"))
         (folder / "checkpoints" / "step-000004").mkdir(parents=True)
@@ -88,10 +86,11 @@ class Growing:
 
     def step(self) -> None:
         self.steps += 1
+        store = RolloutStore(self.folder)
         for event in step_events(self.steps):
             self.journal.write(event)
-            self.store.write(event)
-        asyncio.run(self.store.written())
+            store.write(event)
+        store.close()
 
 
 class Server:
