@@ -31,7 +31,7 @@ from rondel.runtime.journal.log import read
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.toml"
 STEPS, PATIENCE = 16, 6.0
-RAYS = 90.0  # seconds in which Ray's own two agents end after a driver that was killed; they take 62
+RAYS = 90.0  # seconds in which Ray's own two agents end after a driver that was killed: about a minute
 MARK = "RONDEL_CHAOS"  # in the environment of everything that a run starts
 SMALL = {
     "loop.warmup.steps": 0, "loop.steps": STEPS, "loop.groups_per_step": 4, "algo.group_size": 4, "engine.max_running": 32,

@@ -3,7 +3,8 @@
     rondel bench telemetry recipes/tiny.toml --steps 40 --json
 
 `share_of_step` has the share of the RL steps' CPU time (which other processes do not stretch) that each takes: Journal (a JSON line an event, flushed), StepMetrics (the fold, the sinks, the
-alarms), Progress, Advisor, Stacks, accounts. `telemetry` is their sum. RolloutStore is beside it: it writes the answers themselves, which is data.
+alarms), Progress, Advisor, Stacks, accounts. `telemetry` is their sum. RolloutStore is beside it, with what its thread does: it writes the
+answers themselves, which is data.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     from _work import report
 
     from rondel.assemble import running
+    from rondel.runtime.journal import store
     from rondel.runtime.journal.log import read
     from rondel.words import account
     from rondel.words.config import Job, parse_overrides
@@ -57,7 +59,17 @@ def main(argv: list[str] | None = None) -> None:
 
         return subscribe(read_timed)
 
-    plain = account.Account._lap
+    def counted(work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **how: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return work(*args, **how)
+            finally:
+                spent[DATA] += time.thread_time() - began  # type: ignore[assignment]
+
+        return run
+
+    plain, write, annotate = account.Account._lap, store.write_step, store.annotate_step
 
     def lap(self: Any) -> None:
         began = time.thread_time()
@@ -74,10 +86,12 @@ def main(argv: list[str] | None = None) -> None:
         job = Job.read(a.recipe, overrides)
         warm = job.loop.warmup.steps
         before, running.subscribe, account.Account._lap = running.subscribe, timed, lap
+        store.write_step, store.annotate_step = counted(write), counted(annotate)
         try:
             running.train(job, quiet=True)
         finally:
             running.subscribe, account.Account._lap = before, plain
+            store.write_step, store.annotate_step = write, annotate
         done = [e for e in read(scratch) if e["kind"] == "StepDone" and e["step"] > warm]
     seconds = marks[-1] - marks[0] if warm else marks[-1]
     shares = {name: round(n / seconds, 5) for name, n in spent.most_common()}

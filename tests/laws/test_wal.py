@@ -133,6 +133,17 @@ def test_routes_stand_beside_their_tokens(tmp_path, experts):
     assert np.array_equal(next(last.written(4, 7)).routes[1], given)
 
 
+def damage(path, rng, first, *, torn):
+    """Somewhere behind `first` bytes: cut off, or one byte another."""
+    data = bytearray(path.read_bytes())
+    at = int(rng.integers(first, len(data)))
+    if torn:
+        del data[at:]
+    else:
+        data[at] ^= 0xFF
+    path.write_bytes(data)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_a_torn_block_with_routes_ends_its_segment(tmp_path, seed):
     rng, log = np.random.default_rng(seed), TokenLog(tmp_path)
@@ -140,14 +151,7 @@ def test_a_torn_block_with_routes_ends_its_segment(tmp_path, seed):
     for i in range(6):
         log.write([*rows(1, i, 1, 3), *rows(2, i, 1, 3)], [(i, routes(2, 8, i)), (i, routes(2, 8, i))])
     log.close()
-    path = tmp_path / "000003.bin"
-    data = bytearray(path.read_bytes())
-    at = int(rng.integers(60, len(data)))
-    if seed % 2:
-        del data[at:]
-    else:
-        data[at] ^= 0xFF
-    path.write_bytes(data)
+    damage(tmp_path / "000003.bin", rng, 60, torn=seed % 2)
     again = TokenLog(tmp_path)
     again.committed(3, "root-3")
     for key in (1, 2):
@@ -170,17 +174,10 @@ def test_a_changed_task_finds_nothing(folder):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_torn_or_wrong_block_ends_its_segment_and_the_next_life_writes_behind_what_is_whole(folder, seed):
-    rng, path = np.random.default_rng(seed), folder / "000003.bin"
-    data = bytearray(path.read_bytes())
     whole = TokenLog(folder)
     whole.committed(4, "root-4")
     everything = {key: said(whole, key) for key in (1, 2, 3)}
-    at = int(rng.integers(1, len(data)))
-    if seed % 2:
-        del data[at:]
-    else:
-        data[at] ^= 0xFF
-    path.write_bytes(data)
+    damage(folder / "000003.bin", np.random.default_rng(seed), 1, torn=seed % 2)
     log = TokenLog(folder)
     log.committed(3, "root-3")
     for key in (1, 2):

@@ -111,6 +111,7 @@ def test_a_ray_job_has_what_its_definition_requires_and_nothing_else(nodes):
     parts += [("WorkerGroupSpec", group) for group in cluster.get("workerGroupSpecs", [])]
     for kind, part in parts:
         assert REQUIRED[kind] <= part.keys() <= FIELDS[kind], kind
+    assert f"ray=={cluster['rayVersion']}" in (ROOT / "constraints.txt").read_text().splitlines()
     assert cluster["authOptions"] == {"mode": "token"} and cluster["rayVersion"] in told.splitlines()[1]
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"]) and len(job["metadata"]["name"]) <= 47

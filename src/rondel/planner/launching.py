@@ -17,9 +17,7 @@ from rondel.words.config import Job
 from rondel.words.errors import UserError
 
 PORT = 6379  # of Ray's head, and Ray's own default
-RAY = (
-    "2.60.0"  # what the image of a RayJob is thought to have: since 2.52 a cluster can ask for a token, and who has none runs no code there
-)
+RAY = "2.60.0"  # of the image of a RayJob, and of constraints.txt; since 2.52 a cluster can ask for a token
 SHARED = "/runs"  # where a pod finds the claim that keeps run folders
 
 
