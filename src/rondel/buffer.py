@@ -3,13 +3,14 @@
     admit ──> waiting ──claim──> rolling ──put──> finished ──take──> taken ──settle──> trained
                                     └──drop──> filtered(rule) | failed(reason)   (the place is refunded)
 
-P groups per step · S max_staleness · v version served (counts consumed batches) · live = admitted - dropped
-Admit while live < (v + S + 1)·P. A group born at b is trained at v <= b + S, so a batch is a slot of P places before a deadline, and all
-deadlines can be kept as long as, for every b, (unconsumed groups born at b or before) <= P·(batches from now to b + S). `take` picks the
+P groups per step · S max_staleness · v version served (counts consumed batches) · open = waiting, rolling or finished
+Admit while open < (S + 1)·P, less the places of the batch at v that are gone: those picked so far, and all P once `take` has returned,
+even if it returned fewer. A group born at b is trained at v <= b + S, so a batch is a slot of P places before a deadline, and all
+deadlines can be kept as long as, for every b, (open groups born at b or before) <= P·(batches from now to b + S). `take` picks the
 oldest finished group whose absence from the batches after it keeps this true: whoever is slow is overtaken until its deadline, and then
 waited for. S = 0 makes every group due at once, so synchronous training is a consequence.
 
-X oversample > 0: admit while live < (v + S + 1)·P + X and take whoever has finished. Who would be older than S is late: at the advance of v
+X oversample > 0: admit X more, and take whoever has finished. Who would be older than S is late: at the advance of v
 its place is refunded, and its task is lost (and counted), or asked again from the beginning.
 """
 
@@ -52,7 +53,6 @@ class Buffer:
     window           at most so far past an unfinished group does `take` look, in admission numbers: 1 is first in, first out. None: no limit
     oversample       X, groups begun beyond those of which each is certain to be trained in time
     retry            whether the task of a late group is asked again
-    start            the version at which this buffer's first batch is trained; v counts batches from there
     max_refills      a step gives up refilling after this many times P dropped groups
     patience         seconds without any change after which a wait is an error (law 10)
     order            asked before, told after whatever changes what a batch will be: it records the order, or enforces a recorded one
@@ -67,7 +67,6 @@ class Buffer:
         oversample: int = 0,
         retry: bool = False,
         version: int = 0,
-        start: int = 0,
         max_refills: int = 20,
         patience: float = 1800.0,
         order: Order | None = None,
@@ -78,7 +77,7 @@ class Buffer:
                 f"it must lie in [1, {max_staleness * groups_per_step + 1}]; leave it at 'auto'"
             )
         self.groups_per_step, self.max_staleness, self.window = groups_per_step, max_staleness, window
-        self.version, self.start, self.max_refills, self.patience = version, start, max_refills, patience
+        self.version, self.max_refills, self.patience = version, max_refills, patience
         self.oversample, self.retry = oversample, retry
         self.order: Order = order or AnyOrder()
         self.admitted = 0  # also the next admission number
@@ -91,6 +90,7 @@ class Buffer:
         self._rolling: dict[int, Slot] = {}
         self._finished: dict[int, Group] = {}
         self._taken: dict[int, Group] = {}
+        self._batch_complete = False  # take() has returned the batch of this version
         self._open: dict[int, int] = {}  # waiting, rolling or finished: number -> born
         self._births: Counter[int] = Counter()  # of those
         self._head = 0  # no open number is less
@@ -109,13 +109,10 @@ class Buffer:
 
     # -- the feed's side -------------------------------------------------------------------------
 
-    @property
-    def live(self) -> int:
-        return self.admitted - self.refunded
-
     def has_room(self) -> bool:
-        limit = (self.version - self.start + self.max_staleness + 1) * self.groups_per_step + self.oversample
-        return self.live < limit and not self._exhausted()
+        gone = self.groups_per_step if self._batch_complete else len(self._taken)
+        limit = (self.max_staleness + 1) * self.groups_per_step + self.oversample - gone
+        return len(self._open) < limit and not self._exhausted()
 
     async def room(self) -> None:
         """Wait until the inequality holds."""
@@ -231,6 +228,7 @@ class Buffer:
             self._gone(number)
             picked.append(self._taken.setdefault(number, self._finished.pop(number)))
         self._explain_short(picked)
+        self._batch_complete = True  # a short batch leaves its other places empty: whoever took them would be late
         self._dropped_since_take = 0
         picked.sort(key=lambda group: group.id)  # a batch does not depend on who ended first
         for group in picked:
@@ -255,7 +253,7 @@ class Buffer:
     async def advance(self, version: int) -> None:
         """`version` serves from now on: room appears, the feed wakes, and who is late by now goes."""
         await self._turn("advance", lambda: version, who="learner")
-        self.version = version
+        self.version, self._batch_complete = version, False
         self._lose_late()
         self._wake("feed")
         self._wake_all("late")
@@ -342,7 +340,6 @@ class Buffer:
         unfinished = sorted([*self._waiting, *self._rolling.values()], key=lambda s: s.number)
         return {
             "version": version,
-            "start": self.start,
             "counts": [self.admitted, self.refunded, self.trained, self.retried],
             "filtered": dict(self.filtered),
             "failed": dict(self.failed),
@@ -351,7 +348,7 @@ class Buffer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.version, self.start = state["version"], state["start"]
+        self.version = state["version"]
         self.admitted, self.refunded, self.trained, self.retried = state["counts"]
         self.filtered, self.failed = Counter(state["filtered"]), Counter(state["failed"])
         self._waiting.extend(Slot(s["number"], Task(**s["task"]), s["born"]) for s in state["unfinished"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 
 import pytest
 from fakes import CountingTrainer, Rollouts, endless, loop_kit
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from rondel import loop
 from rondel.buffer import Buffer
 from rondel.words.errors import LawError, StalledError, UserError
-from rondel.words.types import Group, Task
+from rondel.words.types import KEEP, Group, Task, Verdict
 
 
 def windows(p: int, s: int) -> list[int | None]:
@@ -36,6 +37,84 @@ def test_no_group_is_trained_later_than_its_bound(p, s, w, drop, seed):
     assert len(ids) == len(set(ids)) == 25 * p == buffer.trained
     book = buffer.ledger()
     assert book["issued"] == sum(v for k, v in book.items() if k != "issued")
+
+
+class Refusals:
+    """A filter that refuses nearly all of what is born at some versions, so that their steps run out of refills."""
+
+    def __init__(self, hard: set[int], keep_every: int) -> None:
+        self.hard, self.keep_every = hard, keep_every
+
+    def __call__(self, group: Group) -> Verdict:
+        return KEEP if group.born not in self.hard or group.id % self.keep_every == 0 else Verdict(False, "too hard")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    p=st.integers(1, 5),
+    s=st.integers(0, 3),
+    refills=st.integers(1, 2),
+    hard=st.sets(st.integers(0, 11), max_size=6),
+    keep_every=st.integers(2, 4),
+    cut=st.integers(1, 11),
+    seed=st.integers(0, 3),
+)
+def test_short_batches_make_nobody_late(p, s, refills, hard, keep_every, cut, seed):
+    """The places that a short batch leaves empty stay empty, also when the run is resumed at any of its steps."""
+    trainer, state = CountingTrainer(), {}
+
+    def buffer() -> Buffer:
+        return Buffer(groups_per_step=p, max_staleness=s, max_refills=refills, patience=5)
+
+    def kit(steps: int, milestone) -> dict:
+        return {**loop_kit(trainer, Rollouts(seed), steps), "judge": Refusals(hard, keep_every), "milestone": milestone}
+
+    async def remember(step, version, batch):
+        if step == cut - 1:
+            state.update(json.loads(json.dumps(first.state(version))))
+
+    async def nothing(step, version, batch):
+        assert len(second._open) <= s * p
+
+    first, second = buffer(), buffer()
+    try:
+        asyncio.run(loop.run(endless(), first, **kit(cut, remember)))
+        second.restore(state)
+        asyncio.run(loop.run(endless(), second, **kit(12 - cut, nothing)))
+    except ExceptionGroup as group:
+        assert not group.subgroup(lambda error: not isinstance(error, (UserError, ExceptionGroup))), "only 'no group survived' may end it"
+    assert all(version - born <= s for batch in trainer.seen for _, born, version in batch)
+    trained = [number for batch in trainer.seen for number, _, _ in batch]
+    assert len(trained) == len(set(trained))
+
+
+def test_the_step_after_a_short_batch_is_whole_and_fresh():
+    async def scenario():
+        buffer = Buffer(groups_per_step=4, max_refills=1)
+
+        async def feed():
+            while True:
+                await buffer.admit(Task(f"t{buffer.admitted}", "fake", {}))
+
+        async def lane():
+            while slot := await buffer.claim():
+                await asyncio.sleep(0)
+                if buffer.version == 0 and slot.number:
+                    await buffer.drop(slot, "no signal")
+                else:
+                    await buffer.put(slot, Group(slot.number, slot.task, [], slot.born))
+
+        crew = [asyncio.create_task(feed()), *(asyncio.create_task(lane()) for _ in range(buffer.lanes))]
+        taken = []
+        for version in range(1, 5):
+            taken.append([group.born for group in await buffer.take()])
+            buffer.settle()
+            await buffer.advance(version)
+        for task in crew:
+            task.cancel()
+        return taken
+
+    assert asyncio.run(scenario()) == [[0], [1] * 4, [2] * 4, [3] * 4]
 
 
 def test_staleness_zero_is_synchronous():

@@ -174,7 +174,6 @@ class Run:
             oversample=oversample,
             retry=self.job.loop.late == "retry",
             version=version,
-            start=version,
             max_refills=self.job.loop.max_refills,
             patience=WAIT + self.job.task.patience,  # while a run pauses nothing changes
             order=self.schedule,
