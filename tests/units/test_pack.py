@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from train_kit import forked_group, model, trajectory
 
 from rondel.train.annotate import forward, gather, note
+from rondel.train.balance import balanced
 from rondel.train.pack import Batch, Packed, Sample, batch_of, micro_batches, pack
 from rondel.words.types import Failed, Group, Task, Trajectory
 
@@ -82,6 +83,40 @@ def test_every_trainable_token_appears_once_with_its_own_past(batch, budget, sha
 def test_the_budget_is_kept_and_an_oversize_sample_goes_alone(batch, budget, share):
     for packed in micro_batches(batch, budget, share=share):
         assert len(packed.tokens) <= budget or len(packed.samples) == 1
+
+
+@given(batches(), st.integers(1, 40), st.booleans(), st.integers(2, 4))
+@settings(max_examples=40, deadline=None)
+def test_ranks_share_every_sample_once_within_the_budget(batch, budget, share, ranks):
+    lots = [list(micro_batches(batch, budget, share=share, rank=rank, ranks=ranks)) for rank in range(ranks)]
+    assert len({len(lot) for lot in lots}) == 1  # all of them gather together
+    packs = [packed for lot in lots for packed in lot if not packed.idle]
+    assert sorted(i for packed in packs for i in packed.samples) == list(range(len(batch.samples)))
+    for packed in packs:
+        check(batch, packed)
+        assert len(packed.samples) == 1 or len(packed.tokens) <= budget
+
+
+LOGNORMAL = [(20, 150, ranks, 16_384) for ranks in (2, 4, 8)] + [(2000, 100, 4, 16_384), (100, 200, 8, 4096), (300, 150, 8, 16_384)]
+
+
+@pytest.mark.parametrize("prompt,median,ranks,budget", LOGNORMAL)
+def test_ranks_get_the_same_load_of_lognormal_lengths(prompt, median, ranks, budget):
+    """Critical path (in every round all wait for the fullest) over the ideal, and what it costs to split families: <= 5 % each (SPEC B3)."""
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        own = np.minimum(rng.lognormal(np.log(median), 1, 128).astype(int) + 1, 4096).tolist()
+        prompts = rng.integers(prompt // 2, 2 * prompt, 16).tolist()
+        family = [i // 8 for i in range(128)]
+        cuts = balanced(own, family, prompts, budget=budget, ranks=ranks)
+        loads = [sum(own[i] for i in cut) + sum(prompts[f] for f in {family[i] for i in cut}) for cut in cuts]
+        rounds = [loads[k : k + ranks] for k in range(0, len(loads), ranks)]
+        assert sorted(i for cut in cuts for i in cut) == list(range(128))
+        ideal = sum(loads) / ranks
+        largest = max(n + prompts[f] for n, f in zip(own, family))  # no split of a sample: a step takes at least this
+        assert max(loads) <= max(budget, largest)
+        assert sum(map(max, rounds)) <= max(1.05 * ideal, largest * len(rounds))
+        assert sum(loads) <= 1.05 * (sum(own) + sum(prompts))
 
 
 @settings(max_examples=100, deadline=None)

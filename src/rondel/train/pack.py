@@ -21,6 +21,7 @@ from rondel.algos.mixture import Mixture
 from rondel.algos.scored import Scored
 from rondel.models.attention import PackedLayout, Segment
 from rondel.models.vision import Seen
+from rondel.train.balance import balanced
 from rondel.train.kept import Kept
 from rondel.words import media
 from rondel.words.media import Image, Placed
@@ -219,27 +220,34 @@ def micro_batches(
 
 
 def _cut(batch: Batch, budget: int, *, share: bool, ranks: int) -> list[list[int]]:
-    """By a token budget that cannot change the result. Siblings stay together while they fit, so that they share their prompt."""
+    """Samples of each micro-batch, by a token budget that cannot change the result. Siblings stay together, to share their prompt, while
+    they fit; between several ranks the micro-batches are of equal size."""
+    families = _families(batch, list(range(len(batch.samples))), share)
+    prompts = [_common_prompt([batch.samples[i] for i in family]) for family in families]  # any part of a family shares at least as much
+    number = [f for f, family in enumerate(families) for _ in family]
+    own = [len(s.tokens) - prompts[f] for s, f in zip(batch.samples, number)]
+    if not own:
+        return []
+    if ranks > 1:
+        return balanced(own, number, prompts, budget=budget, ranks=ranks)
+    return _in_order(own, number, prompts, budget)
+
+
+def _in_order(own: list[int], family: list[int], prompt: list[int], budget: int) -> list[list[int]]:
+    total = sum(own) + sum(prompt)
+    even = -(-total // -(-total // budget))  # parts of equal size: a small last one would still pay for a whole pass over the gradients
+    first = [i == 0 or family[i] != family[i - 1] for i in range(len(own))]
+    extra = [n + prompt[f] * new for n, f, new in zip(own, family, first)]
+    budget = min(budget, even + max(extra))
     cuts: list[list[int]] = []
-    taken: list[int] = []
-    cost = 0
-    shared: dict[int, int] = {}  # of a whole run of siblings: any part of it shares at least as much
-    for family in _families(batch, list(range(len(batch.samples))), share):
-        prompt = _common_prompt([batch.samples[i] for i in family])
-        shared |= {i: prompt for i in family[1:]}
-    sizes = [len(s.tokens) - shared.get(i, 0) for i, s in enumerate(batch.samples)]
-    if sizes:  # parts of equal size: a small last one would still pay for a whole pass over the gradients
-        parts = -(-sum(sizes) // budget)
-        even = -(-sum(sizes) // (-(-parts // ranks) * ranks))
-        budget = min(budget, even + max(sizes))
-    for i, sample in enumerate(batch.samples):
-        extra = sizes[i] if taken else len(sample.tokens)
-        if taken and cost + extra > budget:
-            cuts.append(taken)
-            taken, cost, extra = [], 0, len(sample.tokens)
-        taken.append(i)
-        cost += extra
-    return [*cuts, taken] if taken else cuts
+    cost = budget
+    for i, n in enumerate(extra):
+        if cost + n > budget:
+            cuts.append([])
+            cost, n = 0, own[i] + prompt[family[i]]
+        cuts[-1].append(i)
+        cost += n
+    return cuts
 
 
 @dataclass(frozen=True, slots=True)

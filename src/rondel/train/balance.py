@@ -1,0 +1,137 @@
+"""Micro-batches of equal size for several ranks: all wait for the fullest, so the fullest should hold as little as can be (SPEC B3).
+
+    load of a micro-batch = own tokens of its samples + the prompt of every family it has samples of
+
+Families (siblings that share a prompt) are dealt whole, the largest first, each to the emptiest micro-batch. Then samples move from the
+fullest to emptier ones, or change places with theirs, while that lowers the fullest: a family is split only where that pays for
+computing its prompt twice.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+ENOUGH = 1.01  # times the mean: no further search below it
+
+
+@dataclass(slots=True)
+class Bin:
+    """One micro-batch while it is filled: its samples by family, and what it costs to compute."""
+
+    load: int = 0
+    families: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> list[int]:
+        return sorted(i for members in self.families.values() for i in members)
+
+
+@dataclass(slots=True)
+class Families:
+    """own [N] tokens of each sample beside its family's prompt; family [N] its number; prompt tokens by family."""
+
+    own: list[int]
+    family: list[int]
+    prompt: list[int]
+
+    def cost(self, members: Iterable[int]) -> int:
+        members = list(members)
+        return sum(self.own[i] for i in members) + sum(self.prompt[f] for f in {self.family[i] for i in members})
+
+    def change(self, place: Bin, out: list[int], into: list[int]) -> int:
+        """By how much the load of `place` grows if `out` leave it and `into` join it."""
+        counts = {f: len(members) for f, members in place.families.items()}
+        moved = Counter(self.family[i] for i in into)
+        moved.subtract(self.family[i] for i in out)
+        grown = sum(self.own[i] for i in into) - sum(self.own[i] for i in out)
+        for f, n in moved.items():
+            before = counts.get(f, 0)
+            grown += self.prompt[f] * ((before + n > 0) - (before > 0))
+        return grown
+
+    def shift(self, source: Bin, goal: Bin, there: list[int], back: list[int]) -> None:
+        for a, b, members in ((source, goal, there), (goal, source, back)):
+            a.load, b.load = a.load + self.change(a, members, []), b.load + self.change(b, [], members)
+            for i in members:
+                a.families[self.family[i]].remove(i)
+                if not a.families[self.family[i]]:
+                    del a.families[self.family[i]]
+                b.families.setdefault(self.family[i], []).append(i)
+
+
+def balanced(own: list[int], family: list[int], prompt: list[int], *, budget: int, ranks: int) -> list[list[int]]:
+    """-> samples of each micro-batch, the fullest first; as many for every rank as fit its budget, fewer only where samples are.
+
+    A micro-batch of one sample may exceed the budget, no other does. The same on every rank.
+    """
+    families = Families(own, family, prompt)
+    each = max(1, -(-families.cost(range(len(own))) // (budget * ranks)))
+    while True:
+        bins = _deal(families, each * ranks)
+        _even(families, bins)
+        if each * ranks >= len(own) or all(b.load <= budget or len(b.samples) == 1 for b in bins):
+            return [b.samples for b in sorted(bins, key=lambda b: (-b.load, b.samples)) if b.families]
+        each += 1
+
+
+def _deal(families: Families, n: int) -> list[Bin]:
+    bins = [Bin() for _ in range(n)]
+    heap = [(0, k) for k in range(n)]
+    members: dict[int, list[int]] = {}
+    for i, f in enumerate(families.family):
+        members.setdefault(f, []).append(i)
+    for f, own in sorted(members.items(), key=lambda item: (-families.cost(item[1]), item[0])):
+        load, k = heapq.heappop(heap)
+        bins[k].families[f] = list(own)
+        bins[k].load = load + families.cost(own)
+        heapq.heappush(heap, (bins[k].load, k))
+    return bins
+
+
+def _even(families: Families, bins: list[Bin]) -> None:
+    """Lower the fullest while that can be done; one that cannot be lowered (a single long sample) is left, and the others go on."""
+    left = list(bins)
+    while len(left) > 1:
+        left.sort(key=lambda b: b.load)
+        if left[-1].load <= ENOUGH * sum(b.load for b in left) / len(left):
+            return
+        if not any(_relieve(families, left[-1], other) for other in left[:-1]):
+            left.pop()
+
+
+def _relieve(families: Families, full: Bin, other: Bin) -> bool:
+    """Move or swap the samples or families that leave the fuller of both as empty as can be. -> whether that is less than before."""
+    best, chosen = full.load, None
+    for there, back in _candidates(families, full, other):
+        after = max(full.load + families.change(full, there, back), other.load + families.change(other, back, there))
+        if after < best:
+            best, chosen = after, (there, back)
+    if chosen is None:
+        return False
+    families.shift(full, other, *chosen)
+    return True
+
+
+def _candidates(families: Families, full: Bin, other: Bin) -> Iterator[tuple[list[int], list[int]]]:
+    own = families.own
+    half = (full.load - other.load) / 2
+    theirs = sorted((own[i], i) for i in other.samples)
+    whole = list(other.families.values())
+    for members in full.families.values():
+        yield members[:], []
+        yield from ((members[:], others[:]) for others in whole)
+        several, amount = [], 0.0
+        for i in sorted(members, key=lambda i: (-own[i], i)):
+            yield [i], []
+            at = bisect_left(theirs, (own[i] - half, -1))
+            for _, j in theirs[max(0, at - 1) : at + 1]:
+                yield [i], [j]
+            if amount + own[i] <= half:
+                several.append(i)
+                amount += own[i]
+        if len(several) > 1:
+            yield several, []
