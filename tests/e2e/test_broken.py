@@ -62,6 +62,12 @@ RECIPES = {
     "an unknown environment": (["--task.env=single_trun"], "Did you mean 'single_turn'?"),
     "an unknown filter": (["--task.filters=['singal']"], "Did you mean 'signal'?"),
     "an unknown sink": (["--run.sinks=['tensorbord']"], "Did you mean 'tensorboard'?"),
+    "an unknown trainer": (["--trainer.kind=megatron"], "trainer.kind = 'megatron'; it must be one of fsdp"),
+    "a trainer of one's own": (["--trainer.kind=collections:OrderedDict"], "it must be one of fsdp"),
+    "evaluations of nothing": (
+        ['--task.data={ kind = "digits" }', "--task.eval.every=5"],
+        "task.eval.every has no effect: no tasks are held out",
+    ),
     "an unknown engine": (["--engine.kind=vlm"], "engine 'vlm' does not exist"),
     "an unknown kind of data": (["--task.data={ kind = 'josnl', path = 'x' }"], "Did you mean 'jsonl'?"),
     "greedy rollouts": (["--engine.sampling.temperature=0.0"], "Use 1.0"),

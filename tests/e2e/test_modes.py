@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from run_kit import RECIPE, check, events, final, run
+from run_kit import RECIPE, check, events, final, run, tiny
 
+from rondel.assemble import train
 from rondel.runtime.journal import store
 from rondel.words.events import Evaluated, subscribe
 
@@ -99,8 +100,10 @@ def test_ppo_learns_the_tiny_task(tmp_path):
 
 
 def test_the_two_phases_are_one_run(tmp_path):
-    """The supervised phase learns, and RL goes on with its weights, optimizer and version."""
-    run(tmp_path)
+    """The supervised phase learns, and RL goes on with its weights, optimizer and version. Every key that is set has been read by the end."""
+    job = tiny(tmp_path, loop__max_staleness=1, loop__window=1, loop__max_refills=9, task__eval__every=7, task__eval__n=4)
+    train(job, quiet=True)
+    assert job.unread() == []
     done = events(tmp_path, "StepDone")
     losses = [e["metrics"]["train/loss"] for e in done[:6]]
     assert losses[-1] < losses[0]

@@ -215,14 +215,14 @@ class TrainerHost:
         )
         return known, resolved, bytes_needed(self.trainer)
 
-    async def annotate(self, batch: Batch, needs: frozenset[str], model: str = "policy") -> list[dict[str, Any]]:
+    async def annotate(self, batch: Batch, needs: frozenset[str]) -> list[dict[str, Any]]:
         with self.ranks.together("annotate"):
-            await self.trainer.annotate(batch, needs, model)
+            await self.trainer.annotate(batch, needs)
         return self._told(batch)
 
-    async def step(self, batch: Batch, algo: Any, model: str = "policy") -> tuple[StepStats, bool, list[dict[str, Any]]]:
+    async def step(self, batch: Batch, algo: Any) -> tuple[StepStats, bool, list[dict[str, Any]]]:
         with self.ranks.together("step"):
-            stats = await self.trainer.step(batch, algo, model)
+            stats = await self.trainer.step(batch, algo)
         return stats, self.trainer.moved, self._told(batch)
 
     def _told(self, batch: Batch) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from rondel.algos.table import Algorithm
 from rondel.assemble.failures import Failures
 from rondel.assemble.hosts import Known, replays
 from rondel.assemble.placing import ENGINES, TOLERANCE, Placed, place
-from rondel.assemble.refusals import refuse, refuse_unanswered, refuse_unplayed
+from rondel.assemble.refusals import refuse, refuse_idle_evaluation, refuse_unanswered, refuse_unplayed
 from rondel.assemble.returning import Returning
 from rondel.assemble.rollouts import Shown, shown_of
 from rondel.assemble.rows import Rows, refuse_unknown_sources, rows_beside, rows_of
@@ -40,10 +40,9 @@ from rondel.models import adapters, nf4
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.score.pool import RewardPool
 from rondel.sync.update import Update
-from rondel.train.step import LocalTrainer
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError, DataError, boundary
-from rondel.words.registry import find
+from rondel.words.registry import find, one_of
 from rondel.words.types import POLICY, Completion, Group, Request, Sampling, Task, Trajectory, Verdict
 
 ENVS = {
@@ -111,7 +110,7 @@ class Parts:
 def build(job: Job, folder: Path | None = None) -> Parts:
     """Every fault that can be known before the model is loaded is raised before. `folder`: of a run that may be continued after a crash."""
     find("engine", job.engine.kind, ENGINES)
-    find("trainer", job.trainer.kind, {"fsdp": LocalTrainer})
+    one_of("trainer.kind", job.trainer.kind, ["fsdp"])
     rows, sampling = rows_of(job), sampling_of(job)
     refuse(job, rows, sampling)
     if job.model.adapter.kind != "off":
@@ -123,6 +122,7 @@ def build(job: Job, folder: Path | None = None) -> Parts:
         if shows:
             refuse_unanswered(key, tasks.train)
     refuse_unknown_sources(job, rows, tasks.train)
+    refuse_idle_evaluation(job, tasks.held_out)
     env, order = env_of(job, tasks), order_of(job, tasks)
     refuse_unplayed(job, env)
     shown = shown_of(job, tasks, rows_beside(job))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rondel.words.config import Critic, Job
+from rondel.words.config import Critic, Evaluation, Job
 from rondel.words.errors import ConfigError, DataError
 from rondel.words.registry import nearest
 from rondel.words.types import DATA, GREEDY, POLICY, Sampling, Task, Trajectory
@@ -34,6 +34,18 @@ def refuse(job: Job, rows: Rows, sampling: Sampling) -> None:
         _reference(job, row)
     if job.trainer.offload and job.place.kind != "shared":
         raise ConfigError('trainer.offload = true has no effect on a device of its own: use place.kind = "shared", or remove it')
+
+
+def refuse_idle_evaluation(job: Job, held_out: list[Task]) -> None:
+    """Settings of evaluations that never take place."""
+    if held_out:
+        return
+    for name, field in Evaluation.model_fields.items():
+        if getattr(job.task.eval, name) != field.get_default(call_default_factory=True):
+            raise ConfigError(
+                f"task.eval.{name} has no effect: no tasks are held out, so nothing is evaluated. Set task.data.holdout = 50 (eval_path for "
+                "files), or remove it"
+            )
 
 
 def refuse_untrainable(sampling: Sampling) -> None:

@@ -97,12 +97,12 @@ class RemoteTrainer:
         self._ranks = ranks
         self.moved = False
 
-    async def annotate(self, batch: Batch, needs: frozenset[str], model: str = "policy") -> Batch:
-        _learn(batch, await self._all("annotate", batch, needs, model))
+    async def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
+        _learn(batch, await self._all("annotate", batch, needs))
         return batch
 
-    async def step(self, batch: Batch, algo: Any, model: str = "policy") -> StepStats:
-        stats, self.moved, told = await self._all("step", batch, algo, model)
+    async def step(self, batch: Batch, algo: Any) -> StepStats:
+        stats, self.moved, told = await self._all("step", batch, algo)
         _learn(batch, told)
         return stats
 

@@ -35,11 +35,18 @@ from rondel.runtime.telemetry.progress import Progress
 from rondel.runtime.telemetry.scraped import Scraped
 from rondel.runtime.telemetry.sinks import open_sinks
 from rondel.train.checkpoint import Checkpoints
-from rondel.words.config import Job
+from rondel.words.config import Evaluation, Job, Warmup
 from rondel.words.errors import ConfigError, StalledError, WorkerError
 from rondel.words.events import Broke, Resumed, RunStarted, Warned, emit, subscribe
 
 RESTARTS = 3  # of a run that lost a rank of its trainer
+# keys that only the loop reads, after the run has been built; all others must have been read by then
+READ_BY_THE_LOOP = {
+    *(f"task.eval.{name}" for name in Evaluation.model_fields),
+    *(f"loop.{name}" for name in ("groups_per_step", "max_staleness", "window", "oversample", "late", "max_refills")),
+    *(f"loop.warmup.{name}" for name in Warmup.model_fields),  # steps = 0 leaves the phase out, whatever it would have been
+    "run.checkpoint.every",
+}
 
 
 def train(
@@ -93,7 +100,7 @@ def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | 
         rollouts = store.RolloutStore(folder)
         ends.callback(rollouts.close)
         _remember(job, folder, rollouts, ends, after=found[1]["step"] if found else -1)
-        if unread := [key for key in job.unread() if not key.startswith(("run.", "loop.", "task.eval", "trainer.", "algo."))]:
+        if unread := [key for key in job.unread() if key not in READ_BY_THE_LOOP]:
             raise ConfigError(
                 f"set, but without effect in this run: {', '.join(unread)}. Remove them, or see `rondel explain` for what reads them"
             )

@@ -40,12 +40,12 @@ class Trainers:
         """Did the last step write other bits into any of them?"""
         return any(trainer.moved for trainer in self.each.values())
 
-    async def annotate(self, batch: Batch, needs: frozenset[str], model: str = POLICY) -> Batch:
+    async def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         for name, own in self._shares(batch).items():
             await self.each[name].annotate(own, needs)
         return batch
 
-    async def step(self, batch: Batch, algo: Algorithm | Mixture, model: str = POLICY) -> StepStats:
+    async def step(self, batch: Batch, algo: Algorithm | Mixture) -> StepStats:
         """One after the other, for they may share a device. A policy of which nobody wrote stays as it is, and counts the version."""
         shares = self._shares(batch)
         self._check_versions(shares)

@@ -141,10 +141,10 @@ class LocalTrainer:
 
     # -- the verbs of the protocol ---------------------------------------------------------------
 
-    async def annotate(self, batch: Batch, needs: frozenset[str], model: str = "policy") -> Batch:
+    async def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         return await self._run(self._annotate, batch, needs)
 
-    async def step(self, batch: Batch, algo: Algorithm | Mixture, model: str = "policy") -> StepStats:
+    async def step(self, batch: Batch, algo: Algorithm | Mixture) -> StepStats:
         stats = await self._run(self._step, batch, algo)
         if self.draft is not None and batch.samples:
             stats.metrics |= await self._run(self.draft.step, batch, self.settings)

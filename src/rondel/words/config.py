@@ -307,7 +307,9 @@ class Critic(Section):
 
 
 class Trainer(Section):
-    kind: str = Field("fsdp", description="on one rank there is nothing to shard")
+    kind: str = Field(
+        "fsdp", description="the only one so far: fully sharded (FSDP2) over place.ranks; on one rank there is nothing to shard"
+    )
     lr: float = Field(1e-5, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
