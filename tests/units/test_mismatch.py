@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rondel.runtime.telemetry.metrics import SCHEMA, meaning
-from rondel.train.mismatch import Alarm, measure, mismatch
+from rondel.train.mismatch import Alarm, bound_of, measure, mismatch
 from rondel.train.pack import Sample
 
 
@@ -116,3 +116,29 @@ def test_the_alarm_speaks_once_a_crossing_and_of_fresh_tokens_only():
     ]
     assert not Alarm(1e-3).heard({"train/mismatch_k3_lag_1": 9.0})
     assert "model.dtype" in Alarm(1e-3).heard({"train/mismatch_k3_lag_0": 1.0})
+
+
+def test_a_healthy_run_of_any_precision_is_silent_and_a_worse_one_is_not():
+    """Measured noise of two healthy programs, in nats a token: 2e-3 in bfloat16 (SmolLM2; vLLM beside transformers), 1e-12 in float32."""
+    for dtype, noise, broken in ((torch.bfloat16, 2.2e-3, 0.03), (torch.float32, 1e-12, 1e-5), (torch.float16, 4e-5, 1e-3)):
+        bound = bound_of(dtype, mixture=False, foreign=False)
+        assert not Alarm(bound).heard({"train/mismatch_k3_lag_0": noise}) and Alarm(bound).heard({"train/mismatch_k3_lag_0": broken})
+    assert bound_of(torch.float32, mixture=False, foreign=True) == bound_of(torch.bfloat16, mixture=False, foreign=False)
+    assert bound_of(torch.float32, mixture=True, foreign=False) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_alone_stays_below_the_bound(dtype):
+    """Logits of a large vocabulary, computed twice in one precision in another order of summation: their K3 by the definition."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(64, 576, generator=draw), torch.randn(4096, 576, generator=draw) / 8
+    order = torch.randperm(576, generator=draw)
+    twice = [
+        (h.to(dtype).float() @ w.to(dtype).float().T).to(dtype).float() for h, w in ((hidden, head), (hidden[:, order], head[:, order]))
+    ]
+    twice[1] = (twice[1] + torch.finfo(dtype).eps * twice[1].abs() * torch.randn(twice[1].shape, generator=draw) / 3).to(dtype).float()
+    mu, pi = (logits.log_softmax(-1) for logits in twice)
+    token = mu.exp().multinomial(1, generator=draw)
+    x = (pi - mu).gather(1, token).squeeze(1)
+    found = mismatch(x, mu.gather(1, token).squeeze(1), torch.zeros(64, dtype=torch.long), torch.ones(64, dtype=torch.bool))
+    assert 0 <= found["k3"] < bound_of(dtype, mixture=False, foreign=False)

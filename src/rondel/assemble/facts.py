@@ -46,6 +46,7 @@ def facts_of(parts: Parts) -> dict[str, Any]:
             "logprobs": "float32",
             "adapter": parts.resolved["model.adapter"],
         },
+        "mismatch_bound": parts.mismatch_bound,
         "model": {"name": known.name, "parameters": known.parameters},
         **({"policies": policies_of(parts)} if job.policies else {}),
         "memory_planned": planned(job),

@@ -34,6 +34,7 @@ from rondel.train.checkpoint import bytes_needed
 from rondel.train.critic import Critic
 from rondel.train.draft import DraftTrainer
 from rondel.train.fsdp import Meeting, Sharded
+from rondel.train.mismatch import bound_of
 from rondel.train.pack import Batch
 from rondel.train.parallel import ALONE, Alone
 from rondel.train.step import LocalTrainer, Settings
@@ -117,7 +118,7 @@ def trainer_of(
 ) -> tuple[LocalTrainer, dict[str, str]]:
     """-> the trainer, and what was resolved for it."""
     micro = planner.micro_tokens(job.trainer.micro_tokens, on_gpu=device.name.startswith("cuda"))
-    settings = settings_of(job, sampling, micro.value, replay_routes=replays(job, loaded))
+    settings = settings_of(job, sampling, micro.value, replay_routes=replays(job, loaded), mismatch_bound=mismatch_bound(job, loaded))
 
     def make() -> LocalTrainer:
         return LocalTrainer(
@@ -342,14 +343,18 @@ def speculation_fact(job: Job, draft: Draft | None) -> str:
     return f"draft {draft.loaded.name}, at most {wanted.k} guesses, " + (f"trained with lr {wanted.lr:g}" if wanted.lr else "frozen")
 
 
-def settings_of(job: Job, sampling: Sampling, micro_tokens: int, *, replay_routes: bool = False) -> Settings:
+def mismatch_bound(job: Job, loaded: Loaded | Known) -> float:
+    return bound_of(loaded.dtype, mixture=bool(loaded.routers), foreign=job.engine.kind != "builtin")
+
+
+def settings_of(job: Job, sampling: Sampling, micro_tokens: int, *, replay_routes: bool, mismatch_bound: float) -> Settings:
     t = job.trainer
     return Settings(
         lr=t.lr, temperature=sampling.temperature, schedule=t.schedule, warmup_steps=t.warmup_steps, steps=job.loop.steps, clip=t.clip,
         weight_decay=t.weight_decay, betas=t.betas, micro_tokens=micro_tokens, updates_per_step=job.loop.updates_per_step,
         epochs=job.loop.epochs,
         max_bad_steps=t.max_bad_steps, first_step=job.loop.warmup.steps, replay_routes=replay_routes,
-        critic_lr=t.critic.lr, critic_warmup=t.critic.warmup,
+        critic_lr=t.critic.lr, critic_warmup=t.critic.warmup, mismatch_bound=mismatch_bound,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from rondel.algos.mixture import Mixture
 from rondel.algos.table import Algorithm
 from rondel.assemble.failures import Failures
-from rondel.assemble.hosts import Known, replays
+from rondel.assemble.hosts import Known, mismatch_bound, replays
 from rondel.assemble.placing import ENGINES, TOLERANCE, Placed, place
 from rondel.assemble.refusals import refuse, refuse_idle_evaluation, refuse_unanswered, refuse_unplayed
 from rondel.assemble.returning import Returning
@@ -105,6 +105,11 @@ class Parts:
     def routes(self) -> bool:
         """Whether the trainer replays the engine's choice of experts."""
         return replays(self.job, self.known)
+
+    @property
+    def mismatch_bound(self) -> float:
+        """K3 of fresh tokens, in nats a token, above which trainer and engine disagree."""
+        return mismatch_bound(self.job, self.known)
 
 
 def build(job: Job, folder: Path | None = None) -> Parts:

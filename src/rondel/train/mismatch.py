@@ -17,7 +17,17 @@ from rondel.algos.kl import k3
 from rondel.train.pack import Sample
 
 TENTHS = 10  # parts of an answer, by position
-DENSE, MIXTURE = 1e-3, 1e-1  # K3 in nats a token: two programs in bfloat16 are 1e-5 to 1e-3 apart, of a mixture 1e-3 to 1e-1
+# K3 in nats a token between two healthy programs of the same weights, several times over: SmolLM2 in bfloat16 measures 2e-3 (vLLM beside
+# transformers, too), in float32 1e-13; float16 has three bits more than bfloat16, and K3 goes with the square
+BOUNDS = {torch.float32: 1e-6, torch.float16: 2e-4, torch.bfloat16: 1e-2}
+MIXTURE = 1e-1  # where rounding sends a token to another expert
+
+
+def bound_of(dtype: torch.dtype, *, mixture: bool, foreign: bool) -> float:
+    """K3 of fresh tokens, in nats a token, above which trainer and engine disagree. foreign: a server, whose precision is not known."""
+    if mixture:
+        return MIXTURE
+    return max(BOUNDS[dtype], BOUNDS[torch.bfloat16] if foreign else 0.0)
 
 
 def mismatch(log_weight_T: Tensor, behavior_T: Tensor, sample_T: Tensor, mask_T: Tensor) -> dict[str, float]:

@@ -22,7 +22,7 @@ from rondel.models import names
 from rondel.train import annotate as notes
 from rondel.train import checkpoint
 from rondel.train.credit import credit, kl_of_samples
-from rondel.train.mismatch import DENSE, MIXTURE, Alarm, measure
+from rondel.train.mismatch import Alarm, measure
 from rondel.train.offload import Offload
 from rondel.train.optim import learning_rate
 from rondel.train.pack import Batch, Packed, micro_batches
@@ -63,6 +63,7 @@ class Settings:
     replay_routes: bool = False
     critic_lr: float = 1e-5
     critic_warmup: int = 0  # first steps of the critic, in which the policy stays bit for bit as it is
+    mismatch_bound: float = 1e-2  # K3 of fresh tokens, in nats a token, above which the run warns
     start_probe: int = 8  # samples a step on which the KL to the starting weights is measured; 0 switches it off
 
     def at_rest(self) -> Settings:
@@ -116,7 +117,7 @@ class LocalTrainer:
         self.weights = ranks.own(self.loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)
         self.step_number = self.bad_steps = 0
         self.version = 0
-        self.alarm = Alarm(MIXTURE if loaded.routers else DENSE)
+        self.alarm = Alarm(settings.mismatch_bound)
         self.steered: dict[str, float] = {}  # coefficients with a target, by their part of the row, and where they have got to
         self.whose = ""  # " of 'critic'" where there are several policies
         self.moved = False  # did the last step write other bits into the weights that the engine reads?

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rondel.runtime.telemetry.diagnose.finding import Finding
 from rondel.runtime.telemetry.diagnose.story import RECENT, Story
 
-FRESH, MIXTURE, BROKEN = 1e-3, 1e-1, 10.0  # K3 in nats a token of fresh tokens (of a mixture of experts); times the bound
+UNKNOWN, BROKEN = 1e-2, 10.0  # K3 in nats a token that a run may have which does not tell its bound; times the bound
 GREW = 10.0  # times the gap of the first steps
 FEW = 0.5  # effective sample size of a batch, as a share
 FULL = 0.9  # of the limit
@@ -15,7 +15,7 @@ FULL = 0.9  # of the limit
 
 def gap(story: Story) -> Iterator[Finding]:
     """Of tokens that the trainer's own version wrote: there nothing but the programs may differ."""
-    bound = FRESH if str(story.facts.get("resolved", {}).get("routing_replay", "none")).startswith("none") else MIXTURE
+    bound = float(story.facts.get("mismatch_bound", UNKNOWN))
     now, first = story.mean("train/mismatch_k3_lag_0"), story.first("train/mismatch_k3_lag_0", RECENT)
     if now is None or first is None:
         return
