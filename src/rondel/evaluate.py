@@ -56,6 +56,7 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
         "env": job.task.env,
         "reward": job.task.reward,
         "suffix": job.task.suffix,
+        "examples": job.task.shown_examples,
     }
     request["failed"] = sum(t.reward is None for t in done)
     of: dict[str, list[float]] = {}

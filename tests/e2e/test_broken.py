@@ -64,6 +64,11 @@ RECIPES = {
     "an unknown sink": (["--run.sinks=['tensorbord']"], "Did you mean 'tensorboard'?"),
     "an unknown trainer": (["--trainer.kind=megatron"], "trainer.kind = 'megatron'; it must be one of fsdp"),
     "a trainer of one's own": (["--trainer.kind=collections:OrderedDict"], "it must be one of fsdp"),
+    "an example that is held out": (
+        ['--task.data={ kind = "digits", holdout = 54 }', '--task.examples=[{ prompt = "1+2=", answer = "3" }]'],
+        "its evaluation would only read",
+    ),
+    "an example without its answer": (['--task.examples=[{ prompt = "1+2=" }]'], "task.examples"),
     "evaluations of nothing": (
         ['--task.data={ kind = "digits" }', "--task.eval.every=5"],
         "task.eval.every has no effect: no tasks are held out",

@@ -139,6 +139,20 @@ def test_single_turn():
         asyncio.run(SingleTurn().run(Task("t/3", "single_turn", {"question": "?"}), chat(tok, Engine())))
 
 
+def test_examples_are_turns_before_the_question_that_are_only_read():
+    tok = tokenizer("injecting")
+    shown = [{"prompt": "2 + 2 =", "answer": "4"}, {"prompt": "1 - 3 =", "answer": "-2"}]
+    task = Task("t/1", "single_turn", {"prompt": "3 + 4 =", "answer": "7"})
+    policy = SingleTurn(suffix=" Be brief.", system="s", examples=shown)
+    trajectory = asyncio.run(policy.run(task, chat(tok, Engine([*words(tok, "7"), end(tok)]))))
+    turns = ["user\n2 + 2 = Be brief.", "assistant\n4", "user\n1 - 3 = Be brief.", "assistant\n-2", "user\n3 + 4 = Be brief."]
+    before = "<|im_start|>system\ns<|im_end|>\n" + "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns) + "<|im_start|>assistant\n"
+    assert tok.decode(trajectory.tokens) == before + "7<|im_end|>"
+    assert tok.decode([t for t, wrote in zip(trajectory.tokens, trajectory.mask) if wrote]) == "7<|im_end|>"
+    told = asyncio.run(Demonstrate(suffix=" Be brief.", system="s", examples=shown).run(task, chat(tok, Engine())))
+    assert told.tokens == trajectory.tokens and told.mask == trajectory.mask
+
+
 def test_demonstrate_writes_the_answer_as_the_policys():
     tok = tokenizer()
     task = Task("t/1", "demonstrate", {"prompt": "3 + 4 =", "answer": 7})

@@ -14,7 +14,7 @@ from rondel.algos.table import Algorithm
 from rondel.assemble.failures import Failures
 from rondel.assemble.hosts import Known, mismatch_bound, replays
 from rondel.assemble.placing import ENGINES, TOLERANCE, Placed, place
-from rondel.assemble.refusals import refuse, refuse_idle_evaluation, refuse_unanswered, refuse_unplayed
+from rondel.assemble.refusals import refuse, refuse_idle_evaluation, refuse_shown_tasks, refuse_unanswered, refuse_unplayed
 from rondel.assemble.returning import Returning
 from rondel.assemble.rollouts import Shown, shown_of
 from rondel.assemble.rows import Rows, refuse_unknown_sources, rows_beside, rows_of
@@ -128,6 +128,7 @@ def build(job: Job, folder: Path | None = None) -> Parts:
             refuse_unanswered(key, tasks.train)
     refuse_unknown_sources(job, rows, tasks.train)
     refuse_idle_evaluation(job, tasks.held_out)
+    refuse_shown_tasks(job, tasks.held_out)
     env, order = env_of(job, tasks), order_of(job, tasks)
     refuse_unplayed(job, env)
     shown = shown_of(job, tasks, rows_beside(job))
@@ -193,7 +194,7 @@ def _env(job: Job, name: str, data: dict[str, Any]) -> Any:
     found = find("environment", name, ENVS)
     t = job.task
     if found is SingleTurn:
-        return SingleTurn(suffix=t.suffix, system=t.system)
+        return SingleTurn(suffix=t.suffix, system=t.system, examples=t.shown_examples)
     if found is Tools:
         if not t.tools:
             raise ConfigError('task.env = "tools" has none: set task.tools = ["calculator", "my_module:my_function"]')

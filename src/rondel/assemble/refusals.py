@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rondel.generate.envs.holdout import content_key
 from rondel.words.config import Critic, Evaluation, Job
 from rondel.words.errors import ConfigError, DataError
 from rondel.words.registry import nearest
@@ -46,6 +47,15 @@ def refuse_idle_evaluation(job: Job, held_out: list[Task]) -> None:
                 f"task.eval.{name} has no effect: no tasks are held out, so nothing is evaluated. Set task.data.holdout = 50 (eval_path for "
                 "files), or remove it"
             )
+
+
+def refuse_shown_tasks(job: Job, held_out: list[Task]) -> None:
+    """Held-out questions whose answer stands in the prompt."""
+    given = {content_key(example.prompt) for example in job.task.__dict__["examples"]}
+    if shown := [task.id for task in held_out if content_key(str(task.data.get("prompt", ""))) in given]:
+        raise ConfigError(
+            f"task.examples has the question of held-out task {shown[0]}: its evaluation would only read. Use another example"
+        )
 
 
 def refuse_untrainable(sampling: Sampling) -> None:

@@ -60,7 +60,8 @@ class Rollouts:
 
     async def _demonstrated(self, slot: Slot, policy: str) -> list[Trajectory]:
         section = self.parts.job.task
-        return [await Demonstrate(suffix=section.suffix, system=section.system, policy=policy).run(slot.task, self.chat(lambda turn: 0))]
+        shows = Demonstrate(suffix=section.suffix, system=section.system, examples=section.shown_examples, policy=policy)
+        return [await shows.run(slot.task, self.chat(lambda turn: 0))]
 
     async def _scored(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
         """One that is scored, or a failure; while a run pauses it is asked for again: the world's fault anew, a reward's of the same answer."""
@@ -169,6 +170,7 @@ class Shown:
     weight: float
     groups: int  # a step
     suffix: str
+    examples: list[dict[str, str]]
 
 
 def shown_of(job: Job, tasks: TaskSet, rows: list[Algorithm]) -> list[Shown]:
@@ -191,6 +193,7 @@ def shown_of(job: Job, tasks: TaskSet, rows: list[Algorithm]) -> list[Shown]:
                 b.weight,
                 b.groups_per_step,
                 job.task.suffix if own else "",
+                job.task.shown_examples if own else [],
             )
         )
     return found
@@ -212,7 +215,8 @@ def prepare_of(parts: Parts) -> Callable[[list[Group]], Awaitable[Batch]]:
             first = min(group.id for group in groups) * shown.groups
             for number in range(first, first + shown.groups):
                 task = Shuffled(shown.tasks, parts.job.loop.seed).nth(number)
-                trajectory = await Demonstrate(suffix=shown.suffix, system=parts.job.task.system).run(task, rollouts.chat(lambda turn: 0))
+                shows = Demonstrate(suffix=shown.suffix, system=parts.job.task.system, examples=shown.examples)
+                trajectory = await shows.run(task, rollouts.chat(lambda turn: 0))
                 trajectory.score = Score(1.0)
                 beside.append(Group(-1 - len(beside), task, [trajectory], 0))
         again = parts.returning.due() if parts.returning is not None else []

@@ -118,6 +118,14 @@ class Evaluation(Section):
     sampling: dict[str, Any] = Field({}, description="any other field of `Sampling`: top_p, repetition_penalty, grammar, stop, ...")
 
 
+class Example(BaseModel):
+    """One solved question: `{ prompt = "2 + 2 =", answer = "4" }`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    prompt: str = Field(min_length=1)
+    answer: str = Field(min_length=1)
+
+
 class TaskSection(Section):
     env: str = "single_turn"
     data: dict[str, Any]
@@ -126,6 +134,9 @@ class TaskSection(Section):
     filters: list[str] = Field([], description="beside the row's own: signal, truncated, repetition")
     suffix: str = ""
     system: str | None = None
+    examples: list[Example] = Field(
+        [], description="few-shot: { prompt, answer } shown as earlier turns before every question, each prompt with the suffix"
+    )
     tools: list[str] = Field([], description='calculator, python, "module:name", "mcp:command", "mcp:http://...", "mcp+shared:..."')
     turns: int = Field(8, ge=1)
     tool_timeout: float = Field(30.0, gt=0)
@@ -143,6 +154,10 @@ class TaskSection(Section):
         0.0, ge=0, description="seconds that a run with more failures than max_failures waits for scores to come back, before it stops"
     )
     eval: Evaluation = Evaluation()
+
+    @property
+    def shown_examples(self) -> list[dict[str, str]]:
+        return [example.model_dump() for example in self.examples]
 
     @model_validator(mode="after")
     def _what_is_waited_for(self) -> TaskSection:

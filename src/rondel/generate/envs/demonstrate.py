@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.single_turn import opening
+from rondel.generate.envs.single_turn import Example, opening
 from rondel.words.errors import DataError
 from rondel.words.types import Task, Trajectory
 
@@ -14,13 +16,13 @@ class Demonstrate:
     `policy` names the writer: "policy" in a supervised phase, `DATA` for a demonstration among the policy's own samples.
     """
 
-    def __init__(self, *, suffix: str = "", system: str | None = None, policy: str = "policy") -> None:
-        self.suffix, self.system, self.policy = suffix, system, policy
+    def __init__(self, *, suffix: str = "", system: str | None = None, examples: Sequence[Example] = (), policy: str = "policy") -> None:
+        self.suffix, self.system, self.examples, self.policy = suffix, system, examples, policy
 
     async def run(self, task: Task, chat: TokenChat) -> Trajectory:
         if "answer" not in task.data:
             raise DataError(f"task {task.id} has no 'answer' to demonstrate; it has: {', '.join(task.data)}")
-        chat.give(opening(task, suffix=self.suffix, system=self.system))
+        chat.give(opening(task, suffix=self.suffix, system=self.system, examples=self.examples))
         chat.write(str(task.data["answer"]))
         chat.trajectory.policy = self.policy
         return chat.trajectory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rondel.generate.envs.template import Messages, Schemas
@@ -9,9 +10,14 @@ from rondel.words.errors import DataError
 from rondel.words.protocols import Chat
 from rondel.words.types import Task, Trajectory
 
+Example = dict[str, str]  # {"prompt": "2 + 2 =", "answer": "4"}
 
-def opening(task: Task, *, suffix: str = "", system: str | None = None) -> Messages:
-    """task.data's "messages", or its "prompt" as a user's message; `suffix` ends the last one, `system` goes in front."""
+
+def opening(task: Task, *, suffix: str = "", system: str | None = None, examples: Sequence[Example] = ()) -> Messages:
+    """Messages of a task's prompt: task.data's "messages", or its "prompt" as a user's message.
+
+    suffix ends the last one; examples are earlier turns, each a question (with the suffix) and its answer; system goes in front
+    """
     data: dict[str, Any] = task.data
     if "messages" in data:
         messages = [dict(m) for m in data["messages"]]
@@ -23,6 +29,10 @@ def opening(task: Task, *, suffix: str = "", system: str | None = None) -> Messa
         messages[-1]["content"] = [*messages[-1]["content"], {"type": "text", "text": suffix}]
     else:
         messages[-1]["content"] += suffix
+    if examples:
+        at = 1 if messages[0].get("role") == "system" else 0
+        shown = (("user", e["prompt"] + suffix) if k == 0 else ("assistant", e["answer"]) for e in examples for k in (0, 1))
+        messages[at:at] = [{"role": role, "content": content} for role, content in shown]
     if system is not None and messages[0].get("role") != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages
@@ -31,12 +41,12 @@ def opening(task: Task, *, suffix: str = "", system: str | None = None) -> Messa
 class SingleTurn:
     """Gives the prompt, takes one reply: `SingleTurn(suffix=" Answer with a number.")`."""
 
-    def __init__(self, *, suffix: str = "", system: str | None = None) -> None:
-        self.suffix, self.system = suffix, system
+    def __init__(self, *, suffix: str = "", system: str | None = None, examples: Sequence[Example] = ()) -> None:
+        self.suffix, self.system, self.examples = suffix, system, examples
 
     def prompt(self, task: Task) -> tuple[Messages, Schemas]:
         """What the policy reads first, and the tools it is offered."""
-        return opening(task, suffix=self.suffix, system=self.system), ()
+        return opening(task, suffix=self.suffix, system=self.system, examples=self.examples), ()
 
     async def run(self, task: Task, chat: Chat) -> Trajectory:
         chat.give(*self.prompt(task))
