@@ -70,7 +70,7 @@ FAMILIES = {
     "olmo": SIZE | {"clip_qkv": 2.0},
     "olmo2": SIZE,
     "olmo3": MIXED,
-    "olmoe": SIZE | EXPERTS | {"num_experts": 4},
+    "olmoe": SIZE | EXPERTS | {"num_experts": 4, "clip_qkv": 2.0},
     "opt": dict(
         hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=512, word_embed_proj_dim=64
     ),

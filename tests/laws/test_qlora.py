@@ -54,7 +54,7 @@ def far(kind: str, dtype: str = "float32", **size) -> Loaded:
 
 def packed(kind: str = "llama", dtype: str = "float32", size: dict | None = None, **how) -> Loaded:
     """An adapter with noise over a base in 4 bits."""
-    loaded = far(kind, dtype, **FAMILIES[kind] | (size or {}))
+    loaded = far(kind, dtype, **FAMILIES.get(kind, {}) | (size or {}))
     nf4.quantise(loaded.model, "cpu")
     adapters.adapt(loaded, **{"rank": 4, "alpha": 8, **how})
     return noise(loaded)
@@ -427,3 +427,14 @@ def test_what_if_a_base_lay_in_four_bits():
     with pytest.raises(ConfigError, match="give it one, lora=16"):
         what_if(["model=7b", "nf4=yes"])
     assert of_job(Job.read("recipes/lora.toml", {"model.adapter.kind": "qlora"})).four_bits
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_family_that_clamps_what_a_layer_returns_trains_over_four_bits(dtype):
+    """OLMo writes in place into q, k and v; q has an adapter here, k and v are bare layers in 4 bits."""
+    loaded = packed("olmo", dtype, SIZE | {"clip_qkv": 0.5}, targets=["q_proj", "o_proj"])
+    algo = row("grpo")
+    moved = [
+        step(trainer(each, algo), batch(awkward_groups(), algo), algo).metrics["train/grad_norm"] for each in (loaded, decoded(loaded))
+    ]
+    assert moved[0] == pytest.approx(moved[1], rel=1e-4 if dtype == "float32" else 2e-2) and moved[0] > 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_kit import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt
-from families_kit import FAMILIES, REFUSED, measure, model, refusal
+from families_kit import FAMILIES, REFUSED, measure, model, own, refusal
 from families_kit import row as line_of
 from transformers import AutoConfig
 
@@ -84,6 +84,24 @@ def test_greedy_tokens_logprobs_and_routes_are_those_of_transformers(kind):
     assert m.greedy and m.obeyed and m.gap <= 1e-4 and (m.replayed or 0) <= 1e-4, m
     assert (m.replayed is None) == (not model(kind).routers)
     assert line_of(kind) in LINES, "run: python docs/make_families.py"
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_gradients_of_all_weights_are_those_of_transformers(kind):
+    """Of a weighted sum of logprobs: every family trains, and trains what it serves."""
+    loaded, fresh = model(kind), own(kind)
+    row = torch.tensor(prompt(5, 24))
+    weights = torch.linspace(-1, 1, 23)
+    with torch.enable_grad():
+        hidden = loaded.hidden(row, torch.arange(24), PackedLayout([Segment(0, 24)]))
+        both = [loaded.head.logits(hidden), fresh(row[None], use_cache=False).logits[0]]
+        sums = [(logits[:-1].log_softmax(-1).gather(1, row[1:, None])[:, 0] * weights).sum() for logits in both]
+        named = [(name, p) for name, p in loaded.model.named_parameters() if p.requires_grad]
+        ours = torch.autograd.grad(sums[0], [p for _, p in named], allow_unused=True)
+        theirs = torch.autograd.grad(sums[1], [fresh.get_parameter(name) for name, _ in named], allow_unused=True)
+    for (name, _), a, b in zip(named, ours, theirs, strict=True):
+        assert (a is None) == (b is None), name
+        assert a is None or float((a - b).norm()) <= 1e-3 * float(b.norm()) + 1e-5, name
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -62,7 +62,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None):
         ctx.save_for_backward(x, weight)
-        return _rows(x, weight, bias)
+        return unshared(_rows(x, weight, bias))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -74,6 +74,11 @@ class _Product(torch.autograd.Function):
             _rows(flat.t(), x.flatten(0, -2).t(), None) if wants_weight else None,
             flat.sum(0) if wants_bias else None,
         )
+
+
+def unshared(out: Tensor) -> Tensor:
+    """The same tensor, not as a view: torch forbids a model to write in place (OLMo clamps q, k and v) into a view that a Function returns."""
+    return torch.ops.aten._unsafe_view(out, out.shape)
 
 
 def _rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -70,7 +70,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, layer: Nf4):
         ctx.layer = layer
-        return linear.product(x, layer.decoded(x.dtype), layer.bias)
+        return linear.unshared(linear.product(x, layer.decoded(x.dtype), layer.bias))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
