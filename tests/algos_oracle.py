@@ -115,8 +115,8 @@ def rewarded(row: Algorithm, batch: Ragged) -> list[float]:
         sums = [0.0] * len(group)
         for part, values_N in batch.parts.items():
             values = values_N.tolist()
-            for i in range(len(group)):
-                peers = [values[j] for j in mates[i]]
+            for i in (i for i in range(len(group)) if not math.isnan(values[i])):
+                peers = [values[j] for j in mates[i] if not math.isnan(values[j])]
                 sums[i] += rule.weights.get(part, 1.0) * (values[i] - mean(peers)) / (std(peers) + rule.eps)
         each = whiten(sums) if sums else []
     elif name == "Preference":
@@ -200,8 +200,8 @@ def corrections(row: Algorithm, gap: list[float], mates: dict[int, list[int]], a
     return out
 
 
-def largest(values: list[float], share: float) -> list[bool]:
-    bar = sorted(values, reverse=True)[max(1, math.ceil(share * len(values))) - 1] if values else 0.0
+def largest(values: list[float], share: float, whole=math.ceil) -> list[bool]:
+    bar = sorted(values, reverse=True)[max(1, whole(share * len(values))) - 1] if values else 0.0
     return [v >= bar for v in values]
 
 
@@ -216,7 +216,7 @@ def selected(row: Algorithm, advantages: list[float], old: list[float], mu: list
         taken = {inside[int((k + 0.5) * len(inside) / count)] for k in range(count)}
         return [s in taken for s in range(t)]
     if name == "KlCov":
-        return largest(cov, rule.share)
+        return largest(cov, rule.share, math.floor)
     if name == "Forking":
         return largest(entropy, rule.top)
     if name == "SecondMoment":

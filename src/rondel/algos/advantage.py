@@ -288,7 +288,8 @@ class WhitenedCenter:
 class PartsNorm:
     """A = whitened over the samples: sum over parts k of w_k·(r_k - mean) / (std + eps) in the group.  -> [N].  arXiv:2601.05242 (GDPO).
 
-    Each named part of the reward has its own scale, so a rare large one does not drown the rest.
+    Each named part of the reward has its own scale, so a rare large one does not drown the rest. A part that a sample does not have adds
+    nothing to it, and mean and std are those of the group's samples that have it.
 
     weights    of the parts by name; one that is not named weighs 1
     eps        added to the standard deviation of a part
@@ -310,9 +311,17 @@ class PartsNorm:
                 f"algo.advantage reads the parts of the reward, which are: {', '.join(scored.parts) or 'none'}"
                 + (f"; weights also names {', '.join(unknown)}" if unknown else ". Let the reward return { name: value }")
             )
-        total_N = torch.zeros_like(scored.rewards_N)
+        total_N, counted_N = torch.zeros_like(scored.rewards_N), torch.zeros_like(scored.rewards_N, dtype=torch.bool)
         for name, part_N in scored.parts.items():
-            total_N = total_N + self.weights.get(name, 1.0) * standardised(part_N, scored.group_N, self.eps)
+            has_N = ~part_N.isnan()
+            own = standardised(part_N[has_N], scored.group_N[has_N], self.eps)
+            total_N[has_N] += self.weights.get(name, 1.0) * own
+            counted_N |= has_N
+        if not counted_N.all():
+            raise ConfigError(
+                f"algo.advantage reads the parts of the reward, and {int((~counted_N).sum())} of {len(counted_N)} samples were scored with a "
+                f"number alone. Let every reward return {{ name: value }}, as those with {', '.join(scored.parts)} do"
+            )
         return whitened(total_N)
 
     def __str__(self) -> str:

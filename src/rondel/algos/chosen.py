@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rondel.algos.entropy import highest
+from rondel.algos.entropy import highest, largest
 from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.surrogate import Clip, Surrogate
 from rondel.algos.tokens import Tokens
@@ -82,7 +82,7 @@ class KlCov:
 
     No clip. |log r| has no gradient at r = 1, so it acts from the second update of a step on.
 
-    share    of the update's tokens that are held
+    share    of the update's tokens that are held, rounded down, at least one
     coef     how strongly
     """
 
@@ -98,7 +98,7 @@ class KlCov:
             raise ConfigError(f"coef = {self.coef}; it must be positive, or nothing holds the policy")
 
     def select(self, tokens: Tokens) -> Tensor:
-        return highest(covariances(tokens), self.share)
+        return largest(covariances(tokens), max(1, int(self.share * len(tokens.logprobs))))
 
     def __call__(self, tokens: Tokens) -> Surrogate:
         x_T = tokens.log_ratio

@@ -13,9 +13,14 @@ from rondel.words.errors import ConfigError
 
 def highest(values_T: Tensor, share: float) -> Tensor:
     """The share of tokens with the largest values, at least one; those equal to the smallest of them too.  [T] -> [T] bool."""
+    return largest(values_T, max(1, math.ceil(share * len(values_T))))
+
+
+def largest(values_T: Tensor, count: int) -> Tensor:
+    """So many tokens with the largest values; those equal to the smallest of them too.  [T] -> [T] bool."""
     if not len(values_T):
         return torch.zeros_like(values_T, dtype=torch.bool)
-    return values_T >= values_T.topk(max(1, math.ceil(share * len(values_T)))).values[-1]
+    return values_T >= values_T.topk(count).values[-1]
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,19 @@ def test_each_part_of_a_reward_has_its_own_scale():
         advantage.PartsNorm()(scored(tensor(1)))
 
 
+def test_a_part_that_a_sample_lacks_adds_nothing_and_stands_in_no_mean():
+    """One task's reward names both parts, another's only the first; TRL's nanmean, nanstd and nansum do the same."""
+    nan, group = math.nan, torch.tensor([0, 0, 0, 1, 1, 1])
+    right, form = tensor(1, 0, 1, 0, 1, 1), tensor(0, 1, 1, nan, 0, 3)
+    found = advantage.PartsNorm()(scored(tensor(1, 1, 2, 0, 1, 4), group, right=right, form=form))
+    s = math.sqrt(1 / 3) + 1e-6
+    first = tensor(1 / 3, -2 / 3, 1 / 3, -2 / 3, 1 / 3, 1 / 3) / s
+    total = first + tensor(*(x / s for x in (-2 / 3, 1 / 3, 1 / 3)), 0, *(x / (math.sqrt(4.5) + 1e-6) for x in (-1.5, 1.5)))
+    assert near(found, (total - total.mean()) / (total.var() + 1e-8).sqrt(), 1e-8)
+    with pytest.raises(advantage.ConfigError, match="1 of 2 samples were scored with a number alone"):
+        advantage.PartsNorm()(scored(tensor(1, 2), right=tensor(1, nan)))
+
+
 def test_the_length_baseline_has_the_least_variance_where_squared_gradients_grow_with_length():
     """OPO on a toy: gradient norms² = length, so the baseline that minimises sum of length·(r - b)² is the weighted mean."""
     rewards, lengths = tensor(1, 0, 0, 1, 1), torch.tensor([1, 9, 4, 2, 3])

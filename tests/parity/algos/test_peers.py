@@ -5,6 +5,8 @@ Where they disagree, the test holds the difference, and docs/papers.md says who 
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from algos_kit import F64, Ragged, near
+from algos_kit import F64, Ragged, near, scored, tensor
 from torch import Tensor
 
 from rondel.algos import advantage, aggregate, correction, gae, kl, ratio, surrogate, table
@@ -106,16 +108,20 @@ def test_direct_reward_optimisation_is_mirror_descent_on_tokens(verl):
 
 @pytest.mark.parametrize("name", ["kl_cov", "clip_cov"])
 def test_covariances_are_those_of_verl_on_the_first_update_of_an_undivided_batch(verl, name):
-    """Then the policy is the proximal one and its micro-batch the batch. clip_cov's dice are taken out: all of the range is silenced."""
-    row = row_of(KlCov(share=0.25) if name == "kl_cov" else ClipCov(share=1.0, least=0.05, most=9.0))
+    """Its micro-batch is then the batch. clip_cov's dice are taken out: all of the range is silenced.
+
+    The policy is the proximal one, or has moved by as much at every token: that changes no covariance, and a term in |log r| has a gradient.
+    """
+    row = row_of(KlCov(share=0.24) if name == "kl_cov" else ClipCov(share=1.0, least=0.05, most=9.0))
     knobs = (
-        {"kl_cov_ratio": 0.25, "ppo_kl_coef": 1.0} if name == "kl_cov" else {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.05, "clip_cov_ub": 9.0}
+        {"kl_cov_ratio": 0.24, "ppo_kl_coef": 1.0} if name == "kl_cov" else {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.05, "clip_cov_ub": 9.0}
     )
     own = BATCH.logits_TV.log_softmax(-1)[:, 0]
-    here = replace(BATCH, others_3T=torch.stack([own, own, own]))
-    wanted, wanted_gradient = verl_loss(verl, name, "token-mean", row, old=padded(own), policy_loss=knobs)
-    loss, gradient, _ = here.loss(row)
-    assert near(loss, wanted) and near(gradient, wanted_gradient)
+    for moved in (0.0, 0.1, -0.1):
+        here = replace(BATCH, others_3T=torch.stack([own - moved] * 3))
+        wanted, wanted_gradient = verl_loss(verl, name, "token-mean", row, old=padded(own - moved), policy_loss=knobs)
+        loss, gradient, _ = here.loss(row)
+        assert near(loss, wanted) and near(gradient, wanted_gradient)
 
 
 def verl_advantages(verl, name: str, **more) -> Tensor:
@@ -281,6 +287,26 @@ def test_losses_are_those_of_trl(loss_type, knobs, row, batch):
     loss, gradient, _ = batch.loss(row)
     within = LOOSE if loss_type == "sapo" else 1e-10  # its temperatures are float32
     assert near(loss, wanted, within) and near(gradient, wanted_gradient, within)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_parts_are_normalised_as_in_trl(missing):
+    """Its own lines, cut out of the trainer; a part that a sample lacks is NaN there, too. Its epsilons are 1e-4."""
+    module = pytest.importorskip("trl.trainer.grpo_trainer", exc_type=ImportError)
+    source = inspect.getsource(module.GRPOTrainer._generate_and_score_completions)
+    parts_NK = torch.tensor([[1, 0], [0, 1], [1, 1], [0, 2], [1, 5], [1, 0]], dtype=F64)
+    if missing:
+        parts_NK[3:, 1] = torch.nan
+    scope = {
+        "torch": torch, "nanstd": module.nanstd, "rewards_per_func": parts_NK, "num_generations": 3, "device": "cpu",
+        "self": SimpleNamespace(reward_funcs=[0, 1], reward_weights=tensor(1.0, 0.5)), "unscorable_mask": parts_NK.isnan().all(1),
+    }  # fmt: skip
+    at = source.index("elif self.multi_objective_aggregation ==")
+    first, last = (source.index(mark, at) for mark in ("            grouped = ", "            is_std_zero"))
+    exec(textwrap.dedent(source[first:last]), scope)
+    rule = advantage.PartsNorm({"b": 0.5}, eps=1e-4)
+    ours = rule(scored(parts_NK[:, 0], torch.arange(6) // 3, a=parts_NK[:, 0], b=parts_NK[:, 1]))
+    assert near(ours, scope["advantages"], 1e-3)
 
 
 def test_masks_are_those_of_trl_on_the_first_update():

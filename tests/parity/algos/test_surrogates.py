@@ -193,6 +193,7 @@ def test_kl_cov_holds_the_largest_covariances_only():
     chosen = part.select(seen)
     cov = (seen.advantages - seen.advantages.mean()) * (seen.logprobs - seen.logprobs.mean())
     assert int(chosen.sum()) == 8 and cov[chosen].min() > cov[~chosen].max()
+    assert int(KlCov(share=0.00249).select(seen).sum()) == 9  # of 9.96, as many as verl and ClipCov take
     found, _ = gradient(part, selected=torch.tensor([True, False, True, False]))
     x = LOGP - OLD
     assert near(found, -x.exp() * A + 0.5 * x.sign() * tensor(1, 0, 1, 0))
