@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -10,9 +11,13 @@ import torch
 from algos_kit import F64, Ragged, lively, scored
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from train_kit import awkward_groups, model, step, trainer
+from train_kit import row as row_of
 
 from rondel.algos import advantage, aggregate, correction, gae, kl, table
 from rondel.algos.entropy import EntropyBonus
+from rondel.train.pack import Batch, batch_of
+from rondel.train.sums import Sums
 from rondel.words.errors import ConfigError
 
 AGGREGATES = [aggregate.TokenMean(), aggregate.SeqMeanTokenMean(), aggregate.SeqMeanTokenSum(), aggregate.FixedNorm(9)]
@@ -214,3 +219,56 @@ def test_rejected_tokens_leave_the_denominator_only_if_told_to():
     stay = replace(table.REINFORCE, correction=correction.Importance(action="mask"))
     leave = replace(stay, correction=correction.Importance(action="mask", denominator="kept"))
     assert apart(batch.loss(leave)[1], 2 * batch.loss(stay)[1]) <= 1e-12 and batch.loss(stay)[1].norm() > 0.1
+
+
+# -- answers that the token limit cut off -------------------------------------------------------------------------------
+
+
+def step_gradient(kind, cut, **knobs):
+    """Of one step on the awkward groups, of which the samples with these places were cut off."""
+    algo, b = row_of(kind, **knobs), batch_of(awkward_groups())
+    for i in cut:
+        b.samples[i].truncated = True
+    t = trainer(model(), algo, lr=0.0, clip=1e9)
+    t._known(b, algo, [b], set())
+    t._move(b, algo, Sums(), defaultdict(float), more=set(), critic=None, frozen=False)
+    return torch.cat([p.grad.flatten() for p in t.loaded.model.parameters()]), b
+
+
+@pytest.mark.parametrize("kind", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed_norm"])
+def test_a_masked_answer_gives_no_gradient_and_keeps_its_place_in_the_baseline(kind):
+    """Without KL it is as if its advantage were 0; only the tokens leave the denominator that counts tokens."""
+    cut, how = [1, 7, 11], {"aggregate": {"kind": kind}}
+    masked, b = step_gradient("dr_grpo", cut, mask_truncated=True, **how)
+    whole, _ = step_gradient("dr_grpo", cut, **how)
+    algo = row_of("dr_grpo", **how)
+    t = trainer(model(), algo)
+    for i in cut:
+        b.samples[i].advantages[:] = 0
+    t.weights.zero_grad()
+    t._accumulate(b, algo, Sums(), proximal_noted=False)
+    zeroed = torch.cat([p.grad.flatten() for p in t.loaded.model.parameters()])
+    lengths = [len(s.trainable) for s in b.samples]
+    scale = sum(lengths) / (sum(lengths) - sum(lengths[i] for i in cut)) if kind == "token_mean" else 1.0
+    assert float((masked - scale * zeroed).norm()) <= 1e-5 * float(masked.norm())
+    assert float((masked - whole).norm()) > 1e-2 * float(whole.norm())
+
+
+def test_a_masked_answer_pays_no_kl_and_no_entropy_either_and_a_step_of_masked_answers_moves_nothing():
+    knobs = {"kl": {"coef": 0.1}, "entropy": {"coef": 0.05, "top": 0.5}, "aggregate": {"kind": "token_mean"}}
+    cut = [i for i in range(14) if i not in (4, 5)]
+    masked, b = step_gradient("grpo", cut, mask_truncated=True, **knobs)
+    algo, own = row_of("grpo", **knobs), Batch([b.samples[i] for i in (4, 5)])
+    t = trainer(model(), algo)
+    t.weights.zero_grad()
+    t._accumulate(own, algo, Sums(), proximal_noted=True)
+    alone = torch.cat([p.grad.flatten() for p in t.loaded.model.parameters()])
+    assert float((masked - alone).norm()) <= 1e-5 * float(alone.norm()) and float(alone.norm()) > 0
+    algo, b = row_of("ppo", mask_truncated=True), batch_of(awkward_groups())
+    for s in b.samples:
+        s.truncated = True
+    t = trainer(model(), algo, start_probe=4)
+    before = [p.clone() for p in t.loaded.model.parameters()]
+    stats = step(t, b, algo)
+    assert stats.stepped and stats.metrics["train/truncated_masked"] == len(b.samples) and "train/kl_to_start" not in stats.metrics
+    assert all(torch.equal(p, was) for p, was in zip(t.loaded.model.parameters(), before, strict=True))

@@ -326,6 +326,11 @@ ADAPTERS = {
 }
 
 
+def test_masked_truncated_answers_of_trl_are_masked_here():
+    job = whole(translate(TRL, ALIVE["trl"] | {"mask_truncated_completions": True}, ROWS))
+    assert job.algo.mask_truncated and not whole(translate(TRL, ALIVE["trl"], ROWS)).algo.mask_truncated
+
+
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_an_adapter_of_theirs_is_one_here(name):
     given, rank, alpha, targets = ADAPTERS[name]

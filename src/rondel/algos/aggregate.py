@@ -2,12 +2,14 @@
 micro-batches, ranks or packs can change it (law 3).
 
 `lengths_N` int64: trainable tokens of each sample of the *whole* batch, counted before any forward pass. -> [N] float64.
-A sample without trainable tokens is not counted and weighs 0; nor do masks or corrections ever enter a denominator.
+A sample without trainable tokens is not counted and weighs 0; nor do masks or corrections ever enter a denominator. Samples that
+`mask_truncated` masks are not among `lengths_N`; what divides by samples counts them all the same (see `masked_scale`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,16 @@ from rondel.words.errors import ConfigError
 def _share(counted_N: Tensor, denominator: Tensor | int) -> Tensor:
     """1 / denominator where counted, else 0; no division by 0 when nothing is counted."""
     return torch.where(counted_N, 1.0 / torch.as_tensor(denominator).double().clamp(min=1), 0.0)
+
+
+def masked_scale(aggregate: Any, trained_N: Tensor, lengths_N: Tensor) -> float:
+    """What the weights of the trained samples are multiplied by where others are masked.  [n], [N] -> scalar.
+
+    A masked sample's tokens are in no sum of tokens, but the sample is one of the N: n/N for a mean over samples, 1 for a mean over tokens,
+    as TRL has it. So a step with many masked samples is a smaller step for the former and not for the latter.
+    """
+    samples = int((lengths_N > 0).sum())
+    return int((trained_N > 0).sum()) / samples if samples and getattr(aggregate, "counts_samples", False) else 1.0
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,8 @@ class TokenMean:
 class SeqMeanTokenMean:
     """w_n = 1 / (N·length_n).  [N] -> [N].  arXiv:2402.03300 (GRPO).  Every sample counts alike, so a token of a long one counts less."""
 
+    counts_samples: ClassVar[bool] = True
+
     def __call__(self, lengths_N: Tensor) -> Tensor:
         return _share(lengths_N > 0, (lengths_N > 0).sum() * lengths_N)
 
@@ -45,6 +59,8 @@ class SeqMeanTokenMean:
 @dataclass(frozen=True)
 class SeqMeanTokenSum:
     """w_n = 1 / N.  [N] -> [N].  arXiv:2402.14740: the gradient of the mean sequence log-probability.  Grows with the length."""
+
+    counts_samples: ClassVar[bool] = True
 
     def __call__(self, lengths_N: Tensor) -> Tensor:
         return _share(lengths_N > 0, (lengths_N > 0).sum())
@@ -61,6 +77,7 @@ class FixedNorm:
     """
 
     length: int | None = None
+    counts_samples: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.length is not None and not self.length >= 1:

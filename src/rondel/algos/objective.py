@@ -113,6 +113,11 @@ def explain(row: Algorithm) -> str:
         f"  w counts {'what the correction keeps of ' if kept else ''}the whole batch before the first forward pass: micro-batches and ranks cannot change it",
         f"gradient  at r = 1: sum of w·((c·({getattr(row.surrogate, 'slope', 'dl/dlogp')}){slope})·∇logp{push})",
         *critic,
+        *(
+            ["masked    answers that the token limit cut off: no gradient; their rewards stay in the baseline"]
+            if row.mask_truncated
+            else []
+        ),
         f"groups    {'trained if they pass: ' + ', '.join(row.filters) if row.filters else 'all are trained'}",
         f"needs     {', '.join(sorted(row.needs)) or 'nothing beside the tokens'}",
         *_knobs(row),

@@ -115,6 +115,7 @@ class Algorithm:
     distill: Distill | FullDistill = field(default_factory=Distill)  # (behavior_T, teacher_T) -> cost_T, or a term of the loss
     value: ClippedValue = field(default_factory=ClippedValue)  # (values_T, old_T, returns_T) -> loss_T, clipped_T
     filters: tuple[str, ...] = ()
+    mask_truncated: bool = False  # an answer that the token limit cut off gives no gradient; its reward stays in the group's baseline
 
     def __post_init__(self) -> None:
         """What weighs by the behavior does it once; what compares two probabilities of a token gets its own ratio."""
@@ -315,7 +316,7 @@ TABLE = {
 
 def resolve(section: dict[str, Any]) -> Algorithm:
     """The row that a recipe's [algo] means: {"kind": "dapo", "surrogate": {"high": 0.3}, "filters": []}."""
-    known = ["kind", "filters", *FAMILIES]
+    known = ["kind", "filters", "mask_truncated", *FAMILIES]
     for key in section:
         if key not in known:
             raise ConfigError(f"algo.{key} does not exist.{nearest(key, known)} Known: {', '.join(known)}.")
@@ -325,6 +326,8 @@ def resolve(section: dict[str, Any]) -> Algorithm:
     }
     if "filters" in section:
         changes["filters"] = _filters(section["filters"])
+    if "mask_truncated" in section:
+        changes["mask_truncated"] = _switch("algo.mask_truncated", section["mask_truncated"])
     row = replace(row, **changes)
     for path, why in row.idle.items():
         family, _, knob = path.partition(".")
@@ -341,6 +344,12 @@ def _row(kind: Any) -> Algorithm:
     if not isinstance(row, Algorithm):
         raise ConfigError(f"algo.kind = '{kind}' must be a rondel.algos.table.Algorithm, and is {row!r}")
     return row
+
+
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} = {value!r} is not true or false")
+    return value
 
 
 def _filters(names: Any) -> tuple[str, ...]:

@@ -76,10 +76,10 @@ class Critic:
                 done += packed.samples
         self.ranks.exchange(batch, done, "values")
 
-    def accumulate(self, batch: Batch, row: Algorithm, settings: Settings, sums: Sums) -> Tensor:
+    def accumulate(self, batch: Batch, row: Algorithm, settings: Settings, sums: Sums, *, weight: float = 1.0) -> Tensor:
         """The gradient of sum_t w_t·m_t over an update, every weight fixed before its first micro-batch (law 3). -> its norm."""
         self.weights.zero_grad()
-        weight_N = row.aggregate(batch.lengths_N).float().to(self.loaded.device)
+        weight_N = weight * row.aggregate(batch.lengths_N).float().to(self.loaded.device)
         for packed in self._cut(batch, settings):
             loss_T, clipped_T = row.value(self.values(packed), gather(batch, packed, "values"), gather(batch, packed, "returns"))
             (weight_N[packed.sample] * loss_T).sum().mul(not packed.idle).backward()

@@ -53,6 +53,7 @@ class Sample:
     agent: str = ""  # who acts; it is compared with the same one's other episodes
     parent: int | None = None  # the `index` of the trajectory whose credit it shares: a branch of the same episode
     stream: str = ""  # of its task, by which a mixture finds its row
+    truncated: bool = False  # the token limit cut it off
     guided: bool = False  # a demonstration among the policy's own samples
     baseline: float | None = None  # the reward of the greedy answer to its prompt, where the row wants it
     experts: np.ndarray | None = None  # [t-1,L,K] of a MoE: where the engine sent each token
@@ -88,6 +89,7 @@ class Sample:
             agent=trajectory.agent,
             parent=trajectory.parent,
             stream=stream,
+            truncated=trajectory.finish_reason == "length",
             guided=trajectory.guided,
             baseline=baseline,
             experts=None if trajectory.experts is None else np.asarray(trajectory.experts),
@@ -152,6 +154,10 @@ class Batch:
             return [(algo, 1.0, self)]
         found = algo.shares([s.stream for s in self.samples])
         return [(row, weight, Batch([self.samples[i] for i in places])) for row, weight, places in found]
+
+    def trained(self, row: Algorithm) -> Batch:
+        """The samples that give a gradient: all, or those that were not cut off where the row masks truncated ones."""
+        return Batch([s for s in self.samples if not s.truncated]) if row.mask_truncated else self
 
     def updates(self, n: int) -> list[Batch]:
         """`n` optimizer batches of whole groups, as equal as they come."""

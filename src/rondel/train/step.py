@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rondel.algos.aggregate import masked_scale
 from rondel.algos.ahead import NOTHING, Ahead, ahead, counted, tokens_of
 from rondel.algos.kl import k3
 from rondel.algos.mixture import Mixture
@@ -277,6 +278,8 @@ class LocalTrainer:
             sample.hidden.clear()
         sums.gather(self.ranks)
         metrics = sums.metrics(len(moves)) | known | {"train/lr": self._rate(settings.lr), "train/tokens": float(batch.total_tokens)}
+        if masked := sum(len(share.samples) - len(share.trained(row).samples) for row, _, share in batch.shares(algo)):
+            metrics["train/truncated_masked"] = float(masked)
         if critic is not None:
             metrics["train/critic_lr"] = self._rate(settings.critic_lr)
             critic.steps += 1
@@ -284,7 +287,7 @@ class LocalTrainer:
             metrics |= self._steer(batch, algo, main) | self._mismatch(batch, algo)
         if self.start is not None and stepped and settings.start_probe:
             with _lap(seconds, "annotate"):
-                metrics["train/kl_to_start"] = self._kl_to_start(batch)
+                metrics |= self._kl_to_start(batch)
         metrics |= {f"train/{name}_s": spent for name, spent in seconds.items()}
         self.step_number += 1
         self.version += 1
@@ -326,10 +329,14 @@ class LocalTrainer:
             self.weights.zero_grad()
             critic_norm = torch.zeros(())
             for row, weight, share in update.shares(algo):
+                own = share.trained(row)
+                if not own.samples:  # all of them were cut off
+                    continue
+                scale = masked_scale(row.aggregate, own.lengths_N, share.lengths_N)
                 if not frozen:
-                    self._accumulate(share, row, sums, weight=weight, proximal_noted="proximal_logprobs" in row.needs | more)
+                    self._accumulate(own, row, sums, weight=weight * scale, proximal_noted="proximal_logprobs" in row.needs | more)
                 if critic is not None and row is main:
-                    critic_norm = critic.accumulate(share, row, self.settings, sums)
+                    critic_norm = critic.accumulate(own, row, self.settings, sums, weight=scale)
             norm = self.weights.gradient_norm()
             for whose, size in (("", norm), (" of the critic", critic_norm)):
                 if not math.isfinite(float(size)):
@@ -359,7 +366,7 @@ class LocalTrainer:
 
     def _mismatch(self, batch: Batch, algo: Algorithm | Mixture) -> dict[str, float]:
         """Engine against trainer, over whatever an engine drew."""
-        drawn = [s for row, _, share in batch.shares(algo) if row.needs for s in share.samples if not s.guided]
+        drawn = [s for row, _, share in batch.shares(algo) if row.needs for s in share.trained(row).samples if not s.guided]
         if not drawn:
             return {}
         metrics = measure(drawn, self.version)
@@ -434,14 +441,17 @@ class LocalTrainer:
             raise NotFinite(told[0])
         self.ranks.exchange(batch, done, "trained")
 
-    def _kl_to_start(self, batch: Batch) -> float:
-        """k3 estimate of KL(policy || starting weights) on the first samples, in nats a token."""
-        probe = Batch(batch.samples[: self.settings.start_probe])
+    def _kl_to_start(self, batch: Batch) -> dict[str, float]:
+        """k3 estimate of KL(policy || starting weights) on the first samples that were trained, in nats a token; nothing where none was."""
+        probe = Batch([s for s in batch.samples if "trained" in s.notes][: self.settings.start_probe])
+        if not probe.samples:
+            return {}
         assert self.start is not None, "start_probe keeps the starting weights"
         how: dict[str, Any] = dict(budget=self.main.micro_tokens, temperature=self.main.temperature, ranks=self.ranks)
         with self.offload.present(self.start):
             notes.annotate(self.start, probe, "start", **how)
-        return float(k3(torch.cat([torch.from_numpy(s.notes["trained"] - s.notes["start"]) for s in probe.samples])).mean())
+        gone_T = torch.cat([torch.from_numpy(s.notes["trained"] - s.notes["start"]) for s in probe.samples])
+        return {"train/kl_to_start": float(k3(gone_T).mean())}
 
     def _count_bad(self, note: str) -> None:
         self.bad_steps += 1

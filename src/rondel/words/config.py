@@ -186,6 +186,9 @@ class Algo(Section):
     kind: str = "grpo"
     group_size: int = Field(8, ge=1)
     guides: int = Field(0, ge=0)
+    mask_truncated: bool = Field(
+        False, description="an answer that the token limit cut off gives no gradient; its reward stays in the group's baseline"
+    )
     beside: list[Beside] = []
     sources: dict[str, dict[str, Any]] = Field({}, description="a row of its own for what a source brings")
     advantage: dict[str, Any] = {}

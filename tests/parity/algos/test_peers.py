@@ -8,8 +8,9 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -241,7 +242,7 @@ def test_the_steered_coefficient_is_verls(verl):
 # -- TRL ----------------------------------------------------------------------------------------------------------------------
 
 
-def trl_loss(row: table.Algorithm, loss_type: str, **knobs):
+def trl_loss(row: table.Algorithm, loss_type: str, *, masked: Tensor | None = None, **knobs):
     """TRL's own loss, of a trainer that is nothing but its settings."""
     trainer = pytest.importorskip("trl.trainer.grpo_trainer", exc_type=ImportError).GRPOTrainer
     logits, logp, entropy = leaf()
@@ -265,6 +266,9 @@ def trl_loss(row: table.Algorithm, loss_type: str, **knobs):
         "old_per_token_logps": padded(BATCH.others_3T[0]), "sampling_per_token_logps": padded(BATCH.others_3T[1]),
         "ref_per_token_logps": padded(BATCH.others_3T[2]), "num_items_in_batch": MASK.sum(),
     }  # fmt: skip
+    if masked is not None:
+        inputs["completion_mask"] = inputs["completion_mask"] * ~masked[:, None]
+        inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
     loss = trainer._compute_loss(self, self.model, inputs)
     return loss.detach(), torch.autograd.grad(loss, logits)[0]
 
@@ -287,6 +291,32 @@ def test_losses_are_those_of_trl(loss_type, knobs, row, batch):
     loss, gradient, _ = batch.loss(row)
     within = LOOSE if loss_type == "sapo" else 1e-10  # its temperatures are float32
     assert near(loss, wanted, within) and near(gradient, wanted_gradient, within)
+
+
+@pytest.mark.parametrize(
+    "loss_type, how",
+    [("grpo", SEQ_MEAN), ("dapo", TOKEN_MEAN), ("dr_grpo", aggregate.FixedNorm(9)), ("luspo", aggregate.SeqMeanTokenSum())],
+)
+def test_masked_answers_leave_the_loss_as_in_trl(loss_type, how):
+    """With the KL they would pay; a mean over samples counts them all the same, a mean over tokens does not."""
+    row, cut = row_of(surrogate.Clip(), how, kl=kl.Kl("k3", 0.1)), torch.tensor([n in (1, 3, 4) for n in range(len(LENGTHS))])
+    wanted, wanted_gradient = trl_loss(row, loss_type, beta=0.1, masked=cut)
+    order = (~cut).nonzero()[:, 0].tolist()
+    known = torch.cat([piece for piece, gone in zip(row.advantages_T(BATCH.scored()).split(LENGTHS), cut, strict=True) if not gone])
+    scale = aggregate.masked_scale(how, BATCH.lengths_N[~cut], BATCH.lengths_N)
+    loss, gradient, _ = BATCH.loss(replace(row, advantage=Given(known)), order=order)
+    assert near(scale * loss, wanted) and near(scale * gradient, wanted_gradient)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Advantages that are known."""
+
+    values_T: Tensor
+    per_token: ClassVar[bool] = True
+
+    def __call__(self, scored):
+        return self.values_T
 
 
 @pytest.mark.parametrize("missing", [False, True])

@@ -127,7 +127,7 @@ def _accepted(lines: list[Line], rows: Rows, setting: Setting) -> tuple[list[tup
     gaps: list[Gap] = []
     for line in lines:
         family, _, knob = line.key.removeprefix("algo.").partition(".")
-        if not line.key.startswith("algo.") or family in ("kind", "group_size"):
+        if not line.key.startswith("algo.") or family in ("kind", "group_size", "mask_truncated"):
             taken.append((_waiting(line, rows), _default(line.key)))
             continue
         if kind not in rows.names:

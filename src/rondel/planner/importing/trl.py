@@ -147,8 +147,7 @@ def _algorithm(s: Setting) -> Iterator[Part]:
         yield Same(steers, "the coefficient of the entropy is fixed")
     if s["entropy_coef"] and aggregate != "token_mean":
         yield Gap(("entropy_coef",), f"their entropy is a mean over tokens; here the weights are those of {aggregate}")
-    if s["mask_truncated_completions"]:
-        yield Gap(("mask_truncated_completions",), 'task.filters = ["truncated"] drops a group only if all its answers were cut')
+    yield Line("algo.mask_truncated", bool(s["mask_truncated_completions"]), ("mask_truncated_completions",))
     yield from _correction(s)
 
 

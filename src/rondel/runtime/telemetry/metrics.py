@@ -64,6 +64,7 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "train/ratio_max_deviation": ("ratio", "largest |policy / proximal - 1|; 0 at the first update of a batch"),
     "train/correction": ("ratio", "mean weight of the proximal/behavior correction"),
     "train/correction_dropped": ("share", "tokens that the correction masked, rejected or vetoed: their weight is 0"),
+    "train/truncated_masked": ("answers", "answers that gave no gradient because the token limit cut them off: algo.mask_truncated"),
     "train/grad_norm": ("norm", "global norm of the gradient before clipping"),
     "train/lr": ("rate", "learning rate of this step"),
     "train/tokens": ("tokens", "trainable tokens of the batch"),
