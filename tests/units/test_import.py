@@ -12,9 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rondel.algos.table import resolve
+from rondel.algos.table import FAMILIES, resolve
 from rondel.cli import main
 from rondel.cli.import_ import Table, imported
+from rondel.planner.importing import openrlhf, trl, verl
 from rondel.planner.importing.openrlhf import OPENRLHF
 from rondel.planner.importing.read import overrides, read, scalar
 from rondel.planner.importing.render import lists, recipe
@@ -141,6 +142,58 @@ def test_the_batches_of_trl():
     assert (lines["loop.groups_per_step"], lines["loop.updates_per_step"], lines["loop.steps"]) == (24, 3, 10)
     assert lines["trainer.warmup_steps"] == 2
     assert said("trl", per_device_train_batch_size=4, num_processes=2, gradient_accumulation_steps=4)["loop.groups_per_step"] == 4
+
+
+def test_every_row_and_part_that_an_importer_knows_exists():
+    """A row of theirs that has no equal is written by its own name, marked to be decided, and never a name of ours that does not exist."""
+    rows = {row for row, _ in trl.LOSSES.values()} | {row for row, _ in verl.ROWS.values()} | {*verl.LOSSES.values()}
+    rows |= {row for row, *_ in openrlhf.ROWS.values()}
+    assert rows <= set(ROWS.names)
+    advantages = {a for _, a in verl.ROWS.values()} | {a for _, a, _ in openrlhf.ROWS.values()}
+    aggregates = {a for _, a in trl.LOSSES.values()} | {*verl.AGGREGATES.values(), *openrlhf.AGGREGATES.values()}
+    for family, kinds in (("advantage", advantages - {None}), ("aggregate", aggregates)):
+        assert kinds <= FAMILIES[family].keys()
+    report = translate(TRL, ALIVE["trl"] | {"loss_type": "vespo"}, ROWS)
+    assert "algo.kind" in {line.key for line in report.asks} and not any(line.key == "algo.aggregate.kind" for line in report.lines)
+
+
+@pytest.mark.parametrize(
+    "name, command, remedy",
+    [
+        ("trl", "trl sft --learning_rate 1e-5", "loop.warmup.steps"),
+        ("trl", "accelerate launch trl/scripts/dpo.py --beta 0.1", "online_dpo"),
+        ("trl", "python -m trl.scripts.rloo --beta 0.1", 'algo.kind = "rloo"'),
+        ("trl", "python examples/scripts/sft_gemma3.py --beta 0.1", "loop.warmup.steps"),
+        ("trl", "trl kto --beta 0.1", "by hand"),
+        ("trl", "learning_rate: 1e-5\npacking: true\n", "loop.warmup.steps"),
+        ("trl", '{"beta": 0.1, "reward_clip_range": [-5, 5]}', 'algo.kind = "rloo"'),
+        ("verl", "torchrun -m verl.trainer.sft_trainer optim.lr=1e-5", "loop.warmup.steps"),
+        ("verl", "python -m verl.trainer.fsdp_sft_trainer optim.lr=1e-5", "loop.warmup.steps"),
+        ("verl", "python3 -m verl.trainer.main_eval data.path=x", "rondel eval"),
+        ("verl", "model:\n  partial_pretrain: m\n", "loop.warmup.steps"),
+        ("openrlhf", "deepspeed --module openrlhf.cli.train_sft --learning_rate 1e-5", "loop.warmup.steps"),
+        ("openrlhf", "deepspeed --module openrlhf.cli.train_rm --learning_rate 1e-5", "reward model"),
+        ("openrlhf", "deepspeed --module openrlhf.cli.train_dpo --beta 0.1", "online_dpo"),
+    ],
+)
+def test_another_trainer_of_theirs_is_refused(name, command, remedy):
+    with pytest.raises(ConfigError, match=r"is another trainer of") as refused:
+        read(name, command)
+    assert remedy in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "name, command",
+    [
+        ("trl", "trl vllm-serve --model x &\ntrl grpo --beta 0.1"),
+        ("trl", "python my_grpo_after_sft.py --beta 0.1"),
+        ("trl", "python train.py --beta 0.1"),
+        ("verl", "python3 -m verl.experimental.fully_async_policy.fully_async_main a.b=1"),
+        ("openrlhf", "python -m openrlhf.cli.serve_rm --port 5000\nray job submit -- python -m openrlhf.cli.train_ppo_ray --beta 0.1"),
+    ],
+)
+def test_their_trainer_is_read_among_other_commands(name, command):
+    assert len(read(name, command)) == 1
 
 
 @pytest.mark.parametrize(

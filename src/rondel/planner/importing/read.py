@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,37 @@ from rondel.words.errors import ConfigError
 from rondel.words.registry import nearest
 
 ENTRY = {  # the word of a command line behind which the config begins
-    "trl": re.compile(r"^grpo$|grpo\w*\.py$|^trl\.scripts\.\w+$"),
-    "verl": re.compile(r"\bmain_\w+$|main_\w+\.py$"),
-    "openrlhf": re.compile(r"train_ppo_ray(\.py)?$"),
+    "trl": re.compile(r"^grpo$|grpo\w*\.py$|^trl\.scripts\.grpo$"),
+    "verl": re.compile(r"\b(main_ppo\w*|main_dapo|main_entropy|fully_async_main)(\.py)?$"),
+    "openrlhf": re.compile(r"\btrain_ppo(_ray)?(\.py)?$"),
+}
+OTHERS = {  # the word that names another trainer of theirs, or none
+    "trl": re.compile(
+        r"^trl (?P<command>[\w-]+)$|trl[./]scripts[./](?P<module>\w+?)(\.py)?$|"
+        r"(?:^|/)(?P<file>sft|dpo|rloo|online_dpo|kto|ppo|orpo|cpo|xpo|gkd|bco|prm|nash_md|reward|rm|distillation)(_\w+)?\.py$"
+    ),
+    "verl": re.compile(r"(?P<sft>\w*sft_trainer\w*?)(\.py)?$|\b(?P<main>main_\w+?)(\.py)?$"),
+    "openrlhf": re.compile(r"\b(?P<train>train_(?!ppo)\w+?)(\.py)?$"),
+}
+ONLY = {  # keys that only another trainer has, where no command names one
+    "trl": {
+        "sft": "assistant_only_loss completion_only_loss dataset_text_field packing packing_strategy eval_packing",
+        "dpo": "f_divergence_type label_smoothing ld_alpha precompute_ref_log_probs use_weighting reference_free rpo_alpha discopop_tau",
+        "rloo": "normalize_advantages reward_clip_range",
+        "kto": "desirable_weight undesirable_weight",
+        "reward": "center_rewards_coefficient",
+    },
+    "verl": {"sft": "model.partial_pretrain optim.lr data.prompt_dict_keys data.multiturn.enable data.messages_key"},
+    "openrlhf": {},
+}
+INSTEAD = {  # what to do for a trainer of this name
+    "sft": "loop.warmup.steps trains on the answers of the data set before the loop, and algo.beside does beside it",
+    "rloo": 'write a recipe with algo.kind = "rloo"; a KL in the reward is algo.kl with where = "reward"',
+    "online_dpo": 'write a recipe with algo.kind = "online_dpo"',
+    "dpo": 'nothing here learns from stored preferences; algo.kind = "online_dpo" makes the pairs from rewards',
+    "reward": "no reward model is trained here; task.reward can ask one",
+    "rm": "no reward model is trained here; task.reward can ask one",
+    "eval": "rondel eval measures a model",
 }
 ENDS = re.compile(r"^(\||&&|\|\||;|&|\d?>+.*|\$@|\$\*|\"\$@\")$")
 OVERRIDE = re.compile(r"^([+~]{0,2})([A-Za-z_][\w.\-/@]*)=(.*)$", re.DOTALL)
@@ -27,9 +56,9 @@ INNER = re.compile(r"\$\{([\w.]+)\}")
 def read(peer: str, text: str, folder: Path = Path()) -> dict[str, Any]:
     """The keys that a text sets, as the peer would see them. `folder` is where a `--config FILE` of the text is looked for."""
     if text.lstrip().startswith("{"):
-        return referred(flat(_json(text)))
+        return _of_this_trainer(peer, referred(flat(_json(text))))
     if peer != "openrlhf" and _is_yaml(text):
-        return referred(flat(_yaml(text)))
+        return _of_this_trainer(peer, referred(flat(_yaml(text))))
     before, words = _words(peer, text)
     given: dict[str, Any] = overrides(words) if peer == "verl" else flags(words)
     if peer == "trl":
@@ -123,7 +152,27 @@ def _words(peer: str, text: str) -> tuple[list[str], list[str]]:
         raise ConfigError(f"the script trains {len(found)} times; leave the command that is meant and remove the others")
     if found:
         return found[0]
+    for words in commands(text):
+        pairs = [f"trl {after}" for word, after in pairwise(words) if word == "trl"] if peer == "trl" else []
+        for word in (*pairs, *words):
+            if match := OTHERS[peer].search(word):
+                _refuse_trainer(peer, next(name for name in match.groupdict().values() if name), word)
     return [], [word for words in commands(text) for word in words if word.startswith("--") or "=" in word or peer != "verl"]
+
+
+def _refuse_trainer(peer: str, name: str, found: str) -> None:
+    kind = next((each for each in sorted(INSTEAD, key=len, reverse=True) if re.search(rf"(^|_){each}(_|$)", name.replace("-", "_"))), "")
+    reads = {"trl": "GRPOConfig", "verl": "main_ppo", "openrlhf": "train_ppo_ray"}[peer]
+    told = INSTEAD.get(kind, "write the recipe by hand, or remove the command and leave the keys if they mean the same there")
+    raise ConfigError(f"'{found}' is another trainer of {peer}; rondel import reads configs of {reads}. Instead: {told}")
+
+
+def _of_this_trainer(peer: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The keys as they are; refused where some of them belong to another trainer of the peer."""
+    for name, keys in ONLY[peer].items():
+        if found := [key for key in keys.split() if key in given]:
+            _refuse_trainer(peer, name, found[0])
+    return given
 
 
 def _until_end(words: list[str]) -> Iterator[str]:

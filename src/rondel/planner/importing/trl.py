@@ -33,7 +33,6 @@ LOSSES = {  # loss_type -> (row, how token terms are added up)
     "luspo": ("grpo", "seq_mean_token_sum"),
     "cispo": ("cispo", "token_mean"),
     "sapo": ("sapo", "seq_mean_token_mean"),
-    "vespo": ("vespo", "token_mean"),
 }
 SCHEDULES = {name: name for name in ("constant", "linear", "cosine")} | {"constant_with_warmup": "constant"}
 REASONS = {
