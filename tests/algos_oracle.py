@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from algos_kit import F64, Ragged
@@ -41,7 +42,7 @@ def naive(row: Algorithm, batch: Ragged) -> tuple[Tensor, Tensor]:
     advantages = token_advantages(row, batch)
     anchor = mu if row.ratio.anchor == "behavior" else old
     weights = corrections(row, [o - m for o, m in zip(old, mu, strict=True)], mates, advantages)
-    kept = [weights[t] != 0 or getattr(row.correction, "denominator", "all") == "all" for t in range(len(owner))]
+    kept = [counts_at_all(row, weights[t], [old[s] - mu[s] for s in mates[t]], old[t] - mu[t]) for t in range(len(owner))]
     counts = [sum(kept[t] for t in range(len(owner)) if owner[t] == i) for i in range(len(lengths))]
     nats = [h.item() for h in entropy]
     chosen, acts = selected(row, advantages, old, mu, nats), bonus_acts(row, nats)
@@ -56,7 +57,9 @@ def naive(row: Algorithm, batch: Ragged) -> tuple[Tensor, Tensor]:
             drift=logp[t].item() - mu[t], drifts=drift, xs=spread,
         )  # fmt: skip
         total = total + per_token(row, counts, owner[t]) * (
-            weights[t] * loss + row.kl.coef * penalty(row.kl, logp[t], ref[t], mu[t]) - (row.entropy.coef * entropy[t] if acts[t] else 0.0)
+            weights[t] * loss
+            + row.kl.coef * (penalty(row.kl, logp[t], ref[t], mu[t]) if kept[t] else 0.0)
+            - (row.entropy.coef * entropy[t] if acts[t] and kept[t] else 0.0)
         )
     if not owner:
         return total, torch.zeros_like(leaf)
@@ -182,12 +185,16 @@ def corrections(row: Algorithm, gap: list[float], mates: dict[int, list[int]], a
 
     out = []
     for t in mates:
-        w = ratio(t, rule.level)
-        w = {
-            "truncate": min(w, rule.high),
-            "clip": bounded(w, rule.low, rule.high),
-            "mask": w if rule.low <= w <= rule.high else 0.0,
-        }[rule.action]
+        w = 1.0 if rule.level == "none" else ratio(t, rule.level)
+        w = (
+            1.0
+            if rule.level == "none"
+            else {
+                "truncate": min(w, rule.high),
+                "clip": bounded(w, rule.low, rule.high),
+                "mask": w if rule.low <= w <= rule.high else 0.0,
+            }[rule.action]
+        )
         if rule.reject != "none" and not rule.reject_low <= ratio(t, rule.reject) <= rule.reject_high:
             w = 0.0
         if any(gap[s] < math.log(rule.veto) for s in mates[t] if rule.veto):
@@ -198,6 +205,17 @@ def corrections(row: Algorithm, gap: list[float], mates: dict[int, list[int]], a
         scale = sum(s * w for s, w in zip(share, out, strict=True)) / sum(share)
         out = [w / scale for w in out]
     return out
+
+
+def counts_at_all(row: Algorithm, weight: float, gaps: list[float], own: float) -> bool:
+    """Does the token count in the denominators, and pay for its distance?"""
+    rule = row.correction
+    how = getattr(rule, "denominator", "all")
+    if how != "accepted":
+        return how == "all" or weight != 0
+    found = {"none": 0.0, "token": own, "sequence": sum(gaps), "geometric": mean(gaps)}[rule.reject]
+    vetoed = bool(rule.veto) and min(gaps) < math.log(rule.veto)
+    return not vetoed and (rule.reject == "none" or rule.reject_low <= math.exp(bounded(found, -20, 20)) <= rule.reject_high)
 
 
 def largest(values: list[float], share: float, whole=math.ceil) -> list[bool]:
@@ -269,6 +287,8 @@ def divergence(rule, *, lp, x, a, **_):
     p, q = math.exp(lp.item()), math.exp(lp.item() - x.item())
     apart = abs(p - q) if rule.divergence == "tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
     left = (a > 0 and x > 0 and apart > rule.high) or (a < 0 and x < 0 and apart > rule.low)
+    if rule.cap is not None and x.exp() > rule.cap:
+        return 0.0 if left else -rule.cap * a * (1 + lp - lp.detach())
     return 0.0 if left else -x.exp() * a
 
 
@@ -299,6 +319,8 @@ SURROGATES = {
 def penalty(rule, lp: Tensor, ref: float, mu: float) -> Tensor:
     x = lp - ref
     value = {"k1": x, "k2": x * x / 2, "k3": (-x).exp() - 1 + x}[rule.kind]
+    if rule.clamp is not None and abs(value.item()) > rule.clamp:
+        value = torch.tensor(math.copysign(rule.clamp, value.item()), dtype=F64)
     if rule.through == "k2":
         value = value.detach() + x * x / 2 - (x * x / 2).detach()
     return (lp - mu).exp() * value if rule.unbiased else value
@@ -318,3 +340,93 @@ def per_token(row: Algorithm, counts: list[int], i: int) -> float:
             "FixedNorm": counted * getattr(row.aggregate, "length", 1),
         }[name]
     )
+
+
+# -- verl's losses, once more -----------------------------------------------------------------------------------------------
+
+ROOT, CORR = "actor_rollout_ref.actor", "algorithm.rollout_correction"
+VERL = {  # a config beside adv_estimator = grpo
+    "rejects tokens": {f"{CORR}.rollout_rs": "token_k1", f"{CORR}.rollout_rs_threshold": "0.8_1.3"},
+    "rejects answers": {f"{CORR}.rollout_rs": "seq_mean_k1", f"{CORR}.rollout_rs_threshold": 1.12},
+    "icepop": {f"{CORR}.rollout_is": "token", f"{CORR}.rollout_is_threshold": "0.8_1.3"},
+    "icepop, rejects": {
+        **{f"{CORR}.rollout_is": "token", f"{CORR}.rollout_is_threshold": "0.8_1.3"},
+        **{f"{CORR}.rollout_rs": "seq_mean_k1", f"{CORR}.rollout_rs_threshold": "0.85_1.1"},
+    },
+    "sapo": {f"{ROOT}.policy_loss.loss_mode": "sapo"},
+    "geo_mean": {f"{ROOT}.policy_loss.loss_mode": "geo_mean", f"{ROOT}.clip_ratio_high": 0.3},
+    "dppo_tv": {f"{ROOT}.policy_loss.loss_mode": "dppo_tv", f"{ROOT}.clip_ratio_low": 0.05, f"{ROOT}.clip_ratio_high": 0.1, f"{ROOT}.clip_ratio_c": 1.2},
+    "dppo_kl": {f"{ROOT}.policy_loss.loss_mode": "dppo_kl", f"{ROOT}.clip_ratio_low": 0.01, f"{ROOT}.clip_ratio_high": 0.02},
+    "k3": {},
+}  # fmt: skip
+for _name in ("rejects tokens", "rejects answers", "icepop, rejects", "k3"):
+    VERL[_name] |= {f"{ROOT}.use_kl_loss": True, f"{ROOT}.kl_loss_coef": 0.1, f"{ROOT}.entropy_coeff": 0.05}
+
+
+def far_reference(batch: Ragged) -> Ragged:
+    """Some tokens lie so far from the reference that k3 is above 10; nobody is a demonstration, of which the peers know nothing."""
+    old, mu, ref = batch.others_3T
+    return replace(batch, others_3T=torch.stack([old, mu, ref + 1.5]), guided_N=torch.zeros_like(batch.guided_N))
+
+
+def of_verl(given: dict, batch: Ragged, advantages: list[float], how: str = "token-mean") -> Tensor:
+    """The gradient on the logits; loss_mode, rejection and weights as verl/trainer/ppo has them."""
+    leaf = batch.logits_TV.clone().requires_grad_()
+    logps = leaf.log_softmax(-1)
+    logp, entropy = list(logps[:, 0]), list(-(logps.exp() * logps).sum(-1))
+    old, mu, ref = batch.others_3T.tolist()
+    owner = [i for i, n in enumerate(batch.lengths_N.tolist()) for _ in range(n)]
+    answers = [[t for t in range(len(owner)) if owner[t] == i] for i in range(len(batch.lengths_N))]
+    mode = given.get(f"{ROOT}.policy_loss.loss_mode", "vanilla")
+    low, high, cap = (
+        given.get(f"{ROOT}.clip_ratio_low", 0.2),
+        given.get(f"{ROOT}.clip_ratio_high", 0.2),
+        given.get(f"{ROOT}.clip_ratio_c", 3.0),
+    )
+
+    def two(spec) -> tuple[float, float]:
+        first, _, last = str(spec).partition("_")
+        return (float(first), float(last)) if last else (1 / float(first), float(first))
+
+    keep, weight = [True] * len(owner), [1.0] * len(owner)
+    if reject := given.get(f"{CORR}.rollout_rs"):
+        least, most = two(given[f"{CORR}.rollout_rs_threshold"])
+        for t in range(len(owner)):
+            inside = [mu[s] - old[s] for s in ([t] if reject == "token_k1" else answers[owner[t]])]
+            keep[t] = least <= math.exp(mean(inside)) <= most
+    if given.get(f"{CORR}.rollout_is"):
+        least, most = two(given[f"{CORR}.rollout_is_threshold"])
+        weight = [w if least <= w <= most else 0.0 for w in (math.exp(o - m) for o, m in zip(old, mu, strict=True))]
+
+    def added(values: list, mode: str) -> Tensor:
+        if mode == "token-mean":
+            return sum(v for v, k in zip(values, keep, strict=True) if k) / sum(keep)
+        means = [mean([values[t] for t in own if keep[t]]) for own in answers if any(keep[t] for t in own)]
+        return sum(means) / len(means)
+
+    losses = []
+    for t, a in enumerate(advantages):
+        r, p, q = (logp[t] - old[t]).exp(), math.exp(logp[t].item()), math.exp(old[t])
+        if mode == "sapo":
+            tau = 1.0 if a > 0 else 1.05
+            loss = -a * 4 / tau * torch.sigmoid(tau * (r - 1))
+        elif mode == "geo_mean":
+            x = [logp[s] - old[s] for s in answers[owner[t]]]
+            x = [min(v, torch.tensor(high, dtype=F64)) if a > 0 else max(v, torch.tensor(-low, dtype=F64)) for v in x]
+            loss = -a * mean(x).exp()
+        elif mode in ("dppo_tv", "dppo_kl"):
+            apart = abs(p - q) if mode == "dppo_tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+            left = apart > high and p > q if a > 0 else apart > low and p < q
+            loss = -a * min(r.item(), cap) * logp[t] * (not left)
+        else:
+            held = bounded(r.item(), 1 - low, 1 + high)
+            loss = -a * r if -a * r.item() >= -a * held else torch.tensor(-a * held, dtype=F64)
+            loss = torch.tensor(-a * cap, dtype=F64) if a < 0 and loss.item() > -a * cap else loss
+        losses.append(weight[t] * loss)
+    total = added(losses, "seq-mean-token-mean" if mode in ("sapo", "geo_mean") else how)
+    if given.get(f"{ROOT}.use_kl_loss"):
+        kl = [(r - p).exp() - (r - p) - 1 for p, r in zip(logp, ref, strict=True)]
+        kl = [k if k.item() < 10 else torch.tensor(10.0, dtype=F64) for k in kl]
+        total = total + given[f"{ROOT}.kl_loss_coef"] * added(kl, how)
+    total = total - given.get(f"{ROOT}.entropy_coeff", 0.0) * added(entropy, how)
+    return torch.autograd.grad(total, leaf)[0]

@@ -149,7 +149,7 @@ MISTAKES = [
     ({"kind": "grpo", "correction": {"kind": "importance", "high": 0.5}}, "algo.correction: high = 0.5; it must be at least 1"),
     (
         {"kind": "grpo", "correction": {"kind": "importance", "level": "tokn"}},
-        "level = 'tokn'; it must be one of token, sequence, geometric. Did",
+        "level = 'tokn'; it must be one of none, token, sequence, geometric. Did",
     ),
     ({"kind": "grpo", "correction": {"kind": "importance", "veto": 1.0}}, "algo.correction: veto = 1.0; it must lie in [0, 1)"),
     ({"kind": "gdpo", "advantage": {"weights": {"form": "1"}}}, "algo.advantage.weights = {'form': '1'} is not a table of numbers by name"),

@@ -23,6 +23,7 @@ class Ahead:
     """One number for every trainable token of the update, in the order of its samples; None where it is left to the micro-batch."""
 
     correction: Tensor | None = None  # [T]
+    counts: Tensor | None = None  # [T] 0 or 1: what the correction lets count, in the denominators and for KL and entropy
     selected: Tensor | None = None  # [T] 0 or 1: by the surrogate
     undecided: Tensor | None = None  # [T] 0 or 1: where the entropy bonus acts
 
@@ -65,16 +66,19 @@ def tokens_of(
 
 def ahead(row: Algorithm, tokens: Tokens) -> Ahead:
     """`tokens` are all of the update, and their policy is the proximal one."""
+    correction_T = row.correction(tokens.log_weight, tokens.sample, tokens.advantages)
+    leaves = getattr(row.correction, "denominator", "all") != "all"
     return Ahead(
-        correction=row.correction(tokens.log_weight, tokens.sample, tokens.advantages),
+        correction=correction_T,
+        counts=row.correction.counts(tokens.log_weight, tokens.sample, correction_T).to(correction_T.dtype) if leaves else None,
         selected=row.surrogate.select(tokens).to(tokens.logprobs.dtype) if hasattr(row.surrogate, "select") else None,
         undecided=row.entropy.select(tokens.entropy).to(tokens.logprobs.dtype) if row.entropy.chooses else None,
     )
 
 
 def counted(row: Algorithm, lengths_N: Tensor, decided: Ahead) -> Tensor:
-    """The tokens of each sample that count in the denominators: all, or those that the correction kept.  [N] -> [N]."""
-    if decided.correction is None or getattr(row.correction, "denominator", "all") == "all":
+    """The tokens of each sample that count in the denominators: all, or those that the correction lets count.  [N] -> [N]."""
+    if decided.counts is None:
         return lengths_N
     sample_T = torch.arange(len(lengths_N)).repeat_interleave(lengths_N)
-    return torch.zeros_like(lengths_N).index_add(0, sample_T, (decided.correction != 0).to(lengths_N.dtype))
+    return torch.zeros_like(lengths_N).index_add(0, sample_T, decided.counts.to(lengths_N.dtype))

@@ -108,16 +108,18 @@ class DivergenceMask:
 
     D compares this token against all others taken together: tv |p - q|, or kl q·log(q/p) + (1-q)·log((1-q)/(1-p)), with p the policy
     and q its anchor. A ratio of 2 on a token of probability 0.001 is no distance, on one of 0.4 it is. It needs the token ratio.
-    The paper anchors at the behavior, and sets 0.15 for tv, 0.05 for kl.
+    The paper anchors at the behavior, and sets 0.15 for tv, 0.05 for kl. With `cap` a larger r weighs cap, and the token keeps its gradient.
 
     divergence    tv, the total variation, or kl
     low           the divergence beyond which a token of A < 0 is not pushed down further
     high          the divergence beyond which a token of A > 0 is not pushed up further
+    cap           the largest weight r; None leaves it open
     """
 
     divergence: str = "tv"
     low: float = 0.15
     high: float = 0.15
+    cap: float | None = None
     token_ratio: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = READS
     slope: ClassVar[str] = "-A"
@@ -126,17 +128,21 @@ class DivergenceMask:
         one_of("divergence", self.divergence, ("tv", "kl"))
         if not (self.low >= 0 and self.high >= 0):
             raise ConfigError(f"low = {self.low}, high = {self.high}; neither may be negative: a divergence is not")
+        if self.cap is not None and not self.cap >= 1:
+            raise ConfigError(f"cap = {self.cap}; it must be at least 1, or on-policy tokens would be scaled down")
 
     def __call__(self, tokens: Tokens) -> Surrogate:
         x_T, a_T, now_T = tokens.log_ratio, tokens.advantages, tokens.logprobs.detach()
         apart_T = (binary_tv if self.divergence == "tv" else binary_kl)(now_T, now_T - x_T.detach())
         left_T = ((a_T > 0) & (x_T > 0) & (apart_T > self.high)) | ((a_T < 0) & (x_T < 0) & (apart_T > self.low))
-        return Surrogate(torch.where(left_T, 0.0, -bounded_exp(x_T) * a_T), left_T | (x_T.abs() > LIMIT))
+        weight_T = bounded_exp(x_T)
+        if self.cap is not None:  # the value of min(r, cap), and as much of the gradient of logp
+            weight_T = weight_T.clamp(max=self.cap).detach() * (1 + x_T - x_T.detach())
+        passes_none_T = left_T | (x_T.abs() > LIMIT) if self.cap is None else left_T
+        return Surrogate(torch.where(left_T, 0.0, -weight_T * a_T), passes_none_T)
 
     def __str__(self) -> str:
-        return (
-            f"-r·A, 0 where r has left 1 in the direction of A by a binary {self.divergence} above {self.high:g} (up), {self.low:g} (down)"
-        )
+        return f"-{'r' if self.cap is None else f'min(r, {self.cap:g})'}·A, 0 where r has left 1 in the direction of A by a binary {self.divergence} above {self.high:g} (up), {self.low:g} (down)"
 
 
 def binary_tv(now_T: Tensor, before_T: Tensor) -> Tensor:

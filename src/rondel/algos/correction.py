@@ -1,8 +1,13 @@
 """The weight of a token that another policy drew: proximal / behavior. It scales the surrogate and carries no gradient.
 
 T trainable tokens · log_weight_T = log pi_proximal - log pi_behavior · sample_T which belong together. What is masked or rejected
-weighs 0. `denominator` says whether such tokens still count in the denominators: "all" (they stay, so a step with many rejections is
-a smaller step) or "kept" (they leave, and a sample without any token left is not counted). KL and entropy terms are not corrected.
+weighs 0. `denominator` says which tokens count in the denominators:
+
+    all        every token: a step with many rejections is a smaller step
+    kept       those that weigh something; a sample without any token left is not counted
+    accepted   those that were neither rejected nor vetoed; what `action = "mask"` masks stays
+
+A token that does not count pays no KL and earns no entropy bonus either; for the others these terms are not corrected.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from rondel.words.errors import ConfigError
 from rondel.words.registry import one_of
 
 LEVELS = ("token", "sequence", "geometric")
-DENOMINATORS = ("all", "kept")
+DENOMINATORS = ("all", "kept", "accepted")
 
 
 def leveled(log_weight_T: Tensor, sample_T: Tensor, level: str) -> Tensor:
@@ -48,7 +53,7 @@ class Importance:
     arXiv:2110.00641 (decoupled); Yao et al. 2025 (truncated); arXiv:2510.18855 (IcePop: token, mask); Liu and Li 2025 (sequence, geometric).
     Truncating adds bias and buys variance. A token's own weight ignores the tokens before it; that of its sequence does not, and explodes.
 
-    level          token; sequence: the product over the sample; geometric: its geometric mean
+    level          token; sequence: the product over the sample; geometric: its geometric mean; none: 1, so that it only rejects
     action         truncate at high; clip into [low, high]; mask: 0 outside of [low, high]
     low            the smallest weight that is kept
     high           the largest weight that is kept
@@ -57,7 +62,7 @@ class Importance:
     reject_high    largest ratio that is not rejected
     veto           a sample with any token's ratio below this weighs 0; 0 is no veto, 1e-4 the usual one
     normalize      none; token: the mean weight of all tokens of the update is 1; sequence: the mean over samples is 1
-    denominator    all, or kept: do masked and rejected tokens count in the denominators?
+    denominator    all, kept or accepted: which tokens count in the denominators
     """
 
     level: str = "token"
@@ -73,7 +78,7 @@ class Importance:
     weighs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        one_of("level", self.level, LEVELS)
+        one_of("level", self.level, ("none", *LEVELS))
         one_of("action", self.action, ("truncate", "clip", "mask"))
         one_of("reject", self.reject, ("none", *LEVELS))
         one_of("normalize", self.normalize, ("none", "token", "sequence"))
@@ -84,36 +89,58 @@ class Importance:
             raise ConfigError(f"low = {self.low}; it must lie in [0, 1], or on-policy tokens would be scaled up")
         if not 0 <= self.reject_low <= 1 <= self.reject_high:
             raise ConfigError(f"reject_low = {self.reject_low}, reject_high = {self.reject_high}; 1 must lie between them")
+        if self.level == "none" and self.reject == "none" and not self.veto:
+            raise ConfigError("level = 'none' with nothing rejected and no veto corrects nothing; set reject or veto, or kind = 'none'")
         if not 0 <= self.veto < 1:
             raise ConfigError(f"veto = {self.veto}; it must lie in [0, 1): 1 is the ratio of an on-policy token")
 
     @property
     def needs(self) -> frozenset[str]:
-        whole = self.normalize != "none" or self.denominator == "kept"
+        whole = self.normalize != "none" or self.denominator != "all"
         return frozenset({"behavior_logprobs", "proximal_logprobs"} if whole else {"behavior_logprobs"})
 
     @property
     def idle(self) -> dict[str, str]:
         """Knobs that change nothing as things stand, and why."""
         idle = {"low": "truncate has no lower bound"} if self.action == "truncate" else {}
+        if self.level == "none":
+            idle |= dict.fromkeys(("action", "low", "high"), "correction.level is none")
         if self.reject == "none":
             idle |= dict.fromkeys(("reject_low", "reject_high"), "correction.reject is none")
-        if self.action != "mask" and self.reject == "none" and not self.veto:
+        masks = self.action == "mask" and self.level != "none"
+        if not masks and self.reject == "none" and not self.veto:
             idle["denominator"] = "nothing is masked, rejected or vetoed"
         return idle
 
-    def __call__(self, log_weight_T: Tensor, sample_T: Tensor, advantages_T: Tensor) -> Tensor:
-        log_weight_T = log_weight_T.detach()
+    def _weights(self, log_weight_T: Tensor, sample_T: Tensor) -> Tensor:
+        """Before anything is rejected.  [T], [T] -> [T]."""
+        if self.level == "none":
+            return torch.ones_like(log_weight_T)
         weight_T = bounded_exp(leveled(log_weight_T, sample_T, self.level))
         if self.action == "mask":
-            weight_T = torch.where((weight_T >= self.low) & (weight_T <= self.high), weight_T, 0.0)
-        else:
-            weight_T = weight_T.clamp(self.low if self.action == "clip" else None, self.high)
+            return torch.where((weight_T >= self.low) & (weight_T <= self.high), weight_T, 0.0)
+        return weight_T.clamp(self.low if self.action == "clip" else None, self.high)
+
+    def _accepts(self, log_weight_T: Tensor, sample_T: Tensor) -> Tensor:
+        """Neither rejected nor vetoed.  [T], [T] -> [T] bool."""
+        accepted_T = torch.ones_like(log_weight_T, dtype=torch.bool)
         if self.reject != "none":
             found_T = bounded_exp(leveled(log_weight_T, sample_T, self.reject))
-            weight_T = torch.where((found_T >= self.reject_low) & (found_T <= self.reject_high), weight_T, 0.0)
+            accepted_T = (found_T >= self.reject_low) & (found_T <= self.reject_high)
         if self.veto:
-            weight_T = torch.where(over_group(log_weight_T, sample_T, "amin") < math.log(self.veto), 0.0, weight_T)
+            accepted_T = accepted_T & (over_group(log_weight_T, sample_T, "amin") >= math.log(self.veto))
+        return accepted_T
+
+    def counts(self, log_weight_T: Tensor, sample_T: Tensor, weight_T: Tensor) -> Tensor:
+        """The tokens that count in the denominators, of which weight_T are the weights.  [T], [T], [T] -> [T] bool."""
+        if self.denominator == "accepted":
+            return self._accepts(log_weight_T.detach(), sample_T)
+        return weight_T != 0 if self.denominator == "kept" else torch.ones_like(weight_T, dtype=torch.bool)
+
+    def __call__(self, log_weight_T: Tensor, sample_T: Tensor, advantages_T: Tensor) -> Tensor:
+        log_weight_T = log_weight_T.detach()
+        weight_T = self._weights(log_weight_T, sample_T)
+        weight_T = torch.where(self._accepts(log_weight_T, sample_T), weight_T, 0.0)
         return weight_T if self.normalize == "none" else weight_T / _mean(weight_T, sample_T, self.normalize)
 
     def __str__(self) -> str:
@@ -123,9 +150,12 @@ class Importance:
             "sequence": "product of {} over the sample",
             "geometric": "geometric mean of {} over the sample",
         }
-        text = f"{ratio[self.level].format('proximal / behavior')}, " + (
-            f"0 outside of [{low}, {self.high:g}]" if self.action == "mask" else f"held to [{low}, {self.high:g}]"
-        )
+        if self.level == "none":
+            text = "1"
+        else:
+            text = f"{ratio[self.level].format('proximal / behavior')}, " + (
+                f"0 outside of [{low}, {self.high:g}]" if self.action == "mask" else f"held to [{low}, {self.high:g}]"
+            )
         if self.reject != "none":
             text += f", 0 where the {self.reject} ratio is outside of [{self.reject_low:g}, {self.reject_high:g}]"
         if self.veto:
@@ -148,20 +178,24 @@ class OffPolicyMask:
     more. The behavior is the engine's record; a recomputed one would make the mean 0 in a step of one update.
 
     delta          nats a token that the policy may have moved away
-    denominator    all, or kept: do masked tokens count in the denominators?
+    denominator    all or kept: do masked tokens count in the denominators?
     """
 
     delta: float = 0.5
     denominator: str = "all"
 
     def __post_init__(self) -> None:
-        one_of("denominator", self.denominator, DENOMINATORS)
+        one_of("denominator", self.denominator, ("all", "kept"))
         if not self.delta >= 0:
             raise ConfigError(f"delta = {self.delta}; it must not be negative: on-policy samples have a mean of 0")
 
     @property
     def needs(self) -> frozenset[str]:
         return frozenset({"behavior_logprobs", "advantages"} | ({"proximal_logprobs"} if self.denominator == "kept" else set()))
+
+    def counts(self, log_weight_T: Tensor, sample_T: Tensor, weight_T: Tensor) -> Tensor:
+        """The tokens that count in the denominators.  [T], [T], [T] -> [T] bool."""
+        return weight_T != 0 if self.denominator == "kept" else torch.ones_like(weight_T, dtype=torch.bool)
 
     def __call__(self, log_weight_T: Tensor, sample_T: Tensor, advantages_T: Tensor) -> Tensor:
         left_T = over_group(-log_weight_T.detach(), sample_T, "mean") > self.delta

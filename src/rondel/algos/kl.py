@@ -58,6 +58,7 @@ class Kl:
     unbiased    weigh by policy / behavior
     target      nats of a whole sample that the coefficient is steered to, starting from coef; None keeps it
     horizon     over how many samples it may change by a fifth
+    clamp       the largest size of the estimate of one token, beyond which it has no gradient; None leaves it open
     """
 
     kind: str = "k3"
@@ -67,6 +68,7 @@ class Kl:
     unbiased: bool = False
     target: float | None = None
     horizon: int = 10_000
+    clamp: float | None = None
 
     def __post_init__(self) -> None:
         one_of("kind", self.kind, ESTIMATORS)
@@ -74,6 +76,8 @@ class Kl:
         one_of("through", self.through, ("own", "k2"))
         if self.target is not None and not self.target > 0:
             raise ConfigError(f"target = {self.target}; it must be positive: a policy that learns moves away from its reference")
+        if self.clamp is not None and not self.clamp > 0:
+            raise ConfigError(f"clamp = {self.clamp}; it must be positive, or no distance would cost anything")
         if not self.horizon >= 1:
             raise ConfigError(f"horizon = {self.horizon}; it must be at least 1 sample")
         if not self.coef >= 0:
@@ -101,7 +105,7 @@ class Kl:
     def idle(self) -> dict[str, str]:
         """Knobs that change nothing as things stand, and why."""
         if not self.coef:
-            return dict.fromkeys(("kind", "where", "through", "unbiased", "target", "horizon"), "kl.coef is 0")
+            return dict.fromkeys(("kind", "where", "through", "unbiased", "target", "horizon", "clamp"), "kl.coef is 0")
         idle = {} if self.target is not None else {"horizon": "kl.target is not set"}
         if self.charged:
             return idle | dict.fromkeys(("through", "unbiased"), "a reward has no gradient, and the behavior drew the tokens")
@@ -122,7 +126,12 @@ class Kl:
 
     def cost(self, behavior_T: Tensor, ref_T: Tensor) -> Tensor:
         """coef·k, what each token pays where the reward has it.  [T], [T] -> [T]."""
-        return self.coef * ESTIMATORS[self.kind](behavior_T - ref_T)
+        return self.coef * self._estimate(behavior_T - ref_T)
+
+    def _estimate(self, x_T: Tensor) -> Tensor:
+        """k, held to ±clamp.  [T] -> [T]."""
+        kl_T = ESTIMATORS[self.kind](x_T)
+        return kl_T if self.clamp is None else kl_T.clamp(-self.clamp, self.clamp)
 
     @property
     def slope(self) -> str:
@@ -131,14 +140,15 @@ class Kl:
 
     def __call__(self, logprobs_T: Tensor, ref_T: Tensor, log_drift_T: Tensor) -> Tensor:
         """`log_drift_T` = log pi - log pi_behavior, read where `unbiased`."""
-        kl_T = ESTIMATORS[self.kind](logprobs_T - ref_T)
+        kl_T = self._estimate(logprobs_T - ref_T)
         if self.through == "k2" and self.kind != "k2":
             slope_T = k2(logprobs_T - ref_T)
             kl_T = kl_T.detach() + slope_T - slope_T.detach()
         return bounded_exp(log_drift_T) * kl_T if self.unbiased else kl_T
 
     def __str__(self) -> str:
-        text = f"{FORMULAS[self.kind]} with x = logp - logp_ref"
+        held = "" if self.clamp is None else f", held to ±{self.clamp:g},"
+        text = f"{FORMULAS[self.kind]}{held} with x = logp - logp_ref"
         if self.through == "k2" and self.kind != "k2":
             text += ", the gradient that of x²/2"
         return f"policy / behavior · ({text})" if self.unbiased else text

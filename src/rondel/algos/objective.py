@@ -75,19 +75,20 @@ def objective(
         correction_T = row.correction(tokens.log_weight, sample_T, tokens.advantages)
     surrogate = row.surrogate(tokens)
     token_T = correction_T * surrogate.loss_T
+    counts_T = 1.0 if decided.counts is None else decided.counts
     terms = {"ratio": bounded_exp(tokens.log_ratio), "clipped": surrogate.clipped_T, "correction": correction_T}
     if behavior_T is not None:
         terms["gap"] = tokens.log_weight
     if ref_T is not None:
         terms["kl"] = row.kl(logprobs_T, ref_T, logprobs_T - logprobs_T.detach() + tokens.log_drift)
     if row.kl.pulls:
-        token_T = token_T + row.kl.coef * terms["kl"]
+        token_T = token_T + counts_T * row.kl.coef * terms["kl"]
     if taught_T is not None:
         terms["taught"] = taught_T
-        token_T = token_T + row.distill.coef * taught_T
+        token_T = token_T + counts_T * row.distill.coef * taught_T
     if row.entropy.coef:
         assert entropy_T is not None, f"the row {row.name} has entropy.coef = {row.entropy.coef}, but no entropy was computed"
-        bonus_T = row.entropy(entropy_T)
+        bonus_T = counts_T * row.entropy(entropy_T)
         token_T = token_T - (bonus_T if decided.undecided is None else decided.undecided * bonus_T)
     return (weight_T * token_T).sum(), {name: term_T.detach() for name, term_T in terms.items()}
 
@@ -104,7 +105,7 @@ def explain(row: Algorithm) -> str:
     critic = ["critic    its own loss: sum of w·m over the same tokens, with V = v when the step began"] if "values" in row.needs else []
     push = f" - {row.entropy.coef:g}·∇H" if row.entropy.coef else ""
     push += f" + {row.distill.coef:g}·∇d" if row.distill.coef and not row.distill.charged else ""
-    kept = getattr(row.correction, "denominator", "all") == "kept"
+    kept = getattr(row.correction, "denominator", "all") != "all"
     lines = [
         f"{row.name}  ({row.paper})",
         f"loss      sum over the trainable tokens of w·(c·l{penalty}{bonus})",

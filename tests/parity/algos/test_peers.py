@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 from algos_kit import F64, Ragged, near, scored, tensor
+from algos_oracle import CORR, ROOT, far_reference, of_verl
+from algos_oracle import VERL as VERL_CASES
 from torch import Tensor
 
 from rondel.algos import advantage, aggregate, correction, gae, kl, ratio, surrogate, table
@@ -98,6 +100,36 @@ def test_losses_are_those_of_verl(verl, name, how, knobs, row, value):
     loss, gradient, _ = BATCH.loss(row)
     within = 1e-10 if how == "token-mean" and name != "geo_mean" else LOOSE  # verl adds 1e-8 to the length of a sample
     assert near(gradient, wanted_gradient, within) and (near(loss, wanted, within) or not value)
+
+
+@pytest.mark.parametrize("name", VERL_CASES)
+def test_the_oracle_of_verl_is_verl(verl, name):
+    """What an imported config is compared with, in tests/units/test_import.py: loss, weights, rejection, KL and entropy by their functions."""
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights, compute_rollout_rejection_mask
+
+    given, batch = VERL_CASES[name], far_reference(BATCH)
+    own = {key.removeprefix(f"{ROOT}."): value for key, value in given.items() if key.startswith(ROOT)}
+    corr = {key.removeprefix(f"{CORR}."): value for key, value in given.items() if key.startswith(CORR)}
+    mode = own.pop("policy_loss.loss_mode", "vanilla")
+    knobs = {key: value for key, value in own.items() if key.startswith("clip")}
+    advantages = table.GRPO.advantages_T(batch.scored())
+    logits = batch.logits_TV.clone().requires_grad_()
+    logps = logits.log_softmax(-1)
+    logp, entropy = padded(logps[:, 0]), padded(-(logps.exp() * logps).sum(-1))
+    gap, mask, weights = padded(batch.others_3T[0] - batch.others_3T[1]), MASK, None
+    if "rollout_is" in corr:
+        weights = compute_rollout_correction_weights(gap, MASK, corr["rollout_is"], corr["rollout_is_threshold"])[0]
+    if "rollout_rs" in corr:
+        mask = compute_rollout_rejection_mask(gap, MASK, corr["rollout_rs"], corr["rollout_rs_threshold"])[0]
+    loss, _ = verl.get_policy_loss_fn(mode)(
+        old_log_prob=padded(batch.others_3T[0]), log_prob=logp, advantages=padded(advantages), response_mask=mask,
+        loss_agg_mode="token-mean", config=actor(**knobs), rollout_is_weights=weights,
+    )  # fmt: skip
+    kl = verl.kl_penalty(logp, padded(batch.others_3T[2]), "low_var_kl")
+    loss = loss + own.get("kl_loss_coef", 0.0) * verl.agg_loss(kl, mask, "token-mean")
+    loss = loss - own.get("entropy_coeff", 0.0) * verl.agg_loss(entropy, mask, "token-mean")
+    theirs = torch.autograd.grad(loss, logits)[0]
+    assert near(of_verl(given, batch, advantages.tolist()), theirs, LOOSE)
 
 
 def test_direct_reward_optimisation_is_mirror_descent_on_tokens(verl):

@@ -12,7 +12,7 @@ from algos_oracle import naive
 
 from rondel.algos import correction, kl, table
 from rondel.algos.ahead import Ahead
-from rondel.algos.bounded import MirrorDescent
+from rondel.algos.bounded import DivergenceMask, MirrorDescent
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.objective import objective
 from rondel.algos.offpolicy import Tapered
@@ -20,7 +20,12 @@ from rondel.algos.ratio import SequenceRatio, TokenRatio
 from rondel.algos.surrogate import Clip
 
 LENGTHS = [3, 0, 7, 1, 10, 5, 2, 8, 4]
-KLS = [kl.Kl(kind, 0.05) for kind in kl.ESTIMATORS] + [kl.Kl("k3", 0.05, unbiased=True), kl.Kl("k1", 0.05, through="k2")]
+KLS = [kl.Kl(kind, 0.05) for kind in kl.ESTIMATORS] + [
+    kl.Kl("k3", 0.05, unbiased=True),
+    kl.Kl("k1", 0.05, through="k2"),
+    kl.Kl("k3", 0.05, clamp=0.1),
+    kl.Kl("k1", 0.05, through="k2", clamp=0.3),
+]
 CORRECTIONS = [
     correction.Importance(high=1.1),
     correction.Importance(action="clip", low=0.8, high=1.3),
@@ -29,6 +34,8 @@ CORRECTIONS = [
     correction.Importance("geometric", "mask", low=0.9, high=1.2, denominator="kept"),
     correction.Importance(high=1.5, reject="geometric", reject_low=0.7, reject_high=1.4, veto=0.3, normalize="token"),
     correction.OffPolicyMask(0.05, denominator="kept"),
+    correction.Importance("none", reject="token", reject_low=0.8, reject_high=1.3, denominator="accepted"),
+    correction.Importance(action="mask", low=0.8, high=1.3, reject="geometric", reject_low=0.9, reject_high=1.2, denominator="accepted"),
 ]
 BONUSES = [EntropyBonus(0.02), EntropyBonus(0.02, top=0.3), EntropyBonus(0.02, target=9.0), EntropyBonus(0.02, target=0.1)]
 
@@ -40,7 +47,7 @@ def variants():
         yield pytest.param(row, id=row.name)
         takes_weights = "behavior" not in {*row.surrogate.reads, row.ratio.anchor}
         for i, penalty in enumerate(KLS):
-            rule = CORRECTIONS[i] if takes_weights else correction.OffPolicyMask(0.05)
+            rule = CORRECTIONS[i % len(CORRECTIONS)] if takes_weights else correction.OffPolicyMask(0.05)
             full = replace(row, kl=penalty, entropy=BONUSES[i % len(BONUSES)], correction=rule)
             if isinstance(row.surrogate, Clip):
                 full = replace(full, surrogate=replace(row.surrogate, dual=1.25))
@@ -51,6 +58,7 @@ def variants():
     yield pytest.param(replace(table.GRPO, ratio=TokenRatio("behavior")), id="bypass")
     yield pytest.param(replace(table.GRPO, ratio=SequenceRatio("behavior"), surrogate=Clip(0.05, 0.05)), id="sequence bypass")
     yield pytest.param(replace(lively(table.DPPO_TV), ratio=TokenRatio()), id="dppo at the proximal")
+    yield pytest.param(replace(table.DPPO_TV, surrogate=DivergenceMask("tv", 0.1, 0.1, cap=1.1)).bounded(9), id="dppo with a cap")
     yield pytest.param(replace(table.TOPR, surrogate=Tapered("token", above=0.5)), id="topr, token")
     yield pytest.param(replace(table.KIMI, surrogate=MirrorDescent(0.5, "token")), id="kimi, token")
 

@@ -58,6 +58,7 @@ AGGREGATES = {
     "seq-mean-token-mean": "seq_mean_token_mean",
     "seq-mean-token-sum-norm": "fixed_norm",
 }
+CLAMPED = {"k3": {"clamp": 10.0}}
 KLS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 REJECTS = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
 KNOBS = {  # loss_mode -> {knob: key below the actor's}; those without low and high read clip_ratio_low and clip_ratio_high
@@ -65,7 +66,10 @@ KNOBS = {  # loss_mode -> {knob: key below the actor's}; those without low and h
     "sapo": {"positive": "tau_pos", "negative": "tau_neg"},
     "clip_cov": {"share": "policy_loss.clip_cov_ratio", "least": "policy_loss.clip_cov_lb", "most": "policy_loss.clip_cov_ub"},
     "kl_cov": {"share": "policy_loss.kl_cov_ratio", "coef": "policy_loss.ppo_kl_coef"},
+    "dppo_tv": {"cap": "clip_ratio_c"},
+    "dppo_kl": {"cap": "clip_ratio_c"},
 }
+BY_SAMPLE = ("sapo", "geo_mean")  # losses that are a mean over samples whatever loss_agg_mode says
 UNCLIPPED = ("sapo", "gpg", "kl_cov")
 REASONS = {
     "launcher *": LAUNCHER,
@@ -196,8 +200,17 @@ def _critic(s: Setting) -> Iterator[Part]:
 
 def _loss(s: Setting) -> Iterator[Part]:
     yield from _surrogate(s)
-    mode, scale = f"{ACTOR}.loss_agg_mode", f"{ACTOR}.loss_scale_factor"
-    if aggregate := s.choice(mode, AGGREGATES):
+    mode, scale, own = f"{ACTOR}.loss_agg_mode", f"{ACTOR}.loss_scale_factor", f"{ACTOR}.policy_loss.loss_mode"
+    if s[own] in BY_SAMPLE:
+        note = "their mean is over each micro-batch" if s[own] == "geo_mean" else ""
+        yield Line("algo.aggregate.kind", "seq_mean_token_mean", (own,), note)
+        beside = bool(s[f"{ACTOR}.use_kl_loss"] or s[f"{ACTOR}.entropy_coeff"])
+        if s[mode] == "seq-mean-token-mean":
+            yield Same((mode,), f"{s[own]} is a mean over samples")
+        elif beside or s.has(mode):
+            other = "; there it adds up KL and entropy, which have the weights of the loss here" * beside
+            yield Gap((mode,), f"{s[own]} is a mean over samples there whatever it says{other}")
+    elif aggregate := s.choice(mode, AGGREGATES):
         yield Line("algo.aggregate.kind", aggregate, (mode,))
         if aggregate == "fixed_norm" and s[scale]:
             yield Line("algo.aggregate.length", s.whole(scale), (scale,))
@@ -213,6 +226,8 @@ def _surrogate(s: Setting) -> Iterator[Part]:
     mode = f"{ACTOR}.policy_loss.loss_mode"
     if s[mode] == "vanilla":
         yield Line("algo.surrogate.kind", "clip", (mode,))
+    if str(s[mode]).startswith("dppo"):
+        yield Line("algo.ratio.anchor", "proximal", (mode,), "the paper anchors at the behavior")
     plain = f"{ACTOR}.clip_ratio"
     for side in ("low", "high") if s[mode] not in UNCLIPPED else ():
         key = f"{plain}_{side}"
@@ -232,7 +247,8 @@ def _kl(s: Setting) -> Iterator[Part]:
     price, cost, control = "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "algorithm.kl_ctrl.type"
     if s[use] and (found := KLS.get(str(s[kind]).removesuffix("+"))):
         through = {"through": "k2"} if str(s[kind]).endswith("+") and found != "k2" else {}
-        yield Line("algo.kl", {"kind": found, "coef": float(s.number(coef)), "where": "loss"} | through, (use, coef, kind))
+        table = {"kind": found, "coef": float(s.number(coef)), "where": "loss"} | through | CLAMPED.get(found, {})
+        yield Line("algo.kl", table, (use, coef, kind))
     elif s[use]:
         yield Gap((kind, use, coef), "known here: k1, k2, k3, each with the gradient of k2 too")
     else:
@@ -248,9 +264,13 @@ def _kl(s: Setting) -> Iterator[Part]:
     else:
         steered = {"target": float(s.number("algorithm.kl_ctrl.target_kl")), "horizon": s.whole("algorithm.kl_ctrl.horizon")}
         adaptive = s[control] == "adaptive"
-        table = {"kind": found, "coef": float(s.number(price)), "where": "reward"} | (steered if adaptive else {})
+        table = {"kind": found, "coef": float(s.number(price)), "where": "reward"} | CLAMPED.get(found, {}) | (steered if adaptive else {})
         keys = ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon") if adaptive else ()
         yield Line("algo.kl", table, (charged, price, cost, control, *keys))
+        if s["algorithm.adv_estimator"] == "remax":
+            yield Gap(
+                (charged,), "ReMax there gives a token the KL of the tokens from it on; here every token has that of its whole answer"
+            )
 
 
 def _overlong(s: Setting) -> Iterator[Part]:
@@ -286,13 +306,19 @@ def _correction(s: Setting) -> Iterator[Part]:
         table |= {"level": s[level], "high": high} | ({} if low is None else {"action": "mask", "low": low})
         table |= {"normalize": s[level]} if s[normed] else {}
     elif s[reject]:
-        table |= {"high": float("inf")}
+        table |= {"level": "none"}
     if s[reject]:
-        low, high = _bounds(s[bounds])
-        if str(s[reject]) not in REJECTS or not low:
-            yield Gap((reject, bounds), f"known here: {', '.join(REJECTS)}, each with two bounds")
+        known = str(s[reject]) in REJECTS
+        low, high = _bounds(s[bounds]) if known else (None, 0.0)
+        low = 1 / high if known and low is None else low
+        if not known or not low or not low <= 1 <= high:
+            yield Gap((reject, bounds), f"known here: one of {', '.join(REJECTS)}, with bounds around 1")
         else:  # their bounds hold the engine's probability by the trainer's
-            table |= {"reject": REJECTS[s[reject]], "reject_low": 1 / high, "reject_high": 1 / low, "denominator": "kept"}
+            table |= {"reject": REJECTS[s[reject]], "reject_low": 1 / high, "reject_high": 1 / low, "denominator": "accepted"}
+    if s[level] and s[normed] and "reject" in table:
+        yield Gap((normed,), "there the mean weight is taken before anything is rejected, here over what is left")
+    if s[f"{ACTOR}.policy_loss.loss_mode"] == "geo_mean" and s[level] == "token":
+        yield Gap((level,), "geo_mean there weighs an answer by the geometric mean of its tokens' weights, here each token by its own")
     keys = (level, cap, normed) if s[level] else ()
     if len(table) > 1 and (s[level] or "reject" in table):
         yield Line("algo.correction", table, (*keys, *((reject, bounds) if "reject" in table else ())))
