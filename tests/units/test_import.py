@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from algos_kit import Ragged
+from algos_kit import Ragged, tokens
 from algos_oracle import VERL as VERL_CASES
 from algos_oracle import far_reference, of_verl
 from hypothesis import HealthCheck, given, settings
@@ -224,6 +224,85 @@ def test_the_clip_of_trl_is_one_number_unless_there_are_two():
     )
 
 
+@pytest.mark.parametrize("delta", [1.1, 1.28, 2.0])
+def test_delta_of_trl_holds_good_and_bad_answers_as_there(delta):
+    """-min(min(r, delta)·A, clip(r, 1 - low, 1 + high)·A), on both sides of 1 + high = 1.28: the same gradient for either sign of A."""
+    config = ALIVE["trl"] | {"epsilon": 0.2, "epsilon_high": 0.28, "delta": delta}
+    row = resolve(
+        {k: v for k, v in nested(translate(TRL, config, ROWS).lines)["algo"].items() if k not in ("group_size", "mask_truncated")}
+    )
+    for sign in (1.0, -1.0):
+        logp = torch.linspace(-1.0, 1.0, 41, dtype=torch.float64).requires_grad_()
+        a = torch.full_like(logp, sign).detach()
+        r = logp.exp()
+        theirs = -torch.min(r.clamp(max=delta) * a, r.clamp(0.8, 1.28) * a)
+        ours = row.surrogate(tokens(logp, logp, a)).loss_T
+        both = [torch.autograd.grad(loss.sum(), logp, retain_graph=True)[0] for loss in (theirs, ours)]
+        assert torch.equal(*both) and torch.allclose(theirs, ours)
+
+
+def test_delta_of_trl_below_1_is_named():
+    assert "on-policy token" in translate(TRL, ALIVE["trl"] | {"delta": 0.9}, ROWS).missing["delta"]
+
+
+def test_steps_of_trl_are_moves_of_the_optimizer():
+    """Each of our steps is 4 of theirs here, in max_steps, warm-up, checkpoints and evaluations; a share of all steps is one of max_steps."""
+    batch = {"per_device_train_batch_size": 8, "num_processes": 1, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+    batch |= {"num_iterations": 2, "eval_strategy": "steps", "eval_steps": 10, "max_steps": 200}
+    lines = said("trl", **batch, save_steps=100, warmup_ratio=0.1)
+    got = [lines[key] for key in ("loop.steps", "run.checkpoint.every", "task.eval.every", "trainer.warmup_steps")]
+    assert got == [50, 25, 3, 5]
+    shares = said("trl", **batch, save_steps=0.5)
+    assert shares["run.checkpoint.every"] == 25
+    report = translate(TRL, ALIVE["trl"] | {"save_steps": 0.5, "warmup_ratio": 0.1}, ROWS)
+    assert {"run.checkpoint.every", "trainer.warmup_steps"} <= {line.key for line in report.asks}
+
+
+def test_the_entropy_bonus_of_trl_acts_where_its_loss_does():
+    """Their mean runs over the chosen tokens only, ours over all: coef / top. (Of 40 tokens 10 are chosen: no rounding.)"""
+    lines = nested(translate(TRL, ALIVE["trl"] | {"top_entropy_quantile": 0.25, "entropy_coef": 0.02}, ROWS).lines)["algo"]
+    row = resolve({k: v for k, v in lines.items() if k not in ("group_size", "mask_truncated")})
+    assert (row.entropy.coef, row.entropy.top, row.surrogate.top) == (0.08, 0.25, 0.25)
+    entropy = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    chosen = row.entropy.select(entropy)
+    mine = (row.aggregate(torch.tensor([40])) * row.entropy(entropy) * chosen).sum()
+    assert float(mine) == pytest.approx(0.02 * float(entropy.topk(10).values.mean()), rel=1e-12)
+
+
+def test_a_kl_of_trl_beside_a_ratio_of_answers_is_not_weighed_by_tokens():
+    report = translate(TRL, ALIVE["trl"] | {"beta": 0.1, "use_bias_correction_kl": True, "importance_sampling_level": "sequence"}, ROWS)
+    assert "ratio of its answer" in report.missing["use_bias_correction_kl"]
+    assert "unbiased" not in nested(report.lines)["algo"]["kl"]
+
+
+@pytest.mark.parametrize("estimator", ["group_norm", "dr_grpo", "rloo", "reinforce_baseline"])
+def test_what_openrlhf_does_behind_the_baseline_is_named(estimator):
+    given = {"actor.model_name_or_path": "m", "algo.advantage.estimator": estimator, "rollout.n_samples_per_prompt": 4}
+    report = translate(OPENRLHF, given | {"reward.clip_range": [-1, 1]}, ROWS)
+    assert "before the baseline" in report.missing["reward.clip_range"]
+    assert not any(line.key.startswith("algo.shaping") for line in report.lines)
+    assert any("algo.kl.init_coef" in keys and "behind the baseline" in why for keys, why in report.lost)
+    plain = translate(OPENRLHF, given | {"algo.advantage.estimator": "reinforce", "reward.clip_range": [-1, 1]}, ROWS)
+    assert nested(plain.lines)["algo"]["shaping"] == {"kind": "clip", "limit": 1.0}
+    assert not any("algo.kl.init_coef" in keys for keys, _ in plain.lost)
+
+
+def test_gspo_of_openrlhf_with_a_correction_starts_its_ratio_at_the_engine():
+    given = ALIVE["openrlhf"] | {"actor.policy_loss_type": "gspo", "algo.advantage.is_correction_level": "token"}
+    report = translate(OPENRLHF, given | {"algo.advantage.is_correction_mode": "clip"}, ROWS)
+    algo = nested(report.lines)["algo"]
+    assert algo["ratio"] == {"anchor": "behavior"} and "correction" not in algo
+    assert "no effect" in report.missing["algo.advantage.is_correction_mode"]
+
+
+def test_entropy_and_kl_of_openrlhf_are_means_over_tokens():
+    given = ALIVE["openrlhf"] | {"actor.loss_agg_mode": "seq-mean-token-mean", "actor.entropy_coef": 0.01, "algo.kl.use_loss": True}
+    report = translate(OPENRLHF, given, ROWS)
+    assert "mean over tokens" in report.missing["actor.entropy_coef"] and "mean over tokens" in report.missing["algo.kl.use_loss"]
+    tokens = translate(OPENRLHF, given | {"actor.loss_agg_mode": "token-mean"}, ROWS)
+    assert not {"actor.entropy_coef", "algo.kl.use_loss"} & tokens.missing.keys()
+
+
 def test_the_clip_ratio_of_verl_has_no_effect_beside_its_defaults():
     report = translate(VERL, {"actor_rollout_ref.actor.clip_ratio": 0.3, "algorithm.adv_estimator": "grpo"}, ROWS)
     assert "clip_ratio_low = 0.2" in report.missing["actor_rollout_ref.actor.clip_ratio"]
@@ -245,7 +324,7 @@ def test_the_loss_of_verl():
 def test_the_kl_that_openrlhf_charges_by_default_is_there_or_named():
     """Never in the loss when it is in the reward there, never left out in silence."""
     report = translate(OPENRLHF, ALIVE["openrlhf"], ROWS)
-    wished = {"kind": "k1", "coef": 0.01, "where": "reward"}
+    wished = {"kind": "k1", "coef": 0.01, "clamp": 10.0, "where": "reward"}
     if ROWS.refuses({"kind": "grpo", "kl": wished}):
         assert "algo.kl.init_coef = 0.01" in " ".join(keys for keys, _ in report.lost)
         assert not any(line.key.startswith("algo.kl") for line in report.lines)
@@ -386,7 +465,7 @@ def test_ppo_of_the_peers_is_a_row_with_its_critic():
     assert resolve({"kind": "ppo", **{k: getattr(job.algo, k) for k in ("advantage", "value", "shaping")}}).advantage.lam == 0.95
     job = whole(translate(OPENRLHF, {"actor.model_name_or_path": "m", "critic_learning_rate": 4e-6, "algo.kl.target": 6.0}, ROWS))
     assert (job.algo.kind, job.trainer.critic.lr, job.algo.value) == ("ppo", 4e-6, {"clip": 0.5})
-    assert job.algo.kl == {"kind": "k1", "coef": 0.01, "where": "reward", "target": 6.0, "horizon": 10000}
+    assert job.algo.kl == {"kind": "k1", "coef": 0.01, "clamp": 10.0, "where": "reward", "target": 6.0, "horizon": 10000}
     assert (
         "the row has no critic"
         in translate(VERL, {"algorithm.adv_estimator": "grpo", "critic.optim.lr": 1.0}, ROWS).missing["critic.optim.lr"]

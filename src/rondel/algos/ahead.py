@@ -67,10 +67,12 @@ def tokens_of(
 def ahead(row: Algorithm, tokens: Tokens) -> Ahead:
     """`tokens` are all of the update, and their policy is the proximal one."""
     correction_T = row.correction(tokens.log_weight, tokens.sample, tokens.advantages)
-    leaves = getattr(row.correction, "denominator", "all") != "all"
+    counts_T: Tensor | None = None
+    if getattr(row.correction, "denominator", "all") != "all":
+        counts_T = row.correction.counts(tokens.log_weight, tokens.sample, correction_T).to(correction_T.dtype)  # type: ignore[attr-defined]
     return Ahead(
         correction=correction_T,
-        counts=row.correction.counts(tokens.log_weight, tokens.sample, correction_T).to(correction_T.dtype) if leaves else None,
+        counts=counts_T,
         selected=row.surrogate.select(tokens).to(tokens.logprobs.dtype) if hasattr(row.surrogate, "select") else None,
         undecided=row.entropy.select(tokens.entropy).to(tokens.logprobs.dtype) if row.entropy.chooses else None,
     )

@@ -30,6 +30,7 @@ ROWS = {  # algo.advantage.estimator -> (row, advantage laid over it, its eps)
     "reinforce": ("reinforce_pp", None, None),
     "reinforce_baseline": ("reinforce_pp_baseline", None, None),
 }
+BASELINE = ("group_norm", "dr_grpo", "rloo", "reinforce_baseline")  # estimators that take one off before they charge the KL
 CHARGED = ("gae", "reinforce")  # their rows here charge the KL to the reward unless told otherwise
 AGGREGATES = {"token-mean": "token_mean", "seq-mean-token-mean": "seq_mean_token_mean"}
 SCHEDULES = {name: name for name in ("constant", "linear", "cosine")} | {"constant_with_warmup": "constant"}
@@ -155,7 +156,9 @@ def _loss(s: Setting) -> Iterator[Part]:
     else:
         yield Gap((mode,), f"known here: {', '.join(AGGREGATES.values())}")
     yield Line("algo.entropy.coef", float(s.number("actor.entropy_coef") or 0), ("actor.entropy_coef",))
-    yield from _kl(s)
+    if s["actor.entropy_coef"] and aggregate != "token_mean":
+        yield Gap(("actor.entropy_coef",), f"their entropy is a mean over tokens; here the weights are those of {aggregate}")
+    yield from _kl(s, str(aggregate))
     buffer, factor = "reward.overlong_buffer_len", "reward.overlong_penalty_factor"
     if s[buffer]:
         yield Line("algo.shaping.kind", "overlong", (buffer,))
@@ -166,29 +169,44 @@ def _loss(s: Setting) -> Iterator[Part]:
     if s.has(factor):
         yield Gap((factor,), "it has no effect there: overlong_buffer_len is not set")
     least, most = s["reward.clip_range"]
-    if -least == most:
+    samples = s.whole("rollout.n_samples_per_prompt")
+    if s["algo.advantage.estimator"] == "group_norm" and -least == most >= samples**0.5:
+        yield Same(("reward.clip_range",), f"of {samples} answers none is further from the mean of its group than that many deviations")
+    elif s["algo.advantage.estimator"] in BASELINE:
+        yield Gap(("reward.clip_range",), "there the reward less its baseline is clipped, here a reward before the baseline: left out")
+    elif -least == most:
         yield Line("algo.shaping", {"kind": "clip", "limit": float(most)}, ("reward.clip_range",))
     else:
         yield Gap(("reward.clip_range",), "a reward is clipped at ±limit here")
 
 
-def _kl(s: Setting) -> Iterator[Part]:
-    """In the loss or in the reward, where it is by default."""
+def _kl(s: Setting, aggregate: str) -> Iterator[Part]:
+    """In the loss or in the reward, where it is by default. Every estimator is held to ±10 a token."""
     coef, use, kind, unbiased = "algo.kl.init_coef", "algo.kl.use_loss", "algo.kl.estimator", "algo.kl.unbiased_gradient"
     target, horizon = "algo.kl.target", "algo.kl.horizon"
     if not s.number(coef):
         yield Line("algo.kl.coef", 0.0, (coef,))
         yield Same((use, kind, unbiased), "there is no KL term")
         return
-    table = {"kind": str(s[kind]), "coef": float(s[coef])}
+    table = {"kind": str(s[kind]), "coef": float(s[coef]), "clamp": 10.0}
     steered = {"target": float(s.number(target)), "horizon": s.whole(horizon)} if s[target] else {}
     keys = (coef, kind, use, *((target, horizon) if steered else ()))
     if s[use]:
-        yield Line("algo.kl", table | {"where": "loss"} | steered, keys)
+        through = {"through": "k2"} if s[unbiased] and s[kind] != "k2" else {}
+        yield Line("algo.kl", table | {"where": "loss"} | through | steered, keys)
+        if aggregate != "token_mean":
+            yield Gap((use,), f"their KL is a mean over tokens; here the weights are those of {aggregate}")
     else:
         yield Line("algo.kl", table | {"where": "reward"} | steered, keys)
-    if s[unbiased]:
-        yield Gap((unbiased,), "algo.kl has through = 'k2' and unbiased = true; together they do not exist here")
+        if s["algo.advantage.estimator"] in BASELINE:
+            why = "there a token pays the KL of the tokens from it on, behind the baseline; here an answer pays its KL before the baseline"
+            yield Gap((coef, use), why)
+    if s[unbiased] and s[use]:
+        yield Gap(
+            (unbiased,), "the gradient is that of k2 here too, but without their weight policy / old policy, which is 1 in a first update"
+        )
+    elif s[unbiased]:
+        yield Gap((unbiased,), "it has no effect there: the KL is in the reward")
 
 
 def _correction(s: Setting) -> Iterator[Part]:
@@ -203,6 +221,10 @@ def _correction(s: Setting) -> Iterator[Part]:
     if wish[0] == "off":
         yield from (Gap((key,), "it has no effect there: is_correction_level is off") for key in (mode, gating, bounds) if s.has(key))
         yield Same((level,), "no correction")
+        return
+    if s["actor.policy_loss_type"] == "gspo" and (s.choice("algo.advantage.estimator", ROWS) or ("", None))[1]:
+        yield Line("algo.ratio.anchor", "behavior", keys[:1], "its ratio is then policy / engine, and nothing is masked or clipped for it")
+        yield from (Gap((key,), "it has no effect there with policy_loss_type = gspo") for key in keys[1:] if s.has(key))
         return
     low, high = s[bounds] if isinstance(s[bounds], list) and len(s[bounds]) == 2 else (0.0, s[bounds])
     held = {"low": float(low), "high": float(high)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -128,7 +129,10 @@ def _algorithm(s: Setting) -> Iterator[Part]:
         yield Same(("importance_sampling_level",), "the ratio is each token's")
     yield from _surrogate(s, row)
     if s.number("beta"):
-        unbiased = {"unbiased": True} if s["use_bias_correction_kl"] else {}
+        sequence = s["importance_sampling_level"] != "token"
+        unbiased = {"unbiased": True} if s["use_bias_correction_kl"] and not sequence else {}
+        if s["use_bias_correction_kl"] and sequence:
+            yield Gap(("use_bias_correction_kl",), "there the KL of a token is weighed by the ratio of its answer; here it is not weighed")
         yield Line("algo.kl", {"kind": "k3", "coef": float(s["beta"]), "where": "loss"} | unbiased, ("beta", "use_bias_correction_kl"))
     else:
         yield Line("algo.kl.coef", 0.0, ("beta",))
@@ -137,7 +141,13 @@ def _algorithm(s: Setting) -> Iterator[Part]:
         yield Line("algo.aggregate.kind", aggregate, ("loss_type",))
     if s["loss_type"] == "bnpo":
         yield Gap(("loss_type",), "their mean is over each micro-batch; here it is over the batch (written: token_mean)")
-    yield Line("algo.entropy.coef", float(s.number("entropy_coef")), ("entropy_coef",))
+    coef, top = float(s.number("entropy_coef")), s.number("top_entropy_quantile")
+    if coef and row == "grpo" and 0 < top < 1:
+        note = "theirs is a mean over the tokens of highest entropy, ours over all"
+        yield Line("algo.entropy.coef", coef / top, ("entropy_coef", "top_entropy_quantile"), note)
+        yield Line("algo.entropy.top", float(top), ("top_entropy_quantile",))
+    else:
+        yield Line("algo.entropy.coef", coef, ("entropy_coef",))
     steers = ("use_adaptive_entropy", "entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
     if s["use_adaptive_entropy"]:
         for knob, key in zip(("target", "delta", "least", "most"), steers[1:]):
@@ -163,10 +173,21 @@ def _surrogate(s: Setting, row: str) -> Iterator[Part]:
         yield Line("algo.surrogate.positive", float(s.number("sapo_temperature_pos")), ("sapo_temperature_pos",))
         yield Line("algo.surrogate.negative", float(s.number("sapo_temperature_neg")), ("sapo_temperature_neg",))
     else:
+        bound, delta = s.number(high), s.number("delta")
         yield Line("algo.surrogate.low", s.number("epsilon"), ("epsilon",))
-        yield Line("algo.surrogate.high", s.number(high), ("epsilon_high", "epsilon") if high == "epsilon" else (high,))
+        keys = ("epsilon_high", "epsilon") if high == "epsilon" else (high,)
+        if delta is None or row != "grpo" or delta >= 1 + bound:
+            yield Line("algo.surrogate.high", bound, keys)
+        elif delta >= 1:
+            note = "delta holds the ratio of good answers below 1 + epsilon, and that of bad ones is held at 1 + epsilon"
+            yield Line("algo.surrogate.high", round(delta - 1, 9), ("delta",), note)
+            yield Line("algo.surrogate.dual", 1.0 + bound, ("delta", *keys))
     if s["delta"] is not None and row == "grpo":
-        yield Line("algo.surrogate.dual", float(s.number("delta")), ("delta",))
+        if s.number("delta") >= 1 + s.number(high):
+            yield Line("algo.surrogate.dual", float(s.number("delta")), ("delta",))
+        elif s.number("delta") < 1:
+            yield Line("algo.surrogate.high", s.number(high), (high,))
+            yield Gap(("delta",), "below 1 it takes the gradient of every on-policy token with A > 0; surrogate.high cannot be negative")
     elif s["delta"] is None:
         yield Same(("delta",), "not set")
     if s[top] == 1:
@@ -209,19 +230,41 @@ def _batch(s: Setting) -> Iterator[Part]:
     device = s.whole("per_device_train_batch_size") * s.whole("num_processes")
     rounds = s.whole("generation_batch_size") // device if s["generation_batch_size"] else s.number("steps_per_generation") or accumulate
     completions = device * max(rounds, accumulate)
-    updates = max(1, rounds // accumulate)
+    updates, moves = max(1, rounds // accumulate), _moves(s)
     ask = "" if s.has("num_processes") else "their batch grows with the number of processes, which is no key: this is for 1"
     yield Line("loop.groups_per_step", max(1, completions // group), BATCH, f"{completions} completions in groups of {group}", ask)
     yield Line("loop.updates_per_step", updates, ("steps_per_generation", "gradient_accumulation_steps"))
     yield Line("loop.epochs", s.whole("num_iterations"), ("num_iterations",))
     if s.number("max_steps") > 0:
-        moves = updates * s.whole("num_iterations")
         yield Line("loop.steps", -(-s.whole("max_steps") // moves), ("max_steps",), f"{moves} of their steps are one here" * (moves > 1))
         if s.has("num_train_epochs"):
             yield Gap(("num_train_epochs",), "max_steps counts instead")
     else:
         yield Line("loop.steps", 100, ("num_train_epochs", "max_steps"), ask=f"they pass {s['num_train_epochs']} times over the data")
     yield Line("loop.seed", s.whole("seed"), ("seed",))
+
+
+def _moves(s: Setting) -> int:
+    """How many of their steps are one here."""
+    accumulate = s.whole("gradient_accumulation_steps")
+    device = s.whole("per_device_train_batch_size") * s.whole("num_processes")
+    rounds = s.whole("generation_batch_size") // device if s["generation_batch_size"] else s.number("steps_per_generation") or accumulate
+    return int(max(1, rounds // accumulate) * s.whole("num_iterations"))
+
+
+def _ours(s: Setting, steps: int) -> int:
+    """So many of their steps, in ours."""
+    return -(-steps // _moves(s))
+
+
+def _every(s: Setting, ours: str, key: str, strategy: str) -> Line:
+    """An interval in their steps, or a share of all of them."""
+    number, total = s.number(key), s.number("max_steps")
+    if number >= 1 or total > 0:
+        steps = math.ceil(number if number >= 1 else number * total)
+        moves = _moves(s)
+        return Line(ours, _ours(s, steps), (key, strategy), f"{moves} of their steps are one here" * (moves > 1))
+    return Line(ours, 0, (key, strategy), ask=f"{number:g} of all steps: write the number")
 
 
 def _sampling(s: Setting) -> Iterator[Part]:
@@ -244,11 +287,13 @@ def _optimizer(s: Setting) -> Iterator[Part]:
     else:
         yield Gap(("lr_scheduler_type",), "constant, linear and cosine exist here")
     warmup = s.number("warmup_steps")
-    if 0 < warmup < 1:
+    if 0 < warmup < 1 and s.number("max_steps") > 0:
+        total = math.ceil(warmup * s.whole("max_steps"))
+        yield Line("trainer.warmup_steps", _ours(s, total), ("warmup_steps", "max_steps"), f"{warmup:g} of {s['max_steps']} of their steps")
+    elif 0 < warmup < 1:
         yield Line("trainer.warmup_steps", 0, ("warmup_steps",), ask=f"{warmup:g} of all steps: write the number")
     else:
-        moves = max(1, (s.number("steps_per_generation") or 1) // s.whole("gradient_accumulation_steps"))
-        yield Line("trainer.warmup_steps", -(-int(warmup) // moves), ("warmup_steps",))
+        yield Line("trainer.warmup_steps", _ours(s, int(warmup)), ("warmup_steps",))
     yield Line("trainer.clip", float(s.number("max_grad_norm")), ("max_grad_norm",))
     yield Line("trainer.weight_decay", float(s.number("weight_decay")), ("weight_decay",))
     yield Line("trainer.betas", [s.number("adam_beta1"), s.number("adam_beta2")], ("adam_beta1", "adam_beta2"))
@@ -262,14 +307,14 @@ def _running(s: Setting) -> Iterator[Part]:
     yield Line("run.folder", str(s["output_dir"] or "runs/trl"), ("output_dir",))
     if s["save_strategy"] == "no":
         yield Line("run.checkpoint.every", 0, ("save_strategy",), "one at the end")
-    elif s["save_strategy"] == "steps" and s.number("save_steps") >= 1:
-        yield Line("run.checkpoint.every", s.whole("save_steps"), ("save_steps", "save_strategy"))
+    elif s["save_strategy"] == "steps":
+        yield _every(s, "run.checkpoint.every", "save_steps", "save_strategy")
     if s["save_total_limit"] is not None:
         yield Line("run.checkpoint.keep", max(1, s.whole("save_total_limit")), ("save_total_limit",))
     else:
         yield Gap(("save_total_limit",), "they keep every checkpoint; run.checkpoint.keep is 2 here")
     if s["eval_strategy"] == "steps" and s["eval_steps"]:
-        yield Line("task.eval.every", s.whole("eval_steps"), ("eval_steps", "eval_strategy"))
+        yield _every(s, "task.eval.every", "eval_steps", "eval_strategy")
     sinks = s["report_to"] if isinstance(s["report_to"], list) else [s["report_to"]]
     if s.has("report_to"):
         others = ", ".join(str(name) for name in sinks if name not in ("tensorboard", "none", None))
