@@ -42,7 +42,6 @@ MEANING = {
     "algo.shaping": "rewards -> rewards before the advantage: none, clip, overlong, kimi_length",
     "algo.value": "what a critic minimises: clip",
     "algo.entropy": "entropy bonus: coef, target, top",
-    "loop.steps": "training steps after the supervised phase",
     "loop.groups_per_step": "P, groups in one step",
     "loop.updates_per_step": "optimizer moves in one step",
     "loop.max_staleness": "S, versions between a group's admission and its training; 0 is on-policy",

@@ -196,6 +196,16 @@ def test_explain_says_who_set_what_the_arithmetic_and_the_loss(rondel, recipe):
     assert "4 groups x 2 samples = 8 answers of at most 64 tokens, in 1 update; 3 steps = 24 answers" in out and "\nloss " in out
 
 
+def test_explain_shows_how_passes_became_steps(rondel, recipe):
+    text = recipe.read_text().replace("steps = 3", "passes = 2", 1)
+    assert text.count("passes = 2") == 1
+    recipe.write_text(text)
+    code, out, _ = rondel("explain", recipe)
+    rows = {line.split()[0]: line.split(None, 2) for line in out.partition("\n\n")[0].splitlines()}
+    assert code == 0 and rows["loop.steps"][1] == "loop.passes" and rows["loop.passes"][1:] == ["recipe", "2.0"]
+    assert f"loop.steps = {rows['loop.steps'][2]}: 2 passes over" in out
+
+
 def test_explain_shows_what_is_trained_beside(rondel, recipe):
     _, out, _ = rondel("explain", recipe, '--algo.beside=[{ kind = "sft", weight = 0.3, groups_per_step = 5 }]')
     main, _, shown = out.partition("\nbeside    0.3 · the loss below, over 5 demonstrations a step")

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
+import pytest
+from run_kit import events, tiny
+
+from rondel.assemble import build, train
+from rondel.assemble.parts import _prompt_counter, with_steps
 from rondel.planner.resolve import transport
 from rondel.words.config import Job
-from rondel.words.errors import ConfigError
+from rondel.words.errors import ConfigError, DataError
+from rondel.words.events import Warned, subscribe
 
 GB = 10**9
 
@@ -46,3 +52,62 @@ def test_a_recipe_may_name_each_of_them():
             {"model": {"path": "x"}, "task": {"data": {}}, "loop": {"steps": 1}, "run": {"folder": "x"}, "sync": {"kind": kind}}
         )
         assert job.sync.kind == kind
+
+
+# -- passes over the data ---------------------------------------------------------------------------
+
+
+def job(tmp_path, **changes):
+    data = {"kind": "jsonl", "path": str(tmp_path / "tasks.jsonl"), "answer": "answer"}
+    lengths = [3 * i for i in range(1, 22)]
+    rows = [json.dumps({"prompt": f"{i:02d}{'x' * (n - 2)}", "answer": "1"}) for i, n in enumerate(lengths)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(rows))
+    return tiny(
+        tmp_path / "run",
+        **{"task.data": data, "model.path.max_position_embeddings": 256, "loop.warmup.steps": 0, "loop.groups_per_step": 5, **changes},
+    )
+
+
+@pytest.mark.parametrize("passes, steps", [(1, 5), (2, 9), (0.5, 3), (5, 21), (0.01, 1)])
+def test_passes_become_steps_over_the_tasks_that_are_there(tmp_path, passes, steps):
+    """21 tasks, 5 groups a step."""
+    said = job(tmp_path, **{"loop.steps": None, "loop.passes": passes})
+    found, why = with_steps(said)
+    assert (found.steps, found.loop.passes) == (steps, None) and f"{passes:g} · 21 / 5" in why
+    assert with_steps(found) == (found, "")
+
+
+def test_exactly_one_of_steps_and_passes_is_set(tmp_path):
+    with pytest.raises(ConfigError, match=r"steps = 3 and passes = 2 both say"):
+        job(tmp_path, **{"loop.steps": 3, "loop.passes": 2})
+    with pytest.raises(ConfigError, match=r"steps is not set: steps = 100 .* passes = 2"):
+        job(tmp_path, **{"loop.steps": None})
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path):
+    """A character is a token of this model; the template adds as many to each. Passes count what is left."""
+    every = job(tmp_path)
+    parts = build(every)
+    parts.close()
+    render = _prompt_counter(every, parts.env, parts.known.tokenizer, None, 10_000, parts.sampling)
+    sizes = sorted(render(task) for task in parts.tasks.train)
+    most = sizes[12]
+    few = job(tmp_path, **{"task.max_prompt_tokens": most, "loop.steps": None, "loop.passes": 1})
+    seen = []
+    end = subscribe(seen.append)
+    parts = build(few)
+    parts.close()
+    end()
+    assert [render(task) for task in parts.tasks.train] == sizes[:13] and parts.tasks.too_long == 8 and parts.job.steps == 3
+    assert any("8 tasks are left out" in event.message for event in seen if isinstance(event, Warned))
+    with pytest.raises(DataError, match=r"task.max_prompt_tokens = 1 leaves no training task"):
+        build(job(tmp_path, **{"task.max_prompt_tokens": 1}))
+
+
+def test_a_run_of_passes_is_continued_as_the_steps_that_it_became(tmp_path):
+    few = {"loop.groups_per_step": 10, "loop.steps": None, "run.checkpoint.every": 1, "engine.sampling.max_tokens": 4}
+    train(job(tmp_path, **few, **{"loop.passes": 0.4}), quiet=True)
+    kept = Job.read(tmp_path / "run" / "job.toml")
+    assert (kept.loop.steps, kept.loop.passes) == (1, None)
+    train(job(tmp_path, **few, **{"loop.passes": 0.9}), quiet=True)
+    assert [e["step"] for e in events(tmp_path / "run", "StepDone")] == [1, 2]

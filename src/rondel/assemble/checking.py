@@ -47,7 +47,10 @@ def _policy(parts: Parts, name: str) -> str:
 
 def _tasks(parts: Parts) -> Finding:
     t = parts.tasks
-    message = f"{len(t.train)} to train on, {len(t.held_out)} held out, {t.duplicates} duplicates dropped"
+    message = (
+        f"{len(t.train)} to train on, {len(t.held_out)} held out, {t.duplicates} duplicates dropped"
+        + f", {t.too_long} with too long a prompt" * bool(t.too_long)
+    )
     if t.held_out:
         return Finding("tasks", True, message)
     return Finding("tasks", False, f"{message}: nothing to measure progress with", "set task.data.holdout = 50, or eval_path for files")

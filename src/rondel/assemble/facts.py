@@ -56,6 +56,7 @@ def facts_of(parts: Parts) -> dict[str, Any]:
             "held_out": len(parts.tasks.held_out),
             "duplicates": parts.tasks.duplicates,
             "leaked": parts.tasks.leaked,
+            "too_long": parts.tasks.too_long,
             "digests": {"train": digest(parts.tasks.train), "held_out": digest(parts.tasks.held_out)},
         },
         "seed": job.loop.seed,

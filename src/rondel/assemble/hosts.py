@@ -350,7 +350,7 @@ def mismatch_bound(job: Job, loaded: Loaded | Known) -> float:
 def settings_of(job: Job, sampling: Sampling, micro_tokens: int, *, replay_routes: bool, mismatch_bound: float) -> Settings:
     t = job.trainer
     return Settings(
-        lr=t.lr, temperature=sampling.temperature, schedule=t.schedule, warmup_steps=t.warmup_steps, steps=job.loop.steps, clip=t.clip,
+        lr=t.lr, temperature=sampling.temperature, schedule=t.schedule, warmup_steps=t.warmup_steps, steps=job.steps, clip=t.clip,
         weight_decay=t.weight_decay, betas=t.betas, micro_tokens=micro_tokens, updates_per_step=job.loop.updates_per_step,
         epochs=job.loop.epochs,
         max_bad_steps=t.max_bad_steps, first_step=job.loop.warmup.steps, replay_routes=replay_routes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,14 @@ from rondel.generate.envs.toolbox import calculator
 from rondel.generate.envs.tools import Tools
 from rondel.generate.envs.verifiers import agent_of_verifiers
 from rondel.models import adapters, nf4
+from rondel.models.load import tokenizer_of
+from rondel.models.vision import Sight
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.score.pool import RewardPool
 from rondel.sync.update import Update
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError, DataError, boundary
+from rondel.words.events import Warned, emit
 from rondel.words.registry import find, one_of
 from rondel.words.types import POLICY, Completion, Group, Request, Sampling, Task, Trajectory, Verdict
 
@@ -114,6 +117,7 @@ class Parts:
 
 def build(job: Job, folder: Path | None = None) -> Parts:
     """Every fault that can be known before the model is loaded is raised before. `folder`: of a run that may be continued after a crash."""
+    job, _ = with_steps(job)
     find("engine", job.engine.kind, ENGINES)
     one_of("trainer.kind", job.trainer.kind, ["fsdp"])
     rows, sampling = rows_of(job), sampling_of(job)
@@ -129,7 +133,15 @@ def build(job: Job, folder: Path | None = None) -> Parts:
     refuse_unknown_sources(job, rows, tasks.train)
     refuse_idle_evaluation(job, tasks.held_out)
     refuse_shown_tasks(job, tasks.held_out)
-    env, order = env_of(job, tasks), order_of(job, tasks)
+    env = env_of(job, tasks)
+    tasks = _that_fit(job, tasks, env)
+    if tasks.too_long:
+        emit(
+            Warned(
+                f"{tasks.too_long} tasks are left out: their prompts are longer than task.max_prompt_tokens = {job.task.max_prompt_tokens}"
+            )
+        )
+    order = order_of(job, tasks)
     refuse_unplayed(job, env)
     shown = shown_of(job, tasks, rows_beside(job))
     with ExitStack() as ends:
@@ -261,6 +273,55 @@ def judge_of(job: Job, rows: Rows) -> Callable[[Group], Verdict]:
     return lambda group: of.get(group.task.stream, main)(group)
 
 
+def with_steps(job: Job) -> tuple[Job, str]:
+    """The job with its number of steps, and how passes over the data became that number; "" where the recipe says it itself."""
+    passes, groups = job.loop.passes, job.loop.groups_per_step
+    if passes is None:
+        return job, ""
+    tasks = load_tasks(job.task.data, env=job.task.env)
+    n = len(_that_fit(job, tasks, env_of(job, tasks)).train if job.task.max_prompt_tokens else tasks.train)
+    steps = max(1, math.ceil(round(passes * n / groups, 9)))
+    why = f"{passes:g} pass{'es' * (passes != 1)} over {n} training tasks, {groups} a step: {passes:g} · {n} / {groups}, rounded up"
+    return job.model_copy(update={"loop": job.loop.model_copy(update={"steps": steps, "passes": None})}), why
+
+
+def _that_fit(job: Job, tasks: TaskSet, env: Any) -> TaskSet:
+    """Those whose prompts have at most task.max_prompt_tokens."""
+    most = job.task.max_prompt_tokens
+    if most is None:
+        return tasks
+    tokenizer, _, sight = tokenizer_of(job.model.path)
+    count = _prompt_counter(job, env, tokenizer, sight, most, sampling_of(job))
+    fits = {id(task) for task in [*tasks.train, *tasks.held_out] if count(task) <= most}
+    train, held_out = ([task for task in own if id(task) in fits] for own in (tasks.train, tasks.held_out))
+    if not train or (tasks.held_out and not held_out):
+        whom = "training" if not train else "held-out"
+        raise DataError(f"task.max_prompt_tokens = {most} leaves no {whom} task: every prompt is longer; raise it")
+    sources = tuple((weight, [task for task in own if id(task) in fits]) for weight, own in tasks.sources)
+    if empty := [i for i, (_, own) in enumerate(sources, 1) if not own]:
+        raise DataError(f"task.max_prompt_tokens = {most} leaves no task of task.data.sources[{empty[0]}]; raise it, or remove the source")
+    gone = len(tasks.train) + len(tasks.held_out) - len(train) - len(held_out)
+    return replace(tasks, train=train, held_out=held_out, sources=sources, too_long=gone)
+
+
+def _prompt_counter(job: Job, env: Any, tokenizer: Any, sight: Sight | None, max_context: int, sampling: Sampling) -> Callable[[Task], int]:
+    """Task -> tokens of its rendered prompt."""
+
+    async def silent(request: Request) -> Completion:
+        raise AssertionError("only prompts are rendered here")
+
+    prompt = env.prompt if hasattr(env, "prompt") else SingleTurn(suffix=job.task.suffix).prompt
+
+    def count(task: Task) -> int:
+        chat = TokenChat(
+            tokenizer, silent, sampling=sampling, key=lambda turn: 0, max_context=max_context, system=job.task.system, sight=sight
+        )
+        chat.give(*prompt(task))
+        return len(chat.trajectory.tokens)
+
+    return count
+
+
 def longest(job: Job, tasks: TaskSet, env: Any, known: Known, sampling: Sampling) -> int:
     """Tokens of the longest conversation. Renders the prompts that look longest: one that leaves no room for its answer is an error now,
     not at step 120."""
@@ -271,27 +332,13 @@ def longest(job: Job, tasks: TaskSet, env: Any, known: Known, sampling: Sampling
         cells = [math.prod(part["size"]) // known.sight.cell**2 for part in parts if known.sight and "size" in part]
         return len(asked(task)) + 4 * sum(cells)
 
-    async def silent(request: Request) -> Completion:
-        raise AssertionError("only prompts are rendered here")
-
-    prompt = env.prompt if hasattr(env, "prompt") else SingleTurn(suffix=job.task.suffix).prompt
-    most = 0
+    count, most = _prompt_counter(job, env, known.tokenizer, known.sight, known.max_context, sampling), 0
     for task in sorted([*tasks.train, *tasks.held_out], key=size)[-32:]:
-        chat = TokenChat(
-            known.tokenizer,
-            silent,
-            sampling=sampling,
-            key=lambda turn: 0,
-            max_context=known.max_context,
-            system=job.task.system,
-            sight=known.sight,
-        )
-        chat.give(*prompt(task))
-        n = len(chat.trajectory.tokens)
+        n = count(task)
         if n + sampling.max_tokens > known.max_context:
             raise DataError(
                 f"the prompt of task {task.id} has {n} tokens; with engine.sampling.max_tokens = {sampling.max_tokens} that exceeds the model's context of "
-                f"{known.max_context}: drop or shorten it, or lower max_tokens"
+                f"{known.max_context}: leave out what is too long with task.max_prompt_tokens = {known.max_context - sampling.max_tokens}, or lower max_tokens"
             )
         most = max(most, n)
     return min(known.max_context, most + getattr(env, "turns", 1) * sampling.max_tokens)

@@ -58,7 +58,7 @@ class Run:
             parts.placed.engine = Scheduled(parts.engine, schedule)
         self.buffer: Buffer
         self.began = time.perf_counter()
-        self.total = job.loop.warmup.steps + job.loop.steps
+        self.total = job.loop.warmup.steps + job.steps
         self.rest = asyncio.Event()  # set while no step is being trained
         self.done: tuple[int, int, dict[str, Any] | None, Any] = (
             0,
@@ -128,7 +128,7 @@ class Run:
         parts, job = self.parts, self.job
         if done == 0:
             await self._evaluate(0)
-        warm, steps = job.loop.warmup.steps, job.loop.steps
+        warm, steps = job.loop.warmup.steps, job.steps
         if done < warm:
             done = await self._warmup(range(done + 1, warm + 1), saved)
             saved = None

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from rondel.assemble.facts import facts_of
 from rondel.assemble.hosts import follow
-from rondel.assemble.parts import Parts, build, sampling_of
+from rondel.assemble.parts import Parts, build, sampling_of, with_steps
 from rondel.assemble.phases import Run
 from rondel.assemble.rows import rows_of
 from rondel.runtime.cluster import torchrun
@@ -54,6 +54,7 @@ def train(
 ) -> dict[str, Any]:
     """Run the recipe, or continue its folder. -> the run card. `built` sees the parts before the first step; a schedule is followed."""
     keep_memory()
+    job, why = with_steps(job)
     if job.place.cluster == "torchrun" and torchrun.rank_and_size()[0]:
         follow(job, rows_of(job).needs, sampling_of(job), torchrun.own_device(pick_device(job.place.device)), None)
         return {}
@@ -61,19 +62,24 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):
-            return _train(job, folder, quiet, built, schedule)
+            return _train(job, folder, quiet, built, schedule, why)
     except Timeout as error:
         raise ConfigError(f"another process is training in {folder}; wait for it, or set --run.folder to another one") from error
 
 
-def _train(job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | None, schedule: Schedule | None) -> dict[str, Any]:
+def _train(
+    job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | None, schedule: Schedule | None, why: str
+) -> dict[str, Any]:
+    """`why`: the arithmetic of loop.steps where the recipe says passes."""
     _same_recipe(job, folder)
     checkpoints = Checkpoints(folder / "checkpoints", job.run.checkpoint.keep)
-    total = job.loop.warmup.steps + job.loop.steps
+    total = job.loop.warmup.steps + job.steps
     with ExitStack() as ends:
         ending = ends.enter_context(Ending())
         progress = ends.enter_context(Progress(total, quiet=quiet))
         ends.callback(subscribe(progress.read))
+        if why:
+            progress.say(f"loop.steps = {job.steps}: {why}")
         found = checkpoints.latest()
         if found and found[1]["step"] >= total:
             progress.say(

@@ -19,14 +19,19 @@ def run(
 
     Every final value and who set it, the arithmetic of one step, the formula of the loss.
     """
-    job, overrides = read_job(recipe, *ctx.args)
-    rows = values(job, set(overrides))
+    from rondel.assemble.parts import with_steps
+
+    said, overrides = read_job(recipe, *ctx.args)
+    job, why = with_steps(said)
+    rows = values(said, set(overrides))
+    if why:
+        rows = [(key, job.steps, "loop.passes") if key == "loop.steps" else (key, value, by) for key, value, by in rows]
     width = max(len(key) for key, _, _ in rows)
     print(f"{'key':<{width}}  {'set by':<12}  value")
     for key, value, by in rows:
         shown = "as in the row below" if key.startswith("algo.") and value == {} else _toml(value)
         print(f"{key:<{width}}  {by:<12}  {shown}")
-    print(f"\n{arithmetic(job)}\n\n{formula(job)}")
+    print(f"\n{arithmetic(job)}" + f"\nloop.steps = {job.steps}: {why}" * bool(why) + f"\n\n{formula(job)}")
 
 
 def values(section: Any, overridden: set[str], prefix: str = "") -> list[tuple[str, Any, str]]:
@@ -50,7 +55,7 @@ def values(section: Any, overridden: set[str], prefix: str = "") -> list[tuple[s
 
 def arithmetic(job: Any) -> str:
     """One step: 16 groups x 8 samples = 128 answers, in 1 update; 40 steps = 5120 answers."""
-    groups, samples, updates, steps = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step, job.loop.steps
+    groups, samples, updates, steps = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step, job.steps
     batch, passes = groups * samples, f" in each of {job.loop.epochs} epochs" if job.loop.epochs > 1 else ""
     return (
         f"one step: {groups} groups x {samples} samples = {batch} answers of at most {job.engine.sampling.max_tokens} tokens, "

@@ -131,6 +131,11 @@ class TaskSection(Section):
     data: dict[str, Any]
     curriculum: dict[str, Any] = Field({}, description='{ kind = "shuffle" }, "easy_first", "priority" or "band"')
     reward: str | dict[str, Any] = Field("number", description='a kind, { kind = ..., ... }, or "module:name"')
+    max_prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tasks whose prompt is longer are left out before the run, and counted; unset, a prompt that does not fit is an error",
+    )
     filters: list[str] = Field([], description="beside the row's own: signal, truncated, repetition")
     suffix: str = ""
     system: str | None = None
@@ -212,10 +217,17 @@ class Warmup(Section):
 
 
 class Loop(Section):
-    steps: int = Field(ge=0)
+    steps: int | None = Field(None, ge=0, description="training steps after the supervised phase; this or passes is needed")
+    passes: float | None = Field(
+        None, gt=0, description="in place of steps: how often each training task is trained; steps is then passes · tasks / groups_per_step"
+    )
     groups_per_step: int = Field(16, ge=1)
     updates_per_step: int = Field(1, ge=1)
-    epochs: int = Field(1, ge=1, description="passes over the batch of a step, each of updates_per_step updates")
+    epochs: int = Field(
+        1,
+        ge=1,
+        description="how often a step goes over its own batch, each time in updates_per_step updates; passes over the data are loop.passes",
+    )
     replays: int = Field(0, ge=0, description="groups of each step that come back in a later one, once and within max_staleness")
     max_staleness: int = Field(0, ge=0)
     in_flight: Literal["hold", "drain", "abort"] = "hold"
@@ -233,6 +245,12 @@ class Loop(Section):
     @model_validator(mode="after")
     def _what_is_late(self) -> Loop:
         mine = self.__dict__
+        if mine["steps"] is None and mine["passes"] is None:
+            raise ValueError(
+                "steps is not set: steps = 100 is the number of training steps; passes = 2 counts them in passes over the data"
+            )
+        if mine["steps"] is not None and mine["passes"] is not None:
+            raise ValueError(f"steps = {mine['steps']} and passes = {mine['passes']:g} both say how long the run is: remove one of them")
         if mine["replays"] and not mine["max_staleness"]:
             raise ValueError(
                 "replays has no effect at max_staleness = 0: what is trained again is at least one version old. Set max_staleness"
@@ -449,6 +467,12 @@ class Job(Section):
                     raise ValueError(f"'{agent}' cannot play both '{taken[agent]}' and '{name}': name it in one of them")
                 taken[agent] = name
         return given
+
+    @property
+    def steps(self) -> int:
+        """Training steps after the supervised phase; where the recipe says passes, they are known once the data is read."""
+        assert self.loop.steps is not None, f"loop.passes = {self.loop.passes} is not resolved yet: see with_steps"
+        return self.loop.steps
 
     @property
     def cast(self) -> dict[str, str]:

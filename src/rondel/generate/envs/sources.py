@@ -25,7 +25,8 @@ Found = dict[str, tuple[str, Task]]  # task id -> (content, task)
 
 @dataclass(frozen=True, slots=True)
 class TaskSet:
-    """`duplicates` rows were dropped for an equal question, `leaked` training tasks because the evaluation data has their content.
+    """`duplicates` rows were dropped for an equal question, `leaked` training tasks because the evaluation data has their content,
+    `too_long` tasks because their prompts are longer than task.max_prompt_tokens.
 
     sources    of a mixture: (weight, its share of `train`); else one
     """
@@ -35,6 +36,7 @@ class TaskSet:
     duplicates: int = 0
     leaked: int = 0
     sources: tuple[tuple[float, list[Task]], ...] = ()
+    too_long: int = 0
 
 
 def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
