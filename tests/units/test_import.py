@@ -18,14 +18,17 @@ from hypothesis import strategies as st
 from rondel.algos.table import FAMILIES, resolve
 from rondel.cli import main
 from rondel.cli.import_ import Table, imported
+from rondel.generate.envs.sources import load_tasks
 from rondel.planner.importing import openrlhf, trl, verl
 from rondel.planner.importing.openrlhf import OPENRLHF
+from rondel.planner.importing.peer import SINKS
 from rondel.planner.importing.read import overrides, read, scalar
 from rondel.planner.importing.render import lists, recipe
 from rondel.planner.importing.shell import commands
 from rondel.planner.importing.translate import nested, translate
 from rondel.planner.importing.trl import TRL
 from rondel.planner.importing.verl import VERL
+from rondel.runtime.telemetry.sinks import SINKS as TRACKERS
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError
 
@@ -525,6 +528,80 @@ def test_of_two_names_of_one_key_the_later_counts():
     report = translate(OPENRLHF, given, ROWS)
     one_fate_each(report, given)
     assert nested(report.lines)["model"]["path"] == "b" and "says it again" in report.missing["pretrain"]
+
+
+# -- the data and what stands around the loop ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, given, passes",
+    [
+        ("trl", {"num_train_epochs": 2}, 2.0),
+        ("trl", {"num_train_epochs": 0.5}, 0.5),
+        ("verl", {"trainer.total_epochs": 15}, 15.0),
+        ("openrlhf", {"train.num_episodes": 3}, 3.0),
+    ],
+)
+def test_passes_over_the_data_are_passes(name, given, passes):
+    report = translate(PEERS[name], ALIVE[name] | given, ROWS)
+    job = whole(report)
+    assert (job.loop.passes, job.loop.steps) == (passes, None) and not any(
+        line.key.startswith("loop.") and line.key != "loop.groups_per_step" for line in report.asks
+    )
+
+
+def test_prompts_that_verl_filters_are_filtered_here():
+    given = {"data.max_prompt_length": 700, "data.filter_overlong_prompts": True}
+    assert whole(translate(VERL, given, ROWS)).task.max_prompt_tokens == 700
+    alone = translate(VERL, {"data.max_prompt_length": 700}, ROWS)
+    assert whole(alone).task.max_prompt_tokens is None and "task.max_prompt_tokens" in alone.missing["data.max_prompt_length"]
+
+
+def test_images_several_files_and_scorers_by_source(tmp_path):
+    given = {"data.train_files": ["~/a.parquet", "b.parquet"], "data.val_files": "c.parquet", "data.image_key": "images"}
+    job = whole(translate(VERL, given, ROWS))
+    assert job.task.data["path"] == [str(Path.home() / "a.parquet"), "b.parquet"] and job.task.data["eval_path"] == "c.parquet"
+    assert job.task.data["image"] == "images" and "image" not in whole(translate(VERL, {}, ROWS)).task.data
+    reward = job.task.reward
+    assert (reward["kind"], reward["field"], reward["parts"]["openai/gsm8k"]) == ("by", "data_source", "number")
+    for i, rows in enumerate(("12", "3")):
+        (tmp_path / f"{i}.jsonl").write_text("".join(json.dumps({"prompt": f"{n}?", "answer": n}) + "\n" for n in rows))
+    tasks = load_tasks({"kind": "jsonl", "path": [str(tmp_path / f"{i}.jsonl") for i in (0, 1)]}, env="single_turn")
+    assert sorted(task.data["answer"] for task in tasks.train) == ["1", "2", "3"]
+
+
+def test_several_sets_of_openrlhf_are_a_mixture():
+    given = ALIVE["openrlhf"] | {"data.prompt_dataset": "a.jsonl,org/b", "data.prompt_probs": "0.2,0.8", "data.image_key": "image"}
+    sources = whole(translate(OPENRLHF, given, ROWS)).task.data["sources"]
+    assert [(s["source"], s["weight"], s["kind"], s["image"]) for s in sources] == [
+        ("1-a", 0.2, "jsonl", "image"),
+        ("2-b", 0.8, "datasets", "image"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, given, kept",
+    [
+        ("trl", {"report_to": ["wandb", "swanlab"]}, ["wandb"]),
+        ("verl", {"trainer.logger": ["console", "wandb", "mlflow"]}, ["wandb", "mlflow"]),
+        ("openrlhf", {"use_wandb": "key"}, ["wandb"]),
+    ],
+)
+def test_sinks_that_exist_here_are_kept(name, given, kept):
+    report = translate(PEERS[name], ALIVE[name] | given, ROWS)
+    assert whole(report).run.sinks == kept and set(SINKS) <= {*TRACKERS}
+
+
+def test_distillation_of_verl_has_a_teacher_here():
+    root = "distillation"
+    given = {f"{root}.enabled": True, f"{root}.teacher_models.teacher_model.model_path": "big", "algorithm.adv_estimator": "grpo"}
+    loss = {f"{root}.distillation_loss.loss_mode": "k1", f"{root}.distillation_loss.use_policy_gradient": True}
+    report = translate(VERL, given | loss | {f"{root}.distillation_loss.use_task_rewards": False}, ROWS)
+    algo = nested(report.lines)["algo"]
+    assert (whole(report).model.teacher, algo["distill"], algo["kind"]) == ("big", {"coef": 1.0}, "opd")
+    assert "algo.distill.coef" not in {line.key for line in report.asks}
+    assert "algo.distill.coef" in {line.key for line in translate(VERL, given, ROWS).asks}  # theirs is k3 in the loss
+    assert not any(line.key == "model.teacher" for line in translate(VERL, given | {f"{root}.enabled": False}, ROWS).lines)
 
 
 # -- reading ---------------------------------------------------------------------------------------

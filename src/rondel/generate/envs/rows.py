@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -77,8 +78,11 @@ def gym(name: str, n: int = 100, seed: int = 0, args: dict[str, Any] | None = No
         yield Row(f"{name}, seed {number}", name.partition(":")[2] or name, fields)
 
 
-def jsonl(path: str) -> Iterator[Row]:
-    """One JSON object a line; blank lines are skipped."""
+def jsonl(path: str | list[str]) -> Iterator[Row]:
+    """One JSON object a line, of a file or of several one behind the other; blank lines are skipped."""
+    if isinstance(path, list):
+        yield from itertools.chain.from_iterable(map(jsonl, path))
+        return
     with _existing(path).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -89,8 +93,11 @@ def jsonl(path: str) -> Iterator[Row]:
                 raise DataError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno}); one object a line") from error
 
 
-def parquet(path: str) -> Iterator[Row]:
-    """A parquet file, a row a task."""
+def parquet(path: str | list[str]) -> Iterator[Row]:
+    """A parquet file, or several one behind the other; a row a task."""
+    if isinstance(path, list):
+        yield from itertools.chain.from_iterable(map(parquet, path))
+        return
     from pyarrow import parquet as format
 
     file = _existing(path)

@@ -132,7 +132,8 @@ def _read(kind: str, settings: dict[str, Any], env: str, columns: tuple[str | No
     settings = dict(settings)
     found: Found = {}
     wanted, count, kept = settings.pop("where", {}), 0, 0
-    folder = Path(path).parent if isinstance(path := settings.get("path"), str) else Path()
+    path = settings.get("path")
+    folder = Path(path[0] if isinstance(path, list) and path else path).parent if isinstance(path, str | list) and path else Path()
     for count, row in enumerate(_rows(kind, settings), 1):  # noqa: B007
         if wanted and not _fits(row, wanted):
             continue

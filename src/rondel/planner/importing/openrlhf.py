@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Any
 
 from rondel.planner.importing.peer import (
     DEVICE,
@@ -58,7 +60,7 @@ REASONS = {
     "train.async_queue_size": "set loop.max_staleness: it bounds the lag by a number",
     "data.apply_chat_template": "a prompt becomes a chat when the model has a template",
     "data.input_template": "task.suffix and task.system are what is added to a prompt",
-    "logger.wandb.*": "no sink here; tensorboard, jsonl and csv exist",
+    "logger.wandb.*": FOLDER,
     "train.agent_func_path": "turns are an environment: task.env = 'module:name'",
     "eval.n_samples_per_prompt": "an evaluation draws one answer a task",
     "ckpt.output_dir": FOLDER,
@@ -87,11 +89,25 @@ def _model(s: Setting) -> Iterator[Part]:
 
 def _task(s: Setting) -> Iterator[Part]:
     name, label = str(s["data.prompt_dataset"] or "DATASET"), s["data.label_key"]
-    local = name.endswith((".jsonl", ".json"))
-    data = {"kind": "jsonl", "path": name} if local else {"kind": "datasets", "name": name, "split": s["data.prompt_split"]}
-    data |= {"prompt": s["data.input_key"], "answer": label or ""}
-    ask = "the flags name no data" if not s["data.prompt_dataset"] else "several sets: join them" if "," in name else ""
-    yield Line("task.data", data, ("data.prompt_dataset", "data.prompt_split", "data.input_key", "data.label_key"), ask=ask)
+    columns = {"prompt": s["data.input_key"], "answer": label or ""}
+    keys: tuple[str, ...] = ("data.prompt_dataset", "data.prompt_split", "data.input_key", "data.label_key")
+    if s.has("data.image_key") or s["data.max_images_per_prompt"]:
+        columns["image"], keys = s["data.image_key"], (*keys, "data.image_key")
+    sets = [_set(s, one.strip()) | columns for one in name.split(",")]
+    ask = "" if s["data.prompt_dataset"] else "the flags name no data"
+    if len(sets) == 1:
+        yield Line("task.data", sets[0], keys, ask=ask)
+        yield from (Gap((key,), "there is one data set") for key in ("data.prompt_probs",) if s.has(key))
+    else:
+        shares = [float(share) for share in str(s["data.prompt_probs"]).split(",")] if s["data.prompt_probs"] else [1.0] * len(sets)
+        named = [{"source": f"{i}-{PurePath(one.strip()).stem}"} for i, one in enumerate(name.split(","), 1)]
+        sources = [who | {"weight": share} | own for who, share, own in zip(named, shares, sets)]
+        even = (
+            ""
+            if s["data.prompt_probs"]
+            else "theirs are put one behind the other, so a large one weighs more: the weight is its share of the rows"
+        )
+        yield Line("task.data", {"kind": "mix", "sources": sources}, (*keys, "data.prompt_probs"), ask=even)
     urls = s["reward.remote_url"]
     if isinstance(urls, str) and urls.endswith(".py"):
         module = urls.rpartition("/")[2].removesuffix(".py")
@@ -107,6 +123,12 @@ def _task(s: Setting) -> Iterator[Part]:
         yield Gap((key, bounds), 'task.filters = ["signal"] drops groups whose rewards are all equal; no other range exists')
     else:
         yield Same((key,), "no group is dropped")
+
+
+def _set(s: Setting, name: str) -> dict[str, Any]:
+    """One of their data sets, as task.data begins."""
+    local = name.endswith((".jsonl", ".json"))
+    return {"kind": "jsonl", "path": name} if local else {"kind": "datasets", "name": name, "split": s["data.prompt_split"]}
 
 
 def _algorithm(s: Setting) -> Iterator[Part]:
@@ -245,9 +267,9 @@ def _loop(s: Setting) -> Iterator[Part]:
     yield Line("loop.groups_per_step", prompts, ("rollout.batch_size",))
     note = f"{prompts * samples} samples in batches of {batch}" + ", rounded" * bool(prompts * samples % batch)
     yield Line("loop.updates_per_step", max(1, round(prompts * samples / batch)), ("train.batch_size",), note)
-    passes = s["train.num_episodes"]
-    keys = ("train.num_episodes", "data.max_samples")
-    yield Line("loop.steps", 100, keys, ask=f"they pass {passes} times over the data: prompts / {prompts} steps each")
+    yield Line("loop.passes", float(s.number("train.num_episodes")), ("train.num_episodes",))
+    if s.has("data.max_samples"):
+        yield Gap(("data.max_samples",), "a data set is read whole; task.data.where chooses rows by their fields")
     yield Line("loop.epochs", s.whole("train.max_epochs"), ("train.max_epochs",))
     yield Line("loop.seed", s.whole("train.seed"), ("train.seed",))
     if s["train.async_enable"]:
@@ -301,8 +323,9 @@ def _running(s: Setting) -> Iterator[Part]:
     yield Line("task.eval.every", max(0, s.whole("eval.steps")), ("eval.steps",))
     if s.has("eval.dataset"):
         yield Gap(("eval.dataset", "eval.split"), "name it in task.data: eval_name, eval_path or eval_split")
-    if s.has("logger.tensorboard_dir"):
-        yield Line("run.sinks", ["tensorboard"], ("logger.tensorboard_dir",), "it lies in the run folder")
+    tracked = ("logger.tensorboard_dir", "logger.wandb.key")
+    if names := [name for name, key in zip(("tensorboard", "wandb"), tracked) if s.has(key) and s[key]]:
+        yield Line("run.sinks", names, tracked, "they lie in the run folder; wandb takes its key from its own login")
 
 
 OPENRLHF = Peer.of("openrlhf", (_model, _task, _algorithm, _loss, _correction, _loop, _sampling, _optimizer, _running), REASONS)

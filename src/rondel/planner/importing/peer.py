@@ -19,6 +19,7 @@ LAUNCHER = "it belongs to what starts the processes, not to the run"
 FOLDER = "run.folder names the run and holds what it writes"
 LORA = "it belongs to an adapter: model.adapter is plain LoRA, and off unless they ask for one"
 NF4 = "the base lies as nf4 with double quantisation"
+SINKS = ("tensorboard", "wandb", "trackio", "mlflow")  # that run.sinks has too
 MACHINE = frozenset({DEVICE, MEMORY, PACKED, ENGINE, LAUNCHER, FOLDER})  # reasons of keys that no result depends on
 
 
@@ -152,6 +153,14 @@ def truncation(setting: Setting, key: str) -> Iterator[Part]:
         yield Line(f"engine.sampling.{name}", value, (key,), "the trainer's logprob runs over the tokens that were kept, and not over all")
     else:
         yield Gap((key,), f"it cannot be {value!r}")
+
+
+def sinks(setting: Setting, key: str) -> Iterator[Part]:
+    """Where their metrics go; `console` and none are what is printed anyway."""
+    given = setting[key] if isinstance(setting[key], list) else [setting[key]]
+    kept = [name for name in given if name in SINKS]
+    others = ", ".join(str(name) for name in given if name not in (*SINKS, "console", "none", None))
+    yield Line("run.sinks", kept, (key,), f"no sink here: {others}" * bool(others))
 
 
 def adapter(

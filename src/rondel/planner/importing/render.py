@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from rondel.planner.importing.peer import MACHINE, Line
@@ -62,10 +63,15 @@ def toml(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {toml(v)}" for key, v in value.items()) + " }" if value else "{}"
+        return "{ " + ", ".join(f"{_key(key)} = {toml(v)}" for key, v in value.items()) + " }" if value else "{}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml, value)) + "]"
     return "not set" if value is None else repr(value)
+
+
+def _key(name: str) -> str:
+    """As TOML writes it: bare, or in quotes where it has other signs, as in "openai/gsm8k"."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
 def one_line(text: str) -> str:

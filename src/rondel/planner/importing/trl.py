@@ -21,6 +21,7 @@ from rondel.planner.importing.peer import (
     Same,
     Setting,
     adapter,
+    sinks,
     truncation,
 )
 
@@ -240,7 +241,7 @@ def _batch(s: Setting) -> Iterator[Part]:
         if s.has("num_train_epochs"):
             yield Gap(("num_train_epochs",), "max_steps counts instead")
     else:
-        yield Line("loop.steps", 100, ("num_train_epochs", "max_steps"), ask=f"they pass {s['num_train_epochs']} times over the data")
+        yield Line("loop.passes", float(s.number("num_train_epochs")), ("num_train_epochs", "max_steps"))
     yield Line("loop.seed", s.whole("seed"), ("seed",))
 
 
@@ -315,10 +316,8 @@ def _running(s: Setting) -> Iterator[Part]:
         yield Gap(("save_total_limit",), "they keep every checkpoint; run.checkpoint.keep is 2 here")
     if s["eval_strategy"] == "steps" and s["eval_steps"]:
         yield _every(s, "task.eval.every", "eval_steps", "eval_strategy")
-    sinks = s["report_to"] if isinstance(s["report_to"], list) else [s["report_to"]]
     if s.has("report_to"):
-        others = ", ".join(str(name) for name in sinks if name not in ("tensorboard", "none", None))
-        yield Line("run.sinks", [x for x in sinks if x == "tensorboard"], ("report_to",), f"no sink here: {others}" * bool(others))
+        yield from sinks(s, "report_to")
 
 
 TRL = Peer.of("trl", (_model, _task, _algorithm, _batch, _sampling, _optimizer, _running), REASONS)

@@ -21,6 +21,7 @@ from rondel.planner.importing.peer import (
     Same,
     Setting,
     adapter,
+    sinks,
     truncation,
 )
 from rondel.words.errors import ConfigError
@@ -40,6 +41,9 @@ ROWS = {  # algorithm.adv_estimator -> (row, advantage laid over it)
     "gpg": ("gpg", None),
     "gdpo": ("gdpo", None),
 }
+SCORERS = {"openai/gsm8k": "number"} | dict.fromkeys(  # data_source -> the reward nearest to theirs
+    ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math_dapo", "math", "hiyouga/geometry3k"), "math"
+)
 CHARGED = ("gae", "reinforce_plus_plus")  # their rows here charge the KL to the reward unless told otherwise
 LOSSES = {  # policy_loss.loss_mode -> row
     "gspo": "gspo_token",
@@ -104,8 +108,8 @@ REASONS = {
     "actor_rollout_ref.rollout*": ENGINE,
     "actor_rollout_ref.ref*": "the reference is a frozen copy of the starting weights",
     "actor_rollout_ref.model*": "the model is loaded as its folder says",
-    "data.max_prompt_length": "a prompt may fill the model's context; a longer one is refused by name",
-    "data.filter_overlong_prompts*": "a prompt that does not fit is refused by name",
+    "data.max_prompt_length": "a prompt may fill the model's context, and a longer one is an error; task.max_prompt_tokens leaves it out",
+    "data.filter_overlong_prompts*": "prompts are counted in the process",
     "data.truncation": "a prompt is never cut",
     "reward*": "a reward is a function here: task.reward = 'module:name'",
     "trainer.nnodes": DEVICE,
@@ -132,23 +136,25 @@ def _model(s: Setting) -> Iterator[Part]:
 
 
 def _task(s: Setting) -> Iterator[Part]:
-    train, held = _first(s["data.train_files"]), _first(s["data.val_files"])
-    data = {"kind": "parquet", "path": _home(train), "eval_path": _home(held), "prompt": s["data.prompt_key"]}
+    train, held = _files(s["data.train_files"]), _files(s["data.val_files"])
+    data = {"kind": "parquet", "path": train, "eval_path": held, "prompt": s["data.prompt_key"]}
     data["answer"] = "reward_model.ground_truth"
-    keys = ("data.train_files", "data.val_files", "data.prompt_key")
-    several = [key for key in keys[:2] if isinstance(s[key], list) and len(s[key]) > 1]
-    yield Line(
-        "task.data", data, keys, "only the first file" * bool(several), "join the files into one: only the first is named" * bool(several)
-    )
+    keys: tuple[str, ...] = ("data.train_files", "data.val_files", "data.prompt_key")
+    if s.has("data.image_key"):
+        data["image"], keys = s["data.image_key"], (*keys, "data.image_key")
+    yield Line("task.data", data, keys)
+    if s["data.filter_overlong_prompts"]:
+        both = ("data.max_prompt_length", "data.filter_overlong_prompts")
+        yield Line("task.max_prompt_tokens", s.whole("data.max_prompt_length"), both)
     path, name = s["reward.custom_reward_function.path"], s["reward.custom_reward_function.name"]
     if path:
         wrap = "theirs takes (data_source, solution_str, ground_truth, extra_info); ours takes (trajectory, task): wrap it"
         both = ("reward.custom_reward_function.path", "reward.custom_reward_function.name")
         yield Line("task.reward", f"{Path(str(path)).stem}:{name or 'compute_score'}", both, ask=wrap)
     else:
-        yield Line(
-            "task.reward", "math", ("data.reward_fn_key",), ask="there each row's data_source chooses the scorer; here a recipe names one"
-        )
+        field = str(s["data.reward_fn_key"])
+        ask = f"a scorer for each {field} of your rows: those that theirs are nearest to; name the others, remove what you have not"
+        yield Line("task.reward", {"kind": "by", "field": field, "parts": dict(SCORERS)}, ("data.reward_fn_key",), ask=ask)
     if s.number("data.val_max_samples") > 0:
         yield Line("task.eval.n", s.whole("data.val_max_samples"), ("data.val_max_samples",))
     else:
@@ -161,6 +167,11 @@ def _task(s: Setting) -> Iterator[Part]:
 
 def _algorithm(s: Setting) -> Iterator[Part]:
     estimator, mode = "algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"
+    if _taught_alone(s):
+        yield Line("algo.kind", "opd", (REWARDLESS,), "learns from the teacher alone")
+        yield Line("algo.group_size", s.whole(f"{ROLLOUT}.n"), (f"{ROLLOUT}.n",))
+        yield from (Gap((estimator,), "no reward is read") for _ in range(s.has(estimator)))
+        return
     row, advantage = s.choice(estimator, ROWS) or (str(s[estimator]), None)
     loss = None if s[mode] == "vanilla" else s.choice(mode, LOSSES) or str(s[mode])
     if loss and advantage:
@@ -218,7 +229,8 @@ def _loss(s: Setting) -> Iterator[Part]:
         yield Gap((mode,), f"known here: {', '.join(AGGREGATES.values())}")
     yield Line("algo.entropy.coef", float(s.number(f"{ACTOR}.entropy_coeff")), (f"{ACTOR}.entropy_coeff",))
     yield from _kl(s)
-    yield from _overlong(s)
+    if not _taught_alone(s):
+        yield from _overlong(s)
 
 
 def _surrogate(s: Setting) -> Iterator[Part]:
@@ -345,7 +357,9 @@ def _loop(s: Setting) -> Iterator[Part]:
             yield Gap(("trainer.total_epochs",), "total_training_steps counts instead")
     else:
         keys = ("trainer.total_epochs", "trainer.total_training_steps")
-        yield Line("loop.steps", 100, keys, ask=f"they pass {s['trainer.total_epochs']} times over the data: rows / {prompts} steps each")
+        yield Line(
+            "loop.passes", float(s.number("trainer.total_epochs")), keys, "each of their passes leaves out what does not fill a step"
+        )
     yield Line("loop.epochs", s.whole(f"{ACTOR}.ppo_epochs"), (f"{ACTOR}.ppo_epochs",))
     if s["data.seed"] is not None:
         yield Line("loop.seed", s.whole("data.seed"), ("data.seed",))
@@ -428,18 +442,62 @@ def _running(s: Setting) -> Iterator[Part]:
         yield Gap(("trainer.max_actor_ckpt_to_keep",), "they keep every checkpoint; run.checkpoint.keep is 2 here")
     yield Line("task.eval.every", max(0, s.whole("trainer.test_freq")), ("trainer.test_freq",))
     if s.has("trainer.logger"):
-        names = s["trainer.logger"] if isinstance(s["trainer.logger"], list) else [s["trainer.logger"]]
-        others = ", ".join(str(n) for n in names if n not in ("tensorboard", "console"))
-        kept = [n for n in names if n == "tensorboard"]
-        yield Line("run.sinks", kept, ("trainer.logger",), f"no sink here: {others}" * bool(others))
+        yield from sinks(s, "trainer.logger")
 
 
 def _home(path: Any) -> str:
     return str(Path(str(path)).expanduser())
 
 
-def _first(value: Any) -> Any:
-    return (value or [""])[0] if isinstance(value, list) else value
+def _files(value: Any) -> Any:
+    """One path, or a list of several."""
+    paths = [_home(path) for path in (value if isinstance(value, list) else [value])]
+    return paths if len(paths) > 1 else (paths or [""])[0]
 
 
-VERL = Peer.of("verl", (_model, _task, _algorithm, _loss, _correction, _loop, _sampling, _optimizer, _running), REASONS)
+REWARDLESS = "distillation.distillation_loss.use_task_rewards"
+
+
+def _taught_alone(s: Setting) -> bool:
+    """Does it learn from a teacher and from no reward?"""
+    return bool(s.values.get("distillation.enabled")) and not s.values.get(REWARDLESS, True)
+
+
+def _distillation(s: Setting) -> Iterator[Part]:
+    """A teacher's opinion of every token; which estimator of the KL, and where it goes, a recipe says otherwise."""
+    root = "distillation"
+    loss = f"{root}.distillation_loss"
+    told = {key: s.values[key] for key in s.values if key.startswith(f"{root}.")}
+    if not told.get(f"{root}.enabled"):
+        return
+    teachers = [(key, _home(value)) for key, value in told.items() if key.endswith(".model_path") and ".teacher_models." in key]
+    ask = "" if teachers else "the config names no teacher"
+    if len(teachers) < 2:
+        yield Line(
+            "model.teacher", teachers[0][1] if teachers else "TEACHER", tuple(key for key, _ in teachers) or (f"{root}.enabled",), ask=ask
+        )
+    else:
+        value = [{"path": path, "source": str(told.get(key.replace("model_path", "key"), key.split(".")[2]))} for key, path in teachers]
+        yield Line(
+            "model.teacher",
+            value,
+            tuple(key for key, _ in teachers),
+            "each teaches the rows of its source",
+            "name the sources of task.data",
+        )
+    mode, policy, weigh = (
+        told.get(f"{loss}.{name}", default)
+        for name, default in (("loss_mode", "k3"), ("use_policy_gradient", False), ("distillation_loss_coef", 1.0))
+    )
+    where = "charged to the advantage" if policy else "in the loss"
+    same = mode in ("k1", "kl") and policy
+    ask = "" if same else f"theirs is {mode} of the token, {where}; here log pi - log pi_teacher of it is charged to the advantage"
+    keys = tuple(
+        key
+        for key in (f"{loss}.loss_mode", f"{loss}.use_policy_gradient", f"{loss}.distillation_loss_coef", f"{root}.enabled")
+        if key in told
+    )
+    yield Line("algo.distill.coef", float(weigh), keys, ask=ask)
+
+
+VERL = Peer.of("verl", (_model, _task, _algorithm, _loss, _distillation, _correction, _loop, _sampling, _optimizer, _running), REASONS)
