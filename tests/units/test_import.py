@@ -497,6 +497,14 @@ ADAPTERS = {
 }
 
 
+def test_rewards_that_trl_normalises_one_by_one_are_gdpo():
+    given = {"multi_objective_aggregation": "normalize_then_sum", "reward_funcs": ["accuracy_reward", "think_format_reward"]}
+    report = translate(TRL, ALIVE["trl"] | given | {"reward_weights": [1.0, 0.5]}, ROWS)
+    job = whole(report)
+    assert job.algo.advantage == {"kind": "parts_norm", "eps": 1e-4, "weights": {"accuracy_reward": 1.0, "think_format_reward": 0.5}}
+    assert {name: part["weight"] for name, part in job.task.reward["parts"].items()} == {"accuracy_reward": 1.0, "think_format_reward": 1.0}
+
+
 def test_masked_truncated_answers_of_trl_are_masked_here():
     job = whole(translate(TRL, ALIVE["trl"] | {"mask_truncated_completions": True}, ROWS))
     assert job.algo.mask_truncated and not whole(translate(TRL, ALIVE["trl"], ROWS)).algo.mask_truncated

@@ -83,7 +83,7 @@ def _train(
         found = checkpoints.latest()
         if found and found[1]["step"] >= total:
             progress.say(
-                f"{folder} is complete: {found[1]['step']} of {total} steps. To go on, set --loop.steps higher; the card is in {folder / 'card.md'}"
+                f"{folder} is complete: {found[1]['step']} of {total} steps. To go on, set --loop.steps or --loop.passes higher; the card is in {folder / 'card.md'}"
             )
             return write_card(folder)
         interrupted = not found and (folder / FILE).is_file()  # before its first checkpoint

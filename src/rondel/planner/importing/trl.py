@@ -104,10 +104,11 @@ def _task(s: Setting) -> Iterator[Part]:
     names = [names] if isinstance(names, str) else names
     known = [REWARDS[name] for name in names if name in REWARDS]
     own = [name for name in names if name not in REWARDS]
-    if len(known) == len(names) == 1:
+    apart = s["multi_objective_aggregation"] == "normalize_then_sum"  # each part has its own scale, and then its weight
+    if len(known) == len(names) == 1 and not apart:
         yield Line("task.reward", known[0], ("reward_funcs",))
     elif names and not own:
-        weights = s["reward_weights"] or [1.0] * len(names)
+        weights = [1.0] * len(names) if apart or not s["reward_weights"] else s["reward_weights"]
         each = {n: ({"kind": r} if isinstance(r, str) else r) | {"weight": w} for n, r, w in zip(names, known, weights)}
         yield Line("task.reward", {"kind": "combine", "parts": each}, ("reward_funcs", "reward_weights"))
     elif len(own) == 1 and "." in own[0]:
@@ -196,6 +197,14 @@ def _surrogate(s: Setting, row: str) -> Iterator[Part]:
 
 
 def _advantage(s: Setting) -> Iterator[Part]:
+    how = "multi_objective_aggregation"
+    if s[how] == "normalize_then_sum":
+        names = [s["reward_funcs"]] if isinstance(s["reward_funcs"], str) else s["reward_funcs"] or []
+        weights = {"weights": dict(zip(names, map(float, s["reward_weights"])))} if s["reward_weights"] else {}
+        ask = "" if names and all(name in REWARDS for name in names) else "the reward must return { name: value } for each of its parts"
+        yield Line("algo.advantage", {"kind": "parts_norm", "eps": 1e-4} | weights, (how, "reward_weights"), "GDPO", ask)
+        yield from (Gap((key,), f"it has no effect there with {how} = normalize_then_sum") for key in ("scale_rewards",) if s.has(key))
+        return
     scale = {True: "group", False: "none"}.get(s["scale_rewards"], s["scale_rewards"])
     if scale == "none":
         yield Line("algo.advantage.kind", "group_center", ("scale_rewards",))
@@ -204,8 +213,8 @@ def _advantage(s: Setting) -> Iterator[Part]:
         yield Line("algo.advantage.eps", 1e-4)
     else:
         yield Gap(("scale_rewards",), "the deviation is the group's here, not the batch's")
-    if s["multi_objective_aggregation"] == "sum_then_normalize":
-        yield Same(("multi_objective_aggregation",), "rewards are added before they are normalised")
+    if s[how] == "sum_then_normalize":
+        yield Same((how,), "rewards are added before they are normalised")
 
 
 def _correction(s: Setting) -> Iterator[Part]:
