@@ -36,7 +36,7 @@ MEANING = {
     "algo.ratio": "over what the ratio is taken and from where: token, sequence, sequence_token; anchor = proximal or behavior",
     "algo.surrogate": "the loss of a token: clip, policy_gradient, clipped_weight, ... and its knobs; kinds: papers.md",
     "algo.correction": "weight for tokens that other weights or another numeric path sampled: none, importance, off_policy_mask",
-    "algo.kl": "distance to the starting weights, in the loss or charged to the reward: kind k1, k2, k3; coef; where; target; through; unbiased",
+    "algo.kl": "distance to the starting weights, in the loss, charged to the reward, or to the advantage behind the baseline: kind k1, k2, k3; coef; where; target; through; unbiased",
     "algo.aggregate": "the weight of a token: token_mean, seq_mean_token_mean, seq_mean_token_sum, fixed_norm",
     "algo.distill": "a teacher's opinion of every token: coef; needs model.teacher",
     "algo.shaping": "rewards -> rewards before the advantage: none, clip, overlong, kimi_length",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -284,7 +285,13 @@ def test_what_openrlhf_does_behind_the_baseline_is_named(estimator):
     report = translate(OPENRLHF, given | {"reward.clip_range": [-1, 1]}, ROWS)
     assert "before the baseline" in report.missing["reward.clip_range"]
     assert not any(line.key.startswith("algo.shaping") for line in report.lines)
-    assert any("algo.kl.init_coef" in keys and "behind the baseline" in why for keys, why in report.lost)
+    row = resolve({key: value for key, value in nested(report.lines)["algo"].items() if key != "group_size"})
+    draw = Ragged.make([3, 2, 4], 3, groups=1)
+    base = replace(row, kl=replace(row.kl, coef=0.0)).advantages_T(draw.scored())
+    cost = 0.01 * (draw.others_3T[1] - draw.others_3T[2])  # of k1
+    owed = torch.cat([piece.flip(0).cumsum(0).flip(0) for piece in cost.split([3, 2, 4])])
+    assert torch.allclose(row.advantages_T(draw.scored()), base - owed, atol=1e-12, rtol=0)
+    assert any("algo.kl.init_coef" in keys for keys, _ in report.lost) == (estimator == "reinforce_baseline")
     plain = translate(OPENRLHF, given | {"algo.advantage.estimator": "reinforce", "reward.clip_range": [-1, 1]}, ROWS)
     assert nested(plain.lines)["algo"]["shaping"] == {"kind": "clip", "limit": 1.0}
     assert not any("algo.kl.init_coef" in keys for keys, _ in plain.lost)
@@ -327,7 +334,7 @@ def test_the_loss_of_verl():
 def test_the_kl_that_openrlhf_charges_by_default_is_there_or_named():
     """Never in the loss when it is in the reward there, never left out in silence."""
     report = translate(OPENRLHF, ALIVE["openrlhf"], ROWS)
-    wished = {"kind": "k1", "coef": 0.01, "clamp": 10.0, "where": "reward"}
+    wished = {"kind": "k1", "coef": 0.01, "clamp": 10.0, "where": "advantage"}
     if ROWS.refuses({"kind": "grpo", "kl": wished}):
         assert "algo.kl.init_coef = 0.01" in " ".join(keys for keys, _ in report.lost)
         assert not any(line.key.startswith("algo.kl") for line in report.lines)
@@ -427,7 +434,7 @@ def test_a_config_of_verl_has_the_gradient_of_verls_formula(name):
 
 
 def test_what_of_verl_cannot_be_said_is_named():
-    """Where KL and entropy are added up otherwise than the loss, a mean weight before the rejection, and ReMax with a KL in the reward."""
+    """Where KL and entropy are added up otherwise than the loss, and a mean weight before the rejection. ReMax takes what is still to come."""
     actor, base = "actor_rollout_ref.actor", {"algorithm.adv_estimator": "grpo"}
     sapo = base | {f"{actor}.policy_loss.loss_mode": "sapo", f"{actor}.entropy_coeff": 0.1}
     assert any(f"{actor}.loss_agg_mode" in keys and "KL and entropy" in why for keys, why in translate(VERL, sapo, ROWS).lost)
@@ -435,7 +442,7 @@ def test_what_of_verl_cannot_be_said_is_named():
     both |= {f"{ROLLOUT}.rollout_rs": "token_k1", f"{ROLLOUT}.rollout_rs_threshold": "0.5_2.0"}
     assert "before anything is rejected" in translate(VERL, base | both, ROWS).missing[f"{ROLLOUT}.rollout_is_batch_normalize"]
     remax = {"algorithm.adv_estimator": "remax", "algorithm.use_kl_in_reward": True}
-    assert "from it on" in translate(VERL, remax, ROWS).missing["algorithm.use_kl_in_reward"]
+    assert nested(translate(VERL, remax, ROWS).lines)["algo"]["kl"]["where"] == "advantage"
     dppo = base | {f"{actor}.policy_loss.loss_mode": "dppo_tv"}
     lines = {line.key: line.value for line in translate(VERL, dppo, ROWS).lines}
     assert (lines["algo.ratio.anchor"], lines["algo.surrogate.cap"]) == ("proximal", 3.0)

@@ -46,14 +46,14 @@ class Kl:
     """kl_t = k(log pi - log pi_ref), weighed by coef in the loss.  [T], [T], [T] -> [T].  arXiv:2402.03300.  Tokens drawn on-policy.
 
     In the reward it is a cost that the token pays, r_t - coef·k(log pi_behavior - log pi_ref), and has no gradient of its own; a token is
-    charged in one of the two places, never in both. With a target the coefficient follows the KL of the samples (see `steered`).
+    charged in one place only. In the advantage the token pays what it and those behind it cost, after any baseline: A_t - sum_{j >= t} coef·k_j. With a target the coefficient follows the KL of the samples (see `steered`).
     `through` keeps the value of k1 or k3 and takes the gradient of k2, that of KL(policy || reference). `unbiased` multiplies by
     pi / pi_behavior, through which the gradient passes too (arXiv:2512.02556): value and gradient are then right for k1 and k3,
     whoever drew the tokens.
 
     kind        the estimator: k1, k2 or k3
     coef        its weight; 0 leaves the reference out
-    where       loss or reward
+    where       loss, reward or advantage
     through     own, or k2: where the gradient comes from
     unbiased    weigh by policy / behavior
     target      nats of a whole sample that the coefficient is steered to, starting from coef; None keeps it
@@ -72,7 +72,7 @@ class Kl:
 
     def __post_init__(self) -> None:
         one_of("kind", self.kind, ESTIMATORS)
-        one_of("where", self.where, ("loss", "reward"))
+        one_of("where", self.where, ("loss", "reward", "advantage"))
         one_of("through", self.through, ("own", "k2"))
         if self.target is not None and not self.target > 0:
             raise ConfigError(f"target = {self.target}; it must be positive: a policy that learns moves away from its reference")
@@ -88,13 +88,20 @@ class Kl:
     @property
     def needs(self) -> frozenset[str]:
         return (
-            frozenset({"ref_logprobs"} | ({"behavior_logprobs"} if self.unbiased or self.charged else set())) if self.coef else frozenset()
+            frozenset({"ref_logprobs"} | ({"behavior_logprobs"} if self.unbiased or self.charged or self.follows else set()))
+            if self.coef
+            else frozenset()
         )
 
     @property
     def charged(self) -> bool:
         """The tokens pay it out of their rewards."""
         return self.coef > 0 and self.where == "reward"
+
+    @property
+    def follows(self) -> bool:
+        """The tokens pay it out of their advantages, behind the baseline."""
+        return self.coef > 0 and self.where == "advantage"
 
     @property
     def pulls(self) -> bool:
@@ -107,7 +114,7 @@ class Kl:
         if not self.coef:
             return dict.fromkeys(("kind", "where", "through", "unbiased", "target", "horizon", "clamp"), "kl.coef is 0")
         idle = {} if self.target is not None else {"horizon": "kl.target is not set"}
-        if self.charged:
+        if self.charged or self.follows:
             return idle | dict.fromkeys(("through", "unbiased"), "a reward has no gradient, and the behavior drew the tokens")
         return idle | ({"through": "k2 has that gradient already"} if self.kind == "k2" else {})
 

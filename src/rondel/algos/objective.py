@@ -102,6 +102,7 @@ def explain(row: Algorithm) -> str:
     bonus = f" - {row.entropy.coef:g}·H" if row.entropy.coef else ""
     slope = f" + {row.kl.coef:g}·({row.kl.slope})" if row.kl.pulls else ""
     cost = [f"  each token pays {row.kl.coef:g}·k of its reward, with logp of the behavior"] if row.kl.charged else []
+    cost += [f"  each token pays {row.kl.coef:g}·k of its own and of those behind it, after the baseline"] if row.kl.follows else []
     critic = ["critic    its own loss: sum of w·m over the same tokens, with V = v when the step began"] if "values" in row.needs else []
     push = f" - {row.entropy.coef:g}·∇H" if row.entropy.coef else ""
     push += f" + {row.distill.coef:g}·∇d" if row.distill.coef and not row.distill.charged else ""

@@ -30,7 +30,7 @@ from rondel.algos.chosen import ClipCov, Forking, KlCov
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
 from rondel.algos.distill import Distill, FullDistill
 from rondel.algos.entropy import EntropyBonus
-from rondel.algos.gae import Gae, Returns
+from rondel.algos.gae import Gae, Returns, returns
 from rondel.algos.kl import Kl
 from rondel.algos.offpolicy import CappedWeight, Guided, SecondMoment, Tapered
 from rondel.algos.override import override
@@ -158,6 +158,8 @@ class Algorithm:
             idle["shaping"] = "the advantage reads the parts of the reward"
         if "shaping" in idle and self.kl.charged:
             idle["kl"] = f"it is part of the reward, and {idle['shaping']}"
+        if "advantage" in idle and self.kl.follows:
+            idle["kl"] = f"it is part of the advantage, and {idle['advantage']}"
         if "advantage" in idle and not isinstance(self.distill, FullDistill):
             idle["distill"] = idle["advantage"]
         if "values" not in getattr(self.advantage, "needs", ()):
@@ -182,6 +184,10 @@ class Algorithm:
         """The advantage of every trainable token, in the order of the samples."""
         found = self.advantage(self.rewarded(scored))
         found_T = found if getattr(self.advantage, "per_token", False) else scored.each(found)
+        if self.kl.follows:
+            assert scored.behavior_T is not None and scored.ref_T is not None
+            cost_T = self.kl.cost(scored.behavior_T, scored.ref_T).to(found_T.dtype)
+            found_T = found_T - returns(cost_T, scored.sample_T, gamma=1.0)
         if not isinstance(self.distill, Distill) or not self.distill.coef:
             return found_T
         assert scored.behavior_T is not None and scored.teacher_T is not None

@@ -48,7 +48,7 @@ def kl_of_samples(batch: Batch) -> float:
 
 def _refuse_by_token(row: Algorithm, batch: Batch) -> None:
     """An episode has one number for all its branches, where it has one."""
-    by_token = row.distill.coef or row.kl.charged or "values" in row.needs or getattr(row.advantage, "per_token", False)
+    by_token = row.distill.coef or row.kl.charged or row.kl.follows or "values" in row.needs or getattr(row.advantage, "per_token", False)
     if by_token and "advantage" not in row.idle:
         raise ConfigError(
             f"algo.kind = '{row.name}' gives every token a credit of its own, and this episode has branches ({batch.name(0)}), which share one "

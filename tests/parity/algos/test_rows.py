@@ -56,6 +56,9 @@ def variants():
         for aggregate in (table.GRPO.aggregate, table.DAPO.aggregate, table.RLOO.aggregate):
             yield pytest.param(replace(table.GRPO, correction=rule, aggregate=aggregate), id=f"correction {i}, {type(aggregate).__name__}")
     yield pytest.param(replace(table.GRPO, ratio=TokenRatio("behavior")), id="bypass")
+    for name in ("grpo", "dr_grpo", "rloo"):
+        row = table.TABLE[name].bounded(9)
+        yield pytest.param(replace(row, kl=kl.Kl("k1", 0.3, "advantage", clamp=0.4)), id=f"{name}, the KL behind the baseline")
     yield pytest.param(replace(table.GRPO, ratio=SequenceRatio("behavior"), surrogate=Clip(0.05, 0.05)), id="sequence bypass")
     yield pytest.param(replace(lively(table.DPPO_TV), ratio=TokenRatio()), id="dppo at the proximal")
     yield pytest.param(replace(table.DPPO_TV, surrogate=DivergenceMask("tv", 0.1, 0.1, cap=1.1)).bounded(9), id="dppo with a cap")

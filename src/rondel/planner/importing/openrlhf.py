@@ -219,10 +219,10 @@ def _kl(s: Setting, aggregate: str) -> Iterator[Part]:
         if aggregate != "token_mean":
             yield Gap((use,), f"their KL is a mean over tokens; here the weights are those of {aggregate}")
     else:
-        yield Line("algo.kl", table | {"where": "reward"} | steered, keys)
-        if s["algo.advantage.estimator"] in BASELINE:
-            why = "there a token pays the KL of the tokens from it on, behind the baseline; here an answer pays its KL before the baseline"
-            yield Gap((coef, use), why)
+        behind = s["algo.advantage.estimator"] in BASELINE
+        yield Line("algo.kl", table | {"where": "advantage" if behind else "reward"} | steered, keys)
+        if s["algo.advantage.estimator"] == "reinforce_baseline":
+            yield Gap((coef, use), "there it is charged before the advantages of the step get mean 0 and deviation 1, here after")
     if s[unbiased] and s[use]:
         yield Gap(
             (unbiased,), "the gradient is that of k2 here too, but without their weight policy / old policy, which is 1 in a first update"

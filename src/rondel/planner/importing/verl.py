@@ -276,13 +276,10 @@ def _kl(s: Setting) -> Iterator[Part]:
     else:
         steered = {"target": float(s.number("algorithm.kl_ctrl.target_kl")), "horizon": s.whole("algorithm.kl_ctrl.horizon")}
         adaptive = s[control] == "adaptive"
-        table = {"kind": found, "coef": float(s.number(price)), "where": "reward"} | CLAMPED.get(found, {}) | (steered if adaptive else {})
+        where = "advantage" if s["algorithm.adv_estimator"] == "remax" else "reward"  # ReMax takes the reward that is still to come
+        table = {"kind": found, "coef": float(s.number(price)), "where": where} | CLAMPED.get(found, {}) | (steered if adaptive else {})
         keys = ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon") if adaptive else ()
         yield Line("algo.kl", table, (charged, price, cost, control, *keys))
-        if s["algorithm.adv_estimator"] == "remax":
-            yield Gap(
-                (charged,), "ReMax there gives a token the KL of the tokens from it on; here every token has that of its whole answer"
-            )
 
 
 def _overlong(s: Setting) -> Iterator[Part]:
