@@ -577,6 +577,8 @@ def test_images_several_files_and_scorers_by_source(tmp_path):
     job = whole(translate(VERL, given, ROWS))
     assert job.task.data["path"] == [str(Path.home() / "a.parquet"), "b.parquet"] and job.task.data["eval_path"] == "c.parquet"
     assert job.task.data["image"] == "images" and "image" not in whole(translate(VERL, {}, ROWS)).task.data
+    printed = translate(VERL, {"data.image_key": "images", "data.video_key": "videos"}, ROWS)
+    assert "image" not in whole(printed).task.data and "add image = 'images'" in printed.missing["data.image_key"]
     reward = job.task.reward
     assert (reward["kind"], reward["field"], reward["parts"]["openai/gsm8k"]) == ("by", "data_source", "number")
     for i, rows in enumerate(("12", "3")):

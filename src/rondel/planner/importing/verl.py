@@ -140,7 +140,12 @@ def _task(s: Setting) -> Iterator[Part]:
     data = {"kind": "parquet", "path": train, "eval_path": held, "prompt": s["data.prompt_key"]}
     data["answer"] = "reward_model.ground_truth"
     keys: tuple[str, ...] = ("data.train_files", "data.val_files", "data.prompt_key")
-    if s.has("data.image_key"):
+    printed = s.has("data.video_key") and s["data.image_key"] == s.peer.defaults["data.image_key"]
+    if s.has("data.image_key") and printed:  # a printed config names every key, also those of no use to a text model
+        yield Gap(
+            ("data.image_key",), f"the config names every key; if the rows have images, add image = '{s['data.image_key']}' to task.data"
+        )
+    elif s.has("data.image_key"):
         data["image"], keys = s["data.image_key"], (*keys, "data.image_key")
     yield Line("task.data", data, keys)
     if s["data.filter_overlong_prompts"]:
