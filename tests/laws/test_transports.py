@@ -337,6 +337,29 @@ def test_an_engine_that_starts_late_joins_from_disk(tmp_path):
     close(trainer, e)
 
 
+@pytest.mark.parametrize("kind", ["disk", "delta"])
+def test_a_run_that_was_rolled_back_reads_what_it_publishes(kind, tmp_path):
+    """A run that dies at version 17 and goes on from 10: later versions are abandoned, and the newest is the one published last."""
+
+    def publish(way, *versions):
+        for version in versions:
+            manifest, route = way.publish(Route(kind), version, rows_of({"a": torch.full((1000,), float(version))}))
+            ((_, read),) = way.receive(route, manifest, {"a": torch.zeros(1000)})
+            assert read.eq(version).all()
+
+    publish(transport(kind, tmp_path, keep=3), 8, 9, 10, 11, 16, 17)
+    (tmp_path / "weights" / ".d-000018.tmp").touch()
+    again = transport(kind, tmp_path, keep=3)
+    publish(again, 10)
+    assert [int(p.name[2:]) for p in sorted((tmp_path / "weights").glob("[dv]-*"))] == [10]
+    publish(again, 11, 12, 13)
+    assert [int(p.name[2:]) for p in sorted((tmp_path / "weights").glob("[dv]-*"))] == [11, 12, 13]
+    if kind == "disk":
+        assert from_disk.newest(tmp_path / "weights")[0].version == 13
+    else:
+        assert not list((tmp_path / "weights").glob(".*"))
+
+
 # -- shared memory -----------------------------------------------------------------------------------
 
 

@@ -197,6 +197,21 @@ def test_segments_do_not_pile_up(tmp_path):
     assert [p.stem for p in sorted(tmp_path.glob("*.bin"))] == ["000007", "000008", "000009"]
 
 
+def test_a_life_that_was_rolled_back_keeps_what_it_writes(tmp_path):
+    """Segments of later versions, which a lost life wrote, do not count as newer ones."""
+    log = TokenLog(tmp_path, keep=3)
+    for version in range(10):
+        log.committed(version, f"root-{version}")
+    log.close()
+    log = TokenLog(tmp_path, keep=3)
+    log.committed(5, "root-5")
+    log.write(rows(1, 0, 4, 5))
+    log.close()
+    again = TokenLog(tmp_path, keep=3)
+    again.committed(5, "root-5")
+    assert said(again, 1) == [100, 101, 102, 103]
+
+
 @pytest.mark.slow
 def test_interrupted_lengths_are_those_of_uninterrupted_samples(tmp_path):
     """h = 0.02, q = 0.01: restarting gives a mean of 33.6 tokens, the log 50 (SPEC Y7); Kolmogorov-Smirnov tells them apart."""

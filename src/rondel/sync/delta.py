@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rondel.sync.from_disk import outdated
 from rondel.words.errors import SyncError, boundary
 from rondel.words.protocols import Engine, Tensors, Trainer, Weights
 from rondel.words.types import Manifest, Route
@@ -93,6 +94,8 @@ class Delta:
         draft = place.with_name(f".{place.name}.tmp")
         with boundary(SyncError, f"writing the changes to {place}"):
             self.folder.mkdir(parents=True, exist_ok=True)
+            for left in self.folder.glob(".d-*.tmp"):  # of a writer that died
+                left.unlink(missing_ok=True)
             index = {}
             with open(draft, "wb") as file:
                 for row, tensor in weights:
@@ -106,7 +109,7 @@ class Delta:
                 file.write(tail + len(tail).to_bytes(8, "little"))
                 size = file.tell()
             os.replace(draft, place)
-            for path in sorted(self.folder.glob("d-*"))[: -self.keep]:
+            for path in outdated(sorted(self.folder.glob("d-*")), place, self.keep):
                 path.unlink(missing_ok=True)
         manifest = Manifest(version, tuple(rows))
         self._root, self._last = manifest.root, last

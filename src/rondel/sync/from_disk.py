@@ -50,9 +50,8 @@ class FromDisk:
             (draft / "manifest.json").write_text(json.dumps(manifest.tree()))
             shutil.rmtree(place, ignore_errors=True)
             os.replace(draft, place)
-            for old in versions(self.folder)[: -self.keep]:
-                if old != place:
-                    shutil.rmtree(old, ignore_errors=True)
+            for old in outdated(versions(self.folder), place, self.keep):
+                shutil.rmtree(old, ignore_errors=True)
         return manifest, Route("disk", str(place), bytes=sum(files.values()))
 
     def _write(self, folder: Path, weights: Weights) -> Iterator[TensorInfo]:
@@ -88,6 +87,15 @@ class FromDisk:
                         yield name, file.get_tensor(name)
 
     def close(self) -> None: ...
+
+
+def outdated(published: list[Path], last: Path, keep: int) -> list[Path]:
+    """Versions to delete once `last` is published: all but the `keep` latest up to it, and every later one.
+
+    A later version is of a run that was rolled back behind it: the run that goes on will publish other weights under the same number.
+    """
+    good = [path for path in published if path <= last]
+    return [path for path in published if path not in good[-keep:]]
 
 
 def versions(folder: Path) -> list[Path]:

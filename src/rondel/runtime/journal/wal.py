@@ -81,7 +81,7 @@ class TokenLog:
             os.truncate(path, self._whole.pop(path))
         self._segment, self._known = path.open("ab", buffering=0), set()
         self._segment.write(_block(0, root.encode().ljust(ROOT)[:ROOT]))
-        for old in sorted(self.folder.glob("*.bin"))[: -self.keep]:
+        for old in [segment for segment in sorted(self.folder.glob("*.bin")) if segment <= path][: -self.keep]:  # later: of a lost life
             old.unlink(missing_ok=True)
 
     def write(self, drawn: Sequence[Drawn], routes: Sequence[Routes | None] = ()) -> None:
