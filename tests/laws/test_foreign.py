@@ -23,7 +23,7 @@ from rondel.generate.engine.vllm import Vllm
 from rondel.generate.engine.vllm import piece as vllm_piece
 from rondel.words.errors import ConfigError, EngineError, StalledError, SyncError, UserError
 from rondel.words.media import Image, Placed
-from rondel.words.types import Begin, Commit, Manifest, Request, Route, Sampling, TensorInfo
+from rondel.words.types import Abort, Begin, Commit, Manifest, Request, Route, Sampling, TensorInfo
 
 
 class Fake:
@@ -220,6 +220,37 @@ def test_what_cannot_be_true_is_said():
         with pytest.raises(StalledError, match=r"waits for fake since 0\.02 s; it had written"):
             await e.generate(slow)
         assert e._drawing == 0
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("told", [float("nan"), 2.5, float("-inf"), float("inf"), None])
+def test_a_log_probability_that_is_none_is_refused(told):
+    """NaN and positive ones were taken for 0, as if the policy had been certain."""
+
+    async def work():
+        e, fake = engine()
+        fake.draw = lambda *given: asyncio.sleep(0, Piece([5, 6], [-0.5, told], "length", "x", 0, "0"))
+        with pytest.raises(EngineError, match=rf"fake gave token 6 \(number 1 of 2\) a log-probability of {told}"):
+            await e.generate(ask(2))
+        fake.score = lambda tokens, media: asyncio.sleep(0, [0.0, told])
+        with pytest.raises(EngineError, match=f"fake gave token 8 .* a log-probability of {told}"):
+            await e.score(Request([7, 8]))
+        fake.draw = lambda *given: asyncio.sleep(0, Piece([5, 6], [-0.5, 1e-5], "length", "x", 0, "0"))
+        assert (await e.generate(ask(2))).logprobs == [-0.5, 0.0]  # rounding
+
+    asyncio.run(work())
+
+
+def test_an_update_that_is_aborted_after_its_commit_leaves_the_engine_refusing(tmp_path):
+    async def work():
+        e, _ = engine()
+        await update(e, tmp_path, 1)
+        await e.receive(Abort("SyncError: the probe differs"))
+        with pytest.raises(EngineError, match=r"refuses .* aborted after its commit: SyncError: the probe differs"):
+            await e.generate(ask(2))
+        await update(e, tmp_path, 2)
+        assert (await e.generate(ask(2))).versions == [2, 2]
 
     asyncio.run(work())
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from engine_kit import ask, engine, idle, plain_logprobs, prompt, tiny, twin
@@ -298,6 +299,47 @@ def test_a_tensor_that_stays_behind_is_doubted_before_it_is_an_error():
     finally:
         stop()
     assert len(heard) == 3 and "differ by 2.0e-04 nats" in heard[0].message and "moved it by 2.0e-03" in heard[0].message
+
+
+def probed(moves, follows, *, noise=0.0, tolerance=0.25, versions=40, replicas=None):
+    """Updates that each move the trainer's probe by `moves` nats a token; of them an engine shows the share `follows`. -> the last version."""
+    rng, at = np.random.default_rng(0), np.zeros(24)
+    signs = rng.choice([-1.0, 1.0], 24)
+
+    class Engine:
+        async def score(self, request):
+            told = [(-3 + share * at + noise * rng.laplace(size=24)).tolist() for share in (replicas or {"": follows}).values()]
+            return Scored(told[0], 0, dict(zip(replicas, told)) if replicas else {})
+
+    async def score(tokens):
+        return (-3 + at).tolist()
+
+    async def work():
+        sync = Update(FromTensor(), probe=list(range(24)), score=score, tolerance=tolerance)
+        for version in range(versions):
+            await sync._probe_gap(Engine(), Manifest(version, ()))
+            at[:] += moves * signs
+        return version
+
+    return asyncio.run(work())
+
+
+def test_an_engine_that_acknowledges_weights_and_keeps_the_old_ones_is_an_error():
+    with pytest.raises(SyncError, match=r"from version 0 to 1 .* moved by 0.005 nats a token, and those of the engine did not move"):
+        probed(0.005, 0.0)
+    with pytest.raises(SyncError, match=r"from version 0 to 26 .* did not move"):  # below what bf16 shows it adds up
+        probed(0.0001, 0.0)
+    with pytest.raises(SyncError, match=r"from version 0 to \d .* moved by 0.1 nats a token, .* followed by -?\d+% of it"):
+        probed(0.02, 0.0, noise=0.01)  # its scores of the same weights are never the same
+    with pytest.raises(SyncError, match="of the engine 'b' did not move"):
+        probed(0.005, 0.0, replicas={"a": 1.0, "b": 0.0})
+
+
+@pytest.mark.parametrize("moves", [0.0, 1e-7, 1e-5, 1e-3, 0.05])
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.05])
+def test_an_engine_that_follows_is_never_an_error(moves, noise):
+    """Whatever the learning rate and the precision of the server, up to a third of the limit of bf16."""
+    assert probed(moves, 1.0, noise=noise) == 39
 
 
 def test_the_probe_notices_a_half_written_module():

@@ -198,6 +198,7 @@ def test_a_step_out_of_place_is_a_failure_of_the_reward():
         assert failed.reason == "misplaced a reward" and why in failed.detail
     assert placed(read([(8, 1.0)]), turns) == Score(1.0, {}, ((8, 1.0),)) and placed(Failed("timeout"), turns) == Failed("timeout")
     assert isinstance(placed(read([(8, 1.0)]), Trajectory(text="7")), Score)  # `rondel check` asks about texts
+    assert placed(Score(float("nan")), turns) == Failed("returned nan", "in a Score")  # of an environment that scores by itself
 
 
 def test_steps_come_through_the_worker_and_through_a_combination():

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from rondel.generate.engine.foreign import checked
 from rondel.train.pack import Batch, Sample
 from rondel.train.teachers import said
 from rondel.words.config import Job, Teacher
-from rondel.words.errors import ConfigError, EngineError
+from rondel.words.errors import ConfigError
 from rondel.words.events import Warned, emit
 from rondel.words.types import Sampling
 
@@ -51,17 +52,17 @@ class Served:
                     "Load it with a path"
                 )
             async with free:
-                told = np.asarray(await server.score(sample.tokens.tolist(), sample.media), np.float32)[sample.trainable]
-            if not (np.isfinite(told).all() and (told <= 1e-3).all()):
-                raise EngineError(f"the teacher at {teacher.url} told logprobs that are none: {told[:4].tolist()} ...; start it again")
-            sample.notes[said(place)] = np.minimum(told, 0.0)
+                told = await server.score(sample.tokens.tolist(), sample.media)
+            at = sample.trainable.tolist()
+            of = checked(f"the teacher at {teacher.url}", sample.tokens[at].tolist(), [told[i] for i in at])
+            sample.notes[said(place)] = np.asarray(of, np.float32)
 
         mine = [s for s in batch.samples if teacher.source in (None, s.stream) and self.wants(s.stream)]
         await asyncio.gather(*map(one, mine))
 
     async def _greet(self, teacher: Teacher, server: Any) -> None:
         """A teacher that reads other tokens under the same numbers finds plain text less likely than chance."""
-        told = (await server.score(self.plain, ()))[1:]
+        told = checked(f"the teacher at {teacher.url}", self.plain, await server.score(self.plain, ()))[1:]
         mean, chance = sum(told) / max(1, len(told)), -math.log(self.vocabulary)
         if mean < chance:
             emit(

@@ -40,7 +40,8 @@ def read(returned: Any) -> Score | Failed:
 
 
 def placed(score: Score | Failed, trajectory: Trajectory) -> Score | Failed:
-    """The same, or the fault in the positions of its steps. A text that was never tokenised, as a check of the reward asks about, has none."""
+    """The same, or the fault in its numbers or in the positions of its steps. A text that was never tokenised has no positions."""
+    score = read(score)
     if isinstance(score, Score) and trajectory.tokens:
         try:
             score.over(trajectory.mask)

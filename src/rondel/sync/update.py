@@ -22,6 +22,7 @@ from rondel.words.events import Synced, Warned, emit, stalled
 from rondel.words.protocols import Engine, Interrupt, Trainer, Transport
 from rondel.words.types import POLICY, Abort, Begin, Commit, EngineStatus, Manifest, Message, Request, Route
 
+CLEAR, HALF = 8, 0.5  # so many times the noise is a movement that an engine with the same weights shows, at least by half
 GROWN, SHARE = 10, 0.02  # a gap so many times the first one, and such a part of what an update moves, is doubted
 Score = Callable[[list[int]], Awaitable[list[float]]]  # the trainer's logprobs of a text
 LEASE = 600.0  # seconds after which a paused engine that nobody resumes goes on by itself
@@ -59,6 +60,9 @@ class Update:
         self._one = asyncio.Lock()
         self._said: dict[str, list[float]] = {}  # what the trainer said of the probe at the last update, by policy
         self._usual: dict[str, float] = {}  # the gap after the first one
+        self._seen: dict[
+            tuple[str, str], tuple[int, np.ndarray, np.ndarray]
+        ] = {}  # version, trainer's and engine's logprobs it last followed at
 
     async def __call__(self, trainer: Trainer, *engines: Engine) -> int:
         async with self._one:
@@ -188,7 +192,32 @@ class Update:
                 f"after version {manifest.version} trainer and engine{whose} differ by {gap:.3g} nats a token on the probe (limit {self.tolerance}; law 6)"
             )
         self._doubt(gap, ours, manifest.version, policy, whose)
+        for name, one in (scored.replicas or {"": theirs}).items():
+            self._check_follows(np.array(ours), np.array(one), manifest.version, policy, whose + (f" '{name}'" if name else ""), name)
         return gap
+
+    def _check_follows(self, ours: np.ndarray, theirs: np.ndarray, version: int, policy: str, whose: str, replica: str) -> None:
+        """The engine's scores of the probe move as the trainer's do, once these have moved by more than noise.
+
+        Since the version when it was last seen to follow the trainer's scores moved by d, the engine's by e. With the new weights e is d and noise,
+        with the old ones e is noise, or 0 where the server computes the same again. So |d| below the noise adds up over updates and decides
+        nothing; at once the noise no movement at all is enough, at `CLEAR` times the noise one of less than half, sum(sign(d) e) / sum |d|,
+        which noise of the size that both gaps have cannot bring about. The noise is the gap at the first update.
+        """
+        since, before, then = self._seen.setdefault((policy, replica), (version, ours, theirs))
+        d, e = ours - before, theirs - then
+        moved, noise = float(np.abs(d).mean()), max(self._usual[policy], self.tolerance / 100)
+        still = not e.any()
+        if moved <= noise * (1 if still else CLEAR):
+            return
+        share = float((np.sign(d) * e).sum() / np.abs(d).sum())
+        if share < HALF:
+            raise SyncError(
+                f"from version {since} to {version} the trainer's log-probabilities of the probe moved by {moved:.2g} nats a token, and those of the "
+                f"engine{whose} {'did not move' if still else f'followed by {share:.0%} of it'}: it acknowledges weights and serves others. "
+                "Check that the server loads what it is given (its log, its version, copies it keeps of the weights), and start it again"
+            )
+        self._seen[policy, replica] = version, ours, theirs
 
     def _doubt(self, gap: float, ours: list[float], version: int, policy: str, whose: str) -> None:
         """A gap that has grown far beyond the first one and is a part of what the update itself moved: some of it may not have arrived.

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
-from math import fsum, isnan
+from math import fsum, inf
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -185,8 +185,8 @@ class Trajectory:
             raise ValueError(
                 f"a support of {len(support)} entries for {n} {'given' if logprobs is None else 'drawn'} tokens: one a drawn token"
             )
-        if logprobs and (max(logprobs) > 1e-6 or any(map(isnan, logprobs))):
-            raise ValueError(f"a log-probability above 0 or NaN: {max(logprobs)}")
+        if logprobs is not None and (wrong := next(((i, x) for i, x in enumerate(logprobs) if not -inf < x <= 1e-6), None)):
+            raise ValueError(f"token {tokens[wrong[0]]} was drawn with a log-probability of {wrong[1]}: it must be finite and at most 0")
         if support is not None or self.support is not None:
             before = [None] * len(self.tokens) if self.support is None else self.support
             self.support = before + ([None] * n if support is None else support)
@@ -409,10 +409,14 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Prefill only: `logprobs[t]` is log p(token t | tokens before t), in fp32, temperature 1; the first entry is 0."""
+    """Prefill only: `logprobs[t]` is log p(token t | tokens before t), in fp32, temperature 1; the first entry is 0.
+
+    replicas   the same of each of several engines, by name
+    """
 
     logprobs: list[float]
     version: int
+    replicas: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from rondel.words.protocols import Interrupt, Tags
 from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Message, Request, Route, Sampling, Scored
 
 Media = Sequence[Placed]
+ROUNDING = 1e-3  # nats by which a log-probability may lie above 0
 AGAIN = 0.5  # seconds after which an interruption is repeated: a request may have been on its way
 
 
@@ -79,10 +81,16 @@ class ForeignEngine:
         self._aborts = 0  # those after which nothing goes on
         self._begun: Begin | None = None
         self._route: Route | None = None
+        self._committed = False  # the update that began last
 
     @property
     def state(self) -> str:
         return "refusing" if self._broken else "held" if self._held else "serving"
+
+    @property
+    def _called(self) -> str:
+        link = getattr(self.server, "link", None)
+        return f"{self.server.name} at {link.url}" if link else self.server.name
 
     # -- generate and score ----------------------------------------------------------------------
 
@@ -114,10 +122,8 @@ class ForeignEngine:
                     f"{self.server.name} says that it drew with weights '{piece.version}', and this run gave it '{version}': "
                     "somebody else changes them, too. A run needs a server of its own"
                 )
-            if not len(piece.tokens) == len(piece.logprobs):
-                raise EngineError(f"{self.server.name} told {len(piece.logprobs)} logprobs of {len(piece.tokens)} tokens")
             done.tokens += piece.tokens
-            done.logprobs += [min(0.0, logprob) for logprob in piece.logprobs]
+            done.logprobs += checked(self._called, piece.tokens, piece.logprobs)
             done.versions += [version] * len(piece.tokens)
             done.text = (done.text or "") + piece.text
             done.cached_tokens = done.cached_tokens or piece.cached
@@ -159,7 +165,8 @@ class ForeignEngine:
         self._refuse_if_broken()
         self._check_images(request)
         version = self.version
-        return Scored(await self.server.score(request.tokens, request.media), version)
+        logprobs = await self.server.score(request.tokens, request.media)
+        return Scored(checked(self._called, request.tokens, logprobs, request.media), version)
 
     def _check(self, request: Request) -> None:
         self._refuse_if_broken()
@@ -255,13 +262,15 @@ class ForeignEngine:
             case Begin(beside=False):
                 raise SyncError(f'{self.server.name} takes weights from a folder: sync.kind = "disk"')
             case Begin():
-                self._begun, self._route = message, None
+                self._begun, self._route, self._committed = message, None, False
             case Route():
                 self._announced(message)
             case Commit():
                 await self._commit(message)
             case Abort():
                 self._begun = self._route = None
+                if self._committed:
+                    self._broken = f"the update was aborted after its commit: {message.reason}"
         return self.version
 
     def _announced(self, route: Route) -> None:
@@ -296,10 +305,31 @@ class ForeignEngine:
                 raise
             raise SyncError(f"{self._broken}; the engine refuses to generate until a good update (law 6)") from error
         self._broken, self.version, self.root, self.bytes_copied = "", commit.version, commit.root, route.bytes
+        self._committed = True
 
     def _refuse_if_broken(self) -> None:
         if self._broken:
             raise EngineError(f"the engine refuses to generate until a good update (law 6): {self._broken}")
+
+
+def checked(server: str, tokens: Sequence[int], logprobs: Sequence[float], media: Media = ()) -> list[float]:
+    """The log-probabilities that a server gave for these tokens: each is finite and at most 0, up to rounding.
+
+    Anything else has no meaning that a run could go on with: NaN taken for 0 would be a token that the policy was certain of. Those of
+    the placeholders of images are nobody's.
+    """
+    if len(logprobs) != len(tokens):
+        raise EngineError(f"{server} gave {len(logprobs)} log-probabilities for {len(tokens)} tokens")
+    placeholders = {at for place in media for at in range(place.start, place.end)}
+    for at, (token, logprob) in enumerate(zip(tokens, logprobs)):
+        if at in placeholders:
+            continue
+        if not isinstance(logprob, int | float) or not -math.inf < logprob <= ROUNDING:
+            raise EngineError(
+                f"{server} gave token {token} (number {at} of {len(tokens)}) a log-probability of {logprob}; "
+                "it must be a finite number of at most 0. Check the server's model and numerics, and start it again"
+            )
+    return [logprob if at in placeholders else min(0.0, logprob) for at, logprob in enumerate(logprobs)]
 
 
 def _left(s: Sampling, written: int) -> Sampling:

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -145,15 +145,16 @@ class Router:
             return None
 
     async def score(self, request: Request) -> Scored:
-        """Of all, who must agree: what one of them alone gets wrong would go unseen (law 6)."""
-        told = [answer for answer in await self._all(lambda engine: engine.score(request), self._healthy())]
+        """Log-probabilities of all replicas, who must agree: what one of them alone gets wrong would go unseen (law 6)."""
+        asked = self._healthy()
+        told: list[Scored] = await self._all(lambda engine: engine.score(request), asked)
         for other in told[1:]:
             gap = float(np.abs(np.subtract(other.logprobs, told[0].logprobs)).mean()) if request.tokens else 0.0
             if other.version != told[0].version or not gap <= self.apart:
                 raise EngineError(
                     f"replicas at versions {told[0].version} and {other.version} differ by {gap:.3g} nats a token (limit {self.apart}; law 6)"
                 )
-        return told[0]
+        return replace(told[0], replicas={replica.name: answer.logprobs for replica, answer in zip(asked, told)})
 
     # -- who gets a request ----------------------------------------------------------------------
 
