@@ -14,16 +14,24 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from engine_kit import SIZE, ask, engine, idle, prompt, tiny, twin
+from families_kit import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_interruption import Publisher, wrote
+from train_kit import inline
 from transport_kit import bits, left_behind, remote, same
+from vision_kit import EYES
+from vision_kit import model as looking
 
+from rondel.generate.engine.server import broadcast
+from rondel.generate.engine.server.errors import Refusal
+from rondel.generate.engine.server.fields import Fields
 from rondel.models import names
 from rondel.models.compiled import Compiled
 from rondel.models.load import load
@@ -34,6 +42,8 @@ from rondel.sync.from_distributed import FromDistributed
 from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import Update
+from rondel.train.parallel import Alone
+from rondel.train.step import LocalTrainer, Settings
 from rondel.words.errors import EngineError, StalledError, SyncError
 from rondel.words.events import Synced, subscribe
 from rondel.words.types import Begin, Commit, Manifest, Route, TensorInfo
@@ -335,6 +345,113 @@ def test_an_engine_that_starts_late_joins_from_disk(tmp_path):
     with pytest.raises(SyncError, match="no version of the weights"):
         from_disk.newest(tmp_path / "empty")
     close(trainer, e)
+
+
+MIXTURES = {
+    "qwen3_moe": {"num_experts_per_tok": 2, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32},
+    "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 4},
+    "minimax_m2": {"num_experts_per_tok": 2, "head_dim": 16, "num_local_experts": 4},  # has a buffer that is stored
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*((kind, "qwen3_moe") for kind in ("disk", "delta", "distributed", "ipc")), ("disk", "mixtral"), ("delta", "minimax_m2")],
+)
+def test_a_mixture_leaves_under_the_names_of_its_checkpoints(kind, name, tmp_path):
+    """What other programs read has names, shapes and bits of `save_pretrained`; the engine puts the experts where its module has them."""
+    trainer, e, sync = ends(kind, tmp_path, tiny(name, **(SIZE | MIXTURES[name])))
+    heard = []
+    begin = e.arrivals.begin
+    e.arrivals.begin = lambda message, version: (heard.append(message.manifest), begin(message, version))
+
+    async def publish(route):
+        tensors = names.weights(trainer.loaded.model)
+        tensors = names.published(trainer.loaded.model, tensors) if trainer.transport.names == "checkpoint" else tensors
+        return trainer.transport.publish(route, trainer.version, names.described(tensors))
+
+    async def send(route):
+        tensors = list(names.published(trainer.loaded.model, names.weights(trainer.loaded.model)))
+        await asyncio.to_thread(trainer.transport.send, route, tensors)
+
+    trainer.publish, trainer.send = publish, send
+
+    async def main():
+        for _ in range(3):
+            trainer.train()
+            await sync(trainer, e)
+            assert same(bits(trainer.loaded), bits(e.loaded))
+
+    asyncio.run(main())
+    trainer.loaded.model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    sent = {row.name: (row.shape, row.digest) for row in heard[-1].tensors}
+    if kind == "ipc":
+        assert sent.keys() == bits(trainer.loaded).keys()
+    else:
+        assert sent == {n: (tuple(t.shape), names.digest(t)) for n, t in saved.items()}
+    if kind == "disk":
+        read = load_file(next((tmp_path / "weights" / "v-000003").glob("*.safetensors")))
+        assert same(read, saved)
+    close(trainer, e)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "granitemoe", "ernie4_5_moe", "deepseek_v3", "apertus", "gpt2", "qwen2_5_vl", "gemma3_text"])
+def test_published_tensors_are_those_of_save_pretrained_and_parts_of_the_module(kind, tmp_path):
+    loaded = looking(kind) if kind in EYES else load({"random": kind, **FAMILIES[kind]}, dtype="bfloat16")
+    loaded.model.save_pretrained(tmp_path)
+    saved = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
+    told = dict(names.published(loaded.model, names.weights(loaded.model)))
+    assert told.keys() == saved.keys() and all(torch.equal(t, saved[name]) and t.dtype == saved[name].dtype for name, t in told.items())
+    own = {t.untyped_storage().data_ptr() for t in loaded.model.state_dict().values()}
+    assert all(t.untyped_storage().data_ptr() in own for t in told.values())  # nothing is copied to be named
+
+
+def test_the_broadcast_endpoint_knows_the_names_of_checkpoints():
+    loaded = tiny("qwen3_moe", **(SIZE | MIXTURES["qwen3_moe"]))
+    service = SimpleNamespace(engine=SimpleNamespace(loaded=loaded))
+
+    def rows(name, shape):
+        return broadcast._rows(service, Fields({"names": [name], "dtypes": ["float32"], "shapes": [shape]}))
+
+    for name, shape in (
+        ("experts.3.gate_proj.weight", [32, 64]),
+        ("experts.0.down_proj.weight", [64, 32]),
+        ("experts.gate_up_proj", [4, 64, 64]),
+    ):
+        name = f"model.layers.0.mlp.{name}"
+        assert rows(name, shape) == [(name, torch.float32, shape)]
+    with pytest.raises(Refusal, match="this model has no tensor"):
+        rows("model.layers.0.mlp.experts.4.gate_proj.weight", [32, 64])
+
+
+def test_shards_are_gathered_once_an_update():
+    """The second gathering would move the whole model between all ranks again."""
+    gathered = []
+
+    class Two(Alone):
+        size = 2
+
+        def whole(self, model):
+            for name, tensor in names.weights(model):
+                gathered.append(name)
+                yield name, tensor
+
+    class Later:
+        holds, names = "begin", "checkpoint"
+
+        def publish(self, route, version, weights):
+            return Manifest(version, tuple(row for row, _ in weights)), route
+
+        def send(self, route, weights):
+            sent.update(weights)
+
+    loaded, sent = tiny(), {}
+    trainer = LocalTrainer(loaded, Settings(lr=1e-3, start_probe=0), run=inline, ranks=Two(), transport=Later())
+    manifest, _ = asyncio.run(trainer.publish(Route("distributed")))
+    asyncio.run(trainer.send(Route("distributed")))
+    assert gathered == [name for name, _ in names.weights(loaded.model)] and not trainer._held
+    assert {row.name: row.digest for row in manifest.tensors} == {name: names.digest(t) for name, t in sent.items()}
 
 
 @pytest.mark.parametrize("kind", ["disk", "delta"])

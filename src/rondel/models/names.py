@@ -1,14 +1,25 @@
-"""Names and digests of weights: Hugging Face names are the lingua franca of every path that weights travel."""
+"""Names and digests of weights. What leaves for another program has the names and shapes of the family's checkpoints on Hugging Face.
+
+    module       mlp.experts.gate_up_proj [E, 2I, H]            what the module computes with: transformers stacks the experts of a mixture
+    checkpoint   mlp.experts.0.gate_proj.weight [I, H] ...      what `save_pretrained` writes, and what every other program reads
+
+A tensor of the checkpoint is a view of one of the module's, so that none of them is copied to be named.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from rondel.words.errors import ModelError
 from rondel.words.types import Manifest, TensorInfo
 
 _ROW = 1023  # words; odd, so that flipping the highest bit of every word of a row shows
@@ -16,7 +27,99 @@ _ROWS = 128  # at a time: 1 MB, which the second pass finds in the cache
 _INSIDE, _ACROSS = 20261121, 20261122  # seeds of the multipliers of words in a row, and of rows
 LORA = ".lora_"
 _bases: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]] | None, str]] = WeakKeyDictionary()
+_pieces: WeakKeyDictionary[nn.Module, dict[str, tuple[Piece, ...]]] = WeakKeyDictionary()
+_loaded_in: WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = WeakKeyDictionary()
 _odd: dict[tuple[str, int, int], Tensor] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where a tensor of the checkpoint lies in one of the module's, in elements."""
+
+    name: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    all: bool  # it is the whole of it
+
+    def view(self, whole: Tensor) -> Tensor:
+        if self.all:
+            return whole
+        assert whole.is_contiguous(), f"{self.name} is a part of a tensor that is not contiguous"
+        return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
+
+
+class _Uncopied(TorchDispatchMode):
+    """Operations give views where they would copy to be contiguous: it is the places that are asked for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))
+
+
+def pieces(model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
+    """The checkpoint's tensors in each of the module's, parameters and persistent buffers, as `save_pretrained` of this family writes them."""
+    if model not in _pieces:
+        _pieces[model] = _find_pieces(model)
+    return _pieces[model]
+
+
+def _find_pieces(model: nn.Module) -> dict[str, tuple[Piece, ...]]:
+    named = [*weights(model)]
+    adapted = any(LORA in name for name, _ in named)
+    if not adapted:
+        named += _constants(model)
+    shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in named}
+    found: dict[str, Tensor] = shapes
+    if hasattr(model, "save_pretrained") and not adapted:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        with _Uncopied():
+            found = revert_weight_conversion(model, dict(shapes))
+    owner = {t.untyped_storage()._cdata: name for name, t in shapes.items()}
+    placed: dict[str, list[Piece]] = {name: [] for name in shapes}
+    for name, t in found.items():
+        if (of := owner.get(t.untyped_storage()._cdata)) is None:
+            raise ModelError(
+                f"{name}: checkpoints of this family ({type(model).__name__}) hold it in another form than the model computes with, not as a part "
+                'of one tensor. Weights of it cannot be sent under the checkpoint\'s names: use sync.kind = "ipc", or place.kind = "shared"'
+            )
+        same = (t.shape, t.stride(), t.storage_offset()) == (shapes[of].shape, shapes[of].stride(), 0)
+        placed[of].append(Piece(name, tuple(t.shape), t.stride(), t.storage_offset(), same))
+    return {name: tuple(sorted(held, key=lambda piece: piece.offset)) for name, held in placed.items()}
+
+
+def _constants(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Persistent buffers, which a checkpoint holds too, in the dtype that they were loaded in."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                where = f"{prefix}.{name}" if prefix else name
+                yield where, buffer.detach().to(_loaded_in.get(model, {}).get(where, buffer.dtype))
+
+
+def remember_dtypes(model: nn.Module) -> None:
+    """Before a model is computed with in another dtype: its buffers go on being published in that of now."""
+    _loaded_in[model] = {name: buffer.dtype for name, buffer in _constants(model)}
+
+
+def published(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The module's `tensors`, gathered where they lie in shards, under the checkpoint's names; behind them its persistent buffers."""
+    places = pieces(model)
+    for name, tensor in chain(tensors, _constants(model)):
+        for piece in places.get(name, ()):
+            yield piece.name, piece.view(tensor)
+
+
+def parts(model: nn.Module, asked: Collection[str]) -> dict[str, tuple[str, Piece]]:
+    """Of each tensor of the checkpoint the module's tensor that holds it, and where; empty if `asked` are the module's own names."""
+    if {name for name, _ in weights(model)} >= set(asked):
+        return {}
+    return {piece.name: (of, piece) for of, held in pieces(model).items() for piece in held}
+
+
+def served(model: nn.Module, asked: Collection[str]) -> dict[str, Tensor]:
+    """The tensors of a model that an update writes: under the module's own names if these are `asked`, else under the checkpoint's."""
+    return dict(published(model, weights(model)) if parts(model, asked) else weights(model))
 
 
 def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -109,6 +212,6 @@ def described(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[TensorInf
         yield info(name, tensor), tensor
 
 
-def manifest(model: nn.Module, version: int) -> Manifest:
-    """Every tensor of `model` that travels, with shape, dtype and digest; of those under an adapter one digest."""
-    return Manifest(version, tuple(row for row, _ in described(weights(model))), base(model))
+def manifest(model: nn.Module, version: int, asked: Collection[str] = ()) -> Manifest:
+    """Every tensor of `model` that travels, with shape, dtype and digest, under the names of `served`; of those under an adapter one digest."""
+    return Manifest(version, tuple(row for row, _ in described(served(model, asked).items())), base(model))

@@ -77,6 +77,7 @@ class Delta:
     """`folder` is seen by the engines under the same name. The trainer keeps the last version's bits in memory, to compare with."""
 
     holds: Literal["commit"] = "commit"
+    names: Literal["module", "checkpoint"] = "checkpoint"
 
     def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
         self.folder, self.keep = Path(folder), keep

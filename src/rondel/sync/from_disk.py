@@ -31,6 +31,7 @@ class FromDisk:
     """
 
     holds: Literal["commit"] = "commit"
+    names: Literal["module", "checkpoint"] = "checkpoint"
 
     def __init__(self, folder: str | Path, *, keep: int = 2, file: int = 1 << 30) -> None:
         self.folder, self.keep, self.file = Path(folder), keep, file

@@ -111,6 +111,7 @@ class FromDistributed:
     """
 
     holds: Literal["begin"] = "begin"
+    names: Literal["module", "checkpoint"] = "checkpoint"
 
     def __init__(self, host: str = "127.0.0.1", *, bucket: int = BUCKET, deadline: float = 300.0) -> None:
         self.host, self.bucket, self.deadline = host, bucket, deadline

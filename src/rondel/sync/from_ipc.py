@@ -161,6 +161,7 @@ class FromIpc:
     """`named`: a file in shared memory instead of a memfd."""
 
     holds: Literal["commit"] = "commit"
+    names: Literal["module", "checkpoint"] = "module"
 
     def __init__(self, *, named: bool = not hasattr(os, "memfd_create")) -> None:
         self.named = named

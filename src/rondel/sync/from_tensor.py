@@ -15,6 +15,8 @@ class FromTensor:
     holds   "never" where they are: the trainer has already written over what the engine reads. "begin" where the engine has its own
     """
 
+    names: Literal["module", "checkpoint"] = "module"
+
     def __init__(self, holds: Literal["never", "begin"] = "never") -> None:
         self.holds: Literal["never", "begin", "commit"] = holds
 

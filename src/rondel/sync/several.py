@@ -23,6 +23,10 @@ class Several:
     def holds(self) -> Literal["never", "begin", "commit"]:
         return next(iter(self.each.values())).holds
 
+    @property
+    def names(self) -> Literal["module", "checkpoint"]:
+        return next(iter(self.each.values())).names
+
     async def route(self, trainer: Trainer, engines: list[Engine]) -> Route:
         """Of the policies that these engines have: `trainer` and `engines` are several, too, and have their parts in `each`."""
         parts: Any = trainer

@@ -79,6 +79,7 @@ class Sharded(Alone):
             names.pin(model)
             whole = {p for name, p in model.named_parameters() if names.LORA in name or p.requires_grad or not p.is_floating_point()}
         elif any(p.requires_grad for p in model.parameters()):
+            names.remember_dtypes(model)
             model.float()
         eye = set(vision.tower(model).modules()) if loaded.sight is not None else set()
         if loaded.sight is not None:  # whole on every rank, and frozen: no rank waits in a tower that another has no picture for

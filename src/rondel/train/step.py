@@ -126,6 +126,7 @@ class LocalTrainer:
         beside |= {"teacher" if i == 0 else f"teacher {i + 1}": teacher.loaded for i, teacher in enumerate(self.teachers)}
         owners = [self.weights, *(other.weights for other in (critic, draft) if other is not None)]
         self.offload = Offload(self.loaded, owners, beside, claim)
+        self._held: list[tuple[str, Tensor]] = []  # gathered for a publication, and still to be sent
 
     @property
     def settings(self) -> Settings:
@@ -186,16 +187,27 @@ class LocalTrainer:
         self.offload.settle()
 
     def _publish(self, route: Route) -> tuple[Manifest, Route] | None:
+        self._held = []
         tensors = self._gathered()
         if not self.ranks.leads:
             return None
+        if self._transport.holds == "begin" and self.ranks.size > 1:
+            tensors = self._hold(tensors)
         manifest, route = self._transport.publish(route, self.version, names.described(tensors))
         return replace(manifest, base=names.base(self.loaded.model)), route
 
+    def _hold(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same, kept in host memory until they are sent: shards are gathered once an update."""
+        for name, tensor in tensors:
+            self._held.append((name, tensor.cpu()))
+            yield name, tensor
+
     def _send(self, route: Route) -> None:
-        tensors = self._gathered()
         if self.ranks.leads:
-            self._transport.send(route, tensors)
+            held, self._held = self._held, []
+            assert held or self.ranks.size == 1, "send before publish"
+            device = self.loaded.device
+            self._transport.send(route, ((name, tensor.to(device)) for name, tensor in held) if held else self._gathered())
 
     @property
     def _transport(self) -> Transport:
@@ -203,12 +215,13 @@ class LocalTrainer:
         return self.transport
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors, one at a time. The ranks that do not lead give their shards at once."""
-        tensors = self.ranks.whole(self.loaded.model)
+        """Whole tensors, one at a time, under the names that the transport carries. The ranks that do not lead give their shards at once."""
+        model = self.loaded.model
+        tensors = self.ranks.whole(model)
         if not self.ranks.leads:
             for _ in tensors:
                 pass
-        return tensors
+        return names.published(model, tensors) if self._transport.names == "checkpoint" else tensors
 
     def _annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         self.offload.refuse_asleep("annotate")

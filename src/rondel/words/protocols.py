@@ -112,10 +112,14 @@ class Transport(Protocol):
 
     holds   when the engines stand still. "never": who calls has parked them. "begin": while data moves over the weights that serve.
             "commit": all data is written when `publish` returns and is read beside those weights
+    names   under which tensors travel. "checkpoint": those of the family's checkpoints, which other programs read. "module": those of the
+            module, which both ends compute with
     """
 
     @property
     def holds(self) -> Literal["never", "begin", "commit"]: ...
+    @property
+    def names(self) -> Literal["module", "checkpoint"]: ...
 
     async def route(self, trainer: Trainer, engines: list[Engine]) -> Route: ...  # the driver's end
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]: ...  # the trainer's

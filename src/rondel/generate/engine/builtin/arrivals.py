@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from rondel.models import names
@@ -36,7 +37,8 @@ class Arrivals:
         self._came = False  # all of its data
         self._untouched = False  # since the last begin: what serves is still the old version, whole
         self._awaited: dict[str, TensorInfo] = {}
-        self._beside: dict[str, Tensor] = {}
+        self._beside: dict[str, Tensor] = {}  # by the module's name
+        self._parts: Mapping[str, tuple[str, names.Piece]] = {}  # where each of the checkpoint's tensors lies in one of the module's
 
     @property
     def kinds(self) -> set[str]:
@@ -52,11 +54,15 @@ class Arrivals:
         self._check(begin.manifest)
         if begin.manifest.version < version and not begin.anew:
             raise SyncError(f"version {begin.manifest.version} is older than {version}, which the engine serves")
-        self._begun, self._came, self._beside = begin, False, {}
+        self._begun, self._came = begin, False
+        self._beside, self._parts = {}, names.parts(self.loaded.model, [row.name for row in begin.manifest.tensors])
         self._awaited = {row.name: row for row in begin.manifest.tensors}
 
     def _check(self, manifest: Manifest) -> None:
-        mine = {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in names.weights(self.loaded.model)}
+        mine = {
+            n: (tuple(t.shape), str(t.dtype).removeprefix("torch."))
+            for n, t in names.served(self.loaded.model, [t.name for t in manifest.tensors]).items()
+        }
         theirs = {t.name: (t.shape, t.dtype) for t in manifest.tensors}
         missing, unknown = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
         wrong = sorted(n for n in set(mine) & set(theirs) if mine[n] != theirs[n])
@@ -72,7 +78,7 @@ class Arrivals:
             raise SyncError("the data of this update came twice")
         if route.base and route.base != self.root:
             raise SyncError(f"the data changes weights with root {route.base[:8]}; those that serve have {self.root[:8] or 'none yet'}")
-        mine = dict(names.weights(self.loaded.model))
+        mine = names.served(self.loaded.model, self._awaited)
         self.bytes_copied = 0
         stream = self._open(route, begun.manifest, mine)
         try:
@@ -110,10 +116,20 @@ class Arrivals:
         if beside:
             if names.digest(tensor) != row.digest:
                 raise SyncError(f"1 tensors arrived with other bits than were sent, first {name}")
-            self._beside[name] = tensor
+            self._lay(name, tensor)
         elif tensor.data_ptr() != mine[name].data_ptr() or tensor.device != mine[name].device:
             mine[name].copy_(tensor)
             self.bytes_copied += tensor.numel() * tensor.element_size()
+
+    def _lay(self, name: str, tensor: Tensor) -> None:
+        """Beside what serves. A part of one of the module's tensors, as an expert of a mixture, goes to its place in a new one."""
+        of, piece = self._parts.get(name, (name, None))
+        if piece is None or piece.all:
+            self._beside[of] = tensor
+            return
+        if of not in self._beside:
+            self._beside[of] = torch.empty_like(self.loaded.model.get_parameter(of))
+        piece.view(self._beside[of]).copy_(tensor)
 
     def commit(self, commit: Commit) -> None:
         """On the device's thread, between two steps."""
@@ -143,10 +159,14 @@ class Arrivals:
             else:
                 self._untouched, copied = False, True
                 parameter.data.copy_(tensor)
+        for name, buffer in self.loaded.model.named_buffers():
+            if (tensor := self._beside.get(name)) is not None and not torch.equal(buffer, tensor.to(buffer.device)):
+                self._untouched, copied = False, True
+                buffer.copy_(tensor)
         return copied
 
     def _compare(self, manifest: Manifest) -> None:
-        arrived = names.manifest(self.loaded.model, manifest.version)
+        arrived = names.manifest(self.loaded.model, manifest.version, [t.name for t in manifest.tensors])
         if arrived.root != manifest.root:
             sent = {t.name: t.digest for t in manifest.tensors}
             wrong = [t.name for t in arrived.tensors if sent[t.name] != t.digest]

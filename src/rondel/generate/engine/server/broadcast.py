@@ -1,7 +1,7 @@
 """Weights over torch.distributed, as SGLang takes them: a group that a trainer leads as rank 0, and one broadcast a tensor.
 
     /init_weights_update_group        join: both sides wait for each other
-    /update_weights_from_distributed  some tensors by name; they wait beside those that serve. The call that brings the last one commits
+    /update_weights_from_distributed  some tensors by the names of the family's checkpoints, or by the module's; they wait beside those that serve. The call that brings the last one commits
     /destroy_weights_update_group     leave, and forget what has come
 
 So an update is whole or none (law 6), where SGLang serves what has come so far. Bytes of tensors and nothing else are read from the group.
@@ -101,16 +101,21 @@ async def update_weights_from_distributed(service: Service, request: Request) ->
     f.end()
     if (group := service.groups.get(str(name))) is None:
         raise Refusal(400, f"there is no group '{name}': /init_weights_update_group makes one", param="group_name")
-    wanted = dict(names.weights(service.engine.loaded.model))
     if twice := sorted(group.arrived.keys() & {row[0] for row in rows}):
         group.arrived.clear()
-        raise Refusal(400, f"{twice[0]} came twice before all {len(wanted)} tensors had come; what had come is forgotten", param="names")
+        raise Refusal(400, f"{twice[0]} came twice before all tensors had come; what had come is forgotten", param="names")
     async with updating(service):
         try:
             came = await asyncio.to_thread(_receive, group, rows, flat)
         except BaseException:
             service.groups.pop(str(name), None)  # its members are no longer in step
             raise
+        wanted = names.served(service.engine.loaded.model, {*group.arrived, *came})
+        if strangers := sorted(group.arrived.keys() - wanted.keys()):
+            group.arrived.clear()
+            raise Refusal(
+                400, f"{strangers[0]} is the module's name, and others are the checkpoint's: all of one update have one kind", param="names"
+            )
         group.arrived |= {n: t.to(wanted[n].dtype) for n, t in came.items()}
         if missing := len(wanted) - len(group.arrived):
             said = f"{len(came)} tensors wait for the {missing} that are still to come"
@@ -122,12 +127,12 @@ async def update_weights_from_distributed(service: Service, request: Request) ->
 
 def _rows(service: Service, f: Fields) -> list[tuple[str, torch.dtype, list[int]]]:
     """Announced as this model has them, so that nothing is waited for that could not be taken."""
-    mine = dict(names.weights(service.engine.loaded.model))
     found, dtypes, shapes = f.texts("names", MOST), f.texts("dtypes", MOST), f.take("shapes", [])
     if not found or not isinstance(shapes, list) or not len(found) == len(dtypes) == len(shapes):
         raise Refusal(400, "names, dtypes and shapes are lists of one length, with a tensor each", param="names")
     if len(set(found)) < len(found):
         raise f.wrong("names", "each tensor comes once")
+    mine = names.served(service.engine.loaded.model, found)
     rows = []
     for name, dtype, shape in zip(found, dtypes, shapes):
         if name not in mine:
