@@ -13,6 +13,11 @@ from rondel.planner.resolve import transport
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError, DataError
 from rondel.words.events import Warned, subscribe
+from rondel.assemble import placing
+from rondel.planner.resolve import transport
+from rondel.words.config import Job
+from rondel.words.errors import ConfigError
+from rondel.words.types import Sampling
 
 GB = 10**9
 
@@ -111,3 +116,17 @@ def test_a_run_of_passes_is_continued_as_the_steps_that_it_became(tmp_path):
     assert (kept.loop.steps, kept.loop.passes) == (1, None)
     train(job(tmp_path, **few, **{"loop.passes": 0.9}), quiet=True)
     assert [e["step"] for e in events(tmp_path / "run", "StepDone")] == [1, 2]
+def test_ipc_without_room_is_refused_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match=r"'ipc': two versions need 2.0 GB of shared memory, and 1.9 GB are free. Leave it at 'auto'"):
+        transport("ipc", apart="process", weights=GB, room=19 * GB // 10)
+    assert transport("ipc", apart="process", weights=GB, room=2 * GB).value == "ipc"
+
+
+@pytest.mark.parametrize(("room", "kind"), [(0, "distributed"), (GB, "ipc")])
+def test_a_run_asks_for_the_room_that_its_weights_need(room, kind, monkeypatch):
+    model = {"random": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
+    tree = {"model": {"path": model}, "task": {"data": {}}, "loop": {"steps": 1}, "run": {"folder": "x"}}
+    job = Job.parse({**tree, "place": {"kind": "split", "cluster": "process", "device": "cpu"}})
+    monkeypatch.setattr(placing.planner, "shared_memory", lambda: room)
+    plan = placing.Plan(job, frozenset(), Sampling(), lambda known: 8, None)
+    assert plan.kind == kind and 4e5 < placing.bytes_sent(job) < 1e6

@@ -35,6 +35,7 @@ from rondel.generate.engine.router import Router
 from rondel.generate.engine.sglang import Sglang
 from rondel.generate.engine.vllm import Vllm
 from rondel.planner import resolve as planner
+from rondel.planner.shapes import hub_cache, of_recipe
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device, OneAtATime, Shared, Split, pick_device
@@ -43,13 +44,23 @@ from rondel.sync.update import Update
 from rondel.train.checkpoint import bytes_needed
 from rondel.train.policies import FOLDER, Trainers
 from rondel.words.config import Job
-from rondel.words.errors import ConfigError, WorkerError
+from rondel.words.errors import ConfigError, UserError, WorkerError
 from rondel.words.protocols import Cluster, Transport
 from rondel.words.registry import find
 from rondel.words.types import POLICY, Sampling
 
 ENGINES = {"builtin": BuiltinEngine, "sglang": Sglang, "vllm": Vllm}
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # mean nats a token of what two sides score
+
+
+def bytes_sent(job: Job) -> int:
+    """Of one version of the weights on a CPU; 0 where only an adapter is sent, and where the model must be fetched before its size is known."""
+    if job.model.adapter.kind != "off":
+        return 0
+    try:
+        return of_recipe(job.model.path, hub_cache()).parameters * (2 if job.model.dtype == "bfloat16" else 4)
+    except UserError:
+        return 0
 
 
 async def _nobody() -> None:
@@ -136,7 +147,8 @@ class Plan:
         apart: planner.Apart = "module" if where.kind == "shared" else of.get(where.cluster, "process")
         if self.job.engine.kind != "builtin":
             apart = "server"
-        way = planner.transport(self.job.sync.kind, apart=apart, room=planner.shared_memory())
+        weights = bytes_sent(self.job) if apart == "process" and self.device == "cpu" else 0  # those of a GPU are read where they lie
+        way = planner.transport(self.job.sync.kind, apart=apart, weights=weights, room=planner.shared_memory())
         self.kind, self.resolved = way.value, {"sync.kind": f"{way.value} ({way.why})"}
 
     def transport(self) -> Transport:

@@ -58,17 +58,24 @@ def transport(wanted: str, *, apart: Apart, weights: int = 0, room: int = 0) -> 
         return Resolved("disk", "engines of others read new weights from a folder")
     if wanted == "tensor":
         raise ConfigError("sync.kind = 'tensor' hands over the tensors of one process; trainer and engines are apart. Leave it at 'auto'")
+    short = f"two versions need {2 * weights / 1e9:.1f} GB of shared memory, and {room / 1e9:.1f} GB are free"
+    if wanted == "ipc" and apart == "process" and room < 2 * weights:
+        raise ConfigError(
+            f"sync.kind = 'ipc': {short}. Leave it at 'auto', which sends them by broadcast, or give this machine more memory"
+        )
     if wanted != "auto":
         return Resolved(wanted, "set")
     if apart == "machine":
         return Resolved("distributed", "trainer and engines are on different machines")
     if room < 2 * weights:
-        return Resolved("distributed", f"two versions need {2 * weights / 1e9:.1f} GB of shared memory, and {room / 1e9:.1f} GB are free")
+        return Resolved("distributed", short)
     return Resolved("ipc", "trainer and engines share a machine: its memory is read in place")
 
 
 def shared_memory() -> int:
-    """Free bytes of what processes can map together."""
+    """Free bytes of what processes can map together: a memfd (sync/from_ipc.py) counts against memory, where there is none /dev/shm, too."""
+    if hasattr(os, "memfd_create"):
+        return free_memory()
     try:
         found = os.statvfs("/dev/shm")
     except OSError:
