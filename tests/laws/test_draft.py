@@ -194,3 +194,9 @@ def test_what_means_nothing_is_refused(wanted, says):
 def test_a_draft_of_another_family_is_refused_at_the_start(tmp_path):
     with pytest.raises(ConfigError, match="carries 32 positions and 'random-llama' 64"):
         run(tmp_path / "run", engine__speculative=DRAFT | {"model": SMALL | {"max_position_embeddings": 32}})
+
+
+def test_a_draft_that_split_placement_would_not_train_is_refused_at_the_start(tmp_path):
+    """It was neither trained nor stored, and the card said that it learned."""
+    with pytest.raises(ConfigError, match=r"engine.speculative.lr = 0.01 with place.kind = \"split\".* Set engine.speculative.lr = 0"):
+        run(tmp_path / "run", engine__speculative=DRAFT, place__kind="split", place__cluster="local")

@@ -35,6 +35,12 @@ def refuse(job: Job, rows: Rows, sampling: Sampling) -> None:
         _reference(job, row)
     if job.trainer.offload and job.place.kind != "shared":
         raise ConfigError('trainer.offload = true has no effect on a device of its own: use place.kind = "shared", or remove it')
+    guess = job.engine.speculative
+    if job.place.kind == "split" and guess.kind == "draft" and guess.lr > 0:
+        raise ConfigError(
+            f'engine.speculative.lr = {guess.lr:g} with place.kind = "split": a draft learns only where trainer and engine share a module. '
+            'Set engine.speculative.lr = 0, which keeps the draft as it is, or use place.kind = "shared"'
+        )
 
 
 def refuse_idle_evaluation(job: Job, held_out: list[Task]) -> None:
