@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 
 import pytest
 
+from rondel.generate.engine.builtin import radix
 from rondel.generate.engine.builtin.pages import Pages
 from rondel.generate.engine.builtin.radix import RadixTree
 
@@ -118,6 +120,30 @@ def test_the_least_recently_used_leaf_goes_first():
         tree.insert(root, [first, 7], [10 * first, 10 * first + 1])
     tree.match(root, [1, 7])
     assert tree.evict(1) == [20, 21] and tree.evict(1) == [30, 31] and tree.evict(9) == [10, 11]
+
+
+def test_an_eviction_works_for_what_it_frees_and_not_for_all_that_is_cached(monkeypatch):
+    """It sorted every leaf at each call. Looked at are the leaves that go, and those that were used since, once."""
+    tree, looked = RadixTree(), []
+    for i in range(2000):
+        tree.insert((0, "", ""), [i // 40, 7, 1000 + i], [3 * i, 3 * i + 1, 3 * i + 2])
+    for i in range(10):
+        tree.match((0, "", ""), [0, 7, 1000 + i])
+    monkeypatch.setattr(radix, "heappop", lambda heap: looked.append(1) or heapq.heappop(heap))
+    monkeypatch.setattr(tree, "nodes", None)
+    freed = tree.evict(8)
+    assert freed == [3 * i + 2 for i in range(10, 18)] and len(looked) <= 8 + 10 + 2
+    looked.clear()
+    assert tree.evict(8) == [3 * i + 2 for i in range(18, 26)] and len(looked) == 8
+
+
+def test_what_is_forgotten_leaves_nothing_behind():
+    tree = RadixTree()
+    for version in range(50):
+        for i in range(20):
+            tree.insert((version, "", ""), [i, 5], [2 * i, 2 * i + 1])
+        tree.forget(version)
+        assert len(tree._leaves) <= 2 * 20 + 1
 
 
 def test_another_root_never_matches():

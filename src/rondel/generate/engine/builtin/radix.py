@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
 
 Root = tuple[int, str, str]
 
@@ -22,6 +24,8 @@ class Node:
     children: dict[int, Node] = field(default_factory=dict)  # by first token
     locks: int = 0
     used: int = 0
+    queued: bool = False  # has an entry in the heap of leaves
+    gone: bool = False
 
 
 class RadixTree:
@@ -30,6 +34,10 @@ class RadixTree:
         self.cached = 0  # pages in the tree
         self.held = 0  # those of them on locked paths; all others can be evicted
         self._clock = 0
+        self._leaves: list[
+            tuple[int, int, Node]
+        ] = []  # a heap: last use when it was entered, a number, a node that was an unlocked leaf then
+        self._numbers, self._dead = count(), 0  # entries of nodes that are gone
 
     def match(self, root: Root, tokens: list[int]) -> tuple[Node, list[int]]:
         """The deepest node that covers a prefix of `tokens`, and the pages of that prefix. Splits a node matched in part."""
@@ -52,6 +60,7 @@ class RadixTree:
             child = Node(tokens[rest:], pages[rest:], node, used=self._clock)
             node.children[tokens[rest]] = child
             self.cached += len(child.pages)
+            self._queue(child)
             node = child
         duplicates = [mine for mine, theirs in zip(pages, known) if mine != theirs]
         return node, known + pages[rest:], duplicates
@@ -67,19 +76,22 @@ class RadixTree:
             node.locks -= 1
             assert node.locks >= 0, "a cache path was unlocked twice"
             self.held -= 0 if node.locks else len(node.pages)
+            self._queue(node)
             node = node.parent
 
     def evict(self, wanted: int) -> list[int]:
         """Free at least `wanted` pages if unlocked leaves allow it, least recently used first."""
         freed: list[int] = []
-        leaves = sorted((n for n in self.nodes() if not n.children and n.locks == 0), key=lambda n: n.used)
-        while leaves and len(freed) < wanted:
-            leaf = leaves.pop(0)
+        while self._leaves and len(freed) < wanted:
+            used, _, leaf = heappop(self._leaves)
+            leaf.queued = False
+            self._dead -= leaf.gone
+            if leaf.gone or leaf.children or leaf.locks:
+                continue  # it is entered again when it is an unlocked leaf again
+            if leaf.used != used:
+                self._queue(leaf)  # used since: its turn comes later
+                continue
             freed += self._remove(leaf)
-            parent = leaf.parent
-            if parent is not None and parent.parent is not None and not parent.children and parent.locks == 0:
-                leaves.append(parent)
-                leaves.sort(key=lambda n: n.used)
         return freed
 
     def forget(self, keep_version: int) -> list[int]:
@@ -114,7 +126,20 @@ class RadixTree:
         assert leaf.locks == 0 and not leaf.children and leaf.parent is not None
         del leaf.parent.children[leaf.tokens[0]]
         self.cached -= len(leaf.pages)
+        leaf.gone = True
+        self._dead += leaf.queued
+        if self._dead > len(self._leaves) // 2:
+            self._leaves = [entry for entry in self._leaves if not entry[2].gone]
+            heapify(self._leaves)
+            self._dead = 0
+        self._queue(leaf.parent)
         return leaf.pages
+
+    def _queue(self, node: Node) -> None:
+        """Enter an unlocked leaf into the heap, once."""
+        if node.parent is not None and not (node.queued or node.children or node.locks or node.gone):
+            node.queued = True
+            heappush(self._leaves, (node.used, next(self._numbers), node))
 
 
 def _below(root: Node) -> Iterator[Node]:
