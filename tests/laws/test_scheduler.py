@@ -10,7 +10,7 @@ from engine_kit import ask
 
 from rondel.generate.engine.builtin.pages import Pages
 from rondel.generate.engine.builtin.request import Live
-from rondel.generate.engine.builtin.scheduler import Scheduler
+from rondel.generate.engine.builtin.scheduler import OVERTAKEN, Scheduler
 
 TOKENS = 7  # few, so that strangers share beginnings
 
@@ -162,3 +162,29 @@ def test_siblings_wait_for_the_first_of_them_only():
         m.step()
     assert m.scheduler.prefilled == 100 + 7 and len(m.done) == len(lives)
     assert m.now == 5 + 2  # five chunks of up to 24 tokens, of which the last draws; then seven siblings draw two each
+
+
+def test_a_cached_prompt_is_admitted_before_a_cold_one_that_came_earlier():
+    m = Machine(400)
+    m.add(ask([k % TOKENS for k in range(100)], key=1, n=1))
+    while m.inside:
+        m.step()
+    cold = m.add(ask([k % 3 for k in range(60)], key=2, n=1))
+    hot = m.add(ask([k % TOKENS for k in range(100)] + [1], key=3, n=1))
+    assert m.scheduler.plan(0).chunks[0][0] is hot and cold.overtaken == 1
+
+
+def test_a_cold_prompt_is_overtaken_so_many_times_and_no_more():
+    """One place, and always a cached request that waits for it: first come, first served within `OVERTAKEN`."""
+    m = Machine(4000, max_running=1)
+    m.add(ask([k % TOKENS for k in range(50)], key=1, n=1))
+    while m.inside:
+        m.step()
+    cold = m.add(ask([k % 3 for k in range(20)], key=2, n=1))
+    later = [m.add(ask([k % TOKENS for k in range(50)] + [k % 3], key=3 + k, n=1)) for k in range(100)]
+    while cold not in m.done:
+        m.step()
+    assert sum(live in m.done for live in later) == cold.overtaken == OVERTAKEN
+    while m.inside:
+        m.step()
+    assert all(live in m.done for live in later)

@@ -52,6 +52,14 @@ class RadixTree:
             node, at = child, at + n
         return node, pages
 
+    def covered(self, root: Root, tokens: list[int]) -> int:
+        """How many of `tokens`, from the first on, are cached. It counts as no use and changes nothing."""
+        node, at = self.roots.get(root), 0
+        while node is not None and at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
+            n = _common(child.tokens, tokens, at)
+            node, at = child if n == len(child.tokens) else None, at + n
+        return at
+
     def insert(self, root: Root, tokens: list[int], pages: list[int]) -> tuple[Node, list[int], list[int]]:
         """Store `pages` of `tokens`. -> (node, the tree's pages for these tokens, those of `pages` that were duplicates)."""
         node, known = self.match(root, tokens)

@@ -47,6 +47,7 @@ class Live:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     cached: int = 0
+    overtaken: int = 0  # requests that came later and were admitted before it
     ends: frozenset[int] = frozenset()  # tokens that end it
     reader: Reader | None = None  # looks for its stop strings
     said: str | None = None  # its text up to the stop string that ended it

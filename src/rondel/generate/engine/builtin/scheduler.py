@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice, takewhile
 
 from rondel.generate.engine.builtin.pages import Pages
 from rondel.generate.engine.builtin.radix import RadixTree, Root
 from rondel.generate.engine.builtin.request import Live
 from rondel.words.errors import LawError
 
+LOOKED, OVERTAKEN = 32, 16  # waiting requests among which the cached ones go first; how many may be admitted before one that came earlier
+CACHED = 0.75  # of a prompt
 AHEAD = 16  # decode tokens for which room is wanted before another prompt is admitted
 
 
@@ -67,7 +69,7 @@ class Scheduler:
                 chunks.append((live, n))
                 budget -= n
         leaders = [r for r in self.running if r.leads and not r.still(version)]
-        for live in list(self.waiting):
+        for live in self._queue(version, budget):
             if not budget or len(self.running) >= self.limit:
                 break
             root = (version, live.request.adapter, live.request.namespace)
@@ -82,6 +84,23 @@ class Scheduler:
                 leaders.append(live)
         return Plan(chunks, decoding)
 
+    def _queue(self, version: int, budget: int) -> list[Live]:
+        """Those that wait: first those whose prompt is cached for the most part, each kind in the order of arrival.
+
+        Retracted requests, recorded ones, and one that was overtaken `OVERTAKEN` times are overtaken by nobody, so nobody waits for ever.
+        """
+        if not budget or len(self.running) >= self.limit or len(self.waiting) < 2:
+            return list(self.waiting)
+
+        def goes_first(live: Live) -> bool:
+            if live.written or live.request.lines is not None or live.overtaken >= OVERTAKEN:
+                return True
+            keys = live.keys[: live.reach - 1]
+            return self.tree.covered((version, live.request.adapter, live.request.namespace), keys) >= CACHED * len(keys)
+
+        looked = sorted(islice(self.waiting, LOOKED), key=goes_first, reverse=True)
+        return [*looked, *islice(self.waiting, LOOKED, None)]
+
     def _admit(self, live: Live, root: Root, budget: int, *, ahead: int) -> int:
         """Match, lock, reserve. -> how many of its tokens this step computes, 0 if there is no room (then nothing has changed)."""
         reach = live.reach
@@ -91,6 +110,8 @@ class Scheduler:
         if not self._has_room(n + ahead):
             self.tree.unlock(node)
             return 0
+        for earlier in takewhile(lambda other: other is not live, self.waiting):
+            earlier.overtaken += 1
         self.waiting.remove(live)
         self.running.append(live)
         live.root, live.node, live.shared, live.row = root, node, len(known), self._rows.pop()
