@@ -40,6 +40,22 @@ def test_without_a_knee_it_goes_to_the_most():
     assert driven(Concurrency(most=64), 10**9)[-1] == 64
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("best", [1, 5, 12])
+def test_it_goes_down_to_where_fewer_are_faster(best, seed):
+    """Beyond the best number the rate falls as 1 / sqrt(n): it began at a quarter of the most, and never went below."""
+    control, draw = Concurrency(most=64), random.Random(seed)
+    limits = []
+    for _ in range(120):
+        for _ in range(WINDOW):
+            n = control.limit
+            rate = 100 * min(n, best) / max(1.0, n / best) ** 0.5
+            control.note(n, n / rate * draw.gauss(1.0, 0.02), felt=True)
+        limits.append(control.limit)
+    assert all(abs(limit - best) <= 2 * control.step for limit in limits[40:]), limits
+    assert best > 1 or sum(limit == 1 for limit in limits[40:]) > 60
+
+
 @pytest.mark.parametrize("room", [3, 20, 50])
 def test_it_halves_where_there_is_no_room_and_comes_back(room):
     limits = driven(Concurrency(most=128), 10**9, room=room)

@@ -3,7 +3,8 @@
     tokens/s          ┌────── knee: more together is not faster
                     ╱ │            grew, and it paid      -> a step more
                   ╱   │            grew, and it did not   -> that step back, then rest
-                ╱     │            no room (a request was retracted, one timed out)  -> half
+                ╱     │            it was slower           -> down, while that is faster
+               ╱      │            no room (a request was retracted, one timed out)  -> half
     together ──┴──────┴──────
 
 Only windows in which the limit was felt are looked at: with nobody waiting there is nothing to learn. What a request draws does not
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 
 STEPS = 16  # from one to the most
 PAID = 0.25  # of what a step would bring if twice as many were twice as fast
+CLEAR = 0.03  # by so much a rate is another one, and no noise
 REST = 8  # windows after a step that did not pay, or a half
 WINDOW = 32  # notes of one measurement
 
@@ -30,6 +32,7 @@ class Concurrency:
     slowest: tuple[int, float] = (0, 0.0)  # the fewest that were measured, and their tokens a second
     now: tuple[int, float] = (0, 0.0)  # what was measured last
     _tried: tuple[int, float] = (0, 0.0)  # before the last step
+    _down: bool = False  # more together was clearly slower: fewer are tried next
     _notes: int = 0
     _tokens: float = 0.0
     _seconds: float = 0.0
@@ -45,7 +48,7 @@ class Concurrency:
     def note(self, tokens: int, seconds: float, *, felt: bool, pressed: bool = False) -> None:
         """`felt`: somebody waited for a place. `pressed`: there was no room for those who had one."""
         if pressed:
-            self.limit, self.rest, self._tried = max(1, self.limit // 2), REST, (0, 0.0)
+            self.limit, self.rest, self._tried, self._down = max(1, self.limit // 2), REST, (0, 0.0), False
             return self._begin()
         if not felt:
             return self._begin()
@@ -60,15 +63,30 @@ class Concurrency:
         self.now = (self.limit, rate)
         if not self.slowest[0] or self.limit <= self.slowest[0]:
             self.slowest = self.now
-        before, was = self._tried
-        self._tried = (0, 0.0)
-        if before and rate < was * (1 + PAID * (self.limit / before - 1)):
-            self.limit, self.rest = before, REST
+        (before, was), down = self._tried, self._down
+        self._tried, self._down = (0, 0.0), False
+        if before > self.limit:  # a step down, which goes on while it is clearly faster
+            if rate > was * (1 + CLEAR):
+                self._step_down()
+            else:
+                self.limit, self.rest = before, REST
+        elif before and rate < was * (1 + PAID * (self.limit / before - 1)):
+            self._down = before > 1 and rate < was * (1 - CLEAR)
+            self.limit, self.rest = before, 0 if self._down else REST
+        elif down:
+            self._step_down()
         elif self.rest:
             self.rest -= 1
         elif self.limit < self.most:
             self._tried = self.now
             self.limit = min(self.most, self.limit + self.step)
+
+    def _step_down(self) -> None:
+        if self.limit == 1:
+            self.rest = REST
+        else:
+            self._tried = self.now
+            self.limit = max(1, self.limit - self.step)
 
     def _begin(self) -> None:
         self._notes, self._tokens, self._seconds = 0, 0.0, 0.0
