@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -195,6 +196,28 @@ def test_segments_do_not_pile_up(tmp_path):
     for version in range(10):
         log.committed(version, f"root-{version}")
     assert [p.stem for p in sorted(tmp_path.glob("*.bin"))] == ["000007", "000008", "000009"]
+
+
+def test_a_token_that_is_read_back_takes_an_entry_of_an_array(tmp_path):
+    """It took 203 bytes of objects. Of a past that is not this life's nothing is kept."""
+    log, n = TokenLog(tmp_path), 0
+    for version in range(3):
+        log.committed(version, f"root-{version}")
+        for step in range(300):
+            log.write([(key, 300 * version + step, 7, -1.0, key, version) for key in range(64)])
+            n += 64
+    log.close()
+    tracemalloc.start()
+    again = TokenLog(tmp_path)
+    taken, _ = tracemalloc.get_traced_memory()
+    again.committed(2, "another root")
+    again.close()
+    left, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken < 64 * n and left < 20_000 and said(again, 5) == []
+    other = TokenLog(tmp_path)
+    other.committed(1, "root-1")
+    assert said(other, 5) == [5] * 600 and said(other, 5) == []
 
 
 def test_a_life_that_was_rolled_back_keeps_what_it_writes(tmp_path):

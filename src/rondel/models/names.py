@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -74,7 +74,7 @@ def _find_pieces(model: nn.Module) -> dict[str, tuple[Piece, ...]]:
         from transformers.core_model_loading import revert_weight_conversion
 
         with _Uncopied():
-            found = revert_weight_conversion(model, dict(shapes))
+            found = revert_weight_conversion(cast(Any, model), dict(shapes))
     owner = {t.untyped_storage()._cdata: name for name, t in shapes.items()}
     placed: dict[str, list[Piece]] = {name: [] for name in shapes}
     for name, t in found.items():
@@ -84,7 +84,7 @@ def _find_pieces(model: nn.Module) -> dict[str, tuple[Piece, ...]]:
                 'of one tensor. Weights of it cannot be sent under the checkpoint\'s names: use sync.kind = "ipc", or place.kind = "shared"'
             )
         same = (t.shape, t.stride(), t.storage_offset()) == (shapes[of].shape, shapes[of].stride(), 0)
-        placed[of].append(Piece(name, tuple(t.shape), t.stride(), t.storage_offset(), same))
+        placed[of].append(Piece(name, tuple(t.shape), t.stride(), int(t.storage_offset()), same))
     return {name: tuple(sorted(held, key=lambda piece: piece.offset)) for name, held in placed.items()}
 
 

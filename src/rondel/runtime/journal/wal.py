@@ -57,16 +57,20 @@ class TokenLog:
         self.folder, self.durable, self.keep = folder, durable, keep
         folder.mkdir(parents=True, exist_ok=True)
         self._past: dict[int, str] = {}  # version -> root
-        self._lost: dict[bytes, dict[Path, list[_Lost]]] = {}  # key -> log -> rows of earlier lives
+        self._lost: list[_Earlier] = []  # what earlier lives drew, by log
+        self._taken: set[bytes] = set()  # keys of samples that went on here
         self._known: set[bytes] = set()  # digests of the routes that stand in this life's part of the segment
         self._whole: dict[Path, int] = {}  # bytes of each segment before what is torn
         self._began = False
         self._segment: BinaryIO | None = None
         for log in {folder, *beside}:
+            blocks: list[_Block] = []
             for path in sorted(log.glob("*.bin")):
-                whole = self._read(path)
+                whole = self._read(path, blocks)
                 if log == folder:
                     self._whole[path] = whole
+            if blocks:
+                self._lost.append(_Earlier(blocks))
 
     def committed(self, version: int, root: str) -> None:
         """Another version serves. The first one of a life says which past it has: what was trained after it is lost."""
@@ -74,6 +78,8 @@ class TokenLog:
             mine = self._past.get(version) == root
             self._past = {v: r for v, r in self._past.items() if mine and v <= version}
             self._began = True
+            for earlier in self._lost:
+                earlier.keep(version, self._past)
         self._past[version] = root
         self.close()
         path = self.folder / f"{version:06d}.bin"
@@ -118,10 +124,12 @@ class TokenLog:
 
     def written(self, key: int, prompt: int, *, first: int = 0) -> Iterator[Recalled]:
         """What a sample had drawn from its token `first` on, as far as this life's past reaches."""
-        found = [self._run(rows, prompt, first) for rows in self._lost.get(_bytes(key), {}).values()]
+        if (mine := _bytes(key)) in self._taken:
+            return
+        found = [self._run(earlier.rows_of(mine), prompt, first) for earlier in self._lost]
         longest = max(found, key=len, default=[])  # of one log alone: another may have drawn it, too
         if longest:
-            del self._lost[_bytes(key)]
+            self._taken.add(mine)
         for row, _, routes in longest:
             yield Recalled(int(row["token"]), float(row["logprob"]), int(row["version"]), routes)
 
@@ -142,8 +150,8 @@ class TokenLog:
             self._segment.close()
         self._segment = None
 
-    def _read(self, path: Path) -> int:
-        """-> bytes before what is torn."""
+    def _read(self, path: Path, blocks: list[_Block]) -> int:
+        """The blocks of a segment, behind those that are there. -> bytes before what is torn."""
         data, at, root = path.read_bytes(), 0, ""
         known: dict[bytes, np.ndarray] = {}
         while at + HEAD.itemsize <= len(data):
@@ -155,9 +163,7 @@ class TokenLog:
                 break
             at += HEAD.itemsize + size
             if head["rows"]:
-                found = _routed_rows(body, known) if routed else ((row, None) for row in np.frombuffer(body, ROW))
-                for row, routes in found:
-                    self._lost.setdefault(bytes(row["key"]), {}).setdefault(path.parent, []).append(_Lost(row, root, routes))
+                blocks.append(_Block(*_routed_rows(body, known), root) if routed else _Block(np.frombuffer(body, ROW), {}, root))
             else:
                 root = self._past[int(path.stem)] = body.decode().strip()
         return at
@@ -179,20 +185,66 @@ class _Lost(NamedTuple):
     routes: Routes | None
 
 
-def _routed_rows(body: bytes, known: dict[bytes, np.ndarray]) -> Iterator[tuple[np.void, Routes | None]]:
-    """Rows of a block with routes; `known` are those of several tokens that its segment has so far."""
+class _Block(NamedTuple):
+    """Rows, the routes that came with some of them, by number, and the root of the weights that drew them."""
+
+    rows: np.ndarray
+    routes: dict[int, Routes]
+    root: str
+
+
+class _Earlier:
+    """What earlier lives wrote into one log, in the order of the file: arrays, since a log has millions of tokens.
+
+    rows    of `ROW`, 44 bytes a token
+    by_key  numbers of the rows, those of one key together; `spans` says where
+    """
+
+    def __init__(self, blocks: list[_Block]) -> None:
+        self.roots = sorted({block.root for block in blocks})
+        number = {root: i for i, root in enumerate(self.roots)}
+        starts = np.cumsum([0, *(len(block.rows) for block in blocks)])
+        rows = np.concatenate([block.rows for block in blocks])
+        root = np.repeat([number[block.root] for block in blocks], np.diff(starts)).astype(np.uint16)
+        self._index(rows, root, {int(start) + i: told for start, block in zip(starts, blocks) for i, told in block.routes.items()})
+
+    def _index(self, rows: np.ndarray, root: np.ndarray, routes: dict[int, Routes]) -> None:
+        self.rows, self.root, self.routes = rows, root, routes
+        keys, which, n = np.unique(rows["key"].copy().view("S16"), return_inverse=True, return_counts=True)
+        self.by_key = np.argsort(which, kind="stable").astype(np.uint32)
+        ends = np.cumsum(n).tolist()
+        self.spans = dict(zip((bytes(key).ljust(16, b"\0") for key in keys), zip([0, *ends[:-1]], ends)))
+
+    def keep(self, served: int, past: dict[int, str]) -> None:
+        """Only what weights of this past drew, and of later versions, which may be trained again, bit for bit: nothing else can count any more."""
+        stays = self.rows["version"] > served
+        for version, root in past.items():
+            if root in self.roots:
+                stays |= (self.rows["version"] == version) & (self.root == self.roots.index(root))
+        at = np.flatnonzero(stays)
+        number = dict(zip(at.tolist(), range(len(at)))) if self.routes else {}
+        self._index(self.rows[at], self.root[at], {number[i]: told for i, told in self.routes.items() if i in number})
+
+    def rows_of(self, key: bytes) -> list[_Lost]:
+        begin, end = self.spans.get(key, (0, 0))
+        return [_Lost(self.rows[i], self.roots[self.root[i]], self.routes.get(int(i))) for i in self.by_key[begin:end]]
+
+
+def _routed_rows(body: bytes, known: dict[bytes, np.ndarray]) -> tuple[np.ndarray, dict[int, Routes]]:
+    """Rows of a block and the routes of some, by number; `known` are those of several tokens that its segment has so far."""
     shape = np.frombuffer(body, SHAPE, 1)[0]
     n, layers, k, width = (int(shape[name]) for name in SHAPE.names or ())
     rows = np.frombuffer(body, ROW, n, SHAPE.itemsize)
     spans = np.frombuffer(body, SPAN, n, SHAPE.itemsize + rows.nbytes)
     at = SHAPE.itemsize + rows.nbytes + spans.nbytes
-    for row, span in zip(rows, spans):
+    found: dict[int, Routes] = {}
+    for i, span in enumerate(spans):
         if not span["n"]:
-            yield row, None
             continue
         if span["inline"]:
             routes = np.frombuffer(body, f"<u{width}", int(span["n"]) * layers * k, at).reshape(-1, layers, k)
             at += routes.nbytes
             if len(routes) > 1:
                 known[bytes(span["digest"])] = routes
-        yield row, (int(span["first"]), routes if span["inline"] else known[bytes(span["digest"])])
+        found[i] = int(span["first"]), routes if span["inline"] else known[bytes(span["digest"])]
+    return rows, found
