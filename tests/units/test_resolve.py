@@ -7,16 +7,12 @@ import json
 import pytest
 from run_kit import events, tiny
 
-from rondel.assemble import build, train
+from rondel.assemble import build, placing, train
 from rondel.assemble.parts import _prompt_counter, with_steps
 from rondel.planner.resolve import transport
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError, DataError
 from rondel.words.events import Warned, subscribe
-from rondel.assemble import placing
-from rondel.planner.resolve import transport
-from rondel.words.config import Job
-from rondel.words.errors import ConfigError
 from rondel.words.types import Sampling
 
 GB = 10**9
@@ -116,6 +112,8 @@ def test_a_run_of_passes_is_continued_as_the_steps_that_it_became(tmp_path):
     assert (kept.loop.steps, kept.loop.passes) == (1, None)
     train(job(tmp_path, **few, **{"loop.passes": 0.9}), quiet=True)
     assert [e["step"] for e in events(tmp_path / "run", "StepDone")] == [1, 2]
+
+
 def test_ipc_without_room_is_refused_before_anything_is_loaded():
     with pytest.raises(ConfigError, match=r"'ipc': two versions need 2.0 GB of shared memory, and 1.9 GB are free. Leave it at 'auto'"):
         transport("ipc", apart="process", weights=GB, room=19 * GB // 10)
