@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_kit import prompt, tiny
 from torch import nn
-from train_kit import model, trainer
+from train_kit import awkward_groups, batch, model, row, trainer
 
 from rondel.models import linear
 from rondel.models.attention import PackedLayout, Segment
@@ -166,3 +166,24 @@ def test_the_trainers_step_is_seen(monkeypatch):
     with torch.no_grad():
         after = t.loaded.head.logits(x)
         assert not torch.equal(after, before) and torch.allclose(after, x @ t.loaded.head.weight.t(), atol=1e-4)
+
+
+def test_packed_copies_are_not_held_while_gradients_are_and_none_of_the_reference_ever():
+    """A packed copy is as large as the model: the engine's is stale after the step anyway, and the reference reads a few samples a step."""
+    algo = row("dr_grpo")
+    t = trainer(model("llama"), algo, start_probe=4)
+    groups = batch(awkward_groups(), algo)
+    held = []
+    accumulate = t._accumulate
+
+    def watched(*args, **kwargs):
+        held.append(sum(stack.bytes for stack in linear.stacks(t.loaded.model)))
+        return accumulate(*args, **kwargs)
+
+    t._accumulate = watched
+    with torch.no_grad():
+        t.loaded.hidden(torch.arange(5, 9), torch.arange(4), PackedLayout([Segment(0, 4)]))  # as the engine does
+    assert sum(stack.bytes for stack in linear.stacks(t.loaded.model)) > 0
+    t._step(groups, algo)
+    assert held == [0]
+    assert t.start is not None and sum(stack.bytes for stack in linear.stacks(t.start.model)) == 0

@@ -19,7 +19,7 @@ from rondel.algos.ahead import NOTHING, Ahead, ahead, counted, tokens_of
 from rondel.algos.kl import k3
 from rondel.algos.mixture import Mixture
 from rondel.algos.objective import objective
-from rondel.models import names
+from rondel.models import linear, names
 from rondel.train import annotate as notes
 from rondel.train import checkpoint
 from rondel.train.credit import credit, kl_of_samples
@@ -340,6 +340,8 @@ class LocalTrainer:
         main = algo.main if isinstance(algo, Mixture) else algo
         with _lap(seconds, "forward_backward"):
             self.weights.zero_grad()
+            for stack in linear.stacks(self.loaded.model):  # stale as soon as the weights move, and in the way of the activations
+                stack.drop()
             critic_norm = torch.zeros(())
             for row, weight, share in update.shares(algo):
                 own = share.trained(row)
@@ -487,6 +489,7 @@ def _frozen(loaded: Loaded) -> Loaded:
         return replace(loaded, bare=True)
     start = loaded.copied()
     start.model.requires_grad_(False)
+    linear.loosen(start.model)  # it scores a few samples a step: a packed copy would be as large as the model
     return start
 
 
