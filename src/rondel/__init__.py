@@ -25,10 +25,11 @@ def run(recipe: str, *, quiet: bool = False, **sections: dict[str, Any]) -> dict
 
     from rondel.assemble import train
     from rondel.words.config import Job
+    from rondel.words.errors import ungrouped
 
     overrides = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
     job = Job.read(recipe, overrides)
-    with ThreadPoolExecutor(1, "rondel-run") as thread:  # a notebook's own event loop is already running in this one
+    with ungrouped(), ThreadPoolExecutor(1, "rondel-run") as thread:  # a notebook's own event loop is already running in this one
         return thread.submit(train, job, quiet=quiet).result()
 
 

@@ -22,7 +22,7 @@ SHOWN = 6
 async def evaluate(parts: Any, step: int) -> Evaluated:
     """Every held-out task once (or the first n), under the recipe's eval profile; failures count as wrong and are reported."""
     from rondel.assemble.rollouts import Rollouts
-    from rondel.generate.envs.episode import listed, rooted
+    from rondel.generate.envs.episode import rooted
 
     began, job = time.perf_counter(), parts.job
     tasks = parts.tasks.held_out[: job.task.eval.n or None]
@@ -30,8 +30,10 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
     rollouts = Rollouts(parts, 1)
 
     async def one(number: int, task: Task) -> Trajectory:
-        chat = rollouts.chat(lambda turn: sample_key(job.loop.seed, -1 - number, 0, turn), sampling, NAMESPACE)
-        episode = rooted(listed(await parts.env.run(task, chat)))
+        def chat() -> Any:
+            return rollouts.chat(lambda turn: sample_key(job.loop.seed, -1 - number, 0, turn), sampling, NAMESPACE)
+
+        episode = rooted(await rollouts.tried(task, chat))
         await rollouts.score_episode(episode, task)
         return episode[0]
 

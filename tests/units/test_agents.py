@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from chat_kit import tokenizer
-from run_kit import events, final, run
+from run_kit import events, final, run, tiny
 
+from rondel.assemble.failures import Failures
+from rondel.assemble.rollouts import Rollouts
+from rondel.evaluate import evaluate
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.episode import rooted, share
 from rondel.runtime.journal import store
-from rondel.words.errors import ConfigError, DataError
-from rondel.words.types import Completion, Sampling, Score, Task
+from rondel.words.errors import ConfigError, DataError, EngineError, UserError
+from rondel.words.types import Completion, EnvFault, Sampling, Score, Slot, Task
 
 TASK = Task("t", "agents", {"prompt": "2+2", "hint": "even"})
 TURNS = [
@@ -82,9 +86,8 @@ def test_what_cannot_be_played_is_refused_at_the_start():
     ]:
         with pytest.raises(ConfigError, match=said):
             Agents(turns)
-    with pytest.raises(ExceptionGroup) as errors:
+    with pytest.raises(DataError, match="Did you mean 'prompt'"):
         play([{"agent": "a", "says": "{promt} x"}])
-    assert "Did you mean 'prompt'" in str(errors.value.exceptions[0]) and isinstance(errors.value.exceptions[0], DataError)
 
 
 @pytest.mark.slow
@@ -127,3 +130,73 @@ def test_two_agents_learn_together_from_one_score(tmp_path):
     assert first < 0.3 and last > 0.9
     rows = store.read_step(tmp_path, 100)
     assert {row["agent"] for row in rows} == {"speaker", "listener"} and all(row["parent"] is None for row in rows)
+
+
+def rollouts(env, engine, folder) -> Rollouts:
+    """Those of a run whose engine is a function."""
+
+    class Fake(Rollouts):
+        def chat(self, key, *args, **kwargs):
+            return TokenChat(tokenizer(), engine, sampling=Sampling(max_tokens=4), key=key, max_context=200)
+
+    return Fake(SimpleNamespace(job=tiny(folder), sampling=Sampling(), env=env, pool=None, failures=Failures()), group_size=1)
+
+
+def tried(env, engine, folder):
+    return asyncio.run(rollouts(env, engine, folder)._one(Slot(0, TASK, 0), 0))
+
+
+async def broken(request):
+    raise EngineError("no engine is left")
+
+
+async def fine(request):
+    return Completion([5], [-1.0], [0], "stop", text="x")
+
+
+class Crowd:
+    """An environment of the user's own that breaks inside task groups inside each other."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = errors
+
+    async def run(self, task, chat):
+        async def fail(error):
+            raise error
+
+        async with asyncio.TaskGroup() as outer:
+            inner = asyncio.TaskGroup()
+            async with inner:
+                for error in self.errors:
+                    inner.create_task(fail(error))
+            outer.create_task(asyncio.sleep(0))
+
+
+def test_an_error_inside_a_task_group_keeps_its_kind(tmp_path):
+    one = [{"agent": "a", "says": "{prompt}"}]
+    with pytest.raises(EngineError, match="no engine is left"):
+        tried(Agents(one), broken, tmp_path)
+    with pytest.raises(DataError, match=r"reads \{promt\}.*Did you mean 'prompt'"):
+        tried(Agents([*one, {"agent": "b", "says": "{promt} {a}"}]), fine, tmp_path)
+    with pytest.raises(EngineError, match="no engine is left"):
+        tried(Crowd(KeyError("x"), EngineError("no engine is left")), fine, tmp_path)
+    [fault] = tried(Crowd(ZeroDivisionError("my own")), fine, tmp_path)
+    assert fault.outcome == EnvFault("ZeroDivisionError: my own")
+
+
+def test_an_environment_that_forgets_to_return_is_told_so(tmp_path):
+    class Forgets(Agents):
+        async def run(self, task, chat):
+            await super().run(task, chat)
+
+    with pytest.raises(UserError, match=r"returned nothing; .*`return chat.trajectory`"):
+        tried(Forgets([{"agent": "a", "says": "{prompt}"}]), fine, tmp_path)
+
+
+def test_a_broken_environment_in_an_evaluation_is_a_failure_and_no_end(tmp_path, monkeypatch):
+    made = rollouts(Crowd(ZeroDivisionError("my own")), fine, tmp_path)
+    monkeypatch.setattr("rondel.assemble.rollouts.Rollouts", lambda parts, size: made)
+    parts = made.parts
+    parts.tasks, parts.engine = SimpleNamespace(held_out=[TASK], sources=[]), SimpleNamespace(version=3)
+    told = asyncio.run(evaluate(parts, 1))
+    assert (told.score, told.request["failed"]) == (0.0, 1)

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from units.synthetic import evaluated, group, write_run
 
+from rondel import run
 from rondel.cli import VERBS, ending, main
 from rondel.cli.view import gap, tokenizer
 from rondel.runtime.journal.store import path_of, write_step
@@ -91,6 +92,18 @@ def test_endings():
     assert ending(KeyboardInterrupt()) == ("stopped; continue with the same command", 130)
     assert ending(BaseExceptionGroup("crew", [KeyboardInterrupt()]))[1] == 130
     assert ending(KeyError("x")) == ("error: KeyError: 'x'; run again with --debug; this is a bug of ours", 2)
+
+
+def test_the_notebook_raises_the_error_and_no_group_of_them(assemble, recipe):
+    group = ExceptionGroup("crew", [KeyError("x"), EngineError("no pages")])
+
+    def train(job, quiet):
+        raise group
+
+    assemble.train = train
+    with pytest.raises(EngineError, match="no pages") as caught:
+        run(str(recipe), quiet=True)
+    assert caught.value.__cause__ is group
 
 
 def test_debug_before_or_after_the_verb_shows_the_traceback(rondel, tmp_path):

@@ -123,7 +123,7 @@ MISTAKES = [
     ({}, "algo.kind = None; it must name a row: grpo, dr_grpo"),
     ({"kind": 3}, "algo.kind = 3; it must name a row"),
     ({"kind": "grop"}, "algo.kind 'grop' does not exist. Did you mean 'grpo'?"),
-    ({"kind": "math:pi"}, "must be a rondel.algos.table.Algorithm, and is 3.14"),
+    ({"kind": "math:pi"}, "is 3.141592653589793; it must be a rondel.algos.table.Algorithm"),
     ({"kind": "grpo", "sorrogate": {}}, "algo.sorrogate does not exist. Did you mean 'surrogate'?"),
     ({"kind": "grpo", "name": "x"}, "algo.name does not exist."),
     ({"kind": "grpo", "surrogate": "clip"}, "algo.surrogate = 'clip' is not a table; write algo.surrogate = { kind = ... }"),
@@ -186,6 +186,18 @@ MISTAKES = [
     ({"kind": "sft", "shaping": {"kind": "overlong"}}, "algo.shaping = {'kind': 'overlong'} has no effect: no reward is read."),
     ({"kind": "dapo", "advantage": {"kind": "constant"}, "shaping": {"factor": 2}}, "has no effect: no reward is read."),
     ({"kind": "reinforce", "ratio": {"kind": "token"}}, "has no effect: the surrogate -A·logp does not read it."),
+]
+
+
+def plain_advantage(scored):
+    return scored.rewards_N
+
+
+OF_A_FUNCTION, OF_A_CLASS = replace(GRPO, name="mine", advantage=plain_advantage), replace(GRPO, name="mine", surrogate=surrogate.Clip)
+MISTAKES += [
+    ({"kind": "test_table:plain_advantage"}, "it must be a rondel.algos.table.Algorithm: replace(GRPO, name=..., advantage=MyAdvantage())"),
+    ({"kind": "test_table:OF_A_FUNCTION"}, "a part is an instance of a dataclass, whose fields are the knobs of [algo.advantage]"),
+    ({"kind": "test_table:OF_A_CLASS"}, "its surrogate is <class 'rondel.algos.surrogate.Clip'>; a part is an instance"),
 ]
 
 

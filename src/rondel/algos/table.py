@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -348,7 +348,17 @@ def _row(kind: Any) -> Algorithm:
         raise ConfigError(f"algo.kind = {kind!r}; it must name a row: {', '.join(TABLE)}, or your own as 'module:name'")
     row = find("algo.kind", kind, TABLE)
     if not isinstance(row, Algorithm):
-        raise ConfigError(f"algo.kind = '{kind}' must be a rondel.algos.table.Algorithm, and is {row!r}")
+        raise ConfigError(
+            f"algo.kind = '{kind}' is {row!r}; it must be a rondel.algos.table.Algorithm: "
+            "replace(GRPO, name=..., advantage=MyAdvantage()), a row of ours with parts of yours"
+        )
+    for family, part in row.parts.items():
+        if not is_dataclass(part) or isinstance(part, type):
+            raise ConfigError(
+                f"algo.kind = '{kind}': its {family} is {part!r}; a part is an instance of a dataclass, whose fields are the knobs of "
+                f"[algo.{family}]: put the function into one as its __call__ (@dataclass(frozen=True) class My{family.title()}: "
+                f"def __call__(self, ...): ...) and write {family}=My{family.title()}()"
+            )
     return row
 
 

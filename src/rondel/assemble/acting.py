@@ -16,7 +16,7 @@ from typing import Any
 
 from rondel.generate.envs.calls import JsonCalls
 from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.episode import listed, rooted
+from rondel.generate.envs.episode import episode_of, rooted
 from rondel.generate.envs.template import Schemas, Template
 from rondel.words.errors import EngineError, EnvError
 from rondel.words.media import Sight
@@ -172,7 +172,7 @@ class Stage:
         played, began = Played(name, task, [], actor), time.perf_counter()
         try:
             async with asyncio.timeout(self.timeout) as limit:
-                played.trajectories = rooted(listed(await self.env.run(task, chat)))
+                played.trajectories = rooted(await episode_of(self.env, task, chat))
         except TimeoutError as error:
             played.fault = f"it did not end within {self.timeout:g} s" if limit.expired() else f"TimeoutError: {error}"
         except Exception as error:  # an environment raises whatever it likes

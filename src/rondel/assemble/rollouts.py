@@ -14,13 +14,13 @@ from rondel.assemble.refusals import refuse_miscast, refuse_unanswered, refuse_u
 from rondel.generate.engine.resumed import resumed
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.demonstrate import Demonstrate
-from rondel.generate.envs.episode import joined, listed, rooted, share
+from rondel.generate.envs.episode import episode_of, joined, rooted, share
 from rondel.generate.envs.order import Shuffled
 from rondel.generate.envs.sources import TaskSet, load_tasks
 from rondel.score.result import placed
 from rondel.train.pack import Batch, batch_of
 from rondel.words.config import Job
-from rondel.words.errors import ConfigError, DataError, EngineError, EnvError, RondelError
+from rondel.words.errors import ConfigError, EnvError, RondelError
 from rondel.words.types import (
     DATA,
     GREEDY,
@@ -76,26 +76,28 @@ class Rollouts:
         return episode
 
     async def _one(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
-        """An environment that breaks is tried once more, then it is a fault, which is data."""
-        reason = ""
         sampling = replace(self.parts.sampling, temperature=0.0) if policy == GREEDY else None
+        key = partial(sample_key, self.parts.job.loop.seed, slot.number, index)
+        episode = await self.tried(slot.task, lambda: self.chat(key, sampling, group=f"group-{slot.number}"))
+        for trajectory in episode:
+            trajectory.policy = trajectory.policy if policy == POLICY else policy
+            refuse_without_support(trajectory, self.parts.sampling)
+        return episode
+
+    async def tried(self, task: Task, chat: Callable[[], TokenChat]) -> list[Trajectory]:
+        """One episode. An environment that breaks is tried once more, then it is a fault, which is data."""
+        reason = ""
         for _ in range(2):
-            key = partial(sample_key, self.parts.job.loop.seed, slot.number, index)
-            chat = self.chat(key, sampling, group=f"group-{slot.number}")
             try:
-                episode = listed(await self.parts.env.run(slot.task, chat))
+                episode = await episode_of(self.parts.env, task, chat())
                 for trajectory in episode:
                     refuse_miscast(trajectory, self.parts.job.cast)
-                    trajectory.policy = trajectory.policy if policy == POLICY else policy
-                    refuse_without_support(trajectory, self.parts.sampling)
                 return episode
-            except (EngineError, DataError):
-                raise
-            except (EnvError, Exception) as error:
+            except Exception as error:
                 if isinstance(error, RondelError) and not isinstance(error, EnvError):
                     raise
                 reason = f"{type(error).__name__}: {error}"
-        return [Trajectory(outcome=EnvFault(reason), policy=policy)]
+        return [Trajectory(outcome=EnvFault(reason))]
 
     def chat(self, key: Callable[[int], int], sampling: Sampling | None = None, namespace: str = "", group: str = "") -> TokenChat:
         p = self.parts

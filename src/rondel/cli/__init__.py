@@ -7,12 +7,12 @@ import importlib
 import keyword
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
-from rondel.words.errors import ConfigError, RondelError, Stopped
+from rondel.words.errors import ConfigError, RondelError, Stopped, leaves, root_cause
 
 VERBS = (
     "train", "eval", "serve", "check", "check-env", "explain", "plan", "simulate", "import", "view", "replay", "diagnose", "trace", "card", "dashboard",
@@ -101,22 +101,12 @@ def setting_of(words: list[str]) -> Any:
 
 def ending(error: BaseException) -> tuple[str, int]:
     """(the one line, the exit code). Of several errors that ended a task group together, the first of ours speaks."""
-    leaves = list(_leaves(error))
-    ours = [leaf for leaf in leaves if isinstance(leaf, RondelError)]
-    if stopped := next((leaf for leaf in leaves if isinstance(leaf, Stopped)), None):
-        return str(stopped), stopped.code
-    if ours:
-        more = f" (and {len(leaves) - 1} more; --debug shows them)" if len(leaves) > 1 else ""
-        return f"error: {' '.join(str(ours[0]).split())}{more}", 1
-    if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
+    cause, others = root_cause(error), len(leaves(error)) - 1
+    text = " ".join(str(cause).split())
+    if isinstance(cause, Stopped):
+        return str(cause), cause.code
+    if isinstance(cause, RondelError):
+        return f"error: {text}{f' (and {others} more; --debug shows them)' if others else ''}", 1
+    if isinstance(cause, KeyboardInterrupt):
         return "stopped; continue with the same command", 130
-    text = " ".join(str(leaves[0]).split())
-    return f"error: {type(leaves[0]).__name__}{': ' if text else ''}{text}; run again with --debug; this is a bug of ours", 2
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
+    return f"error: {type(cause).__name__}{': ' if text else ''}{text}; run again with --debug; this is a bug of ours", 2

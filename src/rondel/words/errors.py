@@ -82,11 +82,39 @@ class Stopped(RondelError):
         self.code = 128 + number
 
 
+def leaves(error: BaseException) -> list[BaseException]:
+    """The single errors of an exception group, in order; any other error alone."""
+    return [leaf for inner in error.exceptions for leaf in leaves(inner)] if isinstance(error, BaseExceptionGroup) else [error]
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The error of a task group that its caller must see: a signal or a stop, then one of ours, then an environment's, then the first."""
+    found = leaves(error)
+    for wanted in (lambda e: isinstance(e, Stopped) or not isinstance(e, Exception), _ends_the_run, lambda e: isinstance(e, RondelError)):
+        if first := next(filter(wanted, found), None):
+            return first
+    return found[0]
+
+
+def _ends_the_run(error: BaseException) -> bool:
+    return isinstance(error, RondelError) and not isinstance(error, EnvError | RewardError)
+
+
+@contextmanager
+def ungrouped() -> Iterator[None]:
+    """An exception group raised inside leaves as its root cause."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        raise root_cause(group) from group
+
+
 @contextmanager
 def boundary(error: type[RondelError], what: str) -> Iterator[None]:
     """Anything raised inside becomes `error`, prefixed with what was being crossed. Our own errors pass unchanged."""
     try:
-        yield
+        with ungrouped():
+            yield
     except RondelError:
         raise
     except Exception as cause:

@@ -21,7 +21,7 @@ from typing import Any
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.single_turn import opening
 from rondel.generate.envs.template import Messages, Schemas
-from rondel.words.errors import ConfigError, DataError
+from rondel.words.errors import ConfigError, DataError, ungrouped
 from rondel.words.media import worded
 from rondel.words.registry import nearest
 from rondel.words.types import Task, Trajectory
@@ -84,9 +84,10 @@ class Agents:
             said[turn.turn] = (await own.reply()).text or ""
             ended[turn.turn].set()
 
-        async with asyncio.TaskGroup() as together:
-            for turn in self.list:
-                together.create_task(one(turn))
+        with ungrouped():
+            async with asyncio.TaskGroup() as together:
+                for turn in self.list:
+                    together.create_task(one(turn))
         return [chats[self.answering].trajectory, *(own.trajectory for agent, own in chats.items() if agent != self.answering)]
 
     def _waits(self) -> dict[str, list[str]]:

@@ -11,14 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
-from rondel.words.errors import EnvError
-from rondel.words.types import Score, Trajectory
+from rondel.words.errors import EnvError, UserError, ungrouped
+from rondel.words.protocols import Chat
+from rondel.words.types import Score, Task, Trajectory
 
 
-def listed(episode: Trajectory | list[Trajectory]) -> list[Trajectory]:
+async def episode_of(env: Any, task: Task, chat: Chat) -> list[Trajectory]:
+    """The trajectories of one episode, always as a list. Of errors that end a task group of the environment's, the root cause is raised."""
+    with ungrouped():
+        return listed(await env.run(task, chat))
+
+
+def listed(episode: Any) -> list[Trajectory]:
     """What an environment returned, always as a list."""
-    found = [episode] if isinstance(episode, Trajectory) else list(episode)
+    found = list(episode) if isinstance(episode, list | tuple) else [episode]
+    if odd := [one for one in found if not isinstance(one, Trajectory)]:
+        raise UserError(
+            f"the environment returned {'nothing' if odd[0] is None else f'a {type(odd[0]).__name__}'}; an episode is a trajectory or a list "
+            "of them: end its run with `return chat.trajectory`"
+        )
     if not found:
         raise EnvError("the environment returned an empty list; an episode is at least one trajectory, be it without a token")
     return found

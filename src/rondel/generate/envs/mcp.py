@@ -22,7 +22,7 @@ from typing import Any
 from rondel.generate.envs.gateway.agent import DIES_WITH_US
 from rondel.generate.envs.tools import Tool
 from rondel.generate.pictures import beside, opened
-from rondel.words.errors import ConfigError, DataError, EnvError
+from rondel.words.errors import ConfigError, DataError, EnvError, root_cause
 from rondel.words.types import Task
 
 BEGINS = 30.0  # seconds until a server must have introduced itself
@@ -71,7 +71,7 @@ class Session:
                     self._open.set_result(session)
                 await self._over.wait()
         except BaseException as error:
-            said = EnvError(f"the MCP server '{self.where}' cannot be reached: {_first(error)}")
+            said = EnvError(f"the MCP server '{self.where}' cannot be reached: {_told(root_cause(error))}")
             if not self._open.done():
                 self._open.set_exception(said)
                 self._open.exception()  # perhaps nobody asks
@@ -121,11 +121,12 @@ class Episode:
             answer = await self._opened().call("call_tool", name, arguments)
         except (TimeoutError, EnvError):
             raise
-        except Exception as error:  # of the client's or the connection's
+        except Exception as raised:  # of the client's or the connection's
+            error = root_cause(raised)
             said = getattr(error, "error", error)
             if getattr(said, "code", None) in ASKED_WRONGLY:
                 return f"error: {name}: {getattr(said, 'message', said)}"
-            raise EnvError(f"the MCP server '{self.server.where}': {type(error).__name__}: {error}") from error
+            raise EnvError(f"the MCP server '{self.server.where}': {_told(error)}") from error
         content = answer.get("content") or []
         if any(map(_image, content)):
             return await self._shown(content, begins=["error:"] * bool(answer.get("isError")))
@@ -257,7 +258,5 @@ def _image(part: dict[str, Any]) -> str:
     return f"data:{kind};base64,{data}" if kind.startswith("image/") and isinstance(data, str) else ""
 
 
-def _first(error: BaseException) -> str:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -14,7 +14,7 @@ from rondel.generate.envs.gateway.agent import Agent, score_of
 from rondel.generate.envs.gateway.session import Session
 from rondel.generate.envs.single_turn import opening
 from rondel.generate.envs.template import Messages, Schemas
-from rondel.words.errors import ConfigError, EnvError
+from rondel.words.errors import ConfigError, EnvError, ungrouped
 from rondel.words.events import Warned, emit
 from rondel.words.types import Task, Trajectory
 
@@ -44,7 +44,8 @@ class Gateway:
         async with self.listening.to(session) as (url, key):
             try:
                 async with asyncio.timeout(self.timeout) as limit:
-                    returned = await self.agent(task, url, key)
+                    with ungrouped():
+                        returned = await self.agent(task, url, key)
             except TimeoutError as error:
                 reason = f"did not end within {self.timeout:g} s (task.agent_timeout)" if limit.expired() else f"raised {error!r}"
                 failed = EnvError(f"the agent {reason}")
