@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -119,6 +122,96 @@ CHEATS = {
 }  # fmt: skip
 
 
+RIGHT = {
+    "in place": ("def f(m):\n    m[:] = [list(r) for r in zip(*m[::-1])]", "m = [[1, 2], [3, 4]]\nrow = m[0]\nf(m)\nassert m == [[3, 1], [4, 2]] and row == [1, 2]"),
+    "in place, further in": ("def f(m): m[0].append({'a': 3}); return m", "m = [[], set()]\nsame = f(m)\nassert m[0] == [{'a': 3}] and same is m and same[0] is m[0]"),
+    "kept and changed later": ("class S:\n    def __init__(s, l): s.l = l\n    def put(s, x): s.l.append(x)", "l = [1]\ns = S(l)\ns.put(2)\nl.append(3)\nassert s.l == l == [1, 2, 3] and s.l is l"),
+    "dicts, sets, deques": ("def f(d, s, q): d['k'] = 1; s.add(2); q.appendleft(3)", "from collections import deque\nd, s, q = {}, set(), deque(maxlen=2)\nf(d, s, q)\nassert (d, s, list(q)) == ({'k': 1}, {2}, [3])"),
+    "a cycle": ("def f(l): l.append(l); return l", "l = []\nassert f(l) is l and l[0] is l"),
+    "callables": ("def f(g, xs): return list(map(g, xs))", "assert f(lambda x: x + 1, [1]) == [2] and f(str, [1]) == ['1'] and f(len, ['ab']) == [2]"),
+    "a callable that raises": ("def f(g):\n    try: g()\n    except ValueError as e: return e.args", "def g(): raise ValueError(3)\nassert f(g) == (3,)"),
+    "a callback that is asked from within": ("def f(g, n): return n if n == 0 else 1 + g(f, n - 1)", "def g(f, n): return f(g, n) + 1\nassert f(g, 5) == 10"),
+    "an iterator": ("def f(it): return next(it) + sum(it)", "assert f(iter([1, 2, 3])) == 6 and f(x for x in (1, 2)) == 3 and f(map(int, '12')) == 3"),
+    "Fraction, Decimal, dates": ("from fractions import Fraction\nfrom decimal import Decimal\nimport datetime\ndef f(): return Fraction(1, 2), Decimal('0.10'), datetime.date(2020, 1, 2), range(3)", "from fractions import Fraction\nfrom decimal import Decimal\nimport datetime\nassert f() == (Fraction(1, 2), Decimal('0.1'), datetime.date(2020, 1, 2), range(3))"),
+    "Counter, defaultdict": ("from collections import Counter, defaultdict\ndef f(s):\n    d = defaultdict(list)\n    d['a'].append(1)\n    return Counter(s), d", "from collections import Counter\nc, d = f('aab')\nassert c == Counter('aab') == {'a': 2, 'b': 1} and d == {'a': [1]} and d['z'] == []"),
+    "generators": ("def f():\n    n = 0\n    while True:\n        yield n\n        n += 1", "import itertools\ng = f()\nassert next(g) == 0 and list(itertools.islice(g, 2)) == [1, 2] and next(g) == 3"),
+    "equality": ("class P:\n    def __init__(s, x): s.x = x\n    def __eq__(s, o): return s.x == o.x\n    def __hash__(s): return hash(s.x)", "assert P(1) == P(1) and P(1) != P(2) and len({P(1), P(1)}) == 1 and [P(1)] == [P(1)]"),
+    "operators": ("class V:\n    def __init__(s, x): s.x = x\n    def __add__(s, o): return V(s.x + o.x)\n    def __mul__(s, k): return V(s.x * k)\n    __rmul__ = __mul__\n    def __lt__(s, o): return s.x < o.x\n    def __abs__(s): return abs(s.x)\n    def __getitem__(s, i): return (s.x,)[i]", "assert (V(1) + V(2)).x == 3 and (2 * V(3)).x == (V(3) * 2)[0] == 6 and sorted([V(2), V(1)])[0].x == 1 and abs(V(-2)) == 2 and max(V(1), V(4)).x == 4"),
+    "classes": ("class A:\n    n = 0\n    @property\n    def p(s): return 7\n    def __enter__(s): return s\n    def __exit__(s, *e): s.n = 9\nclass B(A): pass", "b = B()\nb.n = 5\nassert isinstance(b, A) and issubclass(B, A) and b.n == 5 and b.p == 7 and not isinstance(3, A)\nwith b as c: assert c is b\nassert b.n == 9 and B.__name__ == 'B' and not hasattr(b, 'q')"),
+    "dataclasses": ("from dataclasses import dataclass\n@dataclass(order=True)\nclass P:\n    x: int\n    y: 'int' = 2", "assert P(1) == P(1, 2) < P(2) and str(P(1)) == repr(P(1)) == 'P(x=1, y=2)'"),
+    "enums and named tuples": ("from enum import Enum\nfrom collections import namedtuple\nclass C(Enum):\n    RED = 1\nP = namedtuple('P', 'x y')\ndef f(): return P(1, 2)", "assert C.RED is C.RED and C.RED == C(1) and C.RED.value == 1 and f().y == 2 and f() == (1, 2) and isinstance(f(), tuple)"),
+    "a list of its own": ("class S(list):\n    def push(s, x): s.append(x); return s\n    def peek(s): return s[-1]", "s = S()\nassert s.push(1).push(2).peek() == 2 and s == [1, 2] and len(s) == 2 and isinstance(s, list)"),
+    "exceptions": ("import json\nclass TooLittle(ValueError):\n    def __init__(s, left): super().__init__('too little'); s.left = left\ndef f(x):\n    if x: raise TooLittle(x)\n    json.loads('{')", "import json\ntry: f(3)\nexcept TooLittle as e: assert e.left == 3 and str(e) == 'too little'\nelse: assert False\ntry: f(3)\nexcept ValueError: pass\ntry: f(0)\nexcept json.JSONDecodeError: pass"),
+    "the test's own classes": ("def f(h):\n    last = None\n    while h:\n        h.next, last, h = last, h, h.next\n    return last", "class Node:\n    def __init__(s, v, n=None): s.v, s.next = v, n\na = Node(1, Node(2))\nb = f(a)\nassert b.v == 2 and b.next is a and a.next is None"),
+    "numpy": ("import numpy as np\ndef f(x):\n    x *= 2\n    return x.sum(), x[0], np.eye(2)", "import numpy as np\na = np.arange(3)\ntotal, first, eye = f(a)\nassert total == 6 and first == 0 and np.allclose(eye, [[1, 0], [0, 1]]) and (a == [0, 2, 4]).all()"),
+    "unittest": ("def f(x): return [x]", "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(1), [1]); self.assertRaises(TypeError, f)\ndef test_all():\n    r = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))\n    assert r.testsRun == 1 and r.wasSuccessful()"),
+}  # fmt: skip
+
+
+@boxed
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_program_passes(reward, name):
+    code, test = RIGHT[name]
+    assert earned(reward, code, [test]) == 1.0
+
+
+EQUAL = """
+class E:
+    def __init__(s, k=None): s.k = k
+    def __eq__(s, o): return True
+    __lt__ = __le__ = __gt__ = __ge__ = lambda s, o: True
+    __ne__ = lambda s, o: False
+    __hash__ = lambda s: 4
+    __sub__ = __rsub__ = __add__ = __mod__ = __xor__ = lambda s, o: %s
+    __abs__ = __float__ = __neg__ = __round__ = __int__ = lambda s, *a: 0.0
+    __bool__ = lambda s: False
+    __len__ = lambda s: 0
+def f(*x): return E()
+"""
+FORGED = {
+    "equal": (EQUAL % "E(o)", "assert f(2) == 4"),
+    "equal the other way": (EQUAL % "E(o)", "assert 4 == f(2) and (4, 5) == (f(2), 5)"),
+    "ordered": (EQUAL % "E(o)", "assert 3 < f(2) < 5"),
+    "close": (EQUAL % "E(o)", "assert abs(f(2) - 4) < 1e-6"),
+    "close, with a number at once": (EQUAL % "0", "assert abs(f(2) - 4) < 1e-6"),
+    "close the other way": (EQUAL % "E(o)", "assert abs(4 - f(2)) <= 0.1"),
+    "rounded": (EQUAL % "E(o)", "assert round(f(2) - 4, 7) == 0"),
+    "no rest": (EQUAL % "E(o)", "assert not f(2) - 4"),
+    "no difference": (EQUAL % "E(o)", "assert not f(2) ^ {4}"),
+    "nothing left": (EQUAL % "E(o)", "assert len(f(2) - {4}) == 0"),
+    "a list that is equal": ("class L(list):\n    __eq__ = lambda s, o: True\n    __ne__ = lambda s, o: False\ndef f(x): return L()", "assert f(2) == [4]"),
+    "leaves where all is caught": ("import os\ndef f(x): os._exit(0)", "try:\n    f(2)\nexcept BaseException:\n    pass"),
+    "reads the test from a function": ("def f(g):\n    return g.__globals__['wanted']", "wanted = 4\nassert f(lambda: wanted and 0) == 4"),
+    "reads the test from a method": ("def f(o):\n    return o.m.__func__.__globals__['wanted']", "wanted = 4\nclass O:\n    def m(s): return 0\nassert f(O()) == 4"),
+    "reads the test from a generator": ("def f(g):\n    return g.gi_frame.f_globals['wanted']", "wanted = 4\nassert f(x for x in [1]) == 4"),
+    "reads the test from a class": ("def f(o):\n    return o.__class__.__init__.__globals__['wanted']", "wanted = 4\nclass O:\n    def __init__(s): pass\nassert f(O()) == 4"),
+    "looks among modules": ("import sys\ndef f(g):\n    return g.__self__.modules", "import sys\nassert f(sys.getrefcount) == 4"),
+}  # fmt: skip
+
+
+@boxed
+@pytest.mark.parametrize("name", FORGED)
+def test_a_candidates_object_decides_no_comparison_and_reads_no_test(reward, name):
+    code, test = FORGED[name]
+    assert earned(reward, code, [test]) == 0.0
+
+
+@boxed
+def test_what_cannot_be_judged_is_a_failure_and_no_score(reward, tmp_path, monkeypatch):
+    for test, said in (
+        ("import sys\nassert f(sys) == 1", "hands a module to the candidate"),
+        ("import no_such_package\nassert f(1) == 1", "import 'no_such_package', which is not in their box"),
+    ):
+        with pytest.raises(DataError, match=said):
+            earned(reward, SQUARE, [test])
+    with pytest.raises(ConfigError, match="'no_such_package' is not installed here"):
+        Code(sandbox=Sandbox(), packages=["no_such_package"])
+    (tmp_path / "needs_more.py").write_text("import no_such_package")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SandboxError, match="needs_more cannot be imported in the sandbox: ModuleNotFoundError"):
+        Code(sandbox=Sandbox(), packages=["needs_more"])
+
+
 @boxed
 @pytest.mark.parametrize("cheat", CHEATS)
 @pytest.mark.parametrize("form", ["assert", "check", "case", "program"])
@@ -167,11 +260,11 @@ class Broken:
     def __init__(self, good: int) -> None:
         self.good, self.inner = good, Sandbox()
 
-    def cell(self, limits):
+    def cell(self, limits, **settings):
         if not self.good:
             raise SandboxError("no more boxes")
         self.good -= 1
-        return self.inner.cell(limits)
+        return self.inner.cell(limits, **settings)
 
 
 @boxed
@@ -229,10 +322,15 @@ def test_the_last_block_is_the_answer():
 
 def test_the_names_that_a_test_asks_the_candidate_for():
     assert free_names("import math\nx = f(1)\nassert all(g(y) == math.pi for y in x) and solution.h(3)") == ["f", "g", "h", "solution"]
+    assert free_names("def g(f): return f(1)\nassert g(f) and [h for h in k]") == ["f", "k"], (
+        "an argument of the same name hides nothing outside"
+    )
+    assert free_names("from solution import f\ndef test(): assert f(1)") == ["f"]
     assert free_names("def check(candidate):\n    assert candidate(len([1])) == 1") == []
 
 
 def test_equal_as_json_can_say_it():
+    assert same(Fraction(1, 2), 0.5) and same(Decimal(3), 3) and not same(Fraction(1, 3), 0.5) and same(math.inf, math.inf)
     assert same((1, [2.0]), [1, [2]]) and same({"a": (1,)}, {"a": [1]}) and same(0.1 + 0.2, 0.3)
     assert not same(True, 1) and not same(1, True) and not same([1], [1, 2]) and not same("1", 1) and not same(float("nan"), 1.0)
     assert same_text("a \nb\n\n", "a\nb") and not same_text("a\n\nb", "a\nb")

@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib.util
 import json
+import math
 import os
 import re
+import symtable
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from rondel.score.boxed.harness import BROKEN, PASSED
+from rondel.score.boxed.harness import BROKEN, FAULT, PASSED
 from rondel.score.boxed.plain import pack, unpack
 from rondel.words.boxes import Limits, Ran
 from rondel.words.errors import ConfigError, DataError, SandboxError
@@ -27,12 +33,13 @@ from rondel.words.types import Score, Task, Trajectory
 
 BOXED = Path(__file__).parent / "boxed"
 FENCE = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+NUMBER = (int, float, Fraction, Decimal)
 SHARE = 0.8  # of the reward's deadline: what is not tested by then has not passed, and is no failure of the reward
 
 
 def boxed(name: str) -> str:
     """The text of a module that runs in a box, with what it imports from here."""
-    texts = [(BOXED / f"{part}.py").read_text(encoding="utf-8") for part in ("plain", name)]
+    texts = [(BOXED / f"{part}.py").read_text(encoding="utf-8") for part in ("plain", "far", name)]
     return "from __future__ import annotations\n" + "\n".join(
         line for text in texts for line in text.splitlines() if not line.startswith(("from rondel.", "from __future__"))
     )
@@ -53,12 +60,21 @@ class Code:
     sandbox   makes the boxes: lent by who builds the reward
     deadline  seconds for one call of the reward; the tests share 0.8 of them
     seconds   wall clock of one test; `memory` bytes of its box
-    What the code does is its own affair: one that hangs, is killed or floods has not passed the test. A box that cannot be made, or tests
-    that the reference (`task.data["answer"]`, if there is one) does not pass, are a failure of the reward and no score.
+    packages  what the code and its tests may import beside the standard library; it must be installed here
+    What the code does is its own affair: one that hangs, is killed or floods has not passed the test. A box that cannot be made, a test that
+    cannot be judged here, or tests that the reference (`task.data["answer"]`, if there is one) does not pass, are a failure of the reward
+    and no score.
     """
 
     def __init__(
-        self, *, sandbox: Boxes, deadline: float = 10.0, seconds: float = 2.0, memory: int = 256 << 20, credit: str = "fraction"
+        self,
+        *,
+        sandbox: Boxes,
+        deadline: float = 10.0,
+        seconds: float = 2.0,
+        memory: int = 256 << 20,
+        credit: str = "fraction",
+        packages: Sequence[str] = ("numpy",),
     ) -> None:
         one_of("reward 'code': credit", credit, ("fraction", "all"))
         if not 0 < seconds <= SHARE * deadline:
@@ -68,10 +84,18 @@ class Code:
             )
         self.sandbox, self.deadline, self.seconds, self.credit = sandbox, deadline, seconds, credit
         self.limits = Limits(wall=seconds, cpu=seconds + 1, memory=memory, output=1 << 20)
+        self.imports = importable(packages)
         self._cells: dict[str, Cell] = {}
         self._good: set[str] = set()  # tasks whose reference passes
         for name in ("candidate", "harness"):
             self._cell(name)
+        for package in packages:
+            ran = self._kept("candidate", self._cell("candidate").call(f"import {package}", wall=60.0))
+            if not ran.ok:
+                said = ran.stderr.decode(errors="replace").strip().rpartition("\n")[2] or ran.ended
+                raise SandboxError(
+                    f"reward 'code': {package} cannot be imported in the sandbox: {said}. Raise memory = {memory}, or leave it out of packages = {list(packages)}"
+                )
 
     def __call__(self, trajectory: Trajectory, task: Task) -> Score:
         tests = checked(task)
@@ -117,7 +141,8 @@ class Code:
             ran = self._kept("candidate", cell.call(code, stdin=str(test["input"]).encode(), wall=seconds))
             return ran.ok and same_text(ran.stdout.decode(errors="replace"), str(test["output"]))
         name = test.get("function", task.data.get("entry_point"))
-        orders = [{"code": code}, {"name": name}, {"on": 0, "do": "call", "args": [pack(one) for one in test["call"]], "kwargs": {}}]
+        orders = [{"code": code}, {"plain": name, "args": [pack(one) for one in test["call"]]}]
+        orders = [order | {"shared": [], "dropped": []} for order in orders]
         ran = self._kept("candidate", cell.call(CANDIDATE, stdin="".join(json.dumps(o) + "\n" for o in orders).encode(), wall=seconds))
         with suppress(Exception):  # whatever stands there was written by the candidate
             *_, last = ran.stdout.splitlines()
@@ -125,38 +150,59 @@ class Code:
         return False
 
     def _verdict(self, code: str, test: str, task: Task, seconds: float) -> int:
-        """Tests and candidate at once, each in its box, two pipes between them."""
+        """Tests and candidate at once, each in its box, two pipes between them. A test that cannot be judged is a DataError."""
         entry = str(task.data.get("entry_point", ""))
         judge = f"{HARNESS}\njudge({code!r}, {test!r}, {free_names(test)!r}, {entry!r})\n"
         candidate, harness = self._cell("candidate"), self._cell("harness")
-        asks, answers, none = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDWR)
+        asks, answers, none, tells = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDWR), os.memfd_create("tells")
         try:
             candidate.begin(CANDIDATE, asks[0], answers[1], none)
             try:
-                harness.begin(judge, answers[0], asks[1], none)
+                harness.begin(judge, answers[0], asks[1], tells)
             except SandboxError:
                 candidate.finish(0)
                 raise
+            finally:
+                for fd in (*asks, *answers, none):
+                    os.close(fd)
+            try:
+                ran = self._kept("harness", harness.finish(seconds))
+            finally:
+                self._kept("candidate", candidate.finish(0))
+            if ran.exit == FAULT and not ran.limit:
+                raise DataError(
+                    f"a test of {task.id} cannot be judged: {os.pread(tells, 2000, 0).decode(errors='replace')}; the test: {test[:200]!r}"
+                )
         finally:
-            for fd in (*asks, *answers, none):
-                os.close(fd)
-        try:
-            ran = self._kept("harness", harness.finish(seconds))
-        finally:
-            self._kept("candidate", candidate.finish(0))
+            os.close(tells)
         return ran.exit if not ran.limit else BROKEN
 
     def _cell(self, name: str) -> Cell:
         """The box of that name, which is used again as long as it is as it was."""
         cell = self._cells.get(name)
         if cell is None or not cell.alive:
-            cell = self._cells[name] = self.sandbox.cell(self.limits)
+            cell = self._cells[name] = self.sandbox.cell(self.limits, **self.imports)
         return cell
 
     def _kept(self, name: str, ran: Ran) -> Ran:
         if not self._cells[name].clean:
             self._cells.pop(name).kill()
         return ran
+
+
+def importable(packages: Sequence[str]) -> dict[str, Any]:
+    """Settings of a box whose Python can import these: their own folders are shown to it, and no others beside them."""
+    shown, imports = [], []
+    for package in packages:
+        spec = importlib.util.find_spec(package) if package.isidentifier() else None
+        if spec is None or spec.origin is None:
+            raise ConfigError(
+                f"reward 'code': packages = {list(packages)}: '{package}' is not installed here: pip install it, or leave it out"
+            )
+        inside = Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin)
+        shown += [str(path) for path in (inside, inside.with_name(f"{package}.libs")) if path.exists()]
+        imports.append(str(inside.parent))
+    return {"shown": tuple(shown), "imports": tuple(dict.fromkeys(imports))} if packages else {}
 
 
 def checked(task: Task) -> list[Any]:
@@ -182,19 +228,17 @@ def checked(task: Task) -> list[Any]:
 
 def free_names(test: str) -> list[str]:
     """Names that a test reads and neither makes nor finds among the built-in ones: the candidate's. It can replace no other."""
-    tree = ast.parse(test)
-    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    made = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
-    read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            made.add(node.name)
-        elif isinstance(node, ast.arg):
-            made.add(node.arg)
-        elif isinstance(node, ast.ImportFrom) and node.module == "solution":
+    top = symtable.symtable(test, "<test>", "exec")
+    made = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    tables, read = [top], set()
+    for table in tables:
+        tables += table.get_children()
+        read |= {s.get_name() for s in table.get_symbols() if s.is_referenced() and (s.is_global() or table is top)}
+        made |= {s.get_name() for s in table.get_symbols() if s.is_declared_global() and s.is_assigned()}
+    for node in ast.walk(ast.parse(test)):
+        if isinstance(node, ast.ImportFrom) and node.module == "solution":
             read |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            made |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            made -= {alias.name for alias in node.names}
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "solution":
             read.add(node.attr)
     return sorted(name for name in read - made if not hasattr(builtins, name))
@@ -214,5 +258,5 @@ def same(said: Any, wanted: Any) -> bool:
     if isinstance(wanted, bool) or isinstance(said, bool):
         return said is wanted
     if isinstance(wanted, float) or isinstance(said, float):
-        return isinstance(said, int | float) and isinstance(wanted, int | float) and abs(said - wanted) <= 1e-9 * max(1.0, abs(wanted))
+        return isinstance(said, NUMBER) and isinstance(wanted, NUMBER) and math.isclose(said, wanted, rel_tol=1e-9, abs_tol=1e-9)
     return bool(said == wanted)

@@ -88,7 +88,7 @@ class Cell(Protocol):
 class Boxes(Protocol):
     """What makes them: lent to rewards and tools that have a `sandbox` among their settings."""
 
-    def cell(self, limits: Limits) -> Cell: ...
+    def cell(self, limits: Limits, **settings: Any) -> Cell: ...
 
 
 class Env(Protocol):

@@ -32,11 +32,9 @@ from rondel.words.registry import one_of
 STANDARD = Limits()
 
 
-def process(
-    limits: Limits, *, folder: str | Path | None = None, wall: str = "auto", shown: tuple[str, ...] = (), lock: int | None = None
-) -> Cell:
+def process(limits: Limits, *, folder: str | Path | None = None, wall: str = "auto", lock: int | None = None, **more: Any) -> Cell:
     """Behind the strongest wall of this machine, or none: a SandboxError."""
-    return Cell(limits, isolation(wall).wall, folder=folder, shown=shown, lock=lock)
+    return Cell(limits, isolation(wall).wall, folder=folder, lock=lock, **more)
 
 
 SUBSTRATES: dict[str, Callable[..., Any]] = {"process": process, "container": container, "microvm": micro, "vm": machine}

@@ -36,9 +36,10 @@ ENV = {"HOME": HOME, "TMPDIR": "/tmp", "PATH": f"{PREFIX}/bin:/usr/local/bin:/us
 class Cell:
     """One box behind a wall ("native" or "bubblewrap"). `folder` is of the host and becomes its home; else its home is in memory.
 
-    shown  further folders of the host that it may read
-    group  False: no control groups, as on a machine where none can be made
-    lock   an open file that is held until nothing of the box is left
+    shown    further folders of the host that it may read
+    imports  folders that its Python looks for modules in, after its own
+    group    False: no control groups, as on a machine where none can be made
+    lock     an open file that is held until nothing of the box is left
     """
 
     def __init__(
@@ -48,10 +49,12 @@ class Cell:
         *,
         folder: str | Path | None = None,
         shown: tuple[str, ...] = (),
+        imports: tuple[str, ...] = (),
         group: bool = True,
         lock: int | None = None,
     ) -> None:
         self.limits, self.wall, self.folder = limits, wall, Path(folder).resolve() if folder else None
+        self.env = ENV | ({"PYTHONPATH": os.pathsep.join(map(os.path.realpath, imports))} if imports else {})
         self._turn = threading.Lock()
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         prefix = () if PREFIX.startswith(SYSTEM) else (PREFIX,)
@@ -88,12 +91,12 @@ class Cell:
         return self._end.alive and self.process.poll() is None
 
     def run(self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None) -> Ran:
-        return self._do({"do": "run", "argv": argv, "env": ENV | (env or {})}, stdin=stdin, wall=wall)
+        return self._do({"do": "run", "argv": argv, "env": self.env | (env or {})}, stdin=stdin, wall=wall)
 
     def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> Ran:
         """Python text in a copy of the box's waiting interpreter: `run([python, "-c", code])` without the start of one."""
         with _held(code) as text:
-            return self._do({"do": "call", "env": ENV}, stdin=stdin, wall=wall, more=(text,))
+            return self._do({"do": "call", "env": self.env}, stdin=stdin, wall=wall, more=(text,))
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         done = self._do({"do": "write", "path": path, "mode": mode}, stdin=data)
@@ -111,7 +114,7 @@ class Cell:
         self._turn.acquire()
         try:
             with _held(code) as text:
-                self._send({"do": "call", "env": ENV}, stdin, stdout, stderr, text)
+                self._send({"do": "call", "env": self.env}, stdin, stdout, stderr, text)
         except BaseException:
             self._turn.release()
             raise

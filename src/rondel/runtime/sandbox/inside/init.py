@@ -98,7 +98,7 @@ def call(source: int, env: dict[str, str]) -> None:
         text = file.read()
     os.environ.clear()
     os.environ.update(env)
-    sys.argv, sys.path = ["-c"], [os.getcwd(), *filter(os.path.isdir, sys.path)]
+    sys.argv, sys.path = ["-c"], [os.getcwd(), *filter(os.path.isdir, sys.path), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     code = 0
     try:
