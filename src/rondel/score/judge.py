@@ -11,7 +11,7 @@ from typing import Any
 
 from rondel.score.cache import Cache
 from rondel.score.http import Post
-from rondel.score.said import question_of
+from rondel.score.said import asked_of, turns_of
 from rondel.words.errors import ConfigError, RewardError
 from rondel.words.types import Failed, Score, Task, Trajectory
 
@@ -31,6 +31,7 @@ Rubric: {rubric}
 --- end of answer {mark}
 
 Say briefly why. {form}"""
+SEVERAL = "(A conversation goes on here. A line with the mark says who speaks next; what the assistant says is the answer.)"
 RUBRIC = "{high} if the answer agrees with the reference in what was asked, {low} if not; numbers between for a part of it."
 VERDICT = r"(?i)verdict\**:?\**\s*(-?[0-9]+(?:\.[0-9]+)?)"
 PLACES = re.compile(r"\{(question|answer|gold|rubric|mark|form|low|high)\}")
@@ -91,7 +92,7 @@ class Judge:
         self.cache = Cache(None if folder is None else Path(folder) / "judge.sqlite")
 
     async def __call__(self, trajectory: Trajectory, task: Task) -> Score | Failed:
-        asked = self.request(trajectory.text, task)
+        asked = self.request(trajectory, task)
         said = self.cache.get(asked)
         if said is not None and (value := self.read(said)) is not None:
             self.counts["judge_cache_hits"] += 1
@@ -113,9 +114,13 @@ class Judge:
             again = [{"role": "assistant", "content": str(said)}, {"role": "user", "content": self.form}]
         return Failed("judge gave no verdict", f"a number in [{self.low:g}, {self.high:g}] was asked for, and it said {str(said)[-200:]!r}")
 
-    def request(self, answer: str, task: Task) -> dict[str, Any]:
-        question, gold = question_of(task), str(task.data.get("answer", "none given"))
+    def request(self, trajectory: Trajectory, task: Task) -> dict[str, Any]:
+        turns, gold = turns_of(trajectory), str(task.data.get("answer", "none given"))
+        question = "\n".join(message["content"] for message in asked_of(trajectory, task))
+        answer = trajectory.text if len(turns) == 1 else "\0".join(f"{turn.role}\0{turn.text}" for turn in turns)
         mark = blake2b(f"{question}\0{gold}\0{answer}".encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+        if len(turns) > 1:
+            answer = "\n".join([SEVERAL, *(f"--- {turn.role} {mark}\n{turn.text}" for turn in turns)])
         words = {"question": question, "answer": answer, "gold": gold, "rubric": self.rubric, "mark": mark, "form": self.form}
         body = {
             "model": self.model,

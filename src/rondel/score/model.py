@@ -14,10 +14,10 @@ from typing import Any
 
 from rondel.score.batch import Batcher
 from rondel.score.naps import Naps
-from rondel.score.said import question_of
+from rondel.score.said import asked_of, turns_of
 from rondel.words.errors import ConfigError, RewardError
 from rondel.words.registry import one_of
-from rondel.words.types import Failed, Score, Task, Trajectory
+from rondel.words.types import Failed, Score, Task, Trajectory, Turn
 
 CLOSE = 1e-4  # a packed score and one computed alone, relative to the larger of it and 1; bfloat16 gets more
 
@@ -81,7 +81,7 @@ class Model:
             self.rise()
 
     async def __call__(self, trajectory: Trajectory, task: Task) -> Score | Failed:
-        ids = self.ids(question_of(task), trajectory.text)
+        ids = self.ids(asked_of(trajectory, task), turns_of(trajectory))
         if not 0 < len(ids) <= self.most:
             return Failed("text does not fit the reward model", f"it has {len(ids)} tokens, and the model reads 1 to {self.most}")
         return Score((await self._batcher(ids))[-1])
@@ -114,15 +114,35 @@ class Model:
         """Bytes of its weights on the device, where it naps."""
         return self._naps.bytes if self._naps is not None else 0
 
-    def ids(self, question: str, answer: str) -> list[int]:
+    def ids(self, asked: list[dict[str, str]], turns: list[Turn]) -> list[int]:
         """The conversation as the model's own tokens. What would be a special token inside of it is taken out: an answer cannot end itself."""
-        question, answer = self.harmless(question), self.harmless(answer)
+        messages = [*asked, *({"role": turn.role, "content": turn.text} for turn in turns)]
+        messages = [{"role": m["role"], "content": self.harmless(m["content"])} for m in messages]
         if self.template is not None:
-            words = {"question": question, "answer": answer}
+            said = messages[len(asked) :]
+            answer = said[0]["content"] if len(said) == 1 else "\n".join(f"{m['role']}: {m['content']}" for m in said)
+            words = {"question": "\n".join(m["content"] for m in messages[: len(asked)]), "answer": answer}
             text = re.sub(r"\{(question|answer)\}", lambda found: words[found[1]], self.template)
             return list(self.tokenizer(text)["input_ids"])
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        return list(self.tokenizer(self.tokenizer.apply_chat_template(turns, tokenize=False), add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(self._rendered(messages), add_special_tokens=False)["input_ids"])
+
+    def _rendered(self, messages: list[dict[str, str]]) -> str:
+        """As the model's chat template writes it. One that refuses a role reads those messages as the user's, with the role named."""
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception as error:  # a template refuses by raising whatever it likes
+            plain = [
+                m if m["role"] in ("user", "assistant") else {"role": "user", "content": f"{m['role']}: {m['content']}"} for m in messages
+            ]
+            merged: list[dict[str, str]] = []
+            for m in plain:
+                if merged and merged[-1]["role"] == m["role"]:
+                    merged[-1] = m | {"content": f"{merged[-1]['content']}\n{m['content']}"}
+                else:
+                    merged.append(m)
+            if merged == messages:
+                raise RewardError(f"the chat template of reward model {self.path!r} refuses this conversation: {error}") from error
+            return str(self.tokenizer.apply_chat_template(merged, tokenize=False))
 
     def harmless(self, text: str) -> str:
         before = None

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rondel.score.model import Model
-from rondel.score.said import question_of
+from rondel.score.said import asked_of, turns_of
 from rondel.words.errors import ConfigError
 from rondel.words.registry import imported, one_of
-from rondel.words.types import Failed, Score, Task, Trajectory
+from rondel.words.types import Failed, Score, Task, Trajectory, Turn
 
 AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
     "min": min,
@@ -109,14 +109,16 @@ class Process:
         return self.model.memory if self.model else 0
 
     async def __call__(self, trajectory: Trajectory, task: Task) -> Score | Failed:
-        steps = steps_of(trajectory.text, self.separator)
+        turns = turns_of(trajectory)
+        of = [steps_of(turn.text, self.separator) if turn.written else [] for turn in turns]
+        steps = [step for own in of for step in own]
         if not steps:
             return Failed("answer has no steps")
         if self.scorer:
             returned = await asyncio.to_thread(self.scorer, [step for step, _ in steps], task)
             values = await returned if inspect.isawaitable(returned) else returned
         else:
-            values = await self._by_model([step for step, _ in steps], task)
+            values = await self._by_model(asked_of(trajectory, task), turns, of)
         if isinstance(values, Failed):
             return values
         values = list(values)
@@ -126,26 +128,29 @@ class Process:
         if self.tokenizer is None or not trajectory.tokens:
             return Score(total)
         share = 1.0 if self.aggregate == "sum" else 1 / len(values)
-        places = self._places(trajectory, [end for _, end in steps])
+        places = [place for turn, own in zip(turns, of) for place in self._places(trajectory, turn, [end for _, end in own])]
         return Score(total, steps=tuple((place, share * value) for place, value in zip(places, values)))
 
-    async def _by_model(self, steps: list[str], task: Task) -> list[float] | Failed:
-        """The value of a step stands at the last token of the separator behind it; the question stands before the first."""
+    async def _by_model(self, asked: list[dict[str, str]], turns: list[Turn], of: list[list[tuple[str, int]]]) -> list[float] | Failed:
+        """The value of a step stands at the last token of the separator behind it. What was asked stands before the first step, and what
+        tools and users said between the turns where they said it."""
         assert self.model
         tokenizer, model = self.model.tokenizer, self.model
-        ids = list(tokenizer(model.harmless(question_of(task)) + self.separator)["input_ids"])
+        question = "\n".join(message["content"] for message in asked)
+        ids = list(tokenizer(model.harmless(question) + self.separator)["input_ids"])
         ends = []
-        for step in steps:
-            ids += tokenizer(model.harmless(step) + self.separator, add_special_tokens=False)["input_ids"]
-            ends.append(len(ids) - 1)
+        for turn, steps in zip(turns, of):
+            for text in [step for step, _ in steps] if turn.written else [turn.text]:
+                ids += tokenizer(model.harmless(text) + self.separator, add_special_tokens=False)["input_ids"]
+                ends += [len(ids) - 1] * turn.written
         if len(ids) > model.most:
             return Failed("text does not fit the reward model", f"it has {len(ids)} tokens, and the model reads {model.most}")
         said = await model._batcher(ids)
         return [said[end] for end in ends]
 
-    def _places(self, trajectory: Trajectory, ends: list[int]) -> list[int]:
-        """For each character behind a step, the token that the policy wrote it with. Tokens are decoded, never the text encoded."""
-        written = [at for at, mine in enumerate(trajectory.mask) if mine]
+    def _places(self, trajectory: Trajectory, turn: Turn, ends: list[int]) -> list[int]:
+        """For each character of a turn behind a step, the token that the policy wrote it with. Tokens are decoded, never the text encoded."""
+        written = [at for at in range(turn.start, turn.end) if trajectory.mask[at]] if ends else []
         tokens = [trajectory.tokens[at] for at in written]
         counts = range(1, len(written) + 1)
         places = [bisect_left(counts, end, key=lambda n: len(self.tokenizer.decode(tokens[:n], skip_special_tokens=True))) for end in ends]

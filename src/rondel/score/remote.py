@@ -14,7 +14,8 @@ from rondel.words.types import Failed, Score, Task, Trajectory
 class Remote:
     """What the server returns: a number, or {"reward": x, "parts": {...}}. Anything else, null and NaN among it, is `Failed`.
 
-    POST   {"task": {"id": ..., "env": ..., "data": {...}}, "text": "...", "finish_reason": "stop"}, with `tokens` also "tokens" and "mask"
+    POST   {"task": {"id": ..., "env": ..., "data": {...}}, "text": "...", "finish_reason": "stop", "messages": [...]},
+           with `tokens` also "tokens" and "mask"; a message has "role", "content" and, if it is the policy's, "written": true
     batch  above 1 the body is {"items": [such objects]} and the reply a list, or {"rewards": [...]}, of as many, in that order
     """
 
@@ -40,6 +41,8 @@ class Remote:
     async def __call__(self, trajectory: Trajectory, task: Task) -> Score | Failed:
         item: dict[str, Any] = {"task": {"id": task.id, "env": task.env, "data": task.data}, "text": trajectory.text}
         item["finish_reason"] = trajectory.finish_reason
+        if trajectory.conversation:
+            item["messages"] = [{"role": turn.role, "content": turn.text, "written": turn.written} for turn in trajectory.conversation]
         if self.tokens:
             item |= {"tokens": trajectory.tokens, "mask": trajectory.mask}
         try:

@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 
 from rondel.words.media import worded
-from rondel.words.types import Task
+from rondel.words.types import Task, Trajectory, Turn
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 DENIED = re.compile(r"\bnot [^\s,;]{1,40},? but (?:rather )?", re.IGNORECASE)
@@ -32,6 +32,22 @@ def question_of(task: Task) -> str:
     if "prompt" in task.data:
         return str(task.data["prompt"])
     return "\n".join(worded(message.get("content", "")) for message in task.data.get("messages", []) if message.get("role") == "user")
+
+
+def turns_of(trajectory: Trajectory) -> list[Turn]:
+    """The conversation from the policy's first turn on; its text alone where nothing else is known."""
+    own = next((i for i, turn in enumerate(trajectory.conversation) if turn.written), None)
+    if own is None:
+        return [Turn("assistant", trajectory.text, 0, len(trajectory.tokens), True)]
+    return trajectory.conversation[own:]
+
+
+def asked_of(trajectory: Trajectory, task: Task) -> list[dict[str, str]]:
+    """The messages before the policy's first turn: the task's question, or what was given where the task has none."""
+    if question := question_of(task):
+        return [{"role": "user", "content": question}]
+    first = next((i for i, turn in enumerate(trajectory.conversation) if turn.written), 0)
+    return [{"role": turn.role, "content": turn.text} for turn in trajectory.conversation[:first]] or [{"role": "user", "content": ""}]
 
 
 def said(text: str) -> str:

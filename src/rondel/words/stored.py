@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rondel.words.media import Image, Placed
-from rondel.words.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, Task, Trajectory
+from rondel.words.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, Task, Trajectory, Turn
 
 
 def encode(group: Group) -> dict[str, Any]:
@@ -43,6 +43,7 @@ def decode(row: dict[str, Any]) -> Group:
     def whole(plain: dict[str, Any]) -> Trajectory:
         given = {key: kinds[plain[key][0]](**plain[key][1]) for key in ("score", "outcome") if plain[key] is not None}
         given["media"] = [Placed(start, images[digest]) for start, digest in plain.get("media", ())]
+        given["conversation"] = [Turn(*turn) for turn in plain.get("conversation", ())]
         if plain["experts"] is not None:
             dtype, routes = plain["experts"]
             given["experts"] = np.asarray(routes, dtype)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from math import fsum, inf
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from rondel.words.media import Placed
@@ -124,6 +124,16 @@ POLICY = "policy"  # the run's own, which plays whoever has no weights of its ow
 DATA, GREEDY = "data", "greedy"  # the `policy` of what stands beside a group's samples: the data set's answer, the most likely one
 
 
+class Turn(NamedTuple):
+    """One message of a conversation: `Turn("tool", "42", 17, 25)`, its tokens among the trajectory's, and whether the policy wrote it."""
+
+    role: str
+    text: str
+    start: int
+    end: int
+    written: bool = False
+
+
 @dataclass(slots=True)
 class Trajectory:
     """One attempt at one task: a stream of T tokens and, for each, who wrote it.
@@ -139,6 +149,7 @@ class Trajectory:
     agent                who acts, where an episode has several: each is compared with its own kind
     laps                 what took time, turn by turn: ("chat" or a tool's name, seconds since 1970, seconds, tokens read, tokens written)
     parent               its place in the group, of the trajectory whose score it shares: this one is a branch of the same episode
+    conversation         the same as messages, for rewards; empty where an environment appended tokens itself
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -157,6 +168,7 @@ class Trajectory:
     text: str = ""  # what the policy wrote, decoded once, for rewards and readers; never tokenised again
     timings: dict[str, float] = field(default_factory=dict)
     laps: list[tuple[str, float, float, int, int]] = field(default_factory=list, compare=False, repr=False)
+    conversation: list[Turn] = field(default_factory=list, compare=False, repr=False)
 
     def extend(
         self,

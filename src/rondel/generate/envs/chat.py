@@ -9,6 +9,7 @@ reply ─> ...
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +19,8 @@ from rondel.generate.envs.calls import Call
 from rondel.generate.envs.template import Messages, Schemas, Template
 from rondel.generate.pictures import parted, placed, seen
 from rondel.words.errors import DataError, EnvError
-from rondel.words.media import Placed, Sight
-from rondel.words.types import POLICY, Completion, FinishReason, Request, Sampling, Trajectory
+from rondel.words.media import Placed, Sight, worded
+from rondel.words.types import POLICY, Completion, FinishReason, Request, Sampling, Trajectory, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Mark:
     turn: int = 0
     began: int = 0
     finish_reason: FinishReason = "stop"
+    messages: int = 0
 
 
 START = Mark()
@@ -89,9 +91,12 @@ class TokenChat:
             plain, sources = self._parted(messages)
             tokens, media = self._placed(self.template.opening(plain, tools), sources)
             self.trajectory.extend(tokens, media=media)
+            self._heard(messages)
             return
         plain, sources = self._parted(messages)
         self._append(self.template.after(self._last, plain), sources)
+        if not self._full:
+            self._heard(messages)
 
     def _parted(self, messages: Messages) -> tuple[Messages, list[Any]]:
         plain, sources = parted(messages)
@@ -111,6 +116,16 @@ class TokenChat:
         """The same for what is text alone, without roles and without a template."""
         self._open = True
         self._append(tokens)
+        if not self._full:
+            self._heard([{"role": "user", "content": self.tokenizer.decode(tokens, skip_special_tokens=True)}])
+
+    def _heard(self, messages: Messages) -> None:
+        """What was just given, as rewards read it. The template writes all messages at once, so only their common end is a place."""
+        known, end = self.trajectory.conversation, len(self.trajectory.tokens)
+        for message in messages:
+            calls = "".join(f"\n{json.dumps(call, ensure_ascii=False, default=str)}" for call in message.get("tool_calls") or ())
+            text = worded(message.get("content") or "") + calls
+            known.append(Turn(str(message.get("role", "user")), text, known[-1].end if known else 0, end))
 
     def _append(self, tokens: list[int], sources: Sequence[Any] = ()) -> None:
         try:
@@ -173,7 +188,8 @@ class TokenChat:
     def mark(self) -> Mark:
         """Of the turn that the policy has just written."""
         n = len(self.trajectory.tokens)
-        return Mark(n, len(self.trajectory.text), self.turn, n - len(self._last), self.trajectory.finish_reason)
+        t = self.trajectory
+        return Mark(n, len(t.text), self.turn, n - len(self._last), t.finish_reason, len(t.conversation))
 
     def beside(self, agent: str = "") -> TokenChat:
         """An empty conversation of the same episode, with noise of its own: for another agent, by the weights that play it."""
@@ -210,6 +226,7 @@ class TokenChat:
             agent=t.agent,
             finish_reason=mark.finish_reason,
             text=t.text[: mark.text],
+            conversation=t.conversation[: mark.messages],
         )
         twin.turn, twin._last = mark.turn, t.tokens[mark.began : n]
         return twin
@@ -242,4 +259,6 @@ class TokenChat:
     def _close(self, tokens: list[int], text: str) -> None:
         """A turn of the policy is over. Turns are joined by a line break, so that a number at an end does not grow."""
         self.trajectory.text += ("\n" if self.turn else "") + text
+        n = len(self.trajectory.tokens)
+        self.trajectory.conversation.append(Turn("assistant", text, n - len(tokens), n, True))
         self._last, self._open, self.turn = tokens, False, self.turn + 1

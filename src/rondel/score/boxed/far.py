@@ -395,8 +395,9 @@ class End:
 
     def known(self, value: Any) -> list[str] | None:
         """(module, name) of what both ends have: built-in types."""
-        if isinstance(value, type) and value.__module__ == "builtins" and getattr(builtins, str(value.__name__), None) is value:
-            return ["builtins", value.__name__]
+        name = value.__name__ if isinstance(value, type) and value.__module__ == "builtins" else ""
+        if name and getattr(builtins, name, None) is value:
+            return ["builtins", name]
         return None
 
     def looked_up(self, module: str, name: str) -> Any:
