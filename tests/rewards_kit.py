@@ -1,6 +1,8 @@
 """Rewards that an untrained model earns now and then, one for every turn, and an environment that has turns."""
 
+import asyncio
 import os
+import time
 
 
 def parity(trajectory, task) -> float:
@@ -55,3 +57,25 @@ def broken(trajectory, task) -> float:
 def long(trajectory, task) -> float:
     """Pays length and nothing else."""
     return trajectory.written / 4 + 0.01 * (len(trajectory.text) % 2)
+
+
+def blocking(trajectory, task) -> float:
+    """Synchronous, as a reward is that waits for its sandbox."""
+    time.sleep(0.06)
+    return 1.0
+
+
+class Waiting:
+    """Asynchronous, as a judge is."""
+
+    together = 8
+
+    async def __call__(self, trajectory, task):
+        await asyncio.sleep(0.02 * int(trajectory.text))
+        return 1.0
+
+
+class Late(Waiting):
+    async def __call__(self, trajectory, task):
+        await asyncio.sleep(60 if trajectory.text == "late" else 0.03)
+        return 1.0

@@ -401,3 +401,30 @@ def test_a_field_of_the_task_names_its_reward():
         asked("x")
     with pytest.raises(ConfigError, match="has no parts"):
         build({"kind": "by", "parts": {}})
+
+
+@pytest.mark.parametrize("kind", ["combine", "by"])
+def test_a_synchronous_part_is_on_no_other_calls_clock(kind):
+    """Eight calls share an event loop, on which the synchronous part of each stands for 0.06 s."""
+    parts = {"waiting": "rewards_kit:Waiting", "blocking": "rewards_kit:blocking"}
+    if kind == "by":
+        parts = {name: "rewards_kit:blocking" if name == "b" else "rewards_kit:Waiting" for name in "wb"}
+    spec = {"kind": kind, "parts": parts} | ({"field": "of"} if kind == "by" else {})
+    tasks = [Task("t", "x", {"prompt": "?", "of": "wb"[n < 4]}) for n in range(8)]
+    with RewardPool(spec, timeout=0.2) as pool:
+
+        async def main():
+            return await asyncio.gather(*(pool.score(Trajectory(text=str(n)), task) for n, task in enumerate(tasks)))
+
+        assert [type(score).__name__ for score in asyncio.run(main())] == ["Score"] * 8
+
+
+def test_beside_a_synchronous_part_a_hang_is_still_late():
+    spec = {"kind": "combine", "parts": {"late": "rewards_kit:Late", "blocking": "rewards_kit:blocking"}}
+    with RewardPool(spec, timeout=0.2) as pool:
+
+        async def main():
+            return await asyncio.gather(*(pool.score(Trajectory(text=text), Task("t", "x", {})) for text in ("late", "a", "b", "c")))
+
+        late, *others = asyncio.run(main())
+    assert late == Failed("timeout", "no answer within 0.2 s") and all(isinstance(score, Score) for score in others)

@@ -1,13 +1,43 @@
-"""The clock of the call that is running, for whoever makes it wait without its fault."""
+"""The clock of each call that is open, for whoever makes it wait without its fault."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 CLOCK: ContextVar[asyncio.Timeout | None] = ContextVar("rondel_reward_clock", default=None)
+
+
+class Clocks:
+    """Those of all calls that one event loop serves; `beat` tells the pool that the process is alive."""
+
+    def __init__(self, beat: Callable[[], None]) -> None:
+        self.open: set[asyncio.Timeout] = set()
+        self.beat = beat
+
+    def shift(self, seconds: float, own: asyncio.Timeout | None) -> None:
+        """The loop stood still for a synchronous reward of one call: that was on the clock of no other."""
+        for clock in self.open:
+            if clock is not own and not clock.expired() and (until := clock.when()) is not None:
+                clock.reschedule(until + seconds)
+        self.beat()
+
+
+CLOCKS: ContextVar[Clocks | None] = ContextVar("rondel_reward_clocks", default=None)
+
+
+def called(reward: Callable[..., Any], *given: Any) -> Any:
+    """What the reward returns, or an awaitable of it. While a synchronous one runs, the clocks of the other calls stand still."""
+    began, clocks = time.monotonic(), CLOCKS.get()
+    try:
+        return reward(*given)
+    finally:
+        if clocks is not None:
+            clocks.shift(time.monotonic() - began, CLOCK.get())
 
 
 @contextmanager

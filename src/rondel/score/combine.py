@@ -7,6 +7,7 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rondel.score.clock import called
 from rondel.score.result import read
 from rondel.words.errors import ConfigError, DataError
 from rondel.words.types import Failed, Score, Task, Trajectory
@@ -70,7 +71,7 @@ class Combine(Several):
         values: dict[str, float] = {}
         steps: list[tuple[int, float]] = []
         for name, (weight, reward) in self.parts.items():
-            returned = reward(trajectory, task)
+            returned = called(reward, trajectory, task)
             score = read(await returned if inspect.isawaitable(returned) else returned)
             if isinstance(score, Failed):
                 return Failed(score.reason, f"part '{name}' {score.reason} {score.detail}".strip())
@@ -93,5 +94,5 @@ class By(Several):
         if value not in self.rewards:
             known = ", ".join(self.rewards)
             raise DataError(f"task {task.id} has {self.field} = {value!r}, and reward 'by' has parts for: {known}")
-        returned = self.rewards[value](trajectory, task)
+        returned = called(self.rewards[value], trajectory, task)
         return read(await returned if inspect.isawaitable(returned) else returned)

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rondel.score import Lent, build
-from rondel.score.clock import CLOCK
+from rondel.score.clock import CLOCK, CLOCKS, Clocks, called
 from rondel.score.result import placed, read
 from rondel.words.registry import imported
 from rondel.words.types import Failed, Score, Task, Trajectory
@@ -77,14 +77,19 @@ async def serve(reward: Any, jobs: Any, answer: Callable[[dict[str, Any]], None]
     """Many calls at once, each with its own clock; what it waits for a turn is not on it."""
     counts = getattr(reward, "counts", {})
     open_calls: set[asyncio.Task] = set()
+    CLOCKS.set(clocks := Clocks(lambda: answer({})))
 
     async def one(number: int, trajectory: Trajectory, task: Task) -> None:
         result: Score | Failed
         try:
             async with asyncio.timeout(timeout) as clock:
                 CLOCK.set(clock)
-                returned = reward(trajectory, task)
-                result = placed(read(await returned if inspect.isawaitable(returned) else returned), trajectory)
+                clocks.open.add(clock)
+                try:
+                    returned = called(reward, trajectory, task)
+                    result = placed(read(await returned if inspect.isawaitable(returned) else returned), trajectory)
+                finally:
+                    clocks.open.discard(clock)
         except TimeoutError:
             result = Failed("timeout", f"no answer within {timeout:g} s")
         except BaseException as error:
