@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -13,8 +15,9 @@ import pytest
 
 from rondel.runtime.cluster import nursery
 from rondel.runtime.cluster.process import ProcessCluster
+from rondel.runtime.devices import Device
 from rondel.words.account import Account  # of ours, so made in the nursery
-from rondel.words.errors import ConfigError, StalledError, WorkerError
+from rondel.words.errors import ConfigError, SilentError, StalledError, WorkerError
 from rondel.words.events import Warned, emit, subscribe
 
 
@@ -54,6 +57,25 @@ class Part:
 
     def unsendable(self):
         return lambda: None
+
+    async def hangs(self) -> None:
+        """The event loop waits for what nobody does."""
+        threading.Event().wait()
+
+    async def hangs_beside(self) -> None:
+        """The device thread does; the event loop turns."""
+        await Device(threads=1).run(threading.Event().wait)
+
+    async def computes(self, seconds: float) -> str:
+        """Holds the event loop, as a large step may."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            sum(range(1000))
+        return "computed"
+
+    async def runs(self, seconds: float) -> str:
+        subprocess.run(["sleep", str(seconds)], check=True)
+        return "ran"
 
     def says(self, text: str) -> None:
         emit(Warned(text))
@@ -161,6 +183,25 @@ def test_a_stopped_worker_is_named_within_its_deadline(cluster):
     assert "in _pulse" in str(told.value), "its stacks, though it was stopped"
     cluster.close()
     assert not exists(worker.pid)
+
+
+@pytest.mark.slow
+def test_a_deadlock_is_no_life_and_long_work_is(tmp_path):
+    """Its pulse goes on, and tells of no progress."""
+    cluster = ProcessCluster(tmp_path, patience=1.5)
+    names = {"hangs": (), "hangs_beside": (), "computes": (4,), "runs": (4,), "nap": (4,)}
+    workers = {name: cluster.spawn(name, Part, 0) for name in names}
+    for worker in workers.values():
+        worker.now()
+
+    async def all_of_them():
+        return await asyncio.gather(*(getattr(workers[name], name)(*args) for name, args in names.items()), return_exceptions=True)
+
+    *stuck, computed, ran, slept = asyncio.run(all_of_them())
+    assert (computed, ran, slept) == ("computed", "ran", "slept")
+    for name, error in zip(names, stuck):
+        assert isinstance(error, SilentError) and f"asked for: {name}" in str(error) and not workers[name].alive
+    cluster.close()
 
 
 @pytest.mark.slow

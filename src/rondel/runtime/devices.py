@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rondel.runtime.busy import working
 from rondel.words.errors import ConfigError, LawError
 from rondel.words.events import Resident, emit
 from rondel.words.protocols import Engine, Interrupt
@@ -66,7 +67,7 @@ class Device:
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """The same from code without an event loop."""
-        return self._thread.submit(function, *args).result()
+        return self._thread.submit(_whole, function, args).result()
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -75,7 +76,8 @@ class Device:
 def _whole(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """A StopIteration cannot cross a future: it would be lost and its waiter would hang."""
     try:
-        return function(*args)
+        with working():
+            return function(*args)
     except StopIteration as error:
         raise RuntimeError(f"{getattr(function, '__name__', function)} let a StopIteration escape") from error
 

@@ -374,7 +374,9 @@ class Place(Section):
     engines: int = Field(1, ge=1, description="engines of a split run")
     ranks: int = Field(1, ge=1, description="processes among which the trainer's weights lie in shards (FSDP2)")
     address: str | None = Field(None, description='of a running Ray cluster: "auto", "ray://host:10001"; unset, one is started')
-    patience: float = Field(60.0, gt=0, description="seconds without a sign of life after which a process counts as stuck")
+    patience: float = Field(
+        60.0, gt=0, description="seconds without progress in what it was asked for after which a process counts as stuck"
+    )
     device: str = Field("auto", description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one')
     threads: int | Literal["auto"] = "auto"
 

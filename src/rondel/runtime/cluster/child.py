@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rondel.runtime import stacks
+from rondel.runtime.cluster.progress import Progress
 from rondel.runtime.cluster.worker import PULSE
 from rondel.words.errors import RondelError, WorkerError
 from rondel.words.events import WorkerTime, subscribe
@@ -46,11 +47,14 @@ class Child:
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
+        self.progress = Progress()
+        turning = loop.create_task(self.progress.turn())
         subscribe(lambda event: self.put(0, "event", event) if self.tells or isinstance(event, WorkerTime) else None)
         for work in (self._send, self._pulse):
             threading.Thread(target=work, daemon=True).start()
         threading.Thread(target=self._hear, args=(loop,), daemon=True).start()
         await self.over.wait()
+        turning.cancel()
         if close := getattr(self.object, "close", None):
             close()
         os._exit(0)  # a thread that computes must not keep a process alive that nobody asks any more
@@ -86,7 +90,7 @@ class Child:
     def _pulse(self) -> None:
         while True:
             time.sleep(PULSE)
-            self.put(0, "pulse", None)
+            self.put(0, "pulse", self.progress.sign())
 
     # -- calls -----------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@
                  future <── thread "hear" ┘ (pickle)    └── thread "send" <── result, error, event, pulse
 
 The pair is unnamed and belongs to these two processes, so nothing crosses a trust boundary. A child ends with its controller
-(law 14); one that ends by itself, or whose pulse stops, fails every call that waits for it, by name (law 10).
+(law 14); one that ends by itself, or whose pulse stops or tells of no progress, fails every call that waits for it, by name (law 10).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ProcessCluster:
     """`cluster.spawn("engine-0", engine_of, job)` starts a child that builds `engine_of(job)` and serves its methods.
 
     logs      a folder for what each child prints, or None
-    patience  seconds without a pulse after which a worker counts as stuck
+    patience  seconds without progress in what it was asked for after which a worker counts as stuck (progress.py says what that is)
     """
 
     def __init__(self, logs: Path | None = None, *, patience: float = 60.0) -> None:
@@ -102,6 +102,7 @@ class ProcessWorker(Worker):
             )
         self._pipe = Connection(ours.detach())
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._sign: Any = None  # of what advances in the child, as it last said
         self._heard, self._speaks = time.monotonic(), False  # one that has not spoken yet does not know the signal
         self._end = weakref.finalize(self, _end, self._process)
         self._put((name, cores, tells))
@@ -153,7 +154,10 @@ class ProcessWorker(Worker):
         try:
             while True:
                 number, kind, value = pickle.loads(self._pipe.recv_bytes())
-                self._heard, self._speaks = time.monotonic(), True
+                self._speaks = True
+                if kind != "pulse" or value != self._sign or not self._waiting():
+                    self._heard = time.monotonic()
+                self._sign = value if kind == "pulse" else self._sign
                 if kind == "event":
                     self._tell(value)
                 elif kind == "broken":
@@ -169,7 +173,7 @@ class ProcessWorker(Worker):
     # -- life and death --------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """A worker that stands still says so through its silence."""
+        """A worker that stands still says so through its silence, or by saying the same again and again."""
         while not self._over:
             time.sleep(min(PULSE, self._patience / 4))
             if (silent := time.monotonic() - self._heard) > (limit := self._limit) and (waiting := self._waiting()):

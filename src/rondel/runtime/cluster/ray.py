@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -28,6 +29,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rondel.runtime.cluster.child import portable
+from rondel.runtime.cluster.progress import Progress
 from rondel.runtime.cluster.worker import START, Worker
 from rondel.words.errors import ConfigError, SilentError, WorkerError
 from rondel.words.events import Warned, emit, subscribe
@@ -217,6 +219,7 @@ class Host:
 
     def __init__(self, name: str, tells: bool) -> None:
         self.name, self.object = name, None
+        self.progress: Progress | None = None
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()  # events come from any thread of the object
         if tells:
             subscribe(self.told.put)
@@ -228,7 +231,12 @@ class Host:
     async def where(self) -> str:
         return ray.util.get_node_ip_address()
 
-    async def ping(self) -> None: ...
+    async def ping(self) -> Any:
+        """A sign that differs from the last one if anything advanced."""
+        if self.progress is None:
+            self.progress = Progress()
+            self.turning = asyncio.get_running_loop().create_task(self.progress.turn())
+        return self.progress.sign()
 
     async def dump(self) -> None:
         """Its stacks, to where Ray keeps its output; no signal reaches another machine."""
@@ -323,12 +331,21 @@ class RayWorker(Worker):
                 self._tell(event)
 
     def _watch(self) -> None:
+        last, since = None, time.monotonic()
         while not self._closed.wait(self._patience / 4) and not self._over:
+            limit = self._limit
             try:
-                ray.get(self._actor.ping.remote(), timeout=(limit := self._limit))
+                sign = ray.get(self._actor.ping.remote(), timeout=max(0.1, since + limit - time.monotonic()))
+                if sign != last or not self._waiting():
+                    last, since = sign, time.monotonic()
+                still = time.monotonic() - since > limit
             except GetTimeoutError:
-                if waiting := self._waiting():
-                    self._lost(f"worker {self._name} gives no sign of life for {limit:g} s, asked for: {waiting}", SilentError)
-                    self._kill()
+                still = True
             except Exception:
                 return
+            if not still:
+                continue
+            if waiting := self._waiting():
+                self._lost(f"worker {self._name} gives no sign of life for {limit:g} s, asked for: {waiting}", SilentError)
+                self._kill()
+            since = time.monotonic()
