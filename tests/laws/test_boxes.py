@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from rondel.generate.envs.python import python_tool
 from rondel.runtime.sandbox import images, probe
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.runtime.sandbox.pool import Functions
 from rondel.runtime.sandbox.session import opened
 from rondel.words.boxes import Limits, Ran
-from rondel.words.errors import ConfigError, SandboxError, UnknownOutcome, UserError
+from rondel.words.errors import ConfigError, EnvError, SandboxError, UnknownOutcome, UserError
+from rondel.words.types import Task
 
 pytestmark = pytest.mark.slow
 
@@ -305,6 +307,23 @@ def test_the_same_verbs_by_other_tools(kind, monkeypatch, tmp_path):
     assert (said.ok, said.stdout, four.exit, late.limit) == (True, b"said", 4, "wall")
     if kind == "container":
         assert log.read_text().splitlines()[-1].startswith("rm --force rondel-"), "and it is gone"
+
+
+def test_the_python_tool_in_a_container(monkeypatch, tmp_path):
+    """With the stand-in for docker; a machine cannot be talked to, and the policy does not read why."""
+    program = tmp_path / "program.py"
+    program.write_text(DOCKER.format(log=str(tmp_path / "log")))
+    script(tmp_path / "docker", f'exec {sys.executable} {program} "$@"')
+    program.with_name("agent.py").write_text(AGENT)
+    script(tmp_path / f"qemu-system-{os.uname().machine}", f"exec {sys.executable} {program.with_name('agent.py')}")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    made = python_tool(lambda: Sandbox("container"))(Task("t", "tools", {}))
+    assert made.python("x = 3") == "" and made.python("x + 1") == "4\n"
+    assert "the interpreter ended (exit code 3)" in made.python("import os; os._exit(3)")
+    made.close()
+    made = python_tool(lambda: Sandbox("vm", kernel=str(program), root=str(program)))(Task("t", "tools", {}))
+    with pytest.raises(EnvError, match="a box of kind machine runs whole commands only"):
+        made.python("1")
 
 
 def script(path: Path, text: str) -> None:

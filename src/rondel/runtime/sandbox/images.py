@@ -67,6 +67,14 @@ class Outside:
     def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> Ran:
         return self.run(["python3", "-c", code], stdin=stdin, wall=wall)
 
+    def begin(self, code: str, stdin: int, stdout: int, stderr: int) -> None:
+        raise SandboxError(
+            f"a box of kind {type(self).__name__.lower()} runs whole commands only; what is talked to needs a process or a container"
+        )
+
+    def finish(self, wall: float) -> Ran:
+        raise NotImplementedError
+
     def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         done = self.run(["sh", "-c", 'mkdir -p "$(dirname "$1")" && cat > "$1" && chmod "$2" "$1"', "write", path, f"{mode:o}"], stdin=data)
         if not done.ok:
@@ -102,6 +110,26 @@ class Container(Outside):
         if limit:  # `exec` has no way to end what it began: the container goes, and with it all that runs
             self.kill()
         return Ran(code if 0 <= code < 128 else 0, max(0, code - 128, -code), stdout, stderr, limit, time.monotonic() - began)
+
+    def begin(self, code: str, stdin: int, stdout: int, stderr: int) -> None:
+        self._began = time.monotonic()
+        try:
+            self._open = subprocess.Popen(
+                [self.tool, "exec", "--interactive", self.name, "python3", "-c", code], stdin=stdin, stdout=stdout, stderr=stderr
+            )
+        except OSError as error:
+            raise SandboxError(f"{self.tool} did not begin a command in {self.name}: {error}") from error
+
+    def finish(self, wall: float) -> Ran:
+        limit = ""
+        try:
+            code = self._open.wait(wall)
+        except subprocess.TimeoutExpired:
+            limit = "wall"
+            self.kill()
+            self._open.kill()
+            code = self._open.wait()
+        return Ran(code if 0 <= code < 128 else 0, max(0, code - 128, -code), b"", b"", limit, time.monotonic() - self._began)
 
     def interrupt(self) -> None:
         self.kill()
