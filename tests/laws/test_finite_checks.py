@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from train_kit import awkward_groups, batch, bits, model, row, step, trainer
 from rondel import loop
 from rondel.algos.surrogate import Surrogate
 from rondel.buffer import Buffer
-from rondel.words.errors import TrainError
+from rondel.generate.engine.builtin import staged
+from rondel.models import names
+from rondel.words.errors import SyncError, TrainError
 from rondel.words.events import StepDone, Warned, subscribe
 from rondel.words.types import StepStats
 
@@ -207,3 +210,26 @@ def test_the_loop_books_a_refused_batch_as_failed_and_the_ledger_balances():
     assert book["issued"] == sum(n for name, n in book.items() if name != "issued")
     assert buffer.version == 6  # v counts consumed batches
     assert [bool(event.note) for event in done] == [False, True, False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.int8], ids=str
+)
+def test_what_is_finite_is_known_for_every_type_of_weights(dtype):
+    values = torch.tensor([0.0, -1.5, 2.0, 1.0]).to(dtype)
+    assert names.is_finite(values).tolist() == [True] * 4
+    if dtype.is_floating_point:
+        bad = torch.tensor([1.0, torch.nan, torch.inf, 2.0]).to(dtype)
+        infinity = dtype == torch.float8_e4m3fn and not bool(bad.float()[2].isnan())  # it has none: the cast saturates or gives NaN
+        assert names.is_finite(bad).tolist() == [True, False, infinity, True]
+
+
+def test_staged_weights_of_8_bits_are_looked_at():
+    async def inline(f, *args):
+        return f(*args)
+
+    def read(loaded, source):
+        return {"weight": torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn)}
+
+    with pytest.raises(SyncError, match="weight holds NaN or infinity"):
+        asyncio.run(staged.update(SimpleNamespace(loaded=None), inline, read, None, version=1, keep=False))

@@ -176,6 +176,11 @@ def _inside(rows: Tensor, odd: Tensor) -> Tensor:
     return torch.mv(rows, odd) if rows.device.type == "cpu" else (rows * odd).sum(1)
 
 
+def is_finite(tensor: Tensor) -> Tensor:
+    """[...] -> [...] bool: neither NaN nor infinity. torch has no isfinite for every float of 8 bits, and bfloat16 holds all of them."""
+    return (tensor.to(torch.bfloat16) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor).isfinite()
+
+
 def digest(tensor: Tensor) -> str:
     """A fast fingerprint of the bits, wherever they live. A check against accidents, not adversaries.
 

@@ -97,7 +97,7 @@ async def update(
     def stage() -> tuple[Manifest, dict[str, Tensor]]:
         tensors = read(engine.loaded, source)
         for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            if not bool(names.is_finite(tensor).all()):
                 raise SyncError(f"{name} holds NaN or infinity")
         rows = (TensorInfo(n, tuple(t.shape), str(t.dtype).removeprefix("torch."), names.digest(t)) for n, t in tensors.items())
         return Manifest(version, tuple(rows), names.base(engine.loaded.model)), tensors
