@@ -148,6 +148,18 @@ FAULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
         dict(rewards=paid_by_length, lengths=lambda s, rng, r: [max(4, round(120 - 100 * x + rng.gauss(0, 8))) for x in r]),
         {"length_bias"},
     ),
+    "the learning rate is far too high": (
+        dict(
+            metrics=lambda s, rng: {
+                "train/lr": 0.5,
+                "train/entropy": 2.8 if s == 1 else 0.3 + rng.uniform(0, 0.1),
+                "train/kl_to_start": 1.8 if s == 1 else 3.5,
+            },
+            rewards=solved_by(lambda s: 0.5 if s == 1 else 0.02),
+            job={"trainer": {"lr": 0.5, "clip": 1.0}},
+        ),
+        {"diverged", "no_signal"},
+    ),
     "entropy collapses": (dict(metrics=lambda s, rng: {"train/entropy": 1.2 * 0.75**s}), {"entropy_collapse"}),
     "entropy explodes": (dict(metrics=lambda s, rng: {"train/entropy": 1.2 + 0.12 * s}), {"entropy_explosion"}),
     "the policy runs away": (dict(metrics=lambda s, rng: {"train/kl_to_start": 0.02 * 1.4**s}), {"kl_runaway"}),

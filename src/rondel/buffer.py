@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 
-from rondel.words.errors import LawError, UserError
+from rondel.words.errors import LawError, RewardError, UserError
 from rondel.words.events import Admitted, Warned, emit, stalled
 from rondel.words.protocols import Order
 from rondel.words.stored import decode, encode
@@ -86,6 +86,7 @@ class Buffer:
         self.retried = 0
         self.filtered: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
+        self.details: dict[str, str] = {}  # the last message of each reason to fail
         self._waiting: deque[Slot] = deque()
         self._rolling: dict[int, Slot] = {}
         self._finished: dict[int, Group] = {}
@@ -309,6 +310,13 @@ class Buffer:
         if not self._exhausted():
             return
         reasons = ", ".join(f"{n} {r}" for r, n in (self.filtered + self.failed).most_common(3))
+        if not picked and self.failed.total() > self.filtered.total():
+            reason = self.failed.most_common(1)[0][0]
+            raise RewardError(
+                f"no group survived, because too few answers have a score: {self._dropped_since_take} were dropped in one step ({reasons}); the last one said: "
+                f"{self.details.get(reason) or reason}. Mend the reward or the environment (`rondel check RUN.toml` tries it), and give the same "
+                "command again"
+            )
         if not picked:
             raise UserError(
                 f"no group survived the filters: {self._dropped_since_take} were dropped in one step ({reasons}). There is no signal to train on: "

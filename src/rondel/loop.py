@@ -30,6 +30,8 @@ async def roll(
         await score(group)
         verdict = judge(group)
         emit(_finished(group, verdict))
+        if verdict.failed:
+            buffer.details[verdict.reason] = verdict.detail
         await (buffer.put(slot, group) if verdict.keep else buffer.drop(slot, verdict.reason, failed=verdict.failed))
 
 

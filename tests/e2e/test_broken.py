@@ -189,7 +189,7 @@ def test_a_reward_that(capfd, tmp_path, monkeypatch, name):
     line = broken(
         capfd, tmp_path, "--task.reward=broken_reward:grade", "--task.reward_timeout=0.5", "--task.eval.n=1", "--task.reward_workers=2"
     )
-    assert said in line and "no group survived" in line, line
+    assert said in line and "no group survived" in line and "Mend the reward" in line and "easier task" not in line, line
     events = [json.loads(row) for row in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
     groups = [e for e in events if e["kind"] == "GroupFinished"]
     assert groups and all(e["rewards"] == [] and not e["kept"] for e in groups)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from rondel import loop
 from rondel.buffer import Buffer
-from rondel.words.errors import LawError, StalledError, UserError
-from rondel.words.types import KEEP, Group, Task, Verdict
+from rondel.filter.complete import Complete
+from rondel.words.errors import LawError, RewardError, StalledError, UserError
+from rondel.words.types import KEEP, Failed, Group, Task, Trajectory, Verdict
 
 
 def windows(p: int, s: int) -> list[int | None]:
@@ -214,6 +215,19 @@ def test_a_filter_that_drops_everything_ends_with_its_diagnosis():
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(loop.run(endless(), buffer, **loop_kit(CountingTrainer(), Rollouts(0, drop=1.0), 5)))
     assert caught.group_contains(UserError, match="no group survived")
+
+
+def test_a_reward_that_fails_everywhere_ends_with_its_own_words():
+    buffer = Buffer(groups_per_step=2, max_refills=3)
+    kit = loop_kit(CountingTrainer(), Rollouts(0), 5)
+
+    async def attempt(slot):
+        broken = [Trajectory(score=Failed("raised KeyError", "grade.py:3 in grade: KeyError: 'gold'")) for _ in range(2)]
+        return Group(slot.number, slot.task, broken, slot.born)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(loop.run(endless(), buffer, **{**kit, "attempt": attempt, "judge": Complete()}))
+    assert caught.group_contains(RewardError, match=r"KeyError: 'gold'\. Mend the reward or the environment")
 
 
 def test_a_stale_group_is_refused_at_consumption():

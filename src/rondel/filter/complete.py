@@ -27,8 +27,13 @@ class Complete:
     def __call__(self, group: Group) -> Verdict:
         if len(group.rewards) >= self.at_least and not (self.greedy and group.baseline is None):
             return KEEP
-        reasons = Counter(_reason(t) for t in group.trajectories if t.reward is None)
-        return Verdict(False, reasons.most_common(1)[0][0] if reasons else "too few samples", failed=True)
+        unscored = [t for t in group.trajectories if t.reward is None]
+        reasons = Counter(map(_reason, unscored))
+        if not reasons:
+            return Verdict(False, "too few samples", failed=True)
+        reason = reasons.most_common(1)[0][0]
+        details = (t.score.detail for t in unscored if isinstance(t.score, Failed) and _reason(t) == reason)
+        return Verdict(False, reason, failed=True, detail=next(details, ""))
 
 
 def _reason(trajectory: Trajectory) -> str:

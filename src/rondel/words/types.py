@@ -112,6 +112,7 @@ class Verdict:
     keep: bool
     reason: str = ""
     failed: bool = False
+    detail: str = ""  # what failed, in the reward's or the environment's own words
 
 
 KEEP = Verdict(True)

@@ -13,7 +13,46 @@ COLLAPSED, EXPLODED = 0.15, 1.5  # of the entropy at the beginning of the RL pha
 FAR, RUNAWAY = 1.0, 10.0  # nats a token from the start
 BLOWN = 10.0  # times the usual norm of a gradient
 CLIPPED = 0.3  # share of tokens
+EARLY = 6  # steps after the first in which a run diverges
 TIGHT = 5.0  # times trainer.clip that every gradient is
+
+
+def diverged(story: Story) -> Iterator[Finding]:
+    """Broken by its first updates: the first step still tells of the weights that the phase began with, the next ones do not."""
+    early = story.steps[: EARLY + 1]
+    if len(early) < 2 * LEAST:
+        return
+
+    def jump(name: str) -> tuple[float, list[float]] | None:
+        values = [s.row[name] for s in early if name in s.row and math.isfinite(s.row[name])]
+        return (values[0], values[1:]) if len(values) > LEAST else None
+
+    seen = []
+    if (entropy := jump("train/entropy")) and (
+        min(entropy[1]) < COLLAPSED * entropy[0] or max(entropy[1]) > max(2 * entropy[0], entropy[0] + 1)
+    ):
+        far = max(entropy[1], key=lambda value: abs(value - entropy[0]))
+        seen.append(f"entropy {entropy[0]:.3g} to {far:.3g} nats a token")
+    if (kl := jump("train/kl_to_start")) and max(kl[1]) > kl[0] + FAR:
+        seen.append(f"KL to the start {kl[0]:.3g} to {max(kl[1]):.3g} nats a token")
+    if (norm := jump("train/grad_norm")) and max(norm[1]) > BLOWN * norm[0] > 0:
+        seen.append(f"gradient norm {norm[0]:.3g} to {max(norm[1]):.3g}")
+    reward, now = jump("score/reward_mean"), story.mean("score/reward_mean")
+    worse = reward is not None and now is not None and now < 0.5 * reward[0]
+    if worse and reward is not None:
+        seen.append(f"mean reward {reward[0]:.3g} to {now:.3g}")
+    better = reward is not None and now is not None and now > max(reward[0], 0.1)
+    if len(seen) < 2 or better:
+        return
+    lr = story.first("train/lr", 1) or story.key("trainer.lr", math.nan)
+    yield Finding(
+        "diverged",
+        "error",
+        f"in steps {early[0].number} to {early[-1].number}, with learning rate {lr:.2g}: {'; '.join(seen)}",
+        "The first updates threw the policy far from where it began: the learning rate is too high, whatever else is found.",
+        f"trainer.lr = {lr / 10:.1g} or less, from the start again; trainer.warmup_steps",
+        weight=5,
+    )
 
 
 def entropy_collapse(story: Story) -> Iterator[Finding]:
@@ -136,4 +175,4 @@ def clip_fraction(story: Story) -> Iterator[Finding]:
         )
 
 
-RULES = (entropy_collapse, entropy_explosion, kl_runaway, gradient_explosion, clipped_always, weights_still, clip_fraction)
+RULES = (diverged, entropy_collapse, entropy_explosion, kl_runaway, gradient_explosion, clipped_always, weights_still, clip_fraction)
