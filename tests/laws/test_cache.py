@@ -280,11 +280,11 @@ def test_a_lost_page_is_an_error_not_a_slow_leak():
     async def main():
         e = engine(MODEL)
         e.pages.take(1)
-        with pytest.raises(Exception, match="pages do not add up"):
+        with pytest.raises(Exception, match=r"pages do not add up"):
             await e.generate(ask(prompt(1, 9)))
 
     asyncio.run(main())
-    with pytest.raises(LawError, match="law 7"):
+    with pytest.raises(LawError, match=r"pages do not add up|cached pages are locked"):
         e = engine(MODEL)
         e.pages.take(1)
         e.scheduler.check()

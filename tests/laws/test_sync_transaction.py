@@ -263,7 +263,7 @@ def test_after_a_probe_that_disagrees_the_engine_refuses_and_the_error_says_why(
         return [0.0, *(lp + 0.01 for lp in plain_logprobs(model, tokens))]
 
     async def main():
-        with pytest.raises(SyncError, match=r"differ by 0.0\d+ nats a token on the probe \(limit 0.0001; law 6\)"):
+        with pytest.raises(SyncError, match=r"differ by 0.0\d+ nats a token on the probe \(limit 0.0001\)"):
             await update(trainer, score=off)(trainer, e)
         assert (await e.status()).state == "refusing"
         await update(trainer)(trainer, e)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -13,8 +14,9 @@ from rondel import run
 from rondel.cli import VERBS, ending, main
 from rondel.cli.view import gap, tokenizer
 from rondel.runtime.journal.store import path_of, write_step
-from rondel.words.config import Job
+from rondel.words.config import ORIGIN, SYNONYMS, Job
 from rondel.words.errors import EngineError, UserError
+from rondel.words.registry import imported, located
 
 RECIPE = """[model]
 path = "tiny"
@@ -139,6 +141,9 @@ def test_train_reads_recipe_and_overrides_in_any_order(rondel, recipe, assemble)
     [
         (["--quite"], "'--quite' is not an override; write --section.key=value"),
         (["--loop.stepz=3"], "unknown key 'loop.stepz'. Did you mean 'steps'?"),
+        (["--trainer.learning_rate=1e-6"], "unknown key 'trainer.learning_rate'. Did you mean 'trainer.lr'?"),
+        (["--engine.temperature=1.0"], "unknown key 'engine.temperature'. Did you mean 'engine.sampling.temperature'?"),
+        (["--algo.beta=0.1"], "Did you mean 'algo.kl.coef'?"),
         (["other.toml"], "one recipe is needed and 2 were given"),
     ],
 )
@@ -315,3 +320,40 @@ def test_doctor_names_one_fix_for_each_fault():
     old, missing = _package("pytest", (999, 0)), _package("no-such-package", (1, 2))
     assert old.state == missing.state == "broken"
     assert old.fix == "pip install 'pytest>=999.0'" and missing.fix == "pip install 'no-such-package>=1.2'"
+
+
+def test_every_synonym_leads_to_a_key():
+    from rondel.algos.table import GRPO
+
+    tree = {**{name: field.annotation for name, field in Job.model_fields.items()}}
+    for target in SYNONYMS.values():
+        node: object = tree[target.partition(".")[0]]
+        for name in target.split(".")[1:]:
+            if hasattr(node, "model_fields") and name in node.model_fields:
+                node = node.model_fields[name].annotation
+            else:
+                node = getattr(GRPO, target.split(".")[1], None)
+                assert node is not None and hasattr(node, target.split(".")[-1]), target
+                break
+
+
+def test_what_a_recipe_names_lies_beside_it(tmp_path, monkeypatch):
+    """Then in the current folder; a run's own copy of the recipe means the folder of the first."""
+    home, here, run = (tmp_path / name for name in ("home", "here", "run"))
+    for folder in (home, here, run):
+        folder.mkdir()
+        (folder / "rondel_both_have_it.py").write_text(f"where = {folder.name!r}")
+        (folder / "both.jsonl").write_text("")
+    (here / "only_here.jsonl").write_text("")
+    (home / "run.toml").write_text(RECIPE)
+    (run / "job.toml").write_text(RECIPE)
+    (run / ORIGIN).write_text(str(home / "run.toml"))
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for recipe in (home / "run.toml", run / "job.toml"):
+        monkeypatch.delitem(sys.modules, "rondel_both_have_it", raising=False)
+        assert Job.read(recipe).origin == str(home / "run.toml")
+        assert imported("reward", "rondel_both_have_it:where") == "home"
+        assert located("both.jsonl") == home / "both.jsonl" and located("only_here.jsonl") == here / "only_here.jsonl"
+        assert located("nowhere") == Path("nowhere") and located(str(run / "both.jsonl")) == run / "both.jsonl"
+    monkeypatch.delitem(sys.modules, "rondel_both_have_it")

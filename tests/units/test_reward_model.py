@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 import transformers
-from chat_kit import tokenizer as chat_tokenizer
 from engine_kit import SIZE, tiny
+from units.chat_kit import tokenizer as chat_tokenizer
 
 from rondel.generate.envs.chat import TokenChat
 from rondel.score import build

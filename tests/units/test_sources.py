@@ -130,6 +130,11 @@ def test_a_recipe_that_cannot_mean_what_it_says(data, message):
         ([], {}, "empty"),
         ([{"question": "1", "answer": "2"}], {"prompt": "questoin"}, "no 'questoin'. Did you mean 'question'"),
         ([{"question": "1", "answer": "2"}], {}, "train.jsonl:1: no 'prompt'.*It has: question, answer; name the field with prompt"),
+        (
+            [{"prompt": "1", "answer": "2"}, {"prompt": "2", "answer": None}],
+            {},
+            r"train.jsonl:2: 'answer' is null; give the row a value or drop it, or answer = ''",
+        ),
         ([{"prompt": "1", "answr": "2"}], {}, "no 'answer'. Did you mean 'answr'.*answer = ''"),
         ([{"prompt": 17, "answer": "2"}], {}, "the prompt is 17, a int"),
         ([{"prompt": " ", "answer": "2"}], {}, "the prompt is empty"),

@@ -68,7 +68,7 @@ def refuse_untrainable(sampling: Sampling) -> None:
     """Law 4: what is trained was drawn from a distribution that the trainer can compute again."""
     if names := sampling.untrainable:
         raise ConfigError(
-            f"samples drawn with {names} cannot be trained: the trainer recomputes logits, temperature, top_k and top_p, and nothing else (law 4). "
+            f"samples drawn with {names} cannot be trained: the trainer recomputes logits, temperature, top_k and top_p, and nothing else. "
             "Train with temperature above 0 and no min_p, penalties, bias, grammar or min_tokens; task.eval.sampling may use them all"
         )
     if sampling.top_k > WIDEST:

@@ -35,7 +35,7 @@ from rondel.runtime.telemetry.progress import Progress
 from rondel.runtime.telemetry.scraped import Scraped
 from rondel.runtime.telemetry.sinks import open_sinks
 from rondel.train.checkpoint import Checkpoints
-from rondel.words.config import Evaluation, Job, Warmup
+from rondel.words.config import ORIGIN, Evaluation, Job, Warmup
 from rondel.words.errors import ConfigError, StalledError, WorkerError
 from rondel.words.events import Broke, Resumed, RunStarted, Warned, emit, subscribe
 
@@ -111,6 +111,8 @@ def _train(
                 f"set, but without effect in this run: {', '.join(unread)}. Remove them, or see `rondel explain` for what reads them"
             )
         _replace(folder / "job.toml", tomli_w.dumps(_without_none(job.tree())))
+        if job.origin:
+            _replace(folder / ORIGIN, job.origin)
         emit(RunStarted(str(folder), job.digest(), facts_of(parts)))
         run = Run(job, parts, folder, checkpoints, rollouts, ending, schedule)
         if interrupted:

@@ -90,7 +90,7 @@ class OneAtATime:
 
     def take(self, who: str) -> None:
         if self.holder not in (None, who):
-            raise LawError(f"the {who} wants the memory of a device that the {self.holder} has: the {self.holder} must sleep first (law 8)")
+            raise LawError(f"the {who} wants the memory of a device that the {self.holder} has: the {self.holder} must sleep first")
         self.holder = who
 
     def leave(self, who: str) -> None:

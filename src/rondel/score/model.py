@@ -168,7 +168,7 @@ class Model:
     def _run(self, batch: list[list[int]]) -> list[list[float]]:
         """All texts in one row; positions begin anew with each, and by them attention keeps to its own text."""
         if self._naps is not None and self._naps.asleep:
-            raise RewardError("a reward model was asked while it slept: somebody else has its device (law 8)")
+            raise RewardError("a reward model was asked while it slept: somebody else has its device")
         torch, device = self.torch, self.device
         row = torch.tensor([[i for ids in batch for i in ids]], device=device)
         places = torch.tensor([[at for ids in batch for at in range(len(ids))]], device=device)

@@ -201,7 +201,7 @@ class FromDistributed:
             if not isinstance(error, RuntimeError):
                 raise
             if "timeout" in (said := str(error).lower()) or "timed out" in said:
-                raise StalledError(f"{what}: no answer for {self.deadline:g} s, the last word was: {error} (law 10)") from error
+                raise StalledError(f"{what}: no answer for {self.deadline:g} s, the last word was: {error}") from error
             raise SyncError(f"{what}: {error}") from error
 
     def close(self) -> None:

@@ -121,7 +121,7 @@ class Update:
                 parked, since = await self._park(engines), time.perf_counter()
             for version in await self._tell(engines, Commit(manifest.version, manifest.root)):
                 if version != manifest.version:
-                    raise SyncError(f"the engine says it serves version {version}, but {manifest.version} was committed (law 6)")
+                    raise SyncError(f"the engine says it serves version {version}, but {manifest.version} was committed")
             if holds == "commit":
                 paused, parked = await self._resume(parked, since), []
             if probe:
@@ -162,7 +162,7 @@ class Update:
                 failed[0].result()
             if late:
                 names = ", ".join(sorted(tasks[task] for task in late))
-                raise stalled(f"{names}: no answer to {what} for {self.deadline:g} s; the update is aborted (law 10)")
+                raise stalled(f"{names}: no answer to {what} for {self.deadline:g} s; the update is aborted")
         finally:
             for task in tasks:
                 task.cancel()
@@ -173,9 +173,9 @@ class Update:
         if self.root is None:
             return
         if self.moved() and manifest.root == self.root:
-            raise SyncError("the trainer made a step with lr > 0, but the weights it publishes are bit for bit the old ones (law 6)")
+            raise SyncError("the trainer made a step with lr > 0, but the weights it publishes are bit for bit the old ones")
         if not self.moved() and manifest.root != self.root:
-            raise SyncError("no update was applied, but the published weights changed (law 6)")
+            raise SyncError("no update was applied, but the published weights changed")
 
     async def _probe_gap(self, engine: Engine, manifest: Manifest, policy: str = POLICY) -> float:
         whose = "" if policy == POLICY else f" of '{policy}'"
@@ -184,12 +184,12 @@ class Update:
         theirs = scored.logprobs
         if len(theirs) != len(ours):
             raise SyncError(
-                f"the probe has {len(self.probe)} tokens; the trainer{whose} scored {len(ours)} of them, the engine {len(theirs)} (law 6)"
+                f"the probe has {len(self.probe)} tokens; the trainer{whose} scored {len(ours)} of them, the engine {len(theirs)}"
             )
         gap = float(np.abs(np.subtract(theirs, ours)).mean())  # NaN wins; one unlikely token in bf16 may be off by a nat, the mean is not
         if not gap <= self.tolerance:
             raise SyncError(
-                f"after version {manifest.version} trainer and engine{whose} differ by {gap:.3g} nats a token on the probe (limit {self.tolerance}; law 6)"
+                f"after version {manifest.version} trainer and engine{whose} differ by {gap:.3g} nats a token on the probe (limit {self.tolerance})"
             )
         self._doubt(gap, ours, manifest.version, policy, whose)
         for name, one in (scored.replicas or {"": theirs}).items():

@@ -88,7 +88,7 @@ class Offload:
 
     def refuse_asleep(self, verb: str) -> None:
         if self.asleep:
-            raise TrainError(f"{verb} of a trainer that is asleep: its optimizer lies in host memory; wake it first (law 8)")
+            raise TrainError(f"{verb} of a trainer that is asleep: its optimizer lies in host memory; wake it first")
 
     def _state(self) -> list[Tensor]:
         """What a step needs and nobody else reads."""

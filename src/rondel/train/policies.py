@@ -105,7 +105,7 @@ class Trainers:
         for name, own in shares.items():
             newest = max((int(s.versions.max()) for s in own.samples if not s.guided), default=0)
             if name in self._published and newest > (version := self._published[name].version):
-                raise LawError(f"'{name}' is at version {version}, and a token of its agents was written by version {newest} (law 2)")
+                raise LawError(f"'{name}' is at version {version}, and a token of its agents was written by version {newest}")
 
     def _check_moved(self, name: str, manifest: Manifest) -> None:
         """The digest of each changes if and only if it was moved; that of all would hide one that stood still."""
@@ -114,9 +114,9 @@ class Trainers:
         if before is None or manifest.version <= before.version:
             return
         if moved and manifest.root == before.root:
-            raise SyncError(f"'{name}' made a step with lr > 0, but the weights it publishes are bit for bit the old ones (law 6)")
+            raise SyncError(f"'{name}' made a step with lr > 0, but the weights it publishes are bit for bit the old ones")
         if not moved and manifest.root != before.root:
-            raise SyncError(f"no update of '{name}' was applied, but its published weights changed (law 6)")
+            raise SyncError(f"no update of '{name}' was applied, but its published weights changed")
 
     def _tell_silence(self, batch: Batch, shares: Mapping[str, Batch]) -> None:
         """Once: a policy that nobody plays costs its memory and learns nothing."""

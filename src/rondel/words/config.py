@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from rondel.words.errors import ConfigError
-from rondel.words.registry import nearest
+from rondel.words.registry import look_beside, nearest
 from rondel.words.types import DATA, GREEDY, POLICY, UNTRAINABLE
 
 
@@ -56,7 +56,7 @@ class Adapter(Section):
         mine = self.__dict__
         if mine["dropout"]:
             raise ValueError(
-                f"dropout = {mine['dropout']} would train other logprobs than those that the engine drew from (law 4); "
+                f"dropout = {mine['dropout']} would train other logprobs than those that the engine drew from; "
                 "set it to 0, and use algo.kl or a lower rank against overfitting"
             )
         if isinstance(mine["targets"], str) and mine["targets"] != "all-linear":
@@ -282,7 +282,7 @@ class SamplingSection(Section):
         for name in UNTRAINABLE.keys() - cls.model_fields if isinstance(given, dict) else ():
             if name in given:
                 raise ValueError(
-                    f"{name} is not for training: the trainer could not recompute the logprobs (law 4). Drop it here; "
+                    f"{name} is not for training: the trainer could not recompute the logprobs. Drop it here; "
                     f"task.eval.sampling = {{ {name} = ... }} uses it in evaluations"
                 )
         return given
@@ -437,6 +437,19 @@ class Policy(BaseModel):
         return self
 
 
+SYNONYMS = {  # what other trainers call a key of ours
+    "learning_rate": "trainer.lr", "warmup_steps": "trainer.warmup_steps", "max_grad_norm": "trainer.clip", "lr_scheduler_type": "trainer.schedule",
+    "batch_size": "loop.groups_per_step", "train_batch_size": "loop.groups_per_step", "per_device_train_batch_size": "loop.groups_per_step",
+    "max_steps": "loop.steps", "num_train_epochs": "loop.steps", "total_steps": "loop.steps", "num_iterations": "loop.updates_per_step",
+    "num_generations": "algo.group_size", "n_samples": "algo.group_size", "rollout_n": "algo.group_size",
+    "beta": "algo.kl.coef", "kl_coef": "algo.kl.coef", "kl_loss_coef": "algo.kl.coef", "entropy_coef": "algo.entropy.coef",
+    "epsilon": "algo.surrogate.low", "clip_range": "algo.surrogate.low", "epsilon_high": "algo.surrogate.high",
+    "max_new_tokens": "engine.sampling.max_tokens", "max_completion_length": "engine.sampling.max_tokens",
+    "temperature": "engine.sampling.temperature", "top_p": "engine.sampling.top_p", "top_k": "engine.sampling.top_k",
+    "model_name_or_path": "model.path", "model_name": "model.path", "pretrain": "model.path", "output_dir": "run.folder",
+    "save_steps": "run.checkpoint.every", "report_to": "run.sinks", "seed": "loop.seed", "dataset": "task.data", "dataset_name": "task.data",
+    "reward_funcs": "task.reward", "system_prompt": "task.system",
+}  # fmt: skip
 STAGES = ("score", "filter", "generate", "train", "sync", "loop", "eval", "time", "mem", "ledger")  # how names of metrics begin
 
 
@@ -453,6 +466,12 @@ class Job(Section):
     sync: Sync = Sync()
     policies: dict[str, Policy] = {}
     run: Run
+    _origin: str = PrivateAttr("")
+
+    @property
+    def origin(self) -> str:
+        """Where the recipe lies, if it was read from a file."""
+        return self._origin
 
     @field_validator("policies")
     @classmethod
@@ -504,9 +523,12 @@ class Job(Section):
             raise ConfigError(f"no recipe at {path}.{near}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
             raise ConfigError(f"{path} is not TOML: {error}") from error
+        look_beside(origin := _origin(path))
         for dotted, value in (overrides or {}).items():
             place(tree, dotted, deepcopy(value))  # a later override may write into it
-        return cls.parse(tree, source=str(path))
+        job = cls.parse(tree, source=str(path))
+        job._origin = str(origin.resolve())
+        return job
 
     @classmethod
     def parse(cls, tree: dict[str, Any], source: str = "recipe") -> Job:
@@ -557,13 +579,23 @@ def place(tree: dict[str, Any], dotted: str, value: Any) -> None:
     tree[leaf] = value
 
 
+ORIGIN = "recipe.path"  # in a run's folder: where the recipe lies that began it
+
+
+def _origin(path: Path) -> Path:
+    """The recipe itself; for the copy of it in a run's folder the one that it was copied from."""
+    note = path.parent / ORIGIN
+    return Path(note.read_text(encoding="utf-8")) if path.name == "job.toml" and note.is_file() else path
+
+
 def _explain(error: ValidationError, source: str) -> str:
     rows = []
     for fault in error.errors():
         where = [str(part) for part in fault["loc"]]
         dotted, value = ".".join(where), fault.get("input")
         if fault["type"] == "extra_forbidden":
-            rows.append(f"unknown key '{dotted}'.{nearest(where[-1], _known(fault['loc'][:-1]))}")
+            synonym = f" Did you mean '{SYNONYMS[where[-1]]}'?" if where[-1] in SYNONYMS else ""
+            rows.append(f"unknown key '{dotted}'.{synonym or nearest(where[-1], _known(fault['loc'][:-1]))}")
         elif fault["type"] == "missing":
             rows.append(f"'{dotted}' is missing; add it to the recipe or pass --{dotted}=...")
         elif isinstance(value, str) and fault["type"] in ("float_type", "int_type"):

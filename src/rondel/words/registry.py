@@ -35,17 +35,43 @@ def find(what: str, kind: str, known: dict[str, Any]) -> Any:
     )
 
 
+_recipe: list[Path] = []  # the folder of the recipe that was read last
+
+
+def look_beside(recipe: Path) -> None:
+    """Modules and files that a recipe names are looked for in its folder first. Workers inherit the search path of their controller."""
+    _recipe[:] = [recipe.resolve().parent]
+    _search(Path.cwd())
+    _search(_recipe[0], first=True)
+
+
+def _search(folder: Path, *, first: bool = False) -> None:
+    if first and str(folder) in sys.path:
+        sys.path.remove(str(folder))
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def places() -> list[Path]:
+    """Where what a recipe names is looked for."""
+    return list(dict.fromkeys([*_recipe, Path.cwd()]))
+
+
+def located(path: str) -> Path:
+    """The file or folder of this name in the first place that has it; else as it is."""
+    return next((found for place in places() if (found := place / path).exists()), Path(path))
+
+
 def imported(what: str, path: str) -> Any:
-    """`module:name` from the Python path or the current folder."""
+    """`module:name` from the recipe's folder, the current folder or the Python path."""
     module, _, name = path.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    _search(Path.cwd())
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and module.split(".")[0] != error.name.split(".")[0]:
             raise ConfigError(f"{what} '{path}': importing {module} failed, because it needs '{error.name}': pip install it") from error
-        raise ConfigError(f"{what} '{path}': no module '{module}' in {Path.cwd()} or on the Python path") from error
+        raise ConfigError(f"{what} '{path}': no module '{module}' in {' or '.join(map(str, places()))} or on the Python path") from error
     except Exception as error:
         raise ConfigError(f"{what} '{path}': importing {module} raised {type(error).__name__}: {error}") from error
     if not hasattr(found, name):

@@ -303,13 +303,13 @@ class ForeignEngine:
             self._broken = f"{self.server.name} did not take version {commit.version}: {type(error).__name__}: {error}"
             if not isinstance(error, Exception):
                 raise
-            raise SyncError(f"{self._broken}; the engine refuses to generate until a good update (law 6)") from error
+            raise SyncError(f"{self._broken}; the engine refuses to generate until a good update") from error
         self._broken, self.version, self.root, self.bytes_copied = "", commit.version, commit.root, route.bytes
         self._committed = True
 
     def _refuse_if_broken(self) -> None:
         if self._broken:
-            raise EngineError(f"the engine refuses to generate until a good update (law 6): {self._broken}")
+            raise EngineError(f"the engine refuses to generate until a good update: {self._broken}")
 
 
 def checked(server: str, tokens: Sequence[int], logprobs: Sequence[float], media: Media = ()) -> list[float]:

@@ -65,7 +65,7 @@ class Policies:
 
     def _refuse_mixed(self) -> None:
         if self._mixed:
-            raise EngineError(f"the engines refuse to generate until a good update (law 6): {self._mixed}")
+            raise EngineError(f"the engines refuse to generate until a good update: {self._mixed}")
 
     # -- what goes to all ------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class Policies:
             name, why = next(iter(faults.items()))
             if len(faults) < len(answers):
                 self._mixed = f"'{name}' did not take version {message.version}, and others did: {why}"
-            raise why if isinstance(why, BaseException) else SyncError(f"'{name}' serves version {why}, not {message.version} (law 6)")
+            raise why if isinstance(why, BaseException) else SyncError(f"'{name}' serves version {why}, not {message.version}")
         self._version, self._mixed = message.version, ""
         return self._version
 

@@ -152,7 +152,7 @@ class Router:
             gap = float(np.abs(np.subtract(other.logprobs, told[0].logprobs)).mean()) if request.tokens else 0.0
             if other.version != told[0].version or not gap <= self.apart:
                 raise EngineError(
-                    f"replicas at versions {told[0].version} and {other.version} differ by {gap:.3g} nats a token (limit {self.apart}; law 6)"
+                    f"replicas at versions {told[0].version} and {other.version} differ by {gap:.3g} nats a token (limit {self.apart})"
                 )
         return replace(told[0], replicas={replica.name: answer.logprobs for replica, answer in zip(asked, told)})
 
@@ -326,7 +326,7 @@ class Router:
             if isinstance(message, Commit | Abort):
                 await self._over("update")
         if len(served) > 1:
-            raise LawError(f"after {type(message).__name__} the replicas serve versions {sorted(served)}; they must serve one (law 6)")
+            raise LawError(f"after {type(message).__name__} the replicas serve versions {sorted(served)}; they must serve one")
         if isinstance(message, Commit):
             self.version = served.pop()
             for replica in members:

@@ -45,7 +45,7 @@ class Vllm:
             ) from error
         if sampling.temperature != 1 and config["model_config"]["logprobs_mode"] != PROCESSED:
             raise ConfigError(
-                f"engine.sampling.temperature = {sampling.temperature}, but this vLLM tells logprobs of temperature 1 (law 4): "
+                f"engine.sampling.temperature = {sampling.temperature}, but this vLLM tells logprobs of temperature 1: "
                 f"start it with --logprobs-mode {PROCESSED}, or use 1.0"
             )
         self.packs = config["device_config"]["device"] == "cpu"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rondel.words.errors import DataError, boundary
-from rondel.words.registry import nearest
+from rondel.words.registry import located, nearest, places
 
 
 class Row(NamedTuple):
@@ -114,8 +114,8 @@ def datasets(name: str, split: str = "train", subset: str | None = None) -> Iter
     except ImportError as error:
         raise DataError("kind 'datasets' needs a package: pip install 'rondel[tasks]'") from error
     with boundary(DataError, f"loading data set '{name}', split '{split}' (is the name right, and the machine online?)"):
-        saved = Path(name).is_dir() and any((Path(name) / f).exists() for f in ("state.json", "dataset_dict.json"))
-        rows = hub.load_from_disk(name) if saved else hub.load_dataset(name, subset, split=split)
+        saved = any((located(name) / f).is_file() for f in ("state.json", "dataset_dict.json"))
+        rows = hub.load_from_disk(str(located(name))) if saved else hub.load_dataset(name, subset, split=split)
         if isinstance(rows, hub.DatasetDict):
             rows = rows[split]
     for number, fields in enumerate(rows, 1):
@@ -173,8 +173,10 @@ KINDS: dict[str, Callable[..., Iterable[Row]]] = {
 
 
 def _existing(path: str) -> Path:
-    file = Path(path)
+    file = located(path)
     if not file.is_file():
         there = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
-        raise DataError(f"no file '{path}' (from {Path.cwd()}).{nearest(file.name, there)} Give a path from there, or an absolute one")
+        raise DataError(
+            f"no file '{path}' (from {' or '.join(map(str, places()))}).{nearest(file.name, there)} Give a path from there, or an absolute one"
+        )
     return file

@@ -17,7 +17,7 @@ from rondel.generate.envs.rows import KINDS, Row
 from rondel.generate.pictures import is_image, is_picture, shown, source_of, stored
 from rondel.words.errors import ConfigError, DataError
 from rondel.words.media import worded
-from rondel.words.registry import find, nearest
+from rondel.words.registry import find, located, nearest
 from rondel.words.types import Task
 
 Found = dict[str, tuple[str, Task]]  # task id -> (content, task)
@@ -133,7 +133,8 @@ def _read(kind: str, settings: dict[str, Any], env: str, columns: tuple[str | No
     found: Found = {}
     wanted, count, kept = settings.pop("where", {}), 0, 0
     path = settings.get("path")
-    folder = Path(path[0] if isinstance(path, list) and path else path).parent if isinstance(path, str | list) and path else Path()
+    first = path[0] if isinstance(path, list) and path else path
+    folder = located(first).parent if isinstance(first, str) else Path()
     for count, row in enumerate(_rows(kind, settings), 1):  # noqa: B007
         if wanted and not _fits(row, wanted):
             continue
@@ -251,4 +252,6 @@ def _question(row: Row, asked: Any) -> str:
 def _missing(row: Row, column: str, key: str) -> DataError:
     has = list(row.fields)
     none = ", or answer = '' if the reward needs none" if key == "answer" else ""
+    if column in has:
+        return DataError(f"{row.where}: '{column}' is null; give the row a value or drop it{none}")
     return DataError(f"{row.where}: no '{column}'.{nearest(column, has)} It has: {', '.join(has)}; name the field with {key} = '...'{none}")

@@ -286,7 +286,7 @@ def _sampling(s: Setting) -> Iterator[Part]:
         if s[key] in off:
             yield Same((key,), "it changes nothing at this value")
         else:
-            yield Gap((key,), "the trainer could not recompute the logprobs, so training samples from the whole distribution (law 4)")
+            yield Gap((key,), "the trainer could not recompute the logprobs, so training samples from the whole distribution")
 
 
 def _optimizer(s: Setting) -> Iterator[Part]:

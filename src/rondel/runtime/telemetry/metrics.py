@@ -110,7 +110,7 @@ FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
         "bytes",
         "peak on a shared device in a phase; with a name behind it, what was held of that at the phase's end; of a worker: rss, peak, and what it holds",
     ),
-    "ledger/": ("groups", "what became of the groups issued so far (law 1)"),
+    "ledger/": ("groups", "what became of the groups issued so far"),
     "train/mismatch_k3_tenth_": ("nats", "the K3 of the first, second, ... tenth of the answers"),
     "train/mismatch_k3_lag_": (
         "nats",

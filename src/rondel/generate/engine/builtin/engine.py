@@ -172,7 +172,7 @@ class BuiltinEngine:
         if self.arrivals.overwrites:
             raise EngineError("new weights are arriving: score before the update begins or after its commit")
         if "weights" in self._asleep:
-            raise EngineError("the weights are asleep: wake them before anything is scored (law 8)")
+            raise EngineError("the weights are asleep: wake them before anything is scored")
         if request.wants:
             raise UserError(f"score gives log-probabilities and nothing else, not {', '.join(sorted(request.wants))}")
         if not 1 <= len(request.tokens) <= self.loaded.max_context:
@@ -483,7 +483,7 @@ class BuiltinEngine:
         if not tags:
             return
         if self._busy:
-            raise EngineError("sleep while requests run: pause the engine first (law 8)")
+            raise EngineError("sleep while requests run: pause the engine first")
         if "kv_cache" in tags:
             self.scheduler.drop_cache(self.version)
             self.pages.release_memory()
@@ -533,7 +533,7 @@ class BuiltinEngine:
                 self._broken = why
             if not isinstance(error, Exception):
                 raise
-            raise SyncError(why if whole else f"{why}; the engine refuses to generate until a good update (law 6)") from error
+            raise SyncError(why if whole else f"{why}; the engine refuses to generate until a good update") from error
         return self.version
 
     async def _commit(self, commit: Commit) -> None:
@@ -563,4 +563,4 @@ class BuiltinEngine:
 
     def _refuse_if_broken(self) -> None:
         if self._broken:
-            raise EngineError(f"the engine refuses to generate until a good update (law 6): {self._broken}")
+            raise EngineError(f"the engine refuses to generate until a good update: {self._broken}")

@@ -257,10 +257,10 @@ class Scheduler:
         private = sum(live.computed - live.shared + len(live.ahead) for live in self.running)
         if self.pages.free + self.tree.cached + private != self.pages.count:
             raise LawError(
-                f"pages do not add up (law 7): {self.pages.free} free + {self.tree.cached} cached + {private} private != {self.pages.count}"
+                f"pages do not add up: {self.pages.free} free + {self.tree.cached} cached + {private} private != {self.pages.count}"
             )
         if self.tree.held > sum(live.shared for live in self.running):
-            raise LawError(f"{self.tree.held} cached pages are locked for {len(self.running)} running requests that share fewer (law 7)")
+            raise LawError(f"{self.tree.held} cached pages are locked for {len(self.running)} running requests that share fewer")
 
 
 def _shares(live: Live, other: Live) -> bool:

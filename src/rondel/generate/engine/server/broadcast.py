@@ -169,4 +169,4 @@ def _receive(group: Group, rows: list[tuple[str, torch.dtype, list[int]]], flat:
 def _told(what: str, wait: float, error: RuntimeError) -> SyncError | StalledError:
     late = any(word in str(error).lower() for word in ("timeout", "timed out"))
     said = f"{what}: {str(error)[:300]}"
-    return StalledError(f"{said} (waited at most {wait:g} s, law 10)") if late else SyncError(said)
+    return StalledError(f"{said} (waited at most {wait:g} s)") if late else SyncError(said)
