@@ -213,14 +213,14 @@ class Buffer:
 
     def _leave_rolling(self, slot: Slot) -> None:
         if self._rolling.pop(slot.number, None) is None:
-            raise LawError(f"group {slot.number} was given back, but nobody had claimed it (law 1)")
+            raise LawError(f"group {slot.number} was given back, but nobody had claimed it")
 
     # -- the learner's side ----------------------------------------------------------------------
 
     async def take(self) -> list[Group]:
         """The next P groups that finish, as far as the deadlines of the others allow; fewer only at the end or when refills ran out."""
         if self._taken:
-            raise LawError("take() before the groups of the last step were settled (law 1)")
+            raise LawError("take() before the groups of the last step were settled")
         picked: list[Group] = []
         while len(picked) < self.groups_per_step:
             number = await self._turn("pick", self._next, who="learner", waits_for="finished groups")
@@ -235,7 +235,7 @@ class Buffer:
         for group in picked:
             if self.version - group.born > self.max_staleness:
                 raise LawError(
-                    f"group {group.id} is {self.version - group.born} versions old; at most {self.max_staleness} are allowed (law 2)"
+                    f"group {group.id} is {self.version - group.born} versions old; at most {self.max_staleness} are allowed (loop.max_staleness)"
                 )
         return picked
 
@@ -340,7 +340,7 @@ class Buffer:
     def check(self) -> None:
         book = self.ledger()
         if 2 * book["issued"] != sum(book.values()):
-            raise LawError(f"the ledger does not balance (law 1): {book}")
+            raise LawError(f"the ledger does not balance: {book}")
 
     def state(self, version: int) -> dict[str, Any]:
         """What a resume needs, with `version` serving: finished groups whole, also those that a step

@@ -1,6 +1,8 @@
 """The command line: exit codes, one readable line for each error, and a start without torch."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -10,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from units.synthetic import evaluated, group, write_run
 
-from rondel import run
+from rondel import cli, run
 from rondel.cli import VERBS, ending, main
 from rondel.cli.view import gap, tokenizer
 from rondel.runtime.journal.store import path_of, write_step
@@ -357,3 +359,22 @@ def test_what_a_recipe_names_lies_beside_it(tmp_path, monkeypatch):
         assert located("both.jsonl") == home / "both.jsonl" and located("only_here.jsonl") == here / "only_here.jsonl"
         assert located("nowhere") == Path("nowhere") and located(str(run / "both.jsonl")) == run / "both.jsonl"
     monkeypatch.delitem(sys.modules, "rondel_both_have_it")
+
+
+def test_no_message_speaks_of_a_law_by_its_number():
+    """The numbered list is in the developers' papers; a user reads what was violated in words."""
+    found = []
+    for path in sorted(Path(cli.__file__).parents[1].rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        papers = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        }
+        texts = (
+            node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in papers
+        )
+        found += [f"{path.name}:{node.lineno}" for node in texts if re.search(r"\blaws? \d", node.value)]
+    assert found == []
