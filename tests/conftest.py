@@ -1,8 +1,14 @@
-"""Before anything imports Triton: on a machine without a GPU its kernels are interpreted."""
+"""Before anything imports torch or Triton: threads that wait sleep, and without a GPU Triton's kernels are interpreted.
+
+Test workers share the cores. A thread pool that spins while it waits takes the core from the one it waits for: two processes of two
+threads each took 110 s on two cores for what they do in 3 s when they sleep (docs/LOG.md).
+"""
 
 import os
 
-import torch
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
