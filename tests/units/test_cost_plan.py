@@ -114,8 +114,66 @@ def test_bubble_is_that_of_a_schedule():
 
 def test_traffic():
     assert [layout.zero_traffic(1, stage) for stage in (0, 1, 2, 3)] == [2, 2, 2, 3], "C17: ZeRO-1 does not cut traffic"
+    assert layout.zero_traffic(1, 3, micro_batches=5) == 15 and layout.zero_traffic(1, 2, micro_batches=5) == 2
     assert layout.tensor_traffic(8, 1.0) == 1.75
     assert layout.expert_traffic(8, 1.0, 2) == pytest.approx(2 * 7 / 8 * 2 / 8)
+
+
+def test_shards_travel_in_every_micro_batch():
+    """Data parallel in bfloat16: 2 + 2 + 4 bytes a number of a layer, 2 + 4 of embedding and head, (n-1)/n of them, a micro-batch."""
+    setting = replace(what_if(["model=7b", "gpus=4", "prompts=16", "group=8", "mean=1000", "prompt=480"]), micro=8192)
+    s = setting.shape
+    assert (setting.packed_tokens, setting.packed_tokens / 4 / 8192) == (135680, pytest.approx(4.14, abs=0.01))
+    once = 3 / 4 * (8 * s.body + 6 * 2 * s.embedding)
+
+    def traffic(**changed):
+        return next(row.traffic for row in layout.layouts(replace(setting, **changed)) if row.dp == 4)
+
+    assert traffic() == pytest.approx(5 * once)
+    assert traffic(micro=1 << 20) == pytest.approx(once)
+    assert traffic(updates=3) == pytest.approx(3 * 2 * once) and traffic(epochs=2) == pytest.approx(2 * 5 * once)
+
+
+def test_traffic_of_shards_is_what_fsdp_sends():
+    """Bytes that torch's collectives are given in three passes of a tiny model, on one of four ranks that only seem to be there."""
+    import torch
+    import torch.distributed as dist
+    from engine_kit import tiny
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from rondel.models.attention import PackedLayout, Segment
+    from rondel.planner.shapes import of_config
+    from rondel.train.fsdp import Sharded
+    from rondel.train.logprobs import logprob_and_entropy
+
+    sent = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            name = str(op)
+            if "allgather" in name.replace("_", "") and torch.is_tensor(args[0]):  # and no list of objects
+                sent.append(args[0].nbytes * 3 / 4)
+            elif "reduce_scatter" in name:
+                sent.append(args[1].nbytes * 3 / 4)
+            return op(*args, **(kwargs or {}))
+
+    ids = torch.arange(12)
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        held = Sharded(0, 4, None).hold(tiny("llama"))
+
+        def work(head):
+            return logprob_and_entropy(held.hidden(ids, ids, PackedLayout([Segment(0, 12)])), ids, head)[0]
+
+        for _ in range(3):
+            with Count():
+                held.within(work).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    s = of_config(held.model.config.to_dict())
+    root = s.embedding * (1 if s.tied else 2)
+    assert sum(sent) == pytest.approx(layout.sharded_traffic(s.body, root, ranks=4, micro_batches=3, width=4), rel=0.01)
 
 
 @pytest.mark.parametrize("words", [["model=70b", "gpus=64"], ["model=235b-a22b", "gpus=128", "trainers=64", "output=32k"]])

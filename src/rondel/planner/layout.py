@@ -19,9 +19,22 @@ def bubble(p: int, m: int, v: int = 1) -> float:
     return (p - 1) / (v * m + p - 1)
 
 
-def zero_traffic(phi: float, stage: int) -> float:
-    """A step's traffic of a device in units of the model: 2 for DDP and ZeRO-1/2 (a reduce-scatter and a gather are an all-reduce), 3 for ZeRO-3."""
-    return (3 if stage == 3 else 2) * phi
+def zero_traffic(phi: float, stage: int, micro_batches: int = 1) -> float:
+    """A step's traffic of a device in units of the model.
+
+    2 for DDP and ZeRO-1/2, which synchronise once a step (a reduce-scatter and a gather are an all-reduce); 3 for ZeRO-3 in every micro-batch: it gathers for the
+    forward and for the backward pass, and reduce-scatters the gradient.
+    """
+    return 3 * phi * micro_batches if stage == 3 else 2 * phi
+
+
+def sharded_traffic(layers: float, root: float, *, ranks: int, micro_batches: int, width: float) -> float:
+    """Bytes of one rank in a step under FSDP2 as train/fsdp.py uses it: m·(n-1)/n·((2·width + 4)·layers + (width + 4)·root).
+
+    Every micro-batch gathers a layer for its forward and again for its backward pass, gathers `root` (embedding, last norm, head) once, and
+    reduce-scatters all gradients in fp32.
+    """
+    return micro_batches * (ranks - 1) / ranks * ((2 * width + 4) * layers + (width + 4) * root)
 
 
 def tensor_traffic(n: int, size: float) -> float:
@@ -82,15 +95,15 @@ def layouts(setting: Setting) -> list[Layout]:
 def _of(setting: Setting, dp: int, tp: int, pp: int, cp: int, ep: int) -> Layout:
     s, on, state, width = setting.shape, setting.hardware, layout(setting), setting.width
     devices = dp * tp * pp * cp
-    mine = setting.packed_tokens / dp  # tokens of one replica, cut over cp
-    micro = max(1, min(setting.micro * cp, mine))
-    m = ceil(mine / micro)
+    mine = setting.packed_tokens / dp  # tokens of one replica in an epoch, cut over cp
+    update = mine / setting.updates
+    micro = max(1, min(setting.micro * cp, update))
+    m = ceil(update / micro)  # micro-batches of an update
     each = s.checkpointed(width) if setting.checkpointing else s.saved(width)
     alive = min(pp, m)  # micro-batches whose activations the first stage keeps
     gathered = width * 2 * (s.body / s.layers) / tp if dp * cp > 1 else 0
     memory = state.total * s.parameters / devices + gathered + each * micro * alive / (tp * pp * cp)
 
-    per_replica = s.parameters * width / (tp * pp)
     inside = 0.0
     if tp > 1:
         inside += 4 * s.layers / pp * tensor_traffic(tp, mine / cp * s.hidden * width)
@@ -98,7 +111,9 @@ def _of(setting: Setting, dp: int, tp: int, pp: int, cp: int, ep: int) -> Layout
         inside += 3 * (s.layers - s.dense_layers) / pp * expert_traffic(ep, mine / cp * ep * s.hidden * width, s.per_token)
     if cp > 1:
         inside += 3 * context_traffic(cp, mine * s.kv_bytes(width) / (tp * pp))
-    over = zero_traffic(per_replica - s.expert_parameters * width / (tp * pp) * (1 - 1 / ep), 3) if dp * cp > 1 else 0.0
+    root = s.embedding * (1 if s.tied else 2) / (tp * pp)
+    layers = (s.body - s.expert_parameters * (1 - 1 / ep)) / (tp * pp)
+    over = sharded_traffic(layers, root, ranks=dp * cp, micro_batches=m * setting.updates, width=width)
     if pp > 1:
         over += 2 * mine / cp * s.hidden * width
 
@@ -109,4 +124,5 @@ def _of(setting: Setting, dp: int, tp: int, pp: int, cp: int, ep: int) -> Layout
     idle = bubble(pp, m)
     hidden = min(over / slow, 0.8 * work)  # sharding's traffic runs beside the arithmetic, as far as there is any
     seconds = work / (1 - idle) + inside / nested + over / slow - hidden
-    return Layout(dp, tp, pp, cp, ep, memory, memory <= on.memory * (1 - SPARE), idle, inside + over, seconds)
+    epochs = setting.epochs
+    return Layout(dp, tp, pp, cp, ep, memory, memory <= on.memory * (1 - SPARE), idle, epochs * (inside + over), epochs * seconds)
