@@ -50,6 +50,7 @@ def test_packed_and_paged_equal_the_plain_forward(kind):
     e = engine(loaded, prefill_tokens=16)
     done = asyncio.run(all_of(e, [ask(shared, key=i, n=n) for i, n in enumerate((25, 3, 14, 1))]))
     idle(e)
+    assert (e.pages.keys.bytes + e.pages.values.bytes) / (e.pages.count + 1) == loaded.cached > 0, "what a page is billed at"
     tails = [c.tokens for c in done]
     plain = [plain_logprobs(loaded, shared + tail)[len(shared) - 1 :] for tail in tails]
     packed = packed_logprobs(loaded, shared, tails)

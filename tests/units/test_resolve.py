@@ -9,7 +9,10 @@ from run_kit import events, tiny
 
 from rondel.assemble import build, placing, train
 from rondel.assemble.parts import _prompt_counter, with_steps
-from rondel.planner.resolve import transport
+from rondel.planner import cost, memory
+from rondel.planner.hardware import hardware
+from rondel.planner.resolve import SPARE, engine_reserve, kv_pages, transport
+from rondel.planner.setting import what_if
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError, DataError
 from rondel.words.events import Warned, subscribe
@@ -128,3 +131,55 @@ def test_a_run_asks_for_the_room_that_its_weights_need(room, kind, monkeypatch):
     monkeypatch.setattr(placing.planner, "shared_memory", lambda: room)
     plan = placing.Plan(job, frozenset(), Sampling(), lambda known: 8, None)
     assert plan.kind == kind and 4e5 < placing.bytes_sent(job) < 1e6
+
+
+def test_an_engine_on_its_own_device_gives_the_cache_what_is_left():
+    how = dict(max_running=512, longest=32768, page_bytes=100_000)
+    shared, own = (kv_pages("auto", free_bytes=60 * GB, reserve_bytes=reserve, **how) for reserve in (None, 6 * GB))
+    assert shared.value == 60 * GB // 4 // 100_000 and "a quarter of 60.0 GB" in shared.why
+    assert own.value == 54 * GB // 100_000 and "less a reserve of 6.0 GB" in own.why
+    assert kv_pages("auto", free_bytes=60 * GB, reserve_bytes=6 * GB, max_running=2, longest=100, page_bytes=100_000).value == 200
+    assert kv_pages("auto", free_bytes=GB, reserve_bytes=6 * GB, **how).value == 32768, (
+        "one request at its longest, and the bill says that it does not fit"
+    )
+
+
+@pytest.mark.parametrize("more", [[], ["sync=distributed"], ["tensor=2"], ["model=32b", "tensor=4"], ["lora=16"]])
+def test_a_cache_of_its_own_gives_the_throughput_that_the_formula_says(more):
+    """Weights, cache and reserve fill the device and no more, and the engines reach the rate of as many requests as that cache holds."""
+    sync = "distributed" if "sync=distributed" in more else "auto"
+    from dataclasses import replace
+
+    setting = what_if(
+        ["model=7b", "gpus=8", "place=split", "output=16k", "prompts=512", "running=2048", *[m for m in more if "sync" not in m]]
+    )
+    setting = replace(setting, sync=sync)
+    s, on = setting.shape, setting.hardware
+    [bill] = [b for b in memory.bills(setting) if b.pool == "engine"]
+    assert bill.room >= 0
+    left = on.memory * (1 - SPARE) - setting.weights / setting.tensor
+    tokens = memory.kv_tokens(setting)
+    assert tokens * s.kv_bytes() / setting.tensor > 0.6 * (left - memory.staged(setting)), "most of what the weights leave"
+    requests = int(tokens // (setting.prompt + setting.mean))
+    assert cost.together(setting) == min(requests, setting.samples // setting.engines)
+    quarter = int(left / 4 / (s.kv_bytes() / setting.tensor) // (setting.prompt + setting.mean))
+    middle = setting.prompt + setting.mean / 2
+
+    def rate(n):
+        return n / cost.decode_seconds(s, on, n, middle, tensor=setting.tensor)
+
+    assert rate(cost.together(setting)) >= rate(quarter)
+
+
+def test_a_cache_that_takes_turns_with_the_trainer_fills_the_device_and_no_more():
+    for words in (["model=7b"], ["model=7b", "gpus=8"], ["model=7b", "gpus=8", "lora=16", "reference=7b"]):
+        [turns] = memory.bills(what_if([*words, "offload=yes", "running=4096", "output=16k"]))
+        peak = turns.total("generate")
+        assert 0.9 * turns.memory * (1 - SPARE) < peak <= turns.memory * (1 - SPARE), words
+
+
+def test_the_reserve_has_a_second_version_where_weights_are_staged():
+    known = dict(memory=80 * GB, hidden=4096, vocab=128256, width=2, prefill=2048, max_running=256)
+    assert engine_reserve(**known, staged=16 * GB) - engine_reserve(**known) == pytest.approx(16 * GB - 2 * memory.BUCKET, abs=2)
+    assert engine_reserve(**known) > SPARE * 80 * GB
+    assert hardware("h100").on_gpu and not hardware("cpu").on_gpu

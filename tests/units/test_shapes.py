@@ -133,6 +133,27 @@ def test_the_cache_is_as_large_as_the_model_writes():
     assert shape("deepseek-v3").kv_bytes(expanded=False) == 61 * (512 + 64) * 2
 
 
+def test_the_cache_is_as_large_as_the_engine_keeps():
+    """Bytes of the pools after a request, a page: grouped heads, one head for each query, latent attention (kept expanded), a sliding window (all kept)."""
+    import asyncio
+
+    from engine_kit import ask, engine, prompt, tiny
+
+    sizes = SMALL | {"max_position_embeddings": 64}
+    kinds = {
+        "llama": {"num_key_value_heads": 2},
+        "qwen2": {"num_key_value_heads": 4},
+        "mistral": {"num_key_value_heads": 2, "sliding_window": 8},
+    }
+    kinds["deepseek_v3"] = TINY["deepseek_v3"]
+    for kind, more in kinds.items():
+        loaded = tiny(kind, **(sizes | more))
+        e = engine(loaded, kv_pages=100)
+        asyncio.run(e.generate(ask(prompt(1, 10), n=3)))
+        held = (e.pages.keys.bytes + e.pages.values.bytes) / 101
+        assert of_config({"model_type": kind, **sizes, **more}).kv_bytes(4) == held == loaded.cached, kind
+
+
 def test_an_adapter_is_as_large_as_peft_makes_it():
     peft = pytest.importorskip("peft")
     _, model = built("qwen3")

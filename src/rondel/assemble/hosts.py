@@ -19,7 +19,7 @@ from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.generate.engine.concurrency import Concurrency
-from rondel.models import adapters, nf4, vision
+from rondel.models import adapters, names, nf4, vision
 from rondel.models.aligned import align
 from rondel.models.graphs import serving_pass
 from rondel.models.load import Loaded, load
@@ -80,7 +80,16 @@ def engine_of(
 ) -> tuple[BuiltinEngine, dict[str, str]]:
     """`log`: where drawn tokens are kept for a life after a crash. -> the engine, and what was resolved for it."""
     draft = speculation.draft if speculation else None
-    pages = pages_of(job, [loaded, draft.loaded] if draft else [loaded], longest)
+    own = device.name.startswith("cuda") and (job.place.kind == "split" or (job.trainer.offload and not job.policies))
+    pages = pages_of(
+        [loaded, draft.loaded] if draft else [loaded],
+        wanted=job.engine.kv_pages,
+        max_running=job.engine.max_running,
+        longest=longest,
+        prefill=job.engine.prefill_tokens,
+        own=own,
+        staged="ipc" in transports,
+    )
     engine = BuiltinEngine(
         loaded,
         run=device.run,
@@ -406,20 +415,30 @@ def critic_fact(job: Job) -> str:
     return f"{c.path or 'a copy of the policy at its first step'}, lr {c.lr:g}{first}"
 
 
-def pages_of(job: Job, models: list[Loaded], longest: int) -> planner.Resolved:
-    """Cache pages for requests of at most `longest` tokens, whose keys and values all these models keep."""
+def pages_of(
+    models: list[Loaded], *, wanted: int | str, max_running: int, longest: int, prefill: int, own: bool, staged: bool
+) -> planner.Resolved:
+    """Cache pages for requests of at most `longest` tokens, whose keys and values all these models keep. `own`: the device is a GPU with nobody else on it while the engine generates;
+    `staged`: new weights lie there beside the old ones."""
+    loaded, reserve = models[0], None
+    free, memory = torch.cuda.mem_get_info(loaded.device) if loaded.device.type == "cuda" else (planner.free_memory(), 0)
+    if own:
+        vocab, hidden = loaded.head.weight.shape
+        version = sum(t.nbytes for _, t in names.weights(loaded.model)) if staged else 0
+        reserve = planner.engine_reserve(
+            memory=memory,
+            hidden=hidden,
+            vocab=vocab,
+            width=loaded.dtype.itemsize,
+            prefill=prefill,
+            max_running=max_running,
+            staged=version,
+        )
     return planner.kv_pages(
-        job.engine.kv_pages,
-        max_running=job.engine.max_running,
+        wanted,
+        max_running=max_running,
         longest=longest,
-        page_bytes=sum(map(page_bytes, models)),
-        free_bytes=torch.cuda.mem_get_info()[0] if models[0].device.type == "cuda" else planner.free_memory(),
+        page_bytes=sum(m.cached for m in models),
+        free_bytes=free,
+        reserve_bytes=reserve,
     )
-
-
-def page_bytes(loaded: Loaded) -> int:
-    """Keys and values of one token in all layers."""
-    c = loaded.model.config.get_text_config()
-    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-    size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    return 2 * c.num_hidden_layers * heads * size * torch.finfo(loaded.dtype).bits // 8

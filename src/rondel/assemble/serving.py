@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from rondel.assemble.hosts import page_bytes
+from rondel.assemble.hosts import pages_of
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.notebook import speculation_of
 from rondel.generate.engine.server.listening import bind
@@ -19,7 +17,6 @@ from rondel.generate.engine.server.process import run
 from rondel.generate.engine.server.service import Limits, Service
 from rondel.models.graphs import serving_pass
 from rondel.models.load import load
-from rondel.planner import resolve as planner
 from rondel.runtime.devices import Device, keep_memory, pick_device
 from rondel.sync.from_ipc import FromIpc
 from rondel.words.events import Event, Warned, subscribe
@@ -56,12 +53,14 @@ def serve(model: str | dict[str, Any], settings: Settings, *, ready: Callable[[s
         loaded = device.call(lambda: load(model, dtype=settings.dtype, device=device_name))
         speculation = device.call(lambda: speculation_of(settings.speculative, dtype=settings.dtype, device=device_name))
         draft = speculation.draft if speculation else None
-        pages = planner.kv_pages(
-            settings.kv_pages,
+        pages = pages_of(
+            [loaded, draft.loaded] if draft else [loaded],
+            wanted=settings.kv_pages,
             max_running=settings.max_running,
             longest=loaded.max_context,
-            page_bytes=page_bytes(loaded) + (page_bytes(draft.loaded) if draft else 0),
-            free_bytes=torch.cuda.mem_get_info()[0] if device_name.startswith("cuda") else planner.free_memory(),
+            prefill=settings.prefill_tokens,
+            own=device_name.startswith("cuda"),
+            staged=True,
         )
         transports: dict[str, Transport] = {"ipc": FromIpc()}
         engine = BuiltinEngine(

@@ -51,6 +51,7 @@ class Loaded:
     name: str
     stop_ids: frozenset[int]
     max_context: int
+    cached: int = 0  # bytes of keys and values of one token in all layers, as the model hands them to its attention
     routers: int = 0  # MoE layers whose choice of experts can be recorded and replayed
     aligned: bool = False  # numerics: bits that do not depend on the batch (models/aligned.py)
     align: Callable[[Any], Any] | None = None  # a layout as those numerics compute it
@@ -152,9 +153,9 @@ def load(
         )
     model = model.to(device).eval()
     linear.adopt(model)
-    _prove(model, name, sight)
-    context = _max_context(model.config.get_text_config())
-    return Loaded(model, tokenizer, Head.of(model), name, _stop_ids(model, tokenizer), context, arm(model), path=path, sight=sight)
+    cached = _prove(model, name, sight)
+    context, stops = _max_context(model.config.get_text_config()), _stop_ids(model, tokenizer)
+    return Loaded(model, tokenizer, Head.of(model), name, stops, context, cached, arm(model), path=path, sight=sight)
 
 
 def tokenizer_of(path: str | dict[str, Any]) -> tuple[Any, int, Sight | None]:
@@ -253,8 +254,11 @@ def _shares_attention(config: Any) -> bool:
     return getattr(known, "_supports_attention_backend", True) or config.model_type in {"biogpt", "stablelm"}
 
 
-def _prove(model: Any, name: str, sight: Sight | None) -> None:
-    """Switch to the packed attention and compare it with the model's own on a probe of two sequences; one that looks sees a picture, too."""
+def _prove(model: Any, name: str, sight: Sight | None) -> int:
+    """Switch to the packed attention and compare it with the model's own on a probe of two sequences; one that looks sees a picture, too.
+
+    -> bytes of keys and values of one token in all layers.
+    """
     vocab = model.config.get_text_config().vocab_size
     probe = [[(7 * i + 3) % vocab for i in range(9)], [(5 * i + 1) % vocab for i in range(6)]]
     media: list[Placed] = []
@@ -300,6 +304,7 @@ def _prove(model: Any, name: str, sight: Sight | None) -> None:
             f"(limit {tolerance}); "
             "some part of its attention or head is not carried by the built-in path"
         )
+    return layout.cached
 
 
 class _Counting(PackedLayout):
@@ -308,10 +313,12 @@ class _Counting(PackedLayout):
     def __init__(self, segments: list[Segment], device: torch.device) -> None:
         super().__init__(segments, device)
         self.layers: list[int] = []
+        self.cached = 0  # bytes of one token's keys and values in the layers that have asked
 
-    def attend(self, layer: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
         self.layers.append(layer)
-        return super().attend(layer, *args, **kwargs)
+        self.cached += (k.nbytes + v.nbytes) // len(k)
+        return super().attend(layer, q, k, v, **how)
 
 
 def _max_context(text: Any) -> int:

@@ -6,17 +6,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rondel.planner.hardware import GB
-from rondel.planner.memory import bills
+from rondel.planner.memory import bills, staged
 from rondel.planner.setting import Setting
 
 
 def changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
     """What a user could write instead, least intrusive first."""
-    on_gpu = setting.hardware.name != "cpu"
+    on_gpu = setting.hardware.on_gpu
     if setting.micro > 4096:
         yield "trainer.micro_tokens = 4096: fewer tokens a pass, the same result", replace(setting, micro=4096)
     if not setting.split and not setting.offload and on_gpu:
         yield "trainer.offload = true: optimizer, reference and cache take turns on the device", replace(setting, offload=True)
+    if staged(setting):
+        yield 'sync.kind = "distributed": no second version of the weights on the engine', replace(setting, sync="distributed")
     if setting.running > 32:
         fewer = setting.running // 2
         yield f"engine.max_running = {fewer}: half the cache, fewer tokens a second", replace(setting, running=fewer)

@@ -11,7 +11,8 @@ from math import ceil
 from typing import NamedTuple
 
 from rondel.planner.hardware import GB, Hardware
-from rondel.planner.memory import SPARE, bills, layout
+from rondel.planner.memory import bills, layout
+from rondel.planner.resolve import SPARE
 from rondel.planner.setting import Setting
 from rondel.planner.shapes import Shape
 
@@ -168,9 +169,9 @@ class Way(NamedTuple):
 
 
 def ways(setting: Setting) -> list[Way]:
-    """How new weights can travel in this setting, the quickest first."""
-    s, on = setting.shape, setting.hardware
-    full = (setting.trained if setting.rank else s.parameters) * setting.width
+    """How new weights can travel in this setting: the recipe's sync.kind first, then the quickest."""
+    on = setting.hardware
+    full = setting.travels
     if not setting.split and setting.gpus == 1:
         return [Way("tensor", 0.0, 0.0, "one module for both sides: 0 bytes move")]
     inside = setting.gpus <= on.in_node
@@ -187,7 +188,7 @@ def ways(setting: Setting) -> list[Way]:
         found.append(
             Way("ipc", t := transfer_seconds(full, on.link), COMMIT, f"{what} read from the trainer's memory; staged beside the old")
         )
-    return sorted(found, key=lambda way: way.seconds)
+    return sorted(found, key=lambda way: (way.kind != setting.sync, way.seconds))
 
 
 def interrupt_seconds(setting: Setting) -> dict[str, float]:

@@ -42,6 +42,11 @@ class Hardware:
     row: float = 0.0
     source: str = ""
 
+    @property
+    def on_gpu(self) -> bool:
+        """It has memory of its own, which no other process of the machine uses."""
+        return not self.name.startswith("cpu")
+
 
 # An IB or RoCE port of 400 Gbit/s a device is what reference designs give (DGX H100); 200 for A100, 100 Gbit/s Ethernet a node for cards in PCIe slots.
 DEVICES = {

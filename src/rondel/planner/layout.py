@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from rondel.planner.cost import forward_flops
-from rondel.planner.memory import SPARE, layout
+from rondel.planner.memory import layout
+from rondel.planner.resolve import SPARE
 from rondel.planner.setting import Setting
 
 

@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rondel.planner.hardware import GB
-from rondel.planner.resolve import kv_pages
+from rondel.planner.resolve import BUCKET, SPARE, engine_reserve, kv_pages, logits_bytes, prefill_bytes
 from rondel.planner.setting import Other, Setting
 
 PHASES = ("generate", "logprob", "train", "sync", "wake")
 LOGITS = 1 << 25  # entries of a chunk of logits in fp32 (train/logprobs.py); three of that size are alive at once
-BUCKET = 64 << 20  # of a broadcast, two at a time (sync/from_distributed.py)
-SPARE = 0.06  # of a GPU: what the driver, the allocator's rests and the kernels' workspaces take
 
 
 class Bytes(NamedTuple):
@@ -164,6 +162,13 @@ def trainer(setting: Setting) -> dict[str, dict[str, float]]:
 
 def engine(setting: Setting) -> dict[str, dict[str, float]]:
     """What an engine has on one of its devices. On shared devices of one rank it reads the trainer's weights, so they are counted there."""
+    held = kv_tokens(setting) * setting.shape.kv_bytes(setting.width) / setting.tensor
+    asleep = ("train", "logprob", "sync") if setting.offload and not setting.split else ()
+    return _engine(setting) | {"KV cache": {phase: 0.0 if phase in asleep else held for phase in PHASES}}
+
+
+def _engine(setting: Setting) -> dict[str, dict[str, float]]:
+    """The same without the cache."""
     s = setting.shape
     own = setting.split or setting.gpus > 1
     weights = setting.weights / setting.tensor
@@ -172,24 +177,51 @@ def engine(setting: Setting) -> dict[str, dict[str, float]]:
     if own:
         away = ("train", "logprob") if asleep else ()  # a copy of its own can be let go while others train
         rows["engine weights"] = {phase: 0.0 if phase in away else weights for phase in PHASES}
-        rows["sync buckets"] = {"sync": 2.0 * BUCKET}
+        rows["sync buckets"] = {"sync": 0.0 if staged(setting) else 2.0 * BUCKET}
+        rows["staged weights"] = {"sync": staged(setting)}
         if setting.four_bits:
             rows["decoded layer"] = {"generate": decoded(setting)}
     if setting.reward is not None:
         rows["reward model"] = dict.fromkeys(PHASES, _weights(setting.reward, setting) / setting.tensor)
-    held = kv_tokens(setting) * s.kv_bytes(setting.width) / setting.tensor
-    rows["KV cache"] = {phase: 0.0 if phase in asleep else held for phase in PHASES}
-    rows["sampling"] = {"generate": 3.0 * 4 * setting.running * s.vocab / setting.tensor}
+    rows["sampling"] = {"generate": logits_bytes(s.vocab, setting.running) / setting.tensor}
+    rows["prefill"] = {"generate": prefill_bytes(s.hidden, setting.prefill, setting.width)}
     return rows
 
 
+def staged(setting: Setting) -> float:
+    """Bytes of a second version of the weights on an engine's device: sync.kind = "ipc", which "auto" is where one node holds all devices."""
+    beside = setting.split and (setting.sync == "ipc" or (setting.sync == "auto" and setting.gpus <= setting.hardware.in_node))
+    return setting.travels / setting.tensor if beside and setting.hardware.on_gpu else 0.0
+
+
 def kv_tokens(setting: Setting) -> int:
-    """Pages of one engine, by the rule that a run has: every running request at its longest, at most a quarter of what the weights leave."""
-    page = max(1, setting.shape.kv_bytes(setting.width) // setting.tensor)
-    left = setting.hardware.memory * (1 - SPARE) - setting.weights / setting.tensor
-    wanted = setting.pages or "auto"
-    longest = setting.prompt + setting.output
-    return kv_pages(wanted, max_running=setting.running, longest=longest, page_bytes=page, free_bytes=max(0, int(left))).value
+    """Pages of one engine, by the rule that a run has (planner/resolve.py): every running request at its longest, as far as memory goes."""
+    s, on = setting.shape, setting.hardware
+    left, reserve = on.memory - setting.weights / setting.tensor, None
+    if on.on_gpu and (setting.split or (setting.offload and not setting.policies)):
+        reserve = engine_reserve(
+            memory=on.memory,
+            hidden=s.hidden,
+            vocab=s.vocab,
+            width=setting.width,
+            prefill=setting.prefill,
+            max_running=setting.running,
+            staged=staged(setting),
+        )
+        left -= sum(row.get("generate", 0.0) for tenant, row in _engine(setting).items() if tenant in ("decoded layer", "reward model"))
+        if not setting.split:
+            stays = sum(row.get("generate", 0.0) for row in trainer(setting).values())
+            left -= stays if setting.gpus > 1 else stays - setting.weights  # on one device the engine reads the trainer's
+    else:
+        left -= SPARE * on.memory
+    return kv_pages(
+        setting.pages or "auto",
+        max_running=setting.running,
+        longest=setting.prompt + setting.output,
+        page_bytes=max(1, s.kv_bytes(setting.width) // setting.tensor),
+        free_bytes=max(0, int(left)),
+        reserve_bytes=reserve,
+    ).value
 
 
 def decoded(setting: Setting) -> float:

@@ -15,15 +15,49 @@ class Resolved(NamedTuple):
     why: str
 
 
-def kv_pages(wanted: int | str, *, max_running: int, longest: int, page_bytes: int, free_bytes: int) -> Resolved:
-    """Cache pages (one token each): room for every running request at its longest, at most a quarter of the free memory."""
+SPARE = 0.06  # of a GPU: what the driver, the allocator's rests and the kernels' workspaces take
+BUCKET = 64 << 20  # of a broadcast, two at a time (sync/from_distributed.py)
+ROWS = 512  # of logits that one step of an engine makes at once (generate/engine/builtin/runner.py)
+
+
+def kv_pages(
+    wanted: int | str, *, max_running: int, longest: int, page_bytes: int, free_bytes: int, reserve_bytes: int | None = None
+) -> Resolved:
+    """Cache pages (one token each): room for every running request at its longest, as far as memory goes.
+
+    `reserve_bytes` is what an engine keeps free that has a device to itself (also in turn with a trainer that is offloaded); the cache may have all the rest.
+    None: the memory is shared with the trainer or with other processes, and the cache takes a quarter of what is free.
+    """
     if wanted != "auto":
         return Resolved(int(wanted), "set")
     room = max_running * longest
-    affordable = max(longest, free_bytes // 4 // max(1, page_bytes))
+    share = free_bytes // 4 if reserve_bytes is None else max(0, free_bytes - reserve_bytes)
+    affordable = max(longest, share // max(1, page_bytes))
     if room <= affordable:
         return Resolved(room, f"{max_running} requests of {longest} tokens, {room * page_bytes / 1e6:.0f} MB")
-    return Resolved(affordable, f"a quarter of {free_bytes / 1e9:.1f} GB free memory at {page_bytes} bytes a token")
+    if reserve_bytes is None:
+        return Resolved(affordable, f"a quarter of {free_bytes / 1e9:.1f} GB free memory at {page_bytes} bytes a token")
+    why = f"{free_bytes / 1e9:.1f} GB free on a device of its own, less a reserve of {reserve_bytes / 1e9:.1f} GB, at {page_bytes} bytes a token"
+    return Resolved(affordable, why)
+
+
+def engine_reserve(*, memory: float, hidden: int, vocab: int, width: float, prefill: int, max_running: int, staged: float = 0) -> int:
+    """Bytes that an engine on a device of its own needs beside weights and cache.
+
+    A share of the device for driver and allocator, the activations of a prefill, the logits of one step, and whichever of a broadcast's buckets and a
+    `staged` second version of the weights is larger.
+    """
+    return int(SPARE * memory + prefill_bytes(hidden, prefill, width) + logits_bytes(vocab, max_running) + max(2 * BUCKET, staged))
+
+
+def prefill_bytes(hidden: int, tokens: int, width: float) -> float:
+    """Activations of `tokens` in one layer: the stream, its norm, and a feed-forward of three times some 4D."""
+    return 16.0 * hidden * tokens * width
+
+
+def logits_bytes(vocab: int, max_running: int) -> float:
+    """Logits, weights and a sorted copy of one step's rows, in fp32."""
+    return 3.0 * 4 * min(max_running, ROWS) * vocab
 
 
 def micro_tokens(wanted: int | str, *, on_gpu: bool) -> Resolved:

@@ -39,6 +39,7 @@ class Setting:
     width     bytes of a weight that computes
     policies  those beside the main one, each with an engine and a trainer of its own
     rank      of an adapter, 0 for none;  four_bits: its base lies as NF4, and is decoded layer by layer for every pass
+    prefill   tokens of prompts that an engine reads in one step;  sync: sync.kind of the recipe
     image     tokens of the one image of a prompt, which are among its `prompt`, where the model sees;  tower: whether its eye learns, too
     """
 
@@ -72,6 +73,8 @@ class Setting:
     proximal: bool = False
     policies: tuple[Other, ...] = ()
     pages: int = 0
+    prefill: int = 2048
+    sync: str = "auto"
     image: int = 0
     tower: bool = False
     assumed: tuple[str, ...] = ()
@@ -109,6 +112,11 @@ class Setting:
     def weights(self) -> float:
         """Bytes of one whole copy that computes, without an adapter."""
         return self.shape.nf4(self.width) if self.four_bits else self.shape.parameters * self.width
+
+    @property
+    def travels(self) -> float:
+        """Bytes of one version of the weights that an update sends: those of the adapter alone where there is one."""
+        return (self.trained if self.rank else self.shape.parameters) * self.width
 
     @property
     def trained(self) -> int:
@@ -181,6 +189,8 @@ def of_job(job: Job, device: str = "") -> Setting:
         critic=of_recipe(job.trainer.critic.path or job.model.path, hub_cache()) if row in CRITICS else None,
         proximal=row in PROXIMAL or job.loop.updates_per_step * job.loop.epochs > 1,
         pages=0 if job.engine.kv_pages == "auto" else int(job.engine.kv_pages),
+        prefill=job.engine.prefill_tokens,
+        sync=job.sync.kind,
         image=image,
         tower=job.model.tower == "trained",
         assumed=tuple(assumed),

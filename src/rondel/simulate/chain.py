@@ -162,14 +162,15 @@ def _members(devices: int, steps: int) -> dict[str, Any]:
 
 
 def gains(devices: int = 32, *, steps: int = 4) -> list[dict[str, float]]:
-    """Samples a second of a split at S = 4 with the planner's division, over all devices in turn at S = 0; by the sigma of the lengths."""
-    together = work(devices, place="shared", prompts=4 * devices)
+    """Samples a second of a split at S = 4 with the planner's division, over all devices in turn at S = 0 (offloaded, so that each side has
+    the whole memory in its turn); by the sigma of the lengths. At most 48 requests an engine on both sides: batches that a deeper queue fills are no matter of lengths."""
+    together = work(devices, place="shared", prompts=4 * devices, running=48, offload="yes")
     found = []
     for sigma in SIGMAS:
         sync = simulate(world_of(together, sigma=sigma), steps=steps)["samples_per_second"]
         best = 0.0
         for trainers in (devices // 4, 3 * devices // 8, devices // 2, 5 * devices // 8):
-            apart = replace(together, place="split", trainers=trainers, staleness=4)
+            apart = replace(together, place="split", trainers=trainers, staleness=4, offload=False)
             best = max(best, simulate(world_of(apart, sigma=sigma), steps=steps)["samples_per_second"])
         found.append({"sigma": sigma, "gain": best / sync})
     return found
