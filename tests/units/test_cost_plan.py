@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -190,13 +191,32 @@ def test_layouts_fill_the_devices_and_the_best_fits(words):
 
 
 @pytest.mark.parametrize("unit", [1, 2])
-def test_the_best_split_is_the_best_of_all_and_none_worse_is_advised(unit):
+@pytest.mark.parametrize("capped", [False, True])
+def test_the_best_split_is_the_best_of_all_and_none_worse_is_advised(unit, capped):
     rng = random.Random(0)
     for _ in range(200):
         G, r, t = rng.randrange(3 * unit, 64), rng.uniform(0.1, 5), rng.uniform(0.1, 5)
-        best = split.balanced(G, r, t, unit=unit)
-        every = {a: min(a * r, (G - a) * t) for a in range(unit, G, unit)}
+        most = rng.uniform(0.1, 40) if capped else float("inf")
+        best = split.balanced(G, r, t, unit=unit, most=most)
+        every = {a: min(a * r, most, (G - a) * t) for a in range(unit, G, unit)}
         assert every[best] == max(every.values())
         trainers = rng.randrange(1, G)
-        told = split.advise(G, r, t, trainers=trainers, unit=unit).text
-        assert ("would give" in told) == (every[best] > min((G - trainers) * r, trainers * t)) and "give -" not in told
+        told = split.advise(G, r, t, trainers=trainers, unit=unit, most=most).text
+        assert ("would give" in told) == (every[best] > min((G - trainers) * r, most, trainers * t)) and "give -" not in told
+
+
+@pytest.mark.parametrize("place", ["shared", "split"])
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_no_step_is_shorter_than_its_longest_answer(place, staleness):
+    """At S = 0 a step waits for it; an answer that may be S versions late has S + 1 steps."""
+    from rondel.planner.plan import plan
+
+    for words in itertools.product(["7b", "70b"], ["h100", "h200"], ["8", "64"], ["2k", "16k"], ["16", "512"]):
+        names = ("model", "hardware", "gpus", "output", "prompts")
+        setting = what_if([f"{n}={w}" for n, w in zip(names, words)] + [f"place={place}", f"staleness={staleness}"])
+        late = setting.prompt + setting.output / 2
+        alone = cost.decode_seconds(setting.shape, setting.hardware, 1, late, tensor=setting.tensor) * setting.output
+        told = plan(setting)
+        assert told["step_seconds"] >= alone / (staleness + 1), words
+        assert told["generate"]["seconds"] >= alone / (staleness + 1) and told["generate"]["longest_answer_seconds"] == alone
+        assert told["generate"]["tokens_per_second"] * told["generate"]["seconds"] == pytest.approx(setting.new_tokens)

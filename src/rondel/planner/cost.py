@@ -81,12 +81,17 @@ def _cache_tokens(setting: Setting) -> float:
 
 
 class Generation(NamedTuple):
-    """`rate` tokens a second of all engines with full batches; `seconds` of a step's answers at that rate; `longest` answer alone."""
+    """`seconds` of a step's answers and their `rate` in tokens a second; `longest`: seconds of the longest answer alone.
+
+    work      seconds that the engines need with full batches
+    seconds   max(work, longest / (S + 1)): an answer is admitted at most S versions before it is trained, and is written one token after the other
+    """
 
     rate: float
     seconds: float
     longest: float
     requests: int
+    work: float
 
 
 def generation(setting: Setting) -> Generation:
@@ -100,8 +105,9 @@ def generation(setting: Setting) -> Generation:
     prefill += look_seconds(setting, setting.prompts / setting.engines, setting.tensor, setting.hardware.efficiency)
     late = setting.prompt + setting.output / 2
     alone = decode_seconds(setting.shape, setting.hardware, 1, late, four_bits=setting.four_bits, **arguments) * setting.output
-    seconds = decoding + prefill + looped
-    return Generation(setting.new_tokens / seconds, seconds, alone, requests)
+    work = decoding + prefill + looped
+    seconds = max(work, alone / (setting.staleness + 1))
+    return Generation(setting.new_tokens / seconds, seconds, alone, requests, work)
 
 
 # -- training ----------------------------------------------------------------------------------------

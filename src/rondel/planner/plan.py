@@ -14,9 +14,10 @@ def plan(setting: Setting) -> dict[str, Any]:
     """JSON through and through; what a table shows is in here."""
     generated, trained = cost.generation(setting), cost.train_seconds(setting)
     ways = cost.ways(setting)
-    r = setting.samples / generated.seconds / setting.engine_devices
+    r = setting.samples / generated.work / setting.engine_devices
     t = setting.samples / trained / setting.train_devices
-    divided = split.advise(setting.gpus, r, t, trainers=setting.trainers if setting.split else 0, unit=setting.tensor)
+    most = setting.samples * (setting.staleness + 1) / generated.longest
+    divided = split.advise(setting.gpus, r, t, trainers=setting.trainers if setting.split else 0, unit=setting.tensor, most=most)
     if setting.split and setting.staleness:
         step = max(generated.seconds, trained + ways[0].pause)
     else:
@@ -69,6 +70,7 @@ def assumptions(setting: Setting) -> list[str]:
     return [
         f"{on.name}: {on.flops / 1e12:.3g} TFLOP/s, of which training reaches {on.efficiency:.0%} and decoding {on.decode_efficiency:.0%}; "
         f"memory at {on.bandwidth / 1e9:.0f} GB/s, of which decoding reaches {on.stream:.0%}",
-        "answers end together: what the longest one costs beyond that is for `rondel simulate`",
+        f"a step takes at least its longest answer{f' / {setting.staleness + 1}' if setting.staleness else ''}; what other unequal answers cost is for "
+        "`rondel simulate`",
         "prompts are computed once for their group, in the engine and in training",
     ]

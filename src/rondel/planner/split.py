@@ -5,11 +5,12 @@ overlapped    min(R, T)                  idle: of the faster pool 1 - min/max
 synchronous   R·T / (R + T)              one pool waits for the other
 colocated     G·r·t / (r + t)            all devices do both in turn
 balanced      a/G = t / (r + t)          then overlapped = colocated, and twice the synchronous split
+most          samples a second that the longest answer allows, however many engines there are: R = min(a·r, most)
 """
 
 from __future__ import annotations
 
-from math import ceil, floor
+from math import ceil, floor, inf
 from typing import NamedTuple
 
 
@@ -35,11 +36,11 @@ def idle(R: float, T: float) -> float:
     return 1 - min(R, T) / max(R, T)
 
 
-def balanced(G: int, r: float, t: float, *, unit: int = 1) -> int:
-    """Engines' devices, in whole engines, that are fastest overlapped: one of the two splits beside the share that keeps both pools busy."""
-    wanted, most = engine_share(r, t) * G / unit, max(1, (G - 1) // unit)
-    near = {min(max(1, n), most) * unit for n in (floor(wanted), ceil(wanted))}
-    return max(sorted(near), key=lambda a: overlapped(a * r, (G - a) * t))
+def balanced(G: int, r: float, t: float, *, unit: int = 1, most: float = inf) -> int:
+    """Engines' devices, in whole engines, that are fastest overlapped: a split beside the share that keeps both pools busy, or the fewest that reach `most`."""
+    shares, largest = (engine_share(r, t) * G / unit, min(most, G * r) / r / unit), max(1, (G - 1) // unit)
+    near = {min(max(1, n), largest) * unit for share in shares for n in (floor(share), ceil(share))}
+    return max(sorted(near), key=lambda a: overlapped(min(a * r, most), (G - a) * t))
 
 
 class Advice(NamedTuple):
@@ -51,25 +52,27 @@ class Advice(NamedTuple):
     text: str
 
 
-def advise(G: int, r: float, t: float, *, trainers: int = 0, unit: int = 1) -> Advice:
+def advise(G: int, r: float, t: float, *, trainers: int = 0, unit: int = 1, most: float = inf) -> Advice:
     """`r`, `t`: samples a second of one device that generates, that trains. `unit`: devices of one engine. `trainers`: of the split at hand."""
-    best = balanced(G, r, t, unit=unit) if G > 1 else G
+    best = balanced(G, r, t, unit=unit, most=most) if G > 1 else G
     a = G - trainers if trainers else best
-    R, T = a * r, (G - a) * t
-    bound = "rollout" if (R < T if trainers else r < t) else "train"
+    R, T = min(a * r, most), (G - a) * t
+    in_turn = min(G * r, most)  # of all devices that generate
+    share = G * t / (in_turn + G * t)
+    bound = "rollout" if (R < T if trainers else in_turn < G * t) else "train"
     if G == 1:
-        return Advice(bound, 1, 0, 1.0, 1.0, f"one device: {t / (r + t):.0%} of the time generates, {r / (r + t):.0%} trains")
-    now, both = overlapped(R, T), overlapped(best * r, (G - best) * t)
+        return Advice(bound, 1, 0, 1.0, 1.0, f"one device: {share:.0%} of the time generates, {1 - share:.0%} trains")
+    both = synchronous(in_turn, G * t)
+    now, fastest = overlapped(R, T), overlapped(min(best * r, most), (G - best) * t)
     if not trainers:
-        text = (
-            f"{t / (r + t):.0%} of the time generates, {r / (r + t):.0%} trains: {bound}-bound. "
-            f"Apart and asynchronous, {a}:{G - a} would be {both / colocated(G, r, t):.0%} as fast"
-        )
-        return Advice(bound, best, G - best, now / synchronous(R, T), both / colocated(G, r, t), text)
+        text = f"{share:.0%} of the time generates, {1 - share:.0%} trains: {bound}-bound. Apart and asynchronous, {a}:{G - a} would be {fastest / both:.0%} as fast"
+        return Advice(bound, best, G - best, now / synchronous(R, T), fastest / both, text)
     text = f"{bound}-bound: {a} devices generate {R:.3g} samples/s, {G - a} train {T:.3g}/s; the faster pool idles {idle(R, T):.0%}"
-    if both > now:
-        text += f"; {best}:{G - best} would give {both / now - 1:+.0%}"
-    return Advice(bound, best, G - best, now / synchronous(R, T), both / colocated(G, r, t), text)
+    if fastest > now:
+        text += f"; {best}:{G - best} would give {fastest / now - 1:+.0%}"
+    if most == R:
+        text += "; the longest answer sets the pace, and more engines do not help: a lower engine.sampling.max_tokens or a higher loop.max_staleness does"
+    return Advice(bound, best, G - best, now / synchronous(R, T), fastest / both, text)
 
 
 def placement(devices: int) -> str:
