@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import ast
+import copy
 import json
+import re
 import subprocess
 import sys
+import tomllib
+import typing
+from pathlib import Path
 
 import pytest
 from run_kit import RECIPE
 
+import rondel
 from rondel.cli import main
+from rondel.planner.advice import changes
 from rondel.planner.hardware import calibration_file, remember, this_machine
 from rondel.planner.plan import plan
 from rondel.planner.setting import what_if
 from rondel.planner.shapes import shape
+from rondel.words.config import Job, Section, place
 
 
 def ask(capsys, *words):
@@ -35,8 +44,28 @@ def test_a_recipe_and_what_if(capsys):
 
 def test_the_table_says_what_dominates(capsys):
     code, out, _ = ask(capsys, "--what-if", "model=70b gpus=64 output=16k group=8 prompts=256")
-    assert code == 0 and "too much; activations is" in out and "together they fit: " in out
+    assert code == 0 and "too much; activations is" in out
     assert "assumed" in out and "rollout-bound" in out and "sync      distributed, 2.82 s" in out
+    assert "no change that exists makes it fit" in out and "not in Rondel yet: recomputing activations in the backward pass (" in out
+    assert "change: recomputing" not in out, "activations are never recomputed here, so that it would fit with it is no advice"
+    assert "together they fit: " in ask(capsys, "--what-if", "model=14b gpus=8 critic=14b")[1]
+
+
+def test_layouts_that_rondel_does_not_have_are_marked(capsys):
+    words = ["model=70b", "gpus=64", "checkpointing=yes"]
+    rows = plan(what_if(words))["layouts"]
+    assert rows[0]["name"] == "dp64" and [row["exists"] for row in rows] == [True] + [False] * 4
+    lines = [line for line in ask(capsys, "--what-if", " ".join(words))[1].splitlines() if line.startswith("layout")]
+    assert ["(not in Rondel yet)" in line for line in lines] == [False, True, True]
+
+
+def test_a_policy_is_printed_once(capsys):
+    out = ask(capsys, str(RECIPE.parent / "relay.toml"))[1]
+    assert out.count("listener: random-llama") == 1
+    told = json.loads(ask(capsys, str(RECIPE.parent / "relay.toml"), "--json")[1])
+    assert [policy["name"] for policy in told["policies"]] == ["listener"] and told["work"]["mean_tokens"] == 1, (
+        "an answer has a token at least"
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,3 +116,60 @@ def test_what_was_measured_is_used(tmp_path, monkeypatch):
     calibration_file().write_text("{}")
     with pytest.raises(ValueError, match="delete it"):
         this_machine()
+
+
+KEYS_OF_OTHERS = ("planner/importing", "algos/table.py", "engine/notebook.py")  # those of peers, a row's own, a method
+
+
+def is_a_key(dotted):
+    section = Job
+    for word in dotted.split("."):
+        if word not in section.model_fields:
+            return False
+        kinds = typing.get_args(section.model_fields[word].annotation) or [section.model_fields[word].annotation]
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+        if inner is None:
+            return True  # a value, or a table of the user's own names
+        section = inner
+    return True
+
+
+def test_every_key_that_a_message_names_exists():
+    """All strings of the source that are no docstring: advice, remedies, refusals."""
+    key = re.compile(rf"(?<![\w./'-])(?:{'|'.join(Job.model_fields)})(?:\.[a-z_]+)+\b(?![(/])")
+    source, named = Path(rondel.__file__).parent, 0
+    for path in source.rglob("*.py"):
+        if any(part in str(path) for part in KEYS_OF_OTHERS):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        docs = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, kinds) and node.body and isinstance(node.body[0], ast.Expr)
+        }
+        texts = [
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+        ]
+        found = [k for text in texts for k in key.findall(text) if ".safetensors" not in k]
+        named += len(found)
+        assert [k for k in found if not is_a_key(k)] == [], path
+    assert named > 100
+
+
+def test_advice_is_a_key_that_can_be_written():
+    """What is advised is read by the recipe as it stands, or it is a device more."""
+    settings = [what_if(["model=7b", *more]) for more in ([], ["critic=7b", "reference=7b"], ["gpus=8", "place=split"], ["lora=8"])]
+    told = {text.partition(":")[0] for setting in settings for text, _ in changes(setting)}
+    assert len(told) >= 8
+    base = {"model": {"path": "x"}, "task": {"data": {}}, "loop": {"steps": 1}, "run": {"folder": "x"}}
+    for text in told:
+        for assignment in re.split(r", (?=[a-z]+\.)", text):
+            name, _, value = assignment.partition(" = ")
+            tree = copy.deepcopy(base)
+            place(tree, name, tomllib.loads(f"v = {value}")["v"])
+            if name == "model.adapter.kind":
+                place(tree, "model.adapter.rank", 16)
+            if name.startswith("place.ranks"):
+                place(tree, "place.kind", "split")
+            assert Job.parse(tree, "a test")

@@ -65,7 +65,7 @@ def show(told: dict[str, Any]) -> None:
     wide = f", {devices['devices_an_engine']} an engine" if devices["devices_an_engine"] > 1 else ""
     console.print(f"devices   {devices['count']} x {devices['hardware']}{places}{wide}")
     console.print(
-        f"a step    {work['prompts']} prompts of {work['prompt_tokens']} tokens x {work['group']} answers of {work['mean_tokens']:.0f} "
+        f"a step    {work['prompts']} prompts of {work['prompt_tokens']} tokens x {work['group']} answers of {work['mean_tokens']:.4g} "
         f"(at most {work['output_tokens']}): {work['packed_tokens']:.4g} tokens to train on"
     )
     for bill in told["memory"]:
@@ -90,11 +90,6 @@ def show(told: dict[str, Any]) -> None:
     console.print(f"sync      {sync[0]['kind']}, {_time(sync[0]['seconds'])}: {sync[0]['why']}")
     for way in sync[1:]:
         console.print(f"          {way['kind']}, {_time(way['seconds'])}: {way['why']}")
-    for other in told["policies"]:
-        console.print(
-            f"          {other['name']}: {other['model']}, {other['parameters'] / 1e9:.4g} B numbers"
-            + (", frozen" if other["frozen"] else "")
-        )
     if devices["place"] == "split":
         costs = ", ".join(f"{how} {_time(seconds)}" for how, seconds in told["interrupt"].items())
         console.print(f"          an update stands in the way of requests in flight for: {costs}")
@@ -103,7 +98,7 @@ def show(told: dict[str, Any]) -> None:
         console.print(f"place     {told['placement']}")
         for row in told["layouts"][:3]:
             console.print(
-                f"layout    {row['name']}: {row['memory'] / 1e9:.1f} GB{'' if row['fits'] else ', too much'}, training {_time(row['seconds'])}, "
+                f"layout    {row['name']}{'' if row['exists'] else ' (not in Rondel yet)'}: {row['memory'] / 1e9:.1f} GB{'' if row['fits'] else ', too much'}, training {_time(row['seconds'])}, "
                 f"{row['bubble']:.0%} bubble, {row['traffic'] / 1e9:.3g} GB of traffic a device",
             )
     console.print("\nassumed   " + "\n          ".join(told["assumed"]))

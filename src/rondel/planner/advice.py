@@ -11,35 +11,41 @@ from rondel.planner.setting import Setting
 
 
 def changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
-    """What a user could write instead, least intrusive first."""
-    on_gpu = setting.hardware.on_gpu
-    if setting.micro > 4096:
-        yield "trainer.micro_tokens = 4096: fewer tokens a pass, the same result", replace(setting, micro=4096)
+    """What a user could write instead, least intrusive first: keys that exist, with the setting they lead to."""
+    on_gpu, longest = setting.hardware.on_gpu, setting.prompt + setting.output
+    if setting.micro > 512 and setting.micro > longest:
+        fewer = max(512, setting.micro // 4)
+        yield f"trainer.micro_tokens = {fewer}: fewer tokens a pass, the same result", replace(setting, micro=fewer)
     if not setting.split and not setting.offload and on_gpu:
         yield "trainer.offload = true: optimizer, reference and cache take turns on the device", replace(setting, offload=True)
     if staged(setting):
         yield 'sync.kind = "distributed": no second version of the weights on the engine', replace(setting, sync="distributed")
     if setting.running > 32:
-        fewer = setting.running // 2
-        yield f"engine.max_running = {fewer}: half the cache, fewer tokens a second", replace(setting, running=fewer)
-    if not setting.checkpointing:
-        yield (
-            "recomputing activations in the backward pass (a third more arithmetic; not in Rondel's own trainer)",
-            replace(setting, checkpointing=True),
-        )
+        running = setting.running // 2
+        yield f"engine.max_running = {running}: half the cache, fewer tokens a second", replace(setting, running=running)
     if setting.reference is not None:
         yield "algo.kl = {}: no reference model", replace(setting, reference=None)
     if setting.critic is not None:
-        yield "a row without a critic, such as algo.kind = 'grpo'", replace(setting, critic=None)
+        yield 'algo.kind = "grpo": a row without a critic', replace(setting, critic=None)
     if not setting.rank:
         yield 'model.adapter = { kind = "lora", rank = 16 }: trains few numbers', replace(setting, rank=16, reference=None)
     elif not setting.four_bits and not setting.shape.experts:
         yield 'model.adapter.kind = "qlora": the base in 4 bits, slower to generate with', replace(setting, four_bits=True)
-    if on_gpu:
-        more = replace(setting, gpus=2 * setting.gpus, trainers=2 * setting.trainers, tensor=setting.tensor)
-        yield f"{more.gpus} devices instead of {setting.gpus}", more
-        if setting.split and setting.tensor * 2 <= setting.engine_devices:
-            yield f"engines of {2 * setting.tensor} devices", replace(setting, tensor=2 * setting.tensor)
+    if on_gpu and setting.split:
+        ranks = 2 * setting.trainers
+        yield f"place.ranks = {ranks}: twice the devices that train", replace(setting, gpus=setting.gpus + setting.trainers, trainers=ranks)
+    elif on_gpu:
+        ranks, apart = setting.gpus, 'place.kind = "split"'
+        words = f"{apart}, place.ranks = {ranks}: engines on {ranks} more devices"
+        yield words, replace(setting, place="split", gpus=2 * ranks, trainers=ranks, offload=False)
+
+
+def missing(setting: Setting) -> Iterator[tuple[str, Setting]]:
+    """What would help elsewhere and does not exist in Rondel yet; it is never counted as a way to make a run fit."""
+    if not setting.checkpointing:
+        yield "recomputing activations in the backward pass", replace(setting, checkpointing=True)
+    if setting.hardware.on_gpu and setting.tensor * 2 <= setting.engine_devices:
+        yield f"engines of {2 * setting.tensor} devices (vLLM and SGLang have them)", replace(setting, tensor=2 * setting.tensor)
 
 
 def worst(setting: Setting) -> float:
@@ -68,6 +74,9 @@ def words(setting: Setting) -> list[str]:
             told.append(f"change: {change} ({saved / GB:.1f} GB more room, {'then it fits' if enough else 'not enough alone'})")
         if not any(enough for _, _, enough in helps(setting)):
             told.append(together(setting))
+        for change, other in missing(setting):
+            if (saved := worst(other) - worst(setting)) > 0:
+                told.append(f"not in Rondel yet: {change} ({saved / GB:.1f} GB more room)")
     return told
 
 
@@ -76,8 +85,11 @@ def together(setting: Setting) -> str:
     steps: list[str] = []
     while worst(setting) < 0:
         best = max(changes(setting), key=lambda change: worst(change[1]), default=None)
-        if best is None or worst(best[1]) <= worst(setting) or len(steps) == 8:
-            return f"no change that is known here makes it fit: {-worst(setting) / GB:.1f} GB too much remain; take a smaller model or larger devices"
-        steps.append(best[0].partition(":")[0].partition(" (")[0])
+        if best is None or worst(best[1]) <= worst(setting) or len(steps) == 12:
+            return (
+                f"no change that exists makes it fit: {-worst(setting) / GB:.1f} GB too much remain; take a smaller model or larger devices"
+            )
+        step = best[0].partition(":")[0]
+        steps = [*(known for known in steps if known.partition(" = ")[0] != step.partition(" = ")[0]), step]
         setting = best[1]
     return f"together they fit: {'; '.join(steps)}"

@@ -67,6 +67,11 @@ class Layout:
     seconds: float  # of a step: arithmetic, bubble, traffic that is not hidden
 
     @property
+    def exists(self) -> bool:
+        """Whether Rondel trains in it: data-parallel in shards, and nothing else yet."""
+        return self.tp == self.pp == self.cp == self.ep == 1
+
+    @property
     def name(self) -> str:
         return " ".join(f"{key}{n}" for key in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(self, key)) > 1) or "one device"
 

@@ -145,7 +145,7 @@ def trainer(setting: Setting) -> dict[str, dict[str, float]]:
     if ranks > 1:  # embedding and head stay gathered through a pass, a layer and the next one come and go
         largest = 0 if setting.four_bits else max(1, s.body / s.layers)
         whole = setting.width * (s.embedding * (1 if s.tied else 2) + 2 * largest)
-    tokens = min(setting.micro, setting.packed_tokens / ranks)
+    tokens = max(min(setting.micro, setting.packed_tokens / ranks), setting.prompt + setting.output)  # one sample is never divided
     each = s.checkpointed(setting.width) if setting.checkpointing else s.saved(setting.width)
     chunk = 3 * 4 * min(tokens * s.vocab, LOGITS)
     rows["gathered layers"] = {phase: whole if phase in ("logprob", "train") else 0.0 for phase in PHASES}

@@ -57,8 +57,8 @@ def plan(setting: Setting) -> dict[str, Any]:
         "split": divided._asdict(),
         "placement": split.placement(setting.gpus),
         "layouts": [
-            {"name": row.name, "memory": row.memory, "fits": row.fits, "bubble": row.bubble, "traffic": row.traffic, "seconds": row.seconds}
-            for row in layouts(setting)[:5]
+            {"name": row.name, "exists": row.exists, "memory": row.memory, "fits": row.fits, "bubble": row.bubble, "traffic": row.traffic, "seconds": row.seconds}
+            for row in sorted(layouts(setting), key=lambda row: not row.exists)[:5]
         ],
         "advice": advice.words(setting),
         "assumed": [*setting.assumed, *assumptions(setting)],

@@ -170,7 +170,7 @@ def of_job(job: Job, device: str = "") -> Setting:
         group=job.algo.group_size,
         prompt=prompt,
         output=output,
-        mean=output / 2,
+        mean=max(1, output / 2),
         micro=(4096 if on_cpu else 16384) if micro == "auto" else int(micro),
         running=job.engine.max_running,
         staleness=job.loop.max_staleness,
@@ -305,13 +305,15 @@ def filled(given: dict[str, Any], start: Setting | None) -> Setting:
     elif "image" in given and "prompt" not in given:
         setting = replace(setting, prompt=setting.prompt + setting.image - (start.image if start else 0))
     if "mean" not in given and ("output" in given or start is None):
-        setting = replace(setting, mean=setting.output / 2)
+        setting = replace(setting, mean=max(1, setting.output / 2))
         assumed.append("answers half as long as their limit on average (mean=...)")
     if "gpus" in given and "place" not in given:
         setting = replace(setting, place="shared" if setting.gpus <= 64 else "split")
         assumed.append(f"place = {setting.place}: up to 64 devices together, beyond apart (arXiv:2409.19256)")
     if setting.place == "shared" and setting.gpus > 1:
-        assumed.append("Rondel shares one device; more are planned as any colocated system would use them")
+        assumed.append(
+            "sharing more than one device is not in Rondel yet: they are planned as any colocated system would use them; place=split exists"
+        )
     if setting.split and not 0 < setting.trainers < setting.gpus:
         if setting.gpus < 2:
             raise ConfigError("place = split needs at least 2 devices: gpus=2")
@@ -322,6 +324,10 @@ def filled(given: dict[str, Any], start: Setting | None) -> Setting:
     if "tensor" not in given and (tensor := _narrowest(setting)) > setting.tensor:
         setting = replace(setting, tensor=tensor)
         assumed.append(f"an engine is {tensor} devices: the fewest whose memory holds the weights and a third more for the cache")
+    if setting.tensor > 1:
+        assumed.append("an engine of several devices is not in Rondel yet: vLLM and SGLang have it (engine.kind)")
+    if setting.checkpointing:
+        assumed.append("recomputing activations is not in Rondel yet")
     return replace(setting, assumed=tuple(dict.fromkeys(assumed)))
 
 
