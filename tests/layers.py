@@ -26,7 +26,7 @@ LAYERS = (
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 SIDEWAYS = {("generate.engine", "models"), ("train", "models")}  # all exceptions
 DEEPEST = 9
-TORCH_FREE = ("rondel", "words", "planner", "generate.envs", "score", "filter", "buffer", "loop", "simulate", "runtime.journal")
+TORCH_FREE = ("rondel", "words", "algos", "planner", "assemble.rows", "generate.envs", "score", "filter", "buffer", "loop", "simulate", "runtime.journal")
 FOREIGN = ("vllm", "sglang", "megatron", "ray")  # each in one file at most
 
 MODULES = {
@@ -128,6 +128,25 @@ finally:
     if "torch" in sys.modules:
         sys.exit("rondel --help imports torch")
 """
+
+
+DO = """
+import sys
+from rondel.cli import main
+for line in sys.argv[1:]:
+    try:
+        main(line.split("|"))
+    except SystemExit as end:
+        assert not end.code, line
+    if "torch" in sys.modules:
+        sys.exit(f"rondel {line} imports torch")
+"""
+
+
+def test_verbs_of_a_laptop_work_without_torch():
+    """Not their help alone: the whole answer, the formula of a loss included."""
+    recipe, theirs = str(SRC.parent.parent / "recipes" / "tiny.toml"), "x.py --model_name_or_path a --loss_type dapo --num_generations 8"
+    starts_without_torch(DO, f"explain|{recipe}", f"import|--from|trl|{theirs}", f"plan|{recipe}", f"simulate|{recipe}|--steps|2")
 
 
 def test_what_starts_without_torch():

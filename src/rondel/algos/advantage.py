@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from rondel.algos.grouping import deviations, over_group, sizes, spreads
 from rondel.algos.scored import Scored
+from rondel.algos.tensors import Tensor, torch
 from rondel.words.errors import ConfigError
 
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
+from rondel.algos.tensors import Tensor, torch
 from rondel.words.errors import ConfigError
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from rondel.algos.tensors import Tensor, torch
 from rondel.algos.tokens import Tokens
 
 if TYPE_CHECKING:

@@ -16,11 +16,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from rondel.algos.exponent import bounded_exp
 from rondel.algos.grouping import over_group, sizes
+from rondel.algos.tensors import Tensor, torch
 from rondel.words.errors import ConfigError
 from rondel.words.registry import one_of
 

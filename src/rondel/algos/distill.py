@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
+from rondel.algos.tensors import Tensor
 from rondel.words.errors import ConfigError
 
 

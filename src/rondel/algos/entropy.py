@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from rondel.algos.tensors import Tensor, torch
 from rondel.words.errors import ConfigError
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from rondel.algos.tensors import Tensor
 
 LIMIT = 20.0  # of a log-ratio: exp(20) = 5e8 is already absurd, and a hundred more would overflow
 

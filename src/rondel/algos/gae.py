@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from rondel.algos.advantage import whitened
 from rondel.algos.scored import Scored
+from rondel.algos.tensors import Tensor, torch
 from rondel.words.errors import ConfigError
 
 CHUNK = 128  # tokens that one matrix product carries at once

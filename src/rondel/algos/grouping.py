@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from rondel.algos.tensors import Tensor, torch
 
 
 def over_group(values_N: Tensor, group_N: Tensor, how: str) -> Tensor:

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from rondel.algos.exponent import LIMIT, bounded_exp
+from rondel.algos.tensors import Tensor, torch
 from rondel.words.errors import ConfigError
 from rondel.words.registry import one_of
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.grouping import over_group
 from rondel.algos.surrogate import Clip, Surrogate
+from rondel.algos.tensors import Tensor, torch
 from rondel.algos.tokens import Tokens
 from rondel.words.errors import ConfigError
 from rondel.words.registry import one_of

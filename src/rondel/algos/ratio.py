@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from rondel.algos.grouping import over_group
+from rondel.algos.tensors import Tensor
 from rondel.words.registry import one_of
 
 ANCHORS = ("proximal", "behavior")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
+from rondel.algos.tensors import Tensor, torch
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
 from rondel.algos.grouping import over_group
 from rondel.algos.scored import Scored
+from rondel.algos.tensors import Tensor, torch
 from rondel.words.errors import ConfigError
 
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import torch
-from torch import Tensor
-
 from rondel.algos.exponent import LIMIT, bounded_exp
+from rondel.algos.tensors import Tensor, torch
 from rondel.algos.tokens import Tokens
 from rondel.words.errors import ConfigError
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from rondel.algos.advantage import (
     Accept,
     Constant,
@@ -38,6 +36,7 @@ from rondel.algos.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
 from rondel.algos.scored import Scored
 from rondel.algos.shaping import ClipReward, KimiLength, NoShaping, Overlong
 from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient, Surrogate
+from rondel.algos.tensors import Tensor
 from rondel.algos.tokens import Tokens
 from rondel.algos.value import ClippedValue
 from rondel.words.errors import ConfigError

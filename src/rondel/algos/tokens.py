@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from rondel.algos.tensors import Tensor
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
+from rondel.algos.tensors import Tensor, torch
 from rondel.words.errors import ConfigError
 
 
