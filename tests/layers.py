@@ -26,7 +26,20 @@ LAYERS = (
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 SIDEWAYS = {("generate.engine", "models"), ("train", "models")}  # all exceptions
 DEEPEST = 9
-TORCH_FREE = ("rondel", "words", "algos", "planner", "assemble.rows", "generate.envs", "score", "filter", "buffer", "loop", "simulate", "runtime.journal")
+TORCH_FREE = (
+    "rondel",
+    "words",
+    "algos",
+    "planner",
+    "assemble.rows",
+    "generate.envs",
+    "score",
+    "filter",
+    "buffer",
+    "loop",
+    "simulate",
+    "runtime.journal",
+)
 FOREIGN = ("vllm", "sglang", "megatron", "ray")  # each in one file at most
 
 MODULES = {

@@ -13,6 +13,7 @@ from rondel.planner.hardware import GB, hardware
 from rondel.planner.memory import FSDP2, MIXED, PHASES, RONDEL, RONDEL32, account, bills, kv_advice, kv_room
 from rondel.planner.setting import Setting, of_job, what_if
 from rondel.planner.shapes import shape
+from rondel.words.config import Job
 from rondel.words.errors import ConfigError
 
 
@@ -169,3 +170,75 @@ def test_phases_and_tenants_have_names():
     bill = bills(replace(Setting(shape("7b"), hardware("h100")), critic=shape("7b"), teacher=shape("32b"), reward=shape("7b")))[0]
     assert {"critic", "teacher", "reward model"} <= bill.rows.keys()
     assert memory.PHASES == ("generate", "logprob", "train", "sync", "wake")
+
+
+@pytest.mark.parametrize("dtype, width", [("float32", 4), ("bfloat16", 2)])
+def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width):
+    """Bytes of saved tensors of a prompt and eight siblings, norms in fp32 and written-out scores included."""
+    import torch
+    from engine_kit import LLAMA
+
+    from rondel.models.attention import PackedLayout, Segment
+    from rondel.models.load import load
+
+    loaded = load({**LLAMA, "hidden_size": 128, "intermediate_size": 384}, dtype=dtype)
+    prompt, each = 40, 24
+    segments = [Segment(0, prompt), *(Segment(prompt + i * each, each, 0) for i in range(8))]
+    total = prompt + 8 * each
+    places = torch.tensor([*range(prompt), *(prompt + j for _ in range(8) for j in range(each))])
+    kept, own = {}, {p.untyped_storage().data_ptr() for p in loaded.model.parameters()}
+
+    def keep(t):
+        if t.untyped_storage().data_ptr() not in own:
+            kept[t.untyped_storage().data_ptr()] = t  # alive, so that no address comes twice
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        loaded.hidden(torch.arange(total) % 50, places, PackedLayout(segments))
+    held = sum(t.untyped_storage().nbytes() for t in kept.values())
+    s = shape({**LLAMA, "hidden_size": 128, "intermediate_size": 384})
+    setting = replace(Setting(s, hardware("cpu")), prompts=1, group=8, prompt=prompt, output=each, mean=each, width=width, micro=total)
+    assert held / total == pytest.approx(memory.saved(setting, total), rel=0.1)
+    assert memory.saved(replace(setting, hardware=hardware("h100")), total) == s.saved(width) < memory.saved(setting, total)
+
+
+def test_the_bill_of_the_quickstart_is_its_resident_memory():
+    """9.09 GB at most in a run of two steps on one thread (f507e40, 2 cores with amx_bf16): each part is a row, and their sum is within 15 %."""
+    job = Job.read(Path(__file__).parents[2] / "recipes" / "quickstart.toml", {"model.dtype": "bfloat16"})
+    [bill] = bills(of_job(job))
+    assert {"packed weights", "starting weights", "Python and libraries", "activations", "freed and kept"} <= bill.rows.keys()
+    assert bill.peak[1] == pytest.approx(9.09 * GB, rel=0.15)
+
+
+@pytest.mark.slow
+def test_the_bill_of_a_run_is_its_resident_memory(tmp_path):
+    """The tiny recipe in a process of its own: what the kernel says that it had at most."""
+    import subprocess
+    import sys
+
+    program = (
+        "import sys, resource\n"
+        "from rondel.assemble import train\nfrom rondel.words.config import Job\n"
+        "train(Job.read(sys.argv[1], {'run.folder': sys.argv[2], 'loop.steps': 2, 'loop.warmup.steps': 1, 'run.sinks': [], 'place.threads': 1}), quiet=True)\n"
+        "print('PEAK', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+    )
+    recipe = Path(__file__).parents[2] / "recipes" / "tiny.toml"
+    done = subprocess.run([sys.executable, "-c", program, str(recipe), str(tmp_path / "run")], capture_output=True, text=True, check=True)
+    peak = int(done.stdout.rpartition("PEAK ")[2])
+    assert bills(of_job(Job.read(recipe, {})))[0].peak[1] == pytest.approx(peak, rel=0.15)
+
+
+def test_every_rank_loads_the_whole_model():
+    """In bfloat16: two whole copies of 2 N, then masters of 4 N beside a shard of the starting weights; with one device there is nothing to cut."""
+    setting = what_if(["model=7b", "gpus=16", "place=split", "trainers=8"])
+    n = setting.shape.parameters
+    trainer = bills(setting)[0]
+    assert trainer.loading == 4 * n + 2 * n / 8
+    assert bills(replace(setting, width=4))[0].loading == 2 * 4 * n
+    assert bills(what_if(["model=7b"]))[0].loading == 0 and bills(setting)[1].loading == 0
+    large = what_if(["model=32b", "gpus=72", "place=split", "trainers=64", "micro=512", "output=512"])
+    [bill] = [b for b in bills(large) if b.pool == "trainer"]
+    assert bill.peak == ("load", bill.loading) and bill.room < 0 < bill.memory - bill.total("train"), (
+        "its shards fit, and it cannot be loaded"
+    )
+    assert any("most in load" in line and "the whole model is 100%" in line for line in words(large))

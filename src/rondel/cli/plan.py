@@ -78,6 +78,8 @@ def show(told: dict[str, Any]) -> None:
         table.add_row("sum", *(_gb(value) for value in bill["total"].values()), style="bold")
         console.print()
         console.print(table)
+        if bill["loading"]:
+            console.print(f"while it loads, at most {_gb(bill['loading'])}: every rank loads, copies and casts the whole model")
     console.print()
     for line in told["advice"]:
         console.print(line)

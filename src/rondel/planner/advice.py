@@ -64,10 +64,9 @@ def words(setting: Setting) -> list[str]:
     told = []
     for bill in bills(setting):
         phase, peak = bill.peak
-        share = bill.rows[bill.largest][phase] / peak
         fits = f"{bill.room / GB:.1f} GB free" if bill.room >= 0 else f"{-bill.room / GB:.1f} GB too much"
         told.append(
-            f"{bill.pool}: most in {phase}, {peak / GB:.2f} of {bill.memory / GB:.0f} GB, {fits}; {bill.largest} is {share:.0%} of it"
+            f"{bill.pool}: most in {phase}, {peak / GB:.2f} of {bill.memory / GB:.0f} GB, {fits}; {bill.largest} is {bill.share:.0%} of it"
         )
     if worst(setting) < 0:
         for change, saved, enough in helps(setting)[:3]:

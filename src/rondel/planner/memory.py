@@ -19,6 +19,9 @@ from rondel.planner.resolve import BUCKET, SPARE, engine_reserve, kv_pages, logi
 from rondel.planner.setting import Other, Setting
 
 PHASES = ("generate", "logprob", "train", "sync", "wake")
+LIBRARIES = 0.6 * GB  # resident of a process with torch and transformers before it has a model
+KEPT = 0.15  # of a CPU's largest phase: gradients of activations in a backward pass, and freed memory that the allocator keeps (runtime/devices.py)
+DENSE = 1 << 24  # scores of one call that are written out on a CPU (models/attention.py)
 LOGITS = 1 << 25  # entries of a chunk of logits in fp32 (train/logprobs.py); three of that size are alive at once
 
 
@@ -65,11 +68,12 @@ def kv_advice(pre: float, post: float, share: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """Bytes on one device of a pool: `rows[tenant][phase]`; 0 where the tenant is elsewhere in that phase."""
+    """Bytes on one device of a pool: `rows[tenant][phase]`; 0 where the tenant is elsewhere in that phase. `loading`: at most before the first of them."""
 
     pool: str
     memory: float
     rows: dict[str, dict[str, float]]
+    loading: float = 0.0
 
     def total(self, phase: str) -> float:
         return sum(row[phase] for row in self.rows.values())
@@ -77,7 +81,7 @@ class Bill:
     @property
     def peak(self) -> tuple[str, float]:
         phase = max(PHASES, key=self.total)
-        return phase, self.total(phase)
+        return ("load", self.loading) if self.loading > self.total(phase) else (phase, self.total(phase))
 
     @property
     def room(self) -> float:
@@ -87,7 +91,13 @@ class Bill:
     @property
     def largest(self) -> str:
         phase, _ = self.peak
-        return max(self.rows, key=lambda tenant: self.rows[tenant][phase])
+        return "the whole model" if phase == "load" else max(self.rows, key=lambda tenant: self.rows[tenant][phase])
+
+    @property
+    def share(self) -> float:
+        """Of the largest tenant at the peak."""
+        phase, peak = self.peak
+        return 1.0 if phase == "load" else self.rows[self.largest][phase] / peak
 
 
 def bills(setting: Setting) -> list[Bill]:
@@ -96,14 +106,42 @@ def bills(setting: Setting) -> list[Bill]:
     if not setting.split:
         others = [(other, _policy(setting, other)) for other in setting.policies]
         beside = {f"{other.name}: {tenant}": row for other, rows in others for tenant, row in rows.items()}
-        return [Bill("shared", memory, _clean(trainer(setting) | engine(setting) | beside))]
-    found = [Bill("trainer", memory, _clean(trainer(setting))), Bill("engine", memory, _clean(engine(setting)))]
+        return [Bill("shared", memory, _kept(setting, trainer(setting) | engine(setting) | beside), loading(setting))]
+    found = [
+        Bill("trainer", memory, _kept(setting, trainer(setting)), loading(setting)),
+        Bill("engine", memory, _kept(setting, engine(setting))),
+    ]
     for other in setting.policies:  # on devices of their own
         own = replace(setting, shape=other.shape, policies=())
         if not other.frozen:
-            found.append(Bill(f"trainer of {other.name}", memory, _clean(trainer(own))))
-        found.append(Bill(f"engine of {other.name}", memory, _clean(engine(own))))
+            found.append(Bill(f"trainer of {other.name}", memory, _kept(own, trainer(own)), loading(own)))
+        found.append(Bill(f"engine of {other.name}", memory, _kept(own, engine(own))))
     return found
+
+
+def loading(setting: Setting) -> float:
+    """Bytes at most on one of several ranks while it loads: each has the whole model, then a copy of it (the starting weights, or a critic's), then casts
+    the whole model to fp32, and keeps its shard (train/fsdp.py)."""
+    n, ranks = setting.shape.parameters, setting.train_devices
+    if ranks == 1:
+        return 0.0
+    if setting.rank:
+        return setting.weights
+    whole = setting.width * n
+    frozen = [_weights(other, setting) for other in (setting.reference, setting.teacher) if other is not None]
+    critic = 4 * setting.critic.parameters if setting.critic is not None else 0
+    return max(2 * whole, whole + critic, 4 * n + (whole + sum(frozen)) / ranks)
+
+
+def _kept(setting: Setting, rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """The rows that have anything, and on a CPU what a process has beside its tensors."""
+    rows = _clean(rows)
+    if setting.hardware.on_gpu:
+        return rows
+    most = max(sum(row[phase] for row in rows.values()) for phase in PHASES)
+    rows["Python and libraries"] = dict.fromkeys(PHASES, LIBRARIES)
+    rows["freed and kept"] = {phase: KEPT * most for phase in PHASES}
+    return rows
 
 
 def _policy(setting: Setting, other: Other) -> dict[str, dict[str, float]]:
@@ -135,6 +173,8 @@ def trainer(setting: Setting) -> dict[str, dict[str, float]]:
         "gradients": _times(training, trained * state.gradient / ranks),
         "moments": _times(training, trained * state.moments / ranks),
         "reference": _times(frozen, _weights(setting.reference, setting) / ranks),
+        "starting weights": _times(frozen, 0 if setting.rank or setting.reference == s else setting.weights / ranks),
+        "packed weights": _times(always, packed(setting)),
         "teacher": _times(frozen, _weights(setting.teacher, setting) / ranks),
         "critic": _times(training, (setting.critic.body + setting.critic.embedding) * state.total / ranks if setting.critic else 0),
     }
@@ -145,8 +185,9 @@ def trainer(setting: Setting) -> dict[str, dict[str, float]]:
     if ranks > 1:  # embedding and head stay gathered through a pass, a layer and the next one come and go
         largest = 0 if setting.four_bits else max(1, s.body / s.layers)
         whole = setting.width * (s.embedding * (1 if s.tied else 2) + 2 * largest)
-    tokens = max(min(setting.micro, setting.packed_tokens / ranks), setting.prompt + setting.output)  # one sample is never divided
-    each = s.checkpointed(setting.width) if setting.checkpointing else s.saved(setting.width)
+    longest = setting.samples * setting.output + setting.prompts * setting.prompt  # tokens of a step whose answers all reach their limit
+    tokens = max(min(setting.micro, longest / ranks), setting.prompt + setting.output)  # one sample is never divided
+    each = s.checkpointed(setting.width) if setting.checkpointing else saved(setting, tokens)
     chunk = 3 * 4 * min(tokens * s.vocab, LOGITS)
     rows["gathered layers"] = {phase: whole if phase in ("logprob", "train") else 0.0 for phase in PHASES}
     if setting.four_bits:
@@ -158,6 +199,27 @@ def trainer(setting: Setting) -> dict[str, dict[str, float]]:
         rows["images"] = {"train": own[0], "logprob": own[1]}
     rows["logits chunk"] = {"train": chunk, "logprob": chunk}
     return rows
+
+
+def saved(setting: Setting, tokens: float) -> float:
+    """Activations of a token that a backward pass needs, in bytes."""
+    s, long = setting.shape, setting.prompt + setting.mean
+    keys = (setting.new_tokens * long + setting.prompts * setting.prompt**2) / setting.packed_tokens
+    if setting.hardware.on_gpu or tokens * s.heads * keys > DENSE * max(1.0, tokens / long):
+        return s.saved(setting.width)
+    spread = (setting.samples * long + setting.prompts * setting.prompt) / setting.packed_tokens
+    return s.saved_dense(setting.width, keys, spread)
+
+
+def packed(setting: Setting) -> float:
+    """Copies of linear layers and head as oneDNN reads them (models/linear.py), of the policy and of the frozen models beside it. On a CPU, with one rank."""
+    if setting.hardware.on_gpu or setting.train_devices > 1 or setting.four_bits:
+        return 0.0
+    one = setting.shape.body + setting.shape.embedding - setting.shape.expert_parameters
+    beside = [other.body + other.embedding - other.expert_parameters for other in (setting.reference, setting.teacher) if other is not None]
+    if setting.reference is None and not setting.rank:
+        beside.append(one)  # the starting weights
+    return setting.width * (one + sum(beside))
 
 
 def engine(setting: Setting) -> dict[str, dict[str, float]]:

@@ -41,7 +41,7 @@ def plan(setting: Setting) -> dict[str, Any]:
         "memory": [
             {
                 "pool": bill.pool, "of": bill.memory, "rows": bill.rows, "total": {phase: bill.total(phase) for phase in PHASES},
-                "peak": bill.peak[1], "peak_phase": bill.peak[0], "room": bill.room, "largest": bill.largest,
+                "peak": bill.peak[1], "peak_phase": bill.peak[0], "room": bill.room, "largest": bill.largest, "loading": bill.loading,
             }
             for bill in bills(setting)
         ],

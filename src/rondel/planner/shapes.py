@@ -171,6 +171,18 @@ class Shape:
         feed += (self.layers - self.dense_layers) * 4 * (self.per_token * self.expert + self.shared)
         return int(bytes_each * (self.layers * (4 * self.hidden + 2 * q_size + 2 * self.kv_heads * self.head) + feed))
 
+    def saved_dense(self, bytes_each: float, keys: float, spread: float) -> int:
+        """The same on a CPU, where attention writes its scores out: a token sees `keys` keys, and its calls hold `spread` copies of keys and values.
+
+        A layer keeps: of each norm its input in fp32, its normalised input and its output; the scores in fp32, and their copy in 16 bits where values are.
+        """
+        q_size, kv_size = self.heads * self.head, 2 * self.kv_heads * self.head
+        cast = bytes_each if bytes_each < 4 else 0
+        layer = 2 * (4 + 2 * bytes_each) * self.hidden + bytes_each * (2 * q_size + kv_size * spread) + self.heads * keys * (4 + cast)
+        feed = self.dense_layers * 4 * self.intermediate
+        feed += (self.layers - self.dense_layers) * 4 * (self.per_token * self.expert + self.shared)
+        return int(self.layers * layer + bytes_each * feed)
+
     def checkpointed(self, bytes_each: float = 2) -> int:
         """With recomputation: the input of each layer, and one layer's own at a time."""
         return int(bytes_each * self.layers * self.hidden + self.saved(bytes_each) / self.layers)
