@@ -13,6 +13,7 @@ from rondel.planner.shapes import of_config, shape
 from rondel.words.errors import ModelError
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 105}
+LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 TINY = {
     "llama": {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
     "mistral": {"num_key_value_heads": 2, "head_dim": 24},
@@ -22,6 +23,17 @@ TINY = {
     "qwen3_moe": {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1]},
     "gemma2": {"num_key_value_heads": 2, "head_dim": 16},
     "gemma3_text": {"num_key_value_heads": 2, "head_dim": 16},
+    "phi3": {"num_key_value_heads": 2, "pad_token_id": 0},
+    "gpt_oss": {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {
+        "num_key_value_heads": 2, "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "attention_bias": True,
+        "use_qk_norm": True,
+    },
+    "qwen3_5_text": {"num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 4, **LINEAR},
+    "qwen3_5_moe_text": {
+        "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 4, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 24, **LINEAR,
+    },
     "deepseek_v3": {
         "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "q_lora_rank": 20, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "first_k_dense_replace": 1,
@@ -30,7 +42,7 @@ TINY = {
 
 
 def built(kind):
-    config = CONFIG_MAPPING[kind](**SMALL, **TINY[kind])
+    config = CONFIG_MAPPING[kind](**(SMALL | TINY[kind]))
     return config, AutoModelForCausalLM.from_config(config)
 
 
@@ -92,7 +104,7 @@ def test_every_number_of_a_family_is_counted(kind, tmp_path):
     config, model = built(kind)
     exact = sum(p.numel() for p in model.parameters())
     config.save_pretrained(tmp_path)
-    assert of_config({"model_type": kind, **SMALL, **TINY[kind]}).parameters == exact
+    assert of_config({"model_type": kind, **(SMALL | TINY[kind])}).parameters == exact
     assert shape(str(tmp_path)).parameters == exact, "from the file that transformers writes"
     assert TINY.keys() == DEFAULTS.keys() - tower.DEFAULTS.keys()
 
@@ -100,7 +112,7 @@ def test_every_number_of_a_family_is_counted(kind, tmp_path):
 @pytest.mark.parametrize("kind", TINY)
 def test_a_token_is_multiplied_with_what_it_is_routed_to(kind):
     _, model = built(kind)
-    s = of_config({"model_type": kind, **SMALL, **TINY[kind]})
+    s = of_config({"model_type": kind, **(SMALL | TINY[kind])})
     idle = s.expert_parameters * (s.experts - s.per_token) // s.experts if s.experts else 0
     assert s.active == sum(p.numel() for p in model.parameters()) - idle - s.embedding * (not s.tied)
 
@@ -121,6 +133,21 @@ def test_public_models_are_as_large_as_their_cards_say(name, billions, kv):
     assert kv is None or found.kv_bytes() == kv
 
 
+@pytest.mark.parametrize(
+    "name, billions",
+    [
+        ("gemma-3-270m", 0.268), ("gemma-3-1b", 1.0), ("gemma-3-4b", 3.88), ("gemma-3-12b", 11.77), ("google/gemma-3-27b-it", 27.0), ("phi-4", 14.7),
+        ("phi-4-mini", 3.84), ("gpt-oss-20b", 20.9), ("gpt-oss-120b", 116.8), ("glm-4.5", 353), ("glm-4.5-air", 107), ("qwen3.5-27b", 27),
+        ("qwen3.5-397b-a17b", 397),
+    ],
+)  # fmt: skip
+def test_sizes_of_cards_are_met_within_three_percent(name, billions):
+    assert shape(name).parameters == pytest.approx(billions * 1e9, rel=0.03)
+    assert shape("gpt-oss-120b").active == pytest.approx(5.1e9, rel=0.03) and shape("qwen3.5-397b-a17b").active == pytest.approx(
+        17e9, rel=0.05
+    )
+
+
 def test_the_cache_is_as_large_as_the_model_writes():
     """Grouped heads: what transformers' own cache holds. Latent attention: compressed; the built-in engine keeps it expanded."""
     import torch
@@ -129,7 +156,7 @@ def test_the_cache_is_as_large_as_the_model_writes():
         _, model = built(kind)
         cache = model(torch.zeros(1, 7, dtype=torch.long), use_cache=True).past_key_values
         held = sum(t.numel() for layer in cache.layers for t in (layer.keys, layer.values))
-        assert of_config({"model_type": kind, **SMALL, **TINY[kind]}).kv_bytes(1, expanded=False) * 7 == held
+        assert of_config({"model_type": kind, **(SMALL | TINY[kind])}).kv_bytes(1, expanded=False) * 7 == held
     assert shape("deepseek-v3").kv_bytes(expanded=False) == 61 * (512 + 64) * 2
 
 

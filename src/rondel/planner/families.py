@@ -1,6 +1,8 @@
 """Data: what each family's config leaves unsaid, and the shapes of public models with where they stand.
 
-DEFAULTS  as transformers' configs have them, and three facts that stand in no config: `norms` of width D a layer, `qk_norm`, `qkv_bias`
+DEFAULTS  as transformers' configs have them, and facts that stand in no config: `norms` of width D a layer, `qk_norm`, which projections and experts
+          have biases (`qkv_bias`, `o_bias`, `expert_bias`), attention `sinks`, an `output_gate` as wide as the queries, a `shared_expert_gate`
+REFUSED   families that can be planned and that Rondel's own engine and trainer refuse at load, with the reason
 MODELS    name -> (config, source);  PUBLIC  other names, also plain sizes: the model that is usually meant
 """
 
@@ -21,6 +23,11 @@ _GEMMA = {
     "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "own_head_dim": 256,
     "intermediate_size": 9216, "vocab_size": 256000, "tie_word_embeddings": True, "norms": 4,
 }  # fmt: skip
+_QWEN3_5 = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4, "own_head_dim": 256, "vocab_size": 248320,
+    "tie_word_embeddings": False, "qk_norm": True, "output_gate": True, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
 _MISTRAL = {**_LLAMA, "num_key_value_heads": 8, "intermediate_size": 14336}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -39,6 +46,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {**_QWEN, "own_head_dim": 128, "qk_norm": True},
     "gemma2": _GEMMA,
     "gemma3_text": {**_GEMMA, "vocab_size": 262208, "qk_norm": True},
+    "phi3": {**_LLAMA, "hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 32064},
+    "gpt_oss": {
+        "hidden_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "own_head_dim": 64,
+        "intermediate_size": 2880, "vocab_size": 201088, "tie_word_embeddings": False, "num_local_experts": 128, "num_experts_per_tok": 4,
+        "attention_bias": True, "expert_bias": True, "sinks": True,
+    },
+    "glm4_moe": {
+        "hidden_size": 4096, "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "own_head_dim": 128,
+        "intermediate_size": 10944, "vocab_size": 151552, "tie_word_embeddings": False, "n_routed_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1, "o_bias": False,
+    },
+    "qwen3_5_text": {**_QWEN3_5, "intermediate_size": 12288},
+    "qwen3_5_moe_text": {
+        **_QWEN3_5, "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "shared_expert_gate": True,
+    },
     "deepseek_v3": {
         "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "intermediate_size": 18432,
         "vocab_size": 129280, "tie_word_embeddings": False, "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
@@ -46,6 +69,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 128, "v_head_dim": 128,
     },
 }  # fmt: skip
+
+REFUSED = {
+    "gpt_oss": "it uses attention sinks",
+    "qwen3_5_text": "it has recurrent layers",
+    "qwen3_5_moe_text": "it has recurrent layers",
+}
 
 
 def _dense(kind: str, hidden: int, layers: int, heads: int, kv: int, feed: int, vocab: int, **more: Any) -> dict[str, Any]:
@@ -59,11 +88,16 @@ def _moe(hidden: int, layers: int, heads: int, kv: int, expert: int) -> dict[str
     return _dense("qwen3_moe", hidden, layers, heads, kv, 6144, 151936, head_dim=128, moe_intermediate_size=expert)
 
 
+def _gemma3(hidden: int, layers: int, heads: int, kv: int, feed: int, head: int, vocab: int = 262208) -> dict[str, Any]:
+    return _dense("gemma3_text", hidden, layers, heads, kv, feed, vocab, head_dim=head)
+
+
 def _sees(model: dict[str, Any], **tower: Any) -> dict[str, Any]:
     return {**model, "vision_config": tower}
 
 
 _HUB = "config.json on the hub: "
+_TEXT = "its text model alone"
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "smollm2-135m": (_dense("llama", 576, 30, 9, 3, 1536, 49152, tie_word_embeddings=True), _HUB + "HuggingFaceTB/SmolLM2-135M"),
     "qwen2.5-0.5b": (_dense("qwen2", 896, 24, 14, 2, 4864, 151936, tie_word_embeddings=True), _HUB + "Qwen/Qwen2.5-0.5B"),
@@ -101,6 +135,34 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3-vl-8b": (
         _sees(_dense("qwen3_vl", 4096, 36, 32, 8, 12288, 151936, head_dim=128), out_hidden_size=4096), _HUB + "Qwen/Qwen3-VL-8B-Instruct",
     ),
+    "gemma-3-270m": (_gemma3(640, 18, 4, 1, 2048, 256, 262144), _HUB + "google/gemma-3-270m"),
+    "gemma-3-1b": (_gemma3(1152, 26, 4, 1, 6912, 256, 262144), _HUB + "google/gemma-3-1b-it"),
+    "gemma-3-4b": (_gemma3(2560, 34, 8, 4, 10240, 256), _HUB + "google/gemma-3-4b-it, " + _TEXT),
+    "gemma-3-12b": (_gemma3(3840, 48, 16, 8, 15360, 256), _HUB + "google/gemma-3-12b-it, " + _TEXT),
+    "gemma-3-27b": (_gemma3(5376, 62, 32, 16, 21504, 128), _HUB + "google/gemma-3-27b-it, " + _TEXT),
+    "phi-4": (_dense("phi3", 5120, 40, 40, 10, 17920, 100352), _HUB + "microsoft/phi-4"),
+    "phi-4-mini": (_dense("phi3", 3072, 32, 24, 8, 8192, 200064, tie_word_embeddings=True), _HUB + "microsoft/Phi-4-mini-instruct"),
+    "gpt-oss-20b": ({"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32}, _HUB + "openai/gpt-oss-20b, planned in 16 bits"),
+    "gpt-oss-120b": ({"model_type": "gpt_oss"}, _HUB + "openai/gpt-oss-120b, planned in 16 bits"),
+    "glm-4.5-air": ({"model_type": "glm4_moe", "attention_bias": True}, _HUB + "zai-org/GLM-4.5-Air, without the layer that guesses ahead"),
+    "glm-4.5": (
+        _dense(
+            "glm4_moe", 5120, 92, 96, 8, 12288, 151552, n_routed_experts=160, moe_intermediate_size=1536, first_k_dense_replace=3, attention_bias=True,
+            use_qk_norm=True,
+        ),
+        _HUB + "zai-org/GLM-4.5, without the layer that guesses ahead",
+    ),
+    "qwen3.5-27b": (
+        _dense("qwen3_5_text", 5120, 64, 24, 4, 17408, 248320, linear_num_value_heads=48),
+        "THUDM/slime scripts/models/qwen3.5-27B.sh; its linear_num_value_heads = 48 is not verified; " + _TEXT,
+    ),
+    "qwen3.5-397b-a17b": (
+        _dense(
+            "qwen3_5_moe_text", 4096, 60, 32, 2, 0, 248320, num_experts=512, num_experts_per_tok=10, moe_intermediate_size=1024,
+            shared_expert_intermediate_size=1024, linear_num_value_heads=64,
+        ),
+        "NVIDIA Megatron-LM's configuration of Qwen3.5-397B-A17B; widths of experts and linear_num_value_heads = 64 are not verified; " + _TEXT,
+    ),
     "llama3-8b": (_dense("llama", 4096, 32, 32, 8, 14336, 128256), _HUB + "meta-llama/Meta-Llama-3-8B"),
     "llama3-70b": (_dense("llama", 8192, 80, 64, 8, 28672, 128256), _HUB + "meta-llama/Meta-Llama-3-70B"),
     "llama3.1-405b": (_dense("llama", 16384, 126, 128, 8, 53248, 128256), _HUB + "meta-llama/Llama-3.1-405B"),
@@ -113,5 +175,6 @@ PUBLIC = {
     "7b": "qwen2.5-7b", "8b": "llama3-8b", "14b": "qwen3-14b", "30b-a3b": "qwen3-30b-a3b", "32b": "qwen3-32b", "70b": "llama3-70b",
     "72b": "qwen2.5-72b", "235b-a22b": "qwen3-235b-a22b", "235b": "qwen3-235b-a22b", "405b": "llama3.1-405b", "671b": "deepseek-v3",
     "deepseek-r1": "deepseek-v3", "meta-llama-3-8b": "llama3-8b", "meta-llama-3-70b": "llama3-70b", "llama-3.1-8b": "llama3-8b",
-    "llama-3.1-70b": "llama3-70b", "llama-3.3-70b": "llama3-70b", "llama-3.1-405b": "llama3.1-405b", "smollm2-135m": "smollm2-135m",
+    "llama-3.1-70b": "llama3-70b", "llama-3.3-70b": "llama3-70b", "llama-3.1-405b": "llama3.1-405b", "smollm2-135m": "smollm2-135m", "gemma-3-1b-it": "gemma-3-1b", "gemma-3-4b-it": "gemma-3-4b", "gemma-3-12b-it": "gemma-3-12b",
+    "gemma-3-27b-it": "gemma-3-27b", "20b": "gpt-oss-20b", "120b": "gpt-oss-120b", "27b": "gemma-3-27b", "397b": "qwen3.5-397b-a17b",
 }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rondel.planner import advice, cost, split
+from rondel.planner.families import REFUSED
 from rondel.planner.layout import layouts
 from rondel.planner.memory import PHASES, bills
 from rondel.planner.setting import Setting
@@ -66,8 +67,10 @@ def plan(setting: Setting) -> dict[str, Any]:
 
 
 def assumptions(setting: Setting) -> list[str]:
-    on = setting.hardware
+    on, why = setting.hardware, REFUSED.get(setting.shape.family)
+    refused = [f"{setting.shape.name} cannot be run by Rondel's own engine and trainer yet: {why}"] if why else []
     return [
+        *refused,
         f"{on.name}: {on.flops / 1e12:.3g} TFLOP/s, of which training reaches {on.efficiency:.0%} and decoding {on.decode_efficiency:.0%}; "
         f"memory at {on.bandwidth / 1e9:.0f} GB/s, of which decoding reaches {on.stream:.0%}",
         f"a step takes at least its longest answer{f' / {setting.staleness + 1}' if setting.staleness else ''}; what other unequal answers cost is for "

@@ -36,6 +36,8 @@ class Shape:
     dense    layers with a feed-forward of `intermediate`; the others have `experts`
     biases   numbers a layer that are no matrix: biases of the projections
     norms    norms of width D a layer;  qk_norm: and one of width d for queries and one for keys
+    recurrent  layers whose attention is linear, of `recurrent_numbers` each; they keep a state of fixed size instead of keys and values
+    gate     the attention's output is gated: queries are twice as wide
     bits     of a stored weight: 16, or what the config's quantization says
     tower    its eye; None for a model that reads text alone
     """
@@ -56,8 +58,13 @@ class Shape:
     per_token: int = 0
     expert: int = 0
     shared: int = 0
+    shared_gate: bool = False
     dense: int = 0
     latent: Latent | None = None
+    recurrent: int = 0
+    recurrent_numbers: int = 0
+    gate: bool = False
+    family: str = ""
     tower: Tower | None = None
     bits: float = 16
     source: str = ""
@@ -79,7 +86,7 @@ class Shape:
             }
         q_size, kv_size = self.heads * self.head, self.kv_heads * self.head
         return {
-            "q_proj": (self.hidden, q_size),
+            "q_proj": (self.hidden, q_size * (2 if self.gate else 1)),
             "k_proj": (self.hidden, kv_size),
             "v_proj": (self.hidden, kv_size),
             "o_proj": (q_size, self.hidden),
@@ -97,7 +104,9 @@ class Shape:
     def _feed_forward(self, experts: int) -> int:
         """Of all layers, with so many experts counted in each of those that have any."""
         one = 3 * self.hidden
-        mixed = (self.layers - self.dense_layers) * (experts * one * self.expert + one * self.shared + self.hidden * self.experts)
+        mixed = (self.layers - self.dense_layers) * (
+            experts * one * self.expert + one * self.shared + self.hidden * (self.experts + self.shared_gate)
+        )
         return self.dense_layers * one * self.intermediate + mixed
 
     @property
@@ -110,10 +119,12 @@ class Shape:
         return self._body(self.experts)
 
     def _body(self, experts: int) -> int:
-        inside = self.norms * self.hidden + 2 * self.head * self.qk_norm + self.biases
+        inside = 2 * self.head * self.qk_norm + self.biases
         if self.latent is not None:
             inside += self.latent.kv + (self.latent.q or 0)
-        return self.layers * (self.attention + inside) + self._feed_forward(experts) + self.hidden
+        norms, full = self.layers * self.norms * self.hidden, self.layers - self.recurrent
+        mixing = full * (self.attention + inside) + self.recurrent * self.recurrent_numbers
+        return mixing + norms + self._feed_forward(experts) + self.hidden
 
     @property
     def parameters(self) -> int:
@@ -133,7 +144,7 @@ class Shape:
     def kv_bytes(self, bytes_each: float = 2, *, expanded: bool = True) -> int:
         """Cache of one token in all layers: 2·L·K·d·bytes. Latent attention: what it compresses to, unless the engine keeps it `expanded`."""
         if self.latent is None:
-            return int(2 * self.layers * self.kv_heads * self.head * bytes_each)
+            return int(2 * (self.layers - self.recurrent) * self.kv_heads * self.head * bytes_each)
         m = self.latent
         each = self.heads * (m.nope + m.rope + m.value) if expanded else m.kv + m.rope
         return int(self.layers * each * bytes_each)
@@ -141,7 +152,7 @@ class Shape:
     @property
     def matrices(self) -> dict[str, tuple[tuple[int, int], int]]:
         """{name: ((in, out), how many)} of the linear layers inside that are no experts."""
-        matrices = {name: (size, self.layers) for name, size in self.projections.items()}
+        matrices = {name: (size, self.layers - self.recurrent) for name, size in self.projections.items()}
         for name, (i, o) in {"gate_proj": (0, 1), "up_proj": (0, 1), "down_proj": (1, 0)}.items():
             sides = (self.hidden, self.intermediate)
             matrices[name] = ((sides[i], sides[o]), self.dense_layers)
@@ -253,10 +264,21 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> Shape:
             get("qk_nope_head_dim"),
             get("v_head_dim"),
         )
-    biases = 0
+    every, width = get("full_attention_interval") or 0, 0
+    recurrent = layers - layers // every if every else 0
+    if listed := config.get("layer_types"):
+        recurrent = sum(kind == "linear_attention" for kind in listed)
+    if every:  # gated delta net: q, k, v and z, two numbers a head, a convolution, decay and step, a norm, and the way out
+        keys, values = (get(f"linear_num_{side}_heads") * get(f"linear_{side}_head_dim") for side in ("key", "value"))
+        width = hidden * (2 * keys + 3 * values + 2 * get("linear_num_value_heads")) + get("linear_conv_kernel_dim") * (2 * keys + values)
+        width += 2 * get("linear_num_value_heads") + get("linear_value_head_dim")
+    biases = heads if get("sinks") else 0
+    if get("expert_bias"):
+        biases += experts * (2 * expert + hidden + 1)
+    shared = (get("n_shared_experts") or 0) * expert + (get("shared_expert_intermediate_size") or 0) if experts else 0
     if get("qkv_bias") or get("attention_bias"):
         biases += (heads + 2 * kv_heads) * head
-    if get("attention_bias"):
+    if get("attention_bias") and get("o_bias") is not False:
         biases += hidden
     if get("mlp_bias"):
         biases += 2 * get("intermediate_size") + hidden
@@ -271,18 +293,23 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> Shape:
         heads=heads,
         kv_heads=kv_heads,
         head=head,
-        intermediate=get("intermediate_size"),
+        intermediate=get("intermediate_size") or 0,
         vocab=get("vocab_size"),
         tied=bool(get("tie_word_embeddings") if eye is None else outer.get("tie_word_embeddings", get("tie_word_embeddings"))),
         norms=get("norms") or 2,
-        qk_norm=bool(get("qk_norm")),
+        qk_norm=bool(get("qk_norm") or get("use_qk_norm")),
         biases=biases,
         experts=experts,
         per_token=get("num_experts_per_tok") or 0 if experts else 0,
         expert=expert if experts else 0,
-        shared=(get("n_shared_experts") or 0) * expert if experts else 0,
+        shared=shared,
+        shared_gate=bool(get("shared_expert_gate") and experts),
         dense=dense,
         latent=latent,
+        recurrent=recurrent,
+        recurrent_numbers=width,
+        gate=bool(get("output_gate")),
+        family=str(kind),
         tower=eye,
         bits=bits,
     )
