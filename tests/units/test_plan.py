@@ -18,7 +18,7 @@ from run_kit import RECIPE
 import rondel
 from rondel.cli import main
 from rondel.planner.advice import changes
-from rondel.planner.hardware import calibration_file, remember, this_machine
+from rondel.planner.hardware import DEVICES, calibration_file, remember, this_machine
 from rondel.planner.plan import plan
 from rondel.planner.setting import what_if
 from rondel.planner.shapes import shape
@@ -84,6 +84,28 @@ def test_a_policy_is_printed_once(capsys):
 def test_what_cannot_be_planned(capsys, words, says):
     code, _, err = ask(capsys, *words)
     assert code == 1 and says in err and err.count("\n") == 1
+
+
+def test_what_is_planned_for_another_device_is_not_said_to_be_this_cpu(capsys):
+    for verb in ("plan", "simulate"):
+        outs = []
+        for more in ([], ["--what-if", "hardware=h100"]):
+            with pytest.raises(SystemExit):
+                main([verb, str(RECIPE), *more, *(["--steps", "2"] if verb == "simulate" else [])])
+            outs.append(capsys.readouterr().out)
+        assert ["this machine's CPU" in out for out in outs] == [True, False], verb
+        assert "1 x h100" in outs[1]
+
+
+def test_devices_have_sources_and_plausible_figures():
+    """Laptops and Apple's chips have the machine's memory, so the rows of a process on a CPU; arithmetic per byte as such devices have."""
+    for name, on in DEVICES.items():
+        assert on.name == name and on.source and 5 < on.flops / on.bandwidth < 400, name
+        assert on.on_gpu == ("cpu" not in name and "laptop" not in name and not name.startswith("m2") and name[:2] not in ("m3", "m4")), (
+            name
+        )
+    assert plan(what_if(["model=135m", "hardware=m4-max"]))["memory"][0]["rows"]["Python and libraries"]
+    assert [DEVICES[n].bandwidth / 1e9 for n in ("m2-max", "m3-max", "m4-max", "rtx5090", "mi300x")] == [400, 400, 546, 1792, 5300]
 
 
 def test_it_starts_without_torch():

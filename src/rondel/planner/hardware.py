@@ -45,8 +45,18 @@ class Hardware:
     @property
     def on_gpu(self) -> bool:
         """It has memory of its own, which no other process of the machine uses."""
-        return not self.name.startswith("cpu")
+        return self.name not in SHARED
 
+
+SHARED = (
+    "cpu",
+    "cpu-2core",
+    "laptop-8core",
+    "m2-max",
+    "m3-max",
+    "m4-max",
+)  # whose memory is the machine's, and where Rondel computes on the CPU
+_APPLE = "Apple's newsroom for bandwidth and memory; TFLOP/s of its GPU are no figure of Apple's (32-bit, shader cores x clock). Rondel computes on the CPU there, which is slower"
 
 # An IB or RoCE port of 400 Gbit/s a device is what reference designs give (DGX H100); 200 for A100, 100 Gbit/s Ethernet a node for cards in PCIe slots.
 DEVICES = {
@@ -58,12 +68,25 @@ DEVICES = {
     "h200": Hardware("h200", 141 * GB, 989e12, 4800 * GB, 450 * GB, 50 * GB, 8, source="NVIDIA H200 SXM data sheet, without sparsity"),
     "b200": Hardware("b200", 180 * GB, 2250e12, 8000 * GB, 900 * GB, 50 * GB, 8, source="NVIDIA DGX B200 data sheet, without sparsity"),
     "h20": Hardware("h20", 96 * GB, 148e12, 4000 * GB, 450 * GB, 25 * GB, 8, source="vendors' sheets of the H20; NVIDIA publishes none"),
+    "rtx5090": Hardware("rtx5090", 32 * GB, 209.5e12, 1792 * GB, 32 * GB, 3 * GB, 2, source="NVIDIA RTX Blackwell whitepaper, with fp32 sums; PCIe 5.0 x16 in practice"),
+    "mi300x": Hardware("mi300x", 192 * GB, 1307e12, 5300 * GB, 448 * GB, 50 * GB, 8, source="AMD Instinct MI300X data sheet, without sparsity; 7 links of 64 GB/s one way"),
+    "m2-max": Hardware("m2-max", 96 * GB, 13.6e12, 400 * GB, 5 * GB, 1 * GB, 1, source=_APPLE),
+    "m3-max": Hardware("m3-max", 128 * GB, 14.3e12, 400 * GB, 5 * GB, 1 * GB, 1, source=_APPLE),
+    "m4-max": Hardware("m4-max", 128 * GB, 17.2e12, 546 * GB, 5 * GB, 1 * GB, 1, source=_APPLE),
+    "cpu-2core": Hardware(
+        "cpu-2core", 8 * GB, 200e9, 25 * GB, 5 * GB, 1 * GB, 1, 0.5, 0.6, 0.5, 0.0003, 0.003, 0.0005, 0.0003,
+        source="a guess of two cores of a server with bf16, not measured",
+    ),
+    "laptop-8core": Hardware(
+        "laptop-8core", 16 * GB, 1.8e12, 76.8 * GB, 5 * GB, 1 * GB, 1, 0.5, 0.6, 0.5, 0.0003, 0.003, 0.0005, 0.0003,
+        source="arithmetic: 8 cores x 3.5 GHz x 32 fp32 operations (AVX2), two channels of DDR5-4800; counted twice for bf16, which such a CPU has not",
+    ),
     "cpu": Hardware(
         "cpu", 16 * GB, 200e9, 25 * GB, 5 * GB, 1 * GB, 1, 0.5, 0.6, 0.5, 0.0003, 0.003, 0.0005, 0.0003,
         source="a guess of two cores with bf16; `rondel plan --calibrate` measures this machine",
     ),
 }  # fmt: skip
-ALIASES = {"3090": "rtx3090", "4090": "rtx4090", "a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40"}
+ALIASES = {"3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090", "a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40"}
 
 
 def hardware(name: str) -> Hardware:

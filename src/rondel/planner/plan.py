@@ -72,7 +72,7 @@ def assumptions(setting: Setting) -> list[str]:
     return [
         *refused,
         f"{on.name}: {on.flops / 1e12:.3g} TFLOP/s, of which training reaches {on.efficiency:.0%} and decoding {on.decode_efficiency:.0%}; "
-        f"memory at {on.bandwidth / 1e9:.0f} GB/s, of which decoding reaches {on.stream:.0%}",
+        f"memory at {on.bandwidth / 1e9:.0f} GB/s, of which decoding reaches {on.stream:.0%} ({on.source})",
         f"a step takes at least its longest answer{f' / {setting.staleness + 1}' if setting.staleness else ''}; what other unequal answers cost is for "
         "`rondel simulate`",
         "prompts are computed once for their group, in the engine and in training",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 CRITICS, TEACHERS, REFERENCES = {"ppo"}, {"opd"}, {"online_dpo"}  # rows of the table that need one as they stand
 IMAGE = 1024  # tokens of an image whose size nobody says: some 900 x 900 pixels
+ON_THIS_CPU = "device = auto is planned as this machine's CPU; --what-if hardware=h100 plans another"
 PROXIMAL = {"clip_cov", "kl_cov", "forking", "m2po", "online_dpo"}
 
 
@@ -134,7 +135,7 @@ def of_job(job: Job, device: str = "") -> Setting:
     """What the recipe says; `device` names hardware, else it is the place's."""
     model = of_recipe(job.model.path, hub_cache())
     where = hardware(device or ("h100" if job.place.device.startswith("cuda") else "cpu"))
-    on_cpu = where.name == "cpu"
+    on_cpu = not where.on_gpu
     width = {"float32": 4, "bfloat16": 2, "auto": 2 if not on_cpu or _has_bf16() else 4}[job.model.dtype]
     adapter, row, split = job.model.adapter, job.algo.kind, job.place.kind == "split"
     image = 0
@@ -146,7 +147,7 @@ def of_job(job: Job, device: str = "") -> Setting:
         "answers half as long as sampling.max_tokens on average",
     ]
     if not device and job.place.device == "auto":
-        assumed.append("device = auto is planned as this machine's CPU; --what-if hardware=h100 plans another")
+        assumed.append(ON_THIS_CPU)
     micro = job.trainer.micro_tokens
     wants_reference = bool(job.algo.kl.get("coef")) or row in REFERENCES
     output = job.engine.sampling.max_tokens
@@ -272,7 +273,7 @@ def what_if(words: list[str], start: Setting | None = None) -> Setting:
 
 def filled(given: dict[str, Any], start: Setting | None) -> Setting:
     """The rest of the setting, chosen by rule; what was chosen stands in `assumed`."""
-    assumed = list(start.assumed) if start else []
+    assumed = [text for text in start.assumed if text != ON_THIS_CPU or "hardware" not in given] if start else []
     if start is None:
         if "shape" not in given:
             raise ConfigError("without a recipe --what-if needs a model: --what-if model=7b")
