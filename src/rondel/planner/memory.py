@@ -19,7 +19,7 @@ from rondel.planner.resolve import BUCKET, SPARE, engine_reserve, kv_pages, logi
 from rondel.planner.setting import Other, Setting
 
 PHASES = ("generate", "logprob", "train", "sync", "wake")
-LIBRARIES = 0.6 * GB  # resident of a process with torch and transformers before it has a model
+LIBRARIES = 0.55 * GB  # resident of a process with torch and transformers before it has a model
 KEPT = 0.15  # of a CPU's largest phase: gradients of activations in a backward pass, and freed memory that the allocator keeps (runtime/devices.py)
 DENSE = 1 << 24  # scores of one call that are written out on a CPU (models/attention.py)
 LOGITS = 1 << 25  # entries of a chunk of logits in fp32 (train/logprobs.py); three of that size are alive at once
@@ -129,7 +129,7 @@ def loading(setting: Setting) -> float:
         return setting.weights
     whole = setting.width * n
     frozen = [_weights(other, setting) for other in (setting.reference, setting.teacher) if other is not None]
-    critic = 4 * setting.critic.parameters if setting.critic is not None else 0
+    critic: float = 4 * setting.critic.parameters if setting.critic is not None else 0
     return max(2 * whole, whole + critic, 4 * n + (whole + sum(frozen)) / ranks)
 
 
@@ -183,7 +183,7 @@ def trainer(setting: Setting) -> dict[str, dict[str, float]]:
             rows[name] = _times(training, trained * each)
     whole = 0.0
     if ranks > 1:  # embedding and head stay gathered through a pass, a layer and the next one come and go
-        largest = 0 if setting.four_bits else max(1, s.body / s.layers)
+        largest: float = 0 if setting.four_bits else max(1, s.body / s.layers)
         whole = setting.width * (s.embedding * (1 if s.tied else 2) + 2 * largest)
     longest = setting.samples * setting.output + setting.prompts * setting.prompt  # tokens of a step whose answers all reach their limit
     tokens = max(min(setting.micro, longest / ranks), setting.prompt + setting.output)  # one sample is never divided
