@@ -147,7 +147,11 @@ def _kept(setting: Setting, rows: dict[str, dict[str, float]]) -> dict[str, dict
 def _policy(setting: Setting, other: Other) -> dict[str, dict[str, float]]:
     """What another policy keeps on the same device. Passes take turns, so what one needs while it runs is there for one of them."""
     own = replace(setting, shape=other.shape, policies=())
-    kept = ("policy weights",) if other.frozen else ("policy weights", "masters", "gradients", "moments", "reference")
+    kept = (
+        ("policy weights",)
+        if other.frozen
+        else ("policy weights", "masters", "gradients", "moments", "reference", "starting weights", "packed weights")
+    )
     return {name: row for name, row in trainer(own).items() if name in kept} | {"KV cache": engine(own)["KV cache"]}
 
 
@@ -187,7 +191,7 @@ def trainer(setting: Setting) -> dict[str, dict[str, float]]:
         whole = setting.width * (s.embedding * (1 if s.tied else 2) + 2 * largest)
     longest = setting.samples * setting.output + setting.prompts * setting.prompt  # tokens of a step whose answers all reach their limit
     tokens = max(min(setting.micro, longest / ranks), setting.prompt + setting.output)  # one sample is never divided
-    each = s.checkpointed(setting.width) if setting.checkpointing else saved(setting, tokens)
+    each: float = s.checkpointed(setting.width) if setting.checkpointing else saved(setting, tokens)
     chunk = 3 * 4 * min(tokens * s.vocab, LOGITS)
     rows["gathered layers"] = {phase: whole if phase in ("logprob", "train") else 0.0 for phase in PHASES}
     if setting.four_bits:
