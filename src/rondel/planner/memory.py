@@ -191,12 +191,12 @@ def trainer(setting: Setting) -> dict[str, dict[str, float]]:
         whole = setting.width * (s.embedding * (1 if s.tied else 2) + 2 * largest)
     longest = setting.samples * setting.output + setting.prompts * setting.prompt  # tokens of a step whose answers all reach their limit
     tokens = max(min(setting.micro, longest / ranks), setting.prompt + setting.output)  # one sample is never divided
-    each: float = s.checkpointed(setting.width) if setting.checkpointing else saved(setting, tokens)
+    kept = s.checkpointed(setting.width) if setting.checkpointing else saved(setting, tokens)
     chunk = 3 * 4 * min(tokens * s.vocab, LOGITS)
     rows["gathered layers"] = {phase: whole if phase in ("logprob", "train") else 0.0 for phase in PHASES}
     if setting.four_bits:
         rows["decoded layer"] = dict.fromkeys(("generate", "logprob", "train"), decoded(setting))
-    rows["activations"] = {"train": each * tokens, "logprob": s.saved(setting.width) / s.layers * tokens}
+    rows["activations"] = {"train": kept * tokens, "logprob": s.saved(setting.width) / s.layers * tokens}
     if s.tower is not None and setting.image:  # a pass has each group's image once, and the tower sees them together
         images = max(1.0, tokens / (setting.prompt + setting.group * setting.mean))
         own = [s.tower.saved(setting.image, setting.width, trained=learns) * images for learns in (setting.tower, False)]
