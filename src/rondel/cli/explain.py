@@ -19,10 +19,12 @@ def run(
 
     Every final value and who set it, the arithmetic of one step, the formula of the loss.
     """
-    from rondel.assemble.parts import with_steps
-
     said, overrides = read_job(recipe, *ctx.args)
-    job, why = with_steps(said)
+    job, why = said, ""
+    if said.loop.passes is not None:  # counting the tasks takes the data, and with it torch
+        from rondel.assemble.parts import with_steps
+
+        job, why = with_steps(said)
     rows = values(said, set(overrides))
     if why:
         rows = [(key, job.steps, "loop.passes") if key == "loop.steps" else (key, value, by) for key, value, by in rows]

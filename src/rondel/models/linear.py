@@ -138,6 +138,11 @@ class Stack:
         """Of the copies; as a packed weight has no storage that could be asked, those of what was packed."""
         return self._size if self._packed is not None else 0
 
+    @property
+    def trained(self) -> bool:
+        """Whether an optimizer writes what is packed; the frozen base of an adapter stays as it is."""
+        return any(changes >= 0 for _, _, changes in self.stamp)
+
     def drop(self) -> None:
         """Until the next use."""
         self.stamp, self._packed = [], None

@@ -97,6 +97,7 @@ def _sees(model: dict[str, Any], **tower: Any) -> dict[str, Any]:
 
 
 _HUB = "config.json on the hub: "
+_UNREAD = "from memory, only the total of its parameters is checked: "
 _TEXT = "its text model alone"
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "smollm2-135m": (_dense("llama", 576, 30, 9, 3, 1536, 49152, tie_word_embeddings=True), _HUB + "HuggingFaceTB/SmolLM2-135M"),
@@ -135,13 +136,13 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3-vl-8b": (
         _sees(_dense("qwen3_vl", 4096, 36, 32, 8, 12288, 151936, head_dim=128), out_hidden_size=4096), _HUB + "Qwen/Qwen3-VL-8B-Instruct",
     ),
-    "gemma-3-270m": (_gemma3(640, 18, 4, 1, 2048, 256, 262144), _HUB + "google/gemma-3-270m"),
+    "gemma-3-270m": (_gemma3(640, 18, 4, 1, 2048, 256, 262144), _UNREAD + "google/gemma-3-270m"),
     "gemma-3-1b": (_gemma3(1152, 26, 4, 1, 6912, 256, 262144), _HUB + "google/gemma-3-1b-it"),
-    "gemma-3-4b": (_gemma3(2560, 34, 8, 4, 10240, 256), _HUB + "google/gemma-3-4b-it, " + _TEXT),
-    "gemma-3-12b": (_gemma3(3840, 48, 16, 8, 15360, 256), _HUB + "google/gemma-3-12b-it, " + _TEXT),
+    "gemma-3-4b": (_gemma3(2560, 34, 8, 4, 10240, 256), _UNREAD + "google/gemma-3-4b-it, " + _TEXT),
+    "gemma-3-12b": (_gemma3(3840, 48, 16, 8, 15360, 256), _UNREAD + "google/gemma-3-12b-it, " + _TEXT),
     "gemma-3-27b": (_gemma3(5376, 62, 32, 16, 21504, 128), _HUB + "google/gemma-3-27b-it, " + _TEXT),
-    "phi-4": (_dense("phi3", 5120, 40, 40, 10, 17920, 100352), _HUB + "microsoft/phi-4"),
-    "phi-4-mini": (_dense("phi3", 3072, 32, 24, 8, 8192, 200064, tie_word_embeddings=True), _HUB + "microsoft/Phi-4-mini-instruct"),
+    "phi-4": (_dense("phi3", 5120, 40, 40, 10, 17920, 100352), _UNREAD + "microsoft/phi-4"),
+    "phi-4-mini": (_dense("phi3", 3072, 32, 24, 8, 8192, 200064, tie_word_embeddings=True), _UNREAD + "microsoft/Phi-4-mini-instruct"),
     "gpt-oss-20b": ({"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32}, _HUB + "openai/gpt-oss-20b, planned in 16 bits"),
     "gpt-oss-120b": ({"model_type": "gpt_oss"}, _HUB + "openai/gpt-oss-120b, planned in 16 bits"),
     "glm-4.5-air": ({"model_type": "glm4_moe", "attention_bias": True}, _HUB + "zai-org/GLM-4.5-Air, without the layer that guesses ahead"),

@@ -56,7 +56,7 @@ SHARED = (
     "m3-max",
     "m4-max",
 )  # whose memory is the machine's, and where Rondel computes on the CPU
-_APPLE = "Apple's newsroom for bandwidth and memory; TFLOP/s of its GPU are no figure of Apple's (32-bit, shader cores x clock). Rondel computes on the CPU there, which is slower"
+_APPLE = "from memory of Apple's newsroom for bandwidth and memory; TFLOP/s of its GPU are no figure of Apple's (32-bit, shader cores x clock). Rondel computes on the CPU there, which is slower"
 
 # An IB or RoCE port of 400 Gbit/s a device is what reference designs give (DGX H100); 200 for A100, 100 Gbit/s Ethernet a node for cards in PCIe slots.
 DEVICES = {
@@ -68,8 +68,8 @@ DEVICES = {
     "h200": Hardware("h200", 141 * GB, 989e12, 4800 * GB, 450 * GB, 50 * GB, 8, source="NVIDIA H200 SXM data sheet, without sparsity"),
     "b200": Hardware("b200", 180 * GB, 2250e12, 8000 * GB, 900 * GB, 50 * GB, 8, source="NVIDIA DGX B200 data sheet, without sparsity"),
     "h20": Hardware("h20", 96 * GB, 148e12, 4000 * GB, 450 * GB, 25 * GB, 8, source="vendors' sheets of the H20; NVIDIA publishes none"),
-    "rtx5090": Hardware("rtx5090", 32 * GB, 209.5e12, 1792 * GB, 32 * GB, 3 * GB, 2, source="NVIDIA RTX Blackwell whitepaper, with fp32 sums; PCIe 5.0 x16 in practice"),
-    "mi300x": Hardware("mi300x", 192 * GB, 1307e12, 5300 * GB, 448 * GB, 50 * GB, 8, source="AMD Instinct MI300X data sheet, without sparsity; 7 links of 64 GB/s one way"),
+    "rtx5090": Hardware("rtx5090", 32 * GB, 209.5e12, 1792 * GB, 32 * GB, 3 * GB, 2, source="from memory of NVIDIA's RTX Blackwell whitepaper, with fp32 sums; PCIe 5.0 x16 in practice"),
+    "mi300x": Hardware("mi300x", 192 * GB, 1307e12, 5300 * GB, 448 * GB, 50 * GB, 8, source="from memory of AMD's MI300X data sheet, without sparsity; 7 links of 64 GB/s one way"),
     "m2-max": Hardware("m2-max", 96 * GB, 13.6e12, 400 * GB, 5 * GB, 1 * GB, 1, source=_APPLE),
     "m3-max": Hardware("m3-max", 128 * GB, 14.3e12, 400 * GB, 5 * GB, 1 * GB, 1, source=_APPLE),
     "m4-max": Hardware("m4-max", 128 * GB, 17.2e12, 546 * GB, 5 * GB, 1 * GB, 1, source=_APPLE),

@@ -178,7 +178,7 @@ def trainer(setting: Setting) -> dict[str, dict[str, float]]:
         "moments": _times(training, trained * state.moments / ranks),
         "reference": _times(frozen, _weights(setting.reference, setting) / ranks),
         "starting weights": _times(frozen, 0 if setting.rank or setting.reference == s else setting.weights / ranks),
-        "packed weights": _times(always, packed(setting)),
+        "packed weights": {phase: packed(setting, training=phase == "train") for phase in PHASES},
         "teacher": _times(frozen, _weights(setting.teacher, setting) / ranks),
         "critic": _times(training, (setting.critic.body + setting.critic.embedding) * state.total / ranks if setting.critic else 0),
     }
@@ -215,15 +215,15 @@ def saved(setting: Setting, tokens: float) -> float:
     return s.saved_dense(setting.width, keys, spread)
 
 
-def packed(setting: Setting) -> float:
-    """Copies of linear layers and head as oneDNN reads them (models/linear.py), of the policy and of the frozen models beside it. On a CPU, with one rank."""
+def packed(setting: Setting, *, training: bool) -> float:
+    """Copies of linear layers and head as oneDNN reads them (models/linear.py), of the policy and of a teacher. On a CPU, with one rank.
+
+    While gradients are held there is none of weights that are trained; starting weights and reference have none at all.
+    """
     if setting.hardware.on_gpu or setting.train_devices > 1 or setting.four_bits:
         return 0.0
-    one = setting.shape.body + setting.shape.embedding - setting.shape.expert_parameters
-    beside = [other.body + other.embedding - other.expert_parameters for other in (setting.reference, setting.teacher) if other is not None]
-    if setting.reference is None and not setting.rank:
-        beside.append(one)  # the starting weights
-    return setting.width * (one + sum(beside))
+    read = [setting.shape] * (setting.rank > 0 or not training) + [setting.teacher] * (setting.teacher is not None)
+    return setting.width * sum(shape.body + shape.embedding - shape.expert_parameters for shape in read if shape is not None)
 
 
 def engine(setting: Setting) -> dict[str, dict[str, float]]:

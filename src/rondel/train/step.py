@@ -341,7 +341,8 @@ class LocalTrainer:
         with _lap(seconds, "forward_backward"):
             self.weights.zero_grad()
             for stack in linear.stacks(self.loaded.model):  # stale as soon as the weights move, and in the way of the activations
-                stack.drop()
+                if stack.trained:
+                    stack.drop()
             critic_norm = torch.zeros(())
             for row, weight, share in update.shares(algo):
                 own = share.trained(row)
