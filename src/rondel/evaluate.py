@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from rondel.runtime.telemetry.card import normal, wilson
+from rondel.runtime.telemetry.scores import within_unit
 from rondel.words.config import Evaluation
 from rondel.words.errors import ConfigError, boundary
 from rondel.words.events import Evaluated
@@ -40,7 +41,7 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
     done = await asyncio.gather(*(one(i, t) for i, t in enumerate(tasks)))
     rewards = [t.reward or 0.0 for t in done]
     total = sum(rewards)
-    low, high = wilson(total, len(tasks)) if all(0 <= r <= 1 for r in rewards) else normal(rewards)
+    low, high = wilson(total, len(tasks)) if within_unit(rewards) else normal(rewards)
     samples = [
         {
             "prompt": task.data["prompt"] if "prompt" in task.data else worded(task.data.get("messages", [{"content": ""}])[-1]["content"]),
@@ -67,6 +68,7 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
     each = {name: sum(own) / len(own) for name, own in of.items()} if parts.tasks.sources else {}
     return Evaluated(
         step, parts.engine.version, "held_out", total / max(1, len(tasks)), low, high, len(tasks), request, samples, time.perf_counter() - began, each,
+        min(rewards, default=None), max(rewards, default=None),
     )  # fmt: skip
 
 

@@ -73,9 +73,11 @@ def finished(g: Group) -> GroupFinished:
     return GroupFinished(g.id, g.task.id, g.born, True, "", g.rewards, [t.written for t in g.trajectories], failed, 0)
 
 
-def evaluated(step: int, version: int, score: float) -> Evaluated:
+def evaluated(step: int, version: int, score: float, scale: float = 1.0) -> Evaluated:
+    """Of rewards in [0, scale]."""
     sample = {"prompt": "3 + 4 =", "text": "The answer is `7`.", "answer": "7", "reward": 1.0}
-    return Evaluated(step, version, "greedy", score, score - 0.1, score + 0.1, 48, {"temperature": 0.0}, [sample], 2.5)
+    score, low, high = score * scale, (score - 0.1) * scale, (score + 0.1) * scale
+    return Evaluated(step, version, "greedy", score, low, high, 48, {"temperature": 0.0}, [sample], 2.5, {}, 0.0, scale)
 
 
 def step_events(step: int) -> list:
@@ -97,12 +99,12 @@ def step_events(step: int) -> list:
     ]
 
 
-def write_run(folder: Path, steps: int = 4, crash_after: int = 0) -> Path:
+def write_run(folder: Path, steps: int = 4, crash_after: int = 0, scale: float = 1.0) -> Path:
     """A finished run. `crash_after` = 3 adds a first life that got to step 3 and was resumed at its checkpoint of step 2."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.toml").write_text(JOB)
     store, journal = RolloutStore(folder), Journal(folder)
-    events = [RunStarted(str(folder), "h", FACTS), evaluated(0, 0, 0.2)]
+    events = [RunStarted(str(folder), "h", FACTS), evaluated(0, 0, 0.2, scale)]
     if crash_after:
         saved = crash_after // 2 * 2
         for step in range(1, crash_after + 1):
@@ -112,7 +114,7 @@ def write_run(folder: Path, steps: int = 4, crash_after: int = 0) -> Path:
         events += [] if saved else [evaluated(0, 0, 0.2)]
     for step in range(crash_after // 2 * 2 + 1, steps + 1):
         events += step_events(step)
-    events += [evaluated(steps, steps, 0.6), RunEnded(steps, steps, "complete", 20.0)]
+    events += [evaluated(steps, steps, 0.6, scale), RunEnded(steps, steps, "complete", 20.0)]
     for event in events:
         store.write(event)
         journal.write(event)

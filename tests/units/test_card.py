@@ -6,13 +6,15 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_kit import run, tiny
+from run_kit import events, run, tiny
 from units.synthetic import write_run
 
 from rondel.assemble.facts import devices_of, digest
 from rondel.cli import main
+from rondel.cli.train import ending
 from rondel.runtime.telemetry.card import normal, sparkline, wilson, write_card
 from rondel.runtime.telemetry.comparing import compare, comparison
+from rondel.runtime.telemetry.scores import is_share
 from rondel.words.errors import UserError
 from rondel.words.types import Task
 
@@ -39,6 +41,13 @@ def test_the_interval_of_a_mean_of_numbers_of_any_size():
     low, high = normal([-1.0, 3.0, 2.0, 4.0])
     assert (low, high) == pytest.approx((2 - 1.959964 * math.sqrt(14 / 3 / 4), 2 + 1.959964 * math.sqrt(14 / 3 / 4)))
     assert normal([7.0]) == (7.0, 7.0)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
+def test_the_interval_of_graded_rewards_stays_between_0_and_1(rewards):
+    low, high = wilson(sum(rewards), len(rewards))
+    mean = sum(rewards) / len(rewards)
+    assert 0 <= low <= mean + 1e-9 and mean - 1e-9 <= high <= 1
 
 
 def test_wilson_refuses_nonsense():
@@ -81,6 +90,17 @@ def test_the_page_reads_well(tmp_path):
     assert "The intervals do not overlap" in page and "The answer is `7`." in page and "▁▃▆█" in page
 
 
+def test_a_mean_reward_above_1_is_no_percentage(tmp_path):
+    card = write_card(write_run(tmp_path, scale=3.0))
+    page = (tmp_path / "card.md").read_text()
+    assert card["score_is_share"] is False and "| mean reward | 95 % interval | tasks |" in page
+    assert "| before | 0.6 | 0.3 to 0.9 | 48 | 0 |" in page and "| after | 1.8 | 1.5 to 2.1 | 48 | 4 |" in page
+    said = ending("runs/a", card)
+    assert "before     0.6   95 % interval 0.3 to 0.9 " in said and "after      1.8   95 % interval 1.5 to 2.1 " in said
+    assert is_share({"score": 0.4, "low": 0.1, "high": 0.7}) and not is_share({"score": 0.873, "low": 0.54, "high": 1.2})
+    assert not is_share({"score": 0.4, "low": 0.3, "high": 0.5, "reward_min": -1.0, "reward_max": 1.0})
+
+
 def test_a_run_that_has_only_begun_still_has_a_card(tmp_path):
     write_run(tmp_path, steps=2)
     lines = (tmp_path / "journal.jsonl").read_text().splitlines(keepends=True)
@@ -117,6 +137,7 @@ def test_only_what_differs_is_shown(tmp_path):
 def test_what_it_takes_to_do_it_again(tmp_path):
     run(tmp_path, loop__warmup__steps=1, loop__steps=1, loop__seed=5)
     card = json.loads((tmp_path / "card.json").read_text())
+    assert card["score_is_share"] and all(0 <= e["reward_min"] <= e["reward_max"] <= 1 for e in events(tmp_path, "Evaluated"))
     assert card["seeds"] == {"loop": 5} and "grpo" in card["loss"] and "A = (R - mean of its group)" in card["loss"]
     assert card["cost"]["devices"] == 1 and card["cost"]["device_hours"] == pytest.approx(card["seconds"] / 3600, abs=1e-4)
     assert all(len(card["data"]["digests"][name]) == 32 for name in ("train", "held_out"))

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -131,7 +132,8 @@ def test_an_interrupted_training_says_how_to_go_on(rondel, recipe, assemble):
 
 def test_train_reads_recipe_and_overrides_in_any_order(rondel, recipe, assemble):
     seen = []
-    nothing = {"eval_before": None, "eval_after": None, "samples_before": [], "samples_after": [], "steps": 0, "seconds": 0.0}
+    nothing = {"eval_before": None, "eval_after": None, "samples_before": [], "samples_after": [], "steps": 0, "seconds": 0.0,
+               "score_is_share": True}  # fmt: skip
     assemble.train = lambda job, *, quiet=False: seen.append((job.loop.steps, job.model.path, quiet)) or nothing
     assert rondel("train", recipe, "--loop.steps=7", "--quiet")[0] == 0
     assert rondel("train", "--model.path=big", recipe)[0] == 0
@@ -171,8 +173,11 @@ def test_eval_as_a_sentence_and_as_json(rondel, monkeypatch, recipe):
     module.evaluate_checkpoint = lambda *words: calls.append(words) or evaluated(4, 4, 0.6)
     monkeypatch.setitem(sys.modules, "rondel.assemble.evaluating", module)
     code, out, _ = rondel("eval", "runs/x", "--n", "48", "--engine.sampling.max_tokens=9")
-    assert code == 0 and "runs/x: 60.0% of 48 held-out tasks, 95 % interval 50.0% to 70.0%" in out
+    assert code == 0 and "runs/x: score 60.0% on 48 held-out tasks, 95 % interval 50.0% to 70.0%" in out
     assert json.loads(rondel("eval", "model", recipe, "--json")[1])["score"] == 0.6
+    module.evaluate_checkpoint = lambda *words: replace(evaluated(4, 4, 0.6, scale=2.0), request={"failed": 3})
+    _, out, _ = rondel("eval", "runs/x")
+    assert "runs/x: mean reward 1.2 on 48 held-out tasks, 95 % interval 1 to 1.4\n3 of them could not be scored" in out
     assert calls == [("runs/x", None, {"engine.sampling.max_tokens": 9, "task.eval.n": 48}), ("model", str(recipe), {})]
 
 

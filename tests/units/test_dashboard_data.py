@@ -56,6 +56,13 @@ def test_findings_are_those_of_diagnose(tmp_path, fault):
     assert [(f["name"], f["evidence"]) for f in read(tmp_path).findings()] == [(f.name, f.evidence) for f in diagnose(tmp_path)]
 
 
+@pytest.mark.parametrize("scale, unit", [(1.0, "share"), (3.0, "reward")])
+def test_a_score_is_a_share_only_where_rewards_are(tmp_path, scale, unit):
+    told = client(write_run(tmp_path, scale=scale)).get("/api/state").json()
+    assert told["runs"][0]["head"]["eval"]["unit"] == unit
+    assert {m["name"]: m["unit"] for m in told["metrics"]}["eval/score"] == unit
+
+
 def test_a_resumed_run_is_told_once(tmp_path):
     run, story = read(write_run(tmp_path, steps=5, crash_after=3)), read_story(tmp_path)
     assert list(run.columns.steps) == [s.number for s in story.steps] == [1, 2, 3, 4, 5]

@@ -1,6 +1,7 @@
 """`rondel diagnose`: each fault is found by its rule, a healthy run has none, and the words are those that a person needs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from diagnose_kit import FAULTS, engine, healthy, write
@@ -170,3 +171,15 @@ def test_advice_is_given_once_in_twenty_steps():
         advisor.read(StepDone(step, step, {}, {"wait": 6.0, "train": 3.0, "milestone": 50.0, "step": 59.0}, {}))
     end()
     assert [e.step for e in heard if isinstance(e, Advised)] == [22, 42] and heard[0].gain == pytest.approx(2.0)
+
+
+def test_a_held_out_score_above_1_is_no_percentage(tmp_path):
+    fault = FAULTS["held out falls, trained rises"][0]
+    above = [
+        replace(e, score=2 * e.score, low=2 * e.low, high=2 * e.high, reward_min=0.0, reward_max=2.0)
+        for s in (1, 8, 24)
+        for e in fault["beside"](s)
+    ]
+    write(tmp_path, **fault | {"beside": lambda s: [e for e in above if e.step == s]})
+    [found] = [f for f in diagnose.diagnose(tmp_path) if f.name == "overfit"]
+    assert "held-out score 1.1 after step 8, 0.76 after step 24" in found.evidence

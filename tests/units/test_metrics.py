@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from rich.console import Console
-from units.synthetic import evaluated, group, step_events
+from units.synthetic import evaluated, finished, group, step_events
 
 from rondel.runtime.telemetry.metrics import SCHEMA, StepMetrics, from_groups, from_taken, meaning
 from rondel.runtime.telemetry.progress import Progress
@@ -145,7 +145,10 @@ def test_progress_without_a_terminal_is_plain_lines_that_are_never_wrapped():
     [line] = [line for line in text.splitlines() if line.startswith("step 1/2")]
     assert "reward 0.367" in line and "signal 100%" in line and "gap 2e-06" in line
     assert line.endswith("4.0 s: wait 50%, train 38%, sync 12%")
-    assert "eval after step 1: 50.0%  (95 % interval 40% to 60%, 48 tasks, 2 s)" in text
+    assert "eval after step 1: 50.0%  (95 % interval 40.0% to 60.0%, 48 tasks, 2 s)" in text
+    for above in ([evaluated(1, 1, 0.5, scale=4.0)], [finished(group(0, 0, [0.5, 2.0])), evaluated(1, 1, 0.5)]):
+        [line] = [line for line in watch(above).splitlines() if line.startswith("eval")]
+        assert line.startswith("eval after step 1: mean reward ") and "interval" in line and "%" not in line.replace("95 %", "")
     assert text.splitlines()[-1] == "complete after step 2, 1 min 35 s"
 
 

@@ -39,12 +39,20 @@ def run(
     if rates:
         return _rated(model, recipe or None, overrides, samples, Path(rates))
     from rondel.assemble import evaluate_checkpoint
+    from rondel.runtime.telemetry.scores import interval_text, is_share, score_text
 
     result = evaluate_checkpoint(model, recipe or None, overrides)
     if as_json:
         print(json.dumps(dataclasses.asdict(result), default=str))
         return
-    print(f"{model}: {result.score:.1%} of {result.n} held-out tasks, 95 % interval {result.low:.1%} to {result.high:.1%}")
+    share = is_share(dataclasses.asdict(result))
+    what = "score" if share else "mean reward"
+    print(
+        f"{model}: {what} {score_text(result.score, share)} on {result.n} held-out task{'s' * (result.n != 1)}, "
+        f"95 % interval {interval_text(result.low, result.high, share)}"
+    )
+    if failed := result.request.get("failed"):
+        print(f"{failed} of them could not be scored and count as 0")
     print(f"profile {result.profile}, weights of version {result.version} after step {result.step}, {result.seconds:.1f} s")
     for sample in result.samples[:3]:
         reward = "not scored" if sample.get("reward") is None else f"reward {sample['reward']:g}"

@@ -33,8 +33,12 @@ def run(
 
 def ending(folder: str, card: dict[str, Any]) -> str:
     """What a newcomer wants to see last: before and after, a few answers, where everything is, what to try next."""
+    from rondel.runtime.telemetry.scores import interval_text, score_text
+
+    share = card["score_is_share"]
     rows = [
-        f"  {name:<7}{e['score']:>7.1%}   95 % interval {e['low']:.1%} to {e['high']:.1%}   n = {e['n']}" for name, e in _evaluations(card)
+        f"  {name:<7}{score_text(e['score'], share):>7}   95 % interval {interval_text(e['low'], e['high'], share)}   n = {e['n']}"
+        for name, e in _evaluations(card)
     ]
     pairs = list(zip(card["samples_before"], card["samples_after"]))[:3]
     answers = [

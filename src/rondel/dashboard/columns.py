@@ -61,6 +61,12 @@ class Columns:
         there = ~np.isnan(values)
         return list(zip(steps[there].tolist(), values[there].tolist()))
 
+    def extremes(self, name: str) -> list[float]:
+        """Its smallest and largest number; [] where it has none."""
+        values = np.array(self.values.get(name, ()), dtype=np.float64)
+        known = values[~np.isnan(values)]
+        return [float(known.min()), float(known.max())] if len(known) else []
+
     def sum(self, name: str, first: int, last: int | None = None) -> float:
         return float(np.nansum(self._from(name, first, last)[1])) if name in self.values else 0.0
 

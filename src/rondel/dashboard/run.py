@@ -21,9 +21,10 @@ from rondel.dashboard.tail import Tail, kind_of
 from rondel.runtime.journal.log import FILE, decode
 from rondel.runtime.telemetry.accounts import CONTROLLER
 from rondel.runtime.telemetry.diagnose.finding import Finding
-from rondel.runtime.telemetry.diagnose.story import RECENT, Step, Story, event_of, held
+from rondel.runtime.telemetry.diagnose.story import EVALUATED, RECENT, Step, Story, event_of, held
 from rondel.runtime.telemetry.hacking import within
 from rondel.runtime.telemetry.metrics import StepMetrics
+from rondel.runtime.telemetry.scores import is_share, within_unit
 from rondel.words.errors import UserError
 
 LONG = 8 << 20  # bytes from which a journal is sampled first
@@ -131,7 +132,7 @@ class Run:
                 self._counts = {}
             case "Evaluated":
                 story.evals = [e for e in story.evals if (e["step"], e["profile"]) != (told["step"], told["profile"])]
-                story.evals.append({k: told[k] for k in ("step", "score", "low", "high", "n", "profile")})
+                story.evals.append({k: told[k] for k in EVALUATED if k in told})
             case "Resumed":
                 self._back_to(told["step"])
             case "Warned" if len(story.said) < KEPT:
@@ -170,6 +171,13 @@ class Run:
     @property
     def step(self) -> int:
         return self.shown.steps[-1] if len(self.shown) else 0
+
+    @property
+    def share(self) -> bool:
+        """Whether a score of this run is a share: no reward outside [0, 1] was seen."""
+        with self.lock:
+            low, high = (self.shown.extremes(name) for name in ("score/reward_min", "score/reward_max"))
+            return all(map(is_share, self.story.evals)) and within_unit([*low, *high])
 
     @property
     def read_share(self) -> float:

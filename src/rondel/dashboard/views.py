@@ -40,15 +40,16 @@ def headline(run: Run) -> dict[str, Json]:
         alarms = sorted((name for name in rules & found.keys()), key=lambda name: ("error", "warning", "note").index(found[name]))
         value = run.story.evals[-1]["score"] if metric == "eval/score" and run.story.evals else run.shown.last(metric)
         out[key] = {
-            "title": title, "metric": metric, "unit": unit(metric), "value": value, "alarm": found[alarms[0]] if alarms else "",
+            "title": title, "metric": metric, "unit": unit(metric, run.share), "value": value, "alarm": found[alarms[0]] if alarms else "",
             "why": [name.replace("_", " ") for name in alarms], "limit": run.shown.last("loop/lag_limit") if key == "lag" else None,
         }  # fmt: skip
     return out
 
 
-def unit(metric: str) -> str:
+def unit(metric: str, share: bool) -> str:
+    """`share`: no reward outside [0, 1] was seen, so that a score is one."""
     told = meaning(metric)
-    return told[0] if told else ""
+    return "share" if share and metric.startswith("eval/") else told[0] if told else ""
 
 
 def state(runs: list[Run]) -> list[Json]:
@@ -73,8 +74,9 @@ def _count(run: Run) -> dict[str, int]:
 def names(runs: list[Run]) -> list[Json]:
     """Every metric that any run has, with unit and meaning."""
     known = sorted({name for run in runs for name in run.shown.values} | {"eval/score"})
+    shares = all(run.share for run in runs)
     return [
-        {"name": name, "unit": told[0], "meaning": told[1]}
+        {"name": name, "unit": unit(name, shares), "meaning": told[1]}
         for name in known
         if (told := meaning(name) or ("", "of this trainer or algorithm"))
     ]

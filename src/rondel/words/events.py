@@ -140,6 +140,8 @@ class Evaluated(Event):
     samples: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     of: dict[str, float] = field(default_factory=dict)  # the score by source, where there are several
+    reward_min: float | None = None  # of its rewards: the score is a share where all of them lie in [0, 1]
+    reward_max: float | None = None
 
 
 @dataclass(slots=True)

@@ -15,12 +15,13 @@ function Differs({ differs, names }) {
 }
 
 const said = v => (v === null ? "" : typeof v === "object" ? JSON.stringify(v) : String(v));
-const scored = e => (e ? html`<b>${percent(e.score)}</b> <span class="hint">${percent(e.low)} to ${percent(e.high)}, ${e.n} tasks, step ${plain(e.step)}</span>` : html`<span class="hint">not evaluated</span>`);
+const scored = (e, of) => (e ? html`<b>${of(e.score)}</b> <span class="hint">${of(e.low)} to ${of(e.high)}, ${e.n} tasks, step ${plain(e.step)}</span>` : html`<span class="hint">not evaluated</span>`);
 
 function Report({ card, written }) {
+  const of = card.score_is_share === false ? plain : percent;
   const rows = (title, entries) => entries.length > 0 && html`<section><h2>${title}</h2><dl class="facts">${entries.map(([k, v]) => html`<dt>${k}</dt><dd>${v}</dd>`)}</dl></section>`;
   return html`${written ? "" : note("The run has not ended; this is its card as of now.")}
-    ${rows("Result", [["held out, before", scored(card.eval_before)], ["held out, after", scored(card.eval_after)], ["steps", plain(card.steps)], ["trained groups", plain(card.trained_groups)], ["time", seconds(card.seconds)], ["cost", `${card.cost.device_hours} device-hours on ${card.cost.devices} device${card.cost.devices === 1 ? "" : "s"}`], ["ended", card.ended], ["resumed", plain(card.resumes)]])}
+    ${rows("Result", [["held out, before", scored(card.eval_before, of)], ["held out, after", scored(card.eval_after, of)], ["steps", plain(card.steps)], ["trained groups", plain(card.trained_groups)], ["time", seconds(card.seconds)], ["cost", `${card.cost.device_hours} device-hours on ${card.cost.devices} device${card.cost.devices === 1 ? "" : "s"}`], ["ended", card.ended], ["resumed", plain(card.resumes)]])}
     ${rows("Nine questions", Object.entries(card.questions))}
     <section><h2>Loss</h2><pre tabindex="0" aria-label="the formula of the loss">${card.loss}</pre></section>
     ${rows("To do it again", [...Object.entries(card.seeds).map(([k, v]) => [`seed, ${k}`, said(v)]), ...Object.entries(card.data).map(([k, v]) => [k, said(v)])])}

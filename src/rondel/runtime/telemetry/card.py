@@ -12,6 +12,7 @@ from typing import Any
 
 from rondel.runtime.journal.log import encode, history, settled
 from rondel.runtime.telemetry.accounts import seconds_of, shares
+from rondel.runtime.telemetry.scores import interval_text, is_share, score_text, within_unit
 from rondel.words.errors import CheckpointError, UserError, boundary
 
 Events = list[dict[str, Any]]
@@ -84,9 +85,11 @@ def summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
     evals = [e for e in evals if e["profile"] == evals[0]["profile"]]  # only equal questions can be compared
     facts: dict[str, Any] = next((e["facts"] for e in reversed(events) if e["kind"] == "RunStarted"), {})
     ledger = done[-1]["ledger"] if done else {}
+    finished = [e["rewards"] for e in events if e["kind"] == "GroupFinished"]
     return {
         "eval_before": _evaluation(evals[0]) if evals else None,
         "eval_after": _evaluation(evals[-1]) if len(evals) > 1 and evals[-1]["step"] > evals[0]["step"] else None,
+        "score_is_share": all(map(is_share, evals)) and all(map(within_unit, finished)),
         "seconds": round(_seconds(raw), 1),
         "steps": done[-1]["step"] if done else 0,
         "trained_groups": ledger.get("trained", 0),
@@ -224,14 +227,17 @@ def _listed(facts: Any) -> str:
 
 def markdown(card: dict[str, Any]) -> str:
     """The card as a page that can be read without knowing Rondel."""
-    before, after = card["eval_before"], card["eval_after"]
+    before, after, share = card["eval_before"], card["eval_after"], card["score_is_share"]
     parts = [
         "# Run card",
         f"{card['steps']} steps, {card['trained_groups']} trained groups, {card['seconds']:.0f} s in all"
         + (f", resumed {_times(card['resumes'])}" if card["resumes"] else "")
         + f". Ended: {card['ended']}.",
         "## Held-out tasks",
-        table(("", "score", "95 % interval (Wilson)", "tasks", "after step"), [_eval_row("before", before), _eval_row("after", after)]),
+        table(
+            ("", "score" if share else "mean reward", f"95 % interval{' (Wilson)' * share}", "tasks", "after step"),
+            [_eval_row("before", before, share), _eval_row("after", after, share)],
+        ),
         _verdict(before, after),
         "## Reward while training",
         _curve(card["rewards"]),
@@ -311,10 +317,10 @@ def _times(n: int) -> str:
     return "once" if n == 1 else f"{n} times"
 
 
-def _eval_row(title: str, e: dict[str, Any] | None) -> tuple[str, ...]:
+def _eval_row(title: str, e: dict[str, Any] | None, share: bool) -> tuple[str, ...]:
     if e is None:
         return (title, "not evaluated", "", "", "")
-    return (title, f"{e['score']:.1%}", f"{e['low']:.1%} to {e['high']:.1%}", str(e["n"]), str(e["step"]))
+    return (title, score_text(e["score"], share), interval_text(e["low"], e["high"], share), str(e["n"]), str(e["step"]))
 
 
 def _verdict(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:

@@ -87,14 +87,14 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
         "mean reward in the half of the groups that finished last, minus that in the half that finished first",
     ),
     "loop/tokens_per_second": ("tokens/s", "written tokens over the whole step, training included"),
-    "eval/score": ("share", "held-out tasks solved, at this version"),
-    "eval/low": ("share", "lower end of its 95 % interval"),
-    "eval/high": ("share", "upper end of its 95 % interval"),
+    "eval/score": ("reward", "mean reward on the held-out tasks at this version; where rewards are 0 or 1, the share that is solved"),
+    "eval/low": ("reward", "lower end of its 95 % interval"),
+    "eval/high": ("reward", "upper end of its 95 % interval"),
 }
 SOURCES = 24  # more different ones are a column of the data, and no mixture
 FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
     "score/reward_of_": ("reward", "mean reward of the tasks that one source of a mixture brought"),
-    "eval/score_of_": ("share", "held-out tasks of one source solved, at this version"),
+    "eval/score_of_": ("reward", "mean reward on the held-out tasks of one source, at this version"),
     "score/part_": ("reward", "mean of a named part, with its weight, over the trained answers"),
     "score/judge_": (
         "number",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from rich.markup import escape
 from rich.status import Status
 
 from rondel.runtime.telemetry.metrics import StepMetrics
+from rondel.runtime.telemetry.scores import interval_text, is_share, score_text, within_unit
 from rondel.words.events import (
     Advised,
     Checkpointed,
@@ -66,6 +68,7 @@ class Progress:
         self._metrics = StepMetrics(self._row)
         self._warned: set[str] = set()
         self._step, self._finished, self._last_sign = 0, 0, time.monotonic()
+        self._share = True  # no reward outside [0, 1] was seen
 
     def __enter__(self) -> Progress:
         if self.live:
@@ -91,16 +94,14 @@ class Progress:
                 self.say(f"resumed at step {event.step} from {event.checkpoint or 'the start'}", style="bold")
             case GroupFinished():
                 self._finished += 1
+                self._share = self._share and within_unit(event.rewards)
             case GroupsTaken():
                 self._step, self._finished = event.step, 0
                 self._move(f"step {event.step}/{self.steps}: training on {sum(len(g.trajectories) for g in event.groups)} answers")
             case Generating():
                 self._generating(event)
             case Evaluated():
-                interval = f"95 % interval {event.low:.0%} to {event.high:.0%}"
-                self.say(
-                    f"eval after step {event.step}: {event.score:.1%}  ({interval}, {event.n} tasks, {event.seconds:.0f} s)", style="cyan"
-                )
+                self._evaluated(event)
             case Advised():
                 self.say(f"  {event.message}", style="dim")
             case Checkpointed():
@@ -112,6 +113,16 @@ class Progress:
             self.say(f"  step {event.step} was not trained: {event.note}", style="yellow")
 
     # -- one line a step -------------------------------------------------------------------------
+
+    def _evaluated(self, event: Evaluated) -> None:
+        self._share = share = self._share and is_share(asdict(event))
+        score, interval = score_text(event.score, share), interval_text(event.low, event.high, share)
+        failed = f", {n} could not be scored and count as 0" if (n := event.request.get("failed")) else ""
+        what = "" if share else "mean reward "
+        self.say(
+            f"eval after step {event.step}: {what}{score}  (95 % interval {interval}, {event.n} tasks, {event.seconds:.0f} s{failed})",
+            style="cyan",
+        )
 
     def _row(self, step: int, row: dict[str, float]) -> None:
         if "eval/score" in row:

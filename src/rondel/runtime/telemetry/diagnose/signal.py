@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from rondel.runtime.telemetry.diagnose.finding import Finding
 from rondel.runtime.telemetry.diagnose.story import LEAST, RECENT, Story
 from rondel.runtime.telemetry.hacking import PAID, Hacking
+from rondel.runtime.telemetry.scores import score_text
 
 NONE, LITTLE = 0.1, 0.2  # share of groups with a signal
 NEAR = 0.1  # of the reward's range, from its end: all wrong, or all right
@@ -112,7 +113,8 @@ def overfit(story: Story) -> Iterator[Finding]:
         yield Finding(
             "overfit",
             "error" if last["high"] < best["low"] else "warning",
-            f"held-out score {best['score']:.1%} after step {best['step']}, {last['score']:.1%} after step {last['step']}, while the training "
+            f"held-out score {score_text(best['score'], story.share)} after step {best['step']}, {score_text(last['score'], story.share)} after "
+            f"step {last['step']}, while the training "
             f"reward went from {statistics.fmean(then):.3g} to {statistics.fmean(now):.3g}",
             "The policy learns the training tasks, or the reward, and not the skill.",
             f"the checkpoint nearest to step {best['step']}; more tasks (task.data), a lower trainer.lr, algo.kl.kind",

@@ -20,12 +20,14 @@ from rondel.runtime.journal.log import history, settled
 from rondel.runtime.telemetry.accounts import seconds_of
 from rondel.runtime.telemetry.hacking import repetition, within
 from rondel.runtime.telemetry.metrics import StepMetrics
+from rondel.runtime.telemetry.scores import is_share, within_unit
 from rondel.words import events as words
 from rondel.words.errors import CheckpointError, boundary
 
 RECENT = 8  # steps that are "now"
 LEAST = 3  # steps before which nothing is said of a trend
 LINES = 40  # of each log that are its last words
+EVALUATED = ("step", "score", "low", "high", "n", "profile", "reward_min", "reward_max")
 ROWS = ("GroupFinished", "Synced", "Resident", "RewardCounts", "Speculated", "WorkerTime", "StepDone", "Resumed")
 
 
@@ -84,6 +86,12 @@ class Story:
         """The mean of the first steps."""
         values = [v for _, v in self.series(name)[:n] if math.isfinite(v)]
         return statistics.fmean(values) if values else None
+
+    @property
+    def share(self) -> bool:
+        """Whether no reward outside [0, 1] was seen, so that a score is a share."""
+        seen = [v for name in ("score/reward_min", "score/reward_max") for _, v in self.series(name)]
+        return all(map(is_share, self.evals)) and within_unit(seen)
 
     @property
     def span(self) -> str:
@@ -198,7 +206,7 @@ def _fold(story: Story, events: list[dict[str, Any]]) -> None:
                     story.steps.append(Step(step, event["version"], row, event["note"]))
                     begun.append(at)
             case "Evaluated":
-                story.evals.append({k: event[k] for k in ("step", "score", "low", "high", "n", "profile")})
+                story.evals.append({k: event[k] for k in EVALUATED if k in event})
             case "Warned":
                 story.said.append((step, event["message"]))
             case "Stalled":
