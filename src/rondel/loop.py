@@ -79,9 +79,10 @@ def _finished(group: Group, verdict: Verdict) -> GroupFinished:
         born=group.born,
         kept=verdict.keep,
         reason=verdict.reason,
-        rewards=[t.reward for t in group.own if t.reward is not None],
+        rewards=[] if group.supervised else [t.reward for t in group.own if t.reward is not None],
         lengths=[t.written for t in group.own],
         failed=sum(isinstance(t.score, Failed) for t in group.own),
         truncated=sum(t.finish_reason == "length" for t in group.own),
         source=str(group.task.data.get("source", "")),
+        supervised=group.supervised,
     )

@@ -20,7 +20,7 @@ COMMON = {"run.sinks": [], "place.threads": 1, "run.checkpoint.every": 0}
 
 
 def learn(folder, changes, recipe=RECIPE) -> list[float]:
-    """One run. -> the mean reward of each of its steps."""
+    """One run. -> the mean reward of each of its RL steps."""
     train(Job.read(recipe, {**COMMON, "run.folder": str(folder), **changes}), quiet=True)
     curve: list[float] = []
     rewards: list[float] = []
@@ -28,7 +28,8 @@ def learn(folder, changes, recipe=RECIPE) -> list[float]:
         if event["kind"] == "GroupFinished":
             rewards += event["rewards"]
         elif event["kind"] == "StepDone":
-            curve.append(sum(rewards) / len(rewards))
+            if rewards:  # a supervised step has none
+                curve.append(sum(rewards) / len(rewards))
             rewards = []
     return curve
 

@@ -12,6 +12,8 @@ from units.synthetic import write_run
 from rondel.assemble.facts import devices_of, digest
 from rondel.cli import main
 from rondel.cli.train import ending
+from rondel.dashboard.rollouts import answer, table
+from rondel.runtime.journal.log import history
 from rondel.runtime.telemetry.card import normal, sparkline, wilson, write_card
 from rondel.runtime.telemetry.comparing import compare, comparison
 from rondel.runtime.telemetry.scores import is_share
@@ -134,9 +136,20 @@ def test_only_what_differs_is_shown(tmp_path):
     assert "| loop.seed |  | 7 |" in comparison("b", "c", found)
 
 
-def test_what_it_takes_to_do_it_again(tmp_path):
+def test_what_it_takes_to_do_it_again(tmp_path, capsys):
     run(tmp_path, loop__warmup__steps=1, loop__steps=1, loop__seed=5)
     card = json.loads((tmp_path / "card.json").read_text())
+    told = [(e["supervised"], len(e["rewards"])) for e in history(tmp_path) if e["kind"] == "GroupFinished"]
+    assert set(told) == {(True, 0), (False, 4)} and told[-1] == (False, 4)
+    assert card["rewards"][0] is None and "at step 2 to" in (tmp_path / "card.md").read_text()
+    with pytest.raises(SystemExit):
+        main(["view", str(tmp_path), "--step", "1", "--limit", "1"])
+    said = capsys.readouterr().out
+    assert "the task's own answer, not scored" in said and not any(word in said for word in ("reward", "gap", "lag"))
+    first, second = (table(tmp_path, step)["rows"][0] for step in (1, 2))
+    for name in ("reward", "gap", "lag"):
+        assert first[name] is None and second[name] is not None
+    assert {t[3] for t in answer(tmp_path, 1, 0)["tokens"]} == {None}
     assert card["score_is_share"] and all(0 <= e["reward_min"] <= e["reward_max"] <= 1 for e in events(tmp_path, "Evaluated"))
     assert card["seeds"] == {"loop": 5} and "grpo" in card["loss"] and "A = (R - mean of its group)" in card["loss"]
     assert card["cost"]["devices"] == 1 and card["cost"]["device_hours"] == pytest.approx(card["seconds"] / 3600, abs=1e-4)

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -150,6 +151,25 @@ def test_progress_without_a_terminal_is_plain_lines_that_are_never_wrapped():
         [line] = [line for line in watch(above).splitlines() if line.startswith("eval")]
         assert line.startswith("eval after step 1: mean reward ") and "interval" in line and "%" not in line.replace("95 %", "")
     assert text.splitlines()[-1] == "complete after step 2, 1 min 35 s"
+
+
+SUPERVISED = [
+    *(replace(finished(g), rewards=[], supervised=True) for g in (group(i, 0, [1.0]) for i in range(2))),
+    GroupsTaken(1, 0, [replace(group(0, 0, [1.0], length=40), supervised=True)]),
+    StepDone(1, 1, {"train/loss": 2.5, "train/entropy": 1.0}, {"train": 1.0, "step": 1.0}, {}),
+]
+
+
+def test_a_supervised_step_has_a_loss_and_no_reward():
+    row = {}
+    fold = StepMetrics(lambda step, told: row.update(told))
+    for event in SUPERVISED:
+        fold.read(event)
+    assert row["loop/supervised"] == 1 and not [name for name in row if name.startswith(("score/", "filter/", "generate/"))]
+    legend, *_, line = watch(SUPERVISED).splitlines()
+    assert legend.startswith("supervised: the steps of loop.warmup")
+    assert line == "step 1/2   supervised   loss 2.500   entropy 1.00   1.0 s: train 100%"
+    assert "supervised" not in watch([*SUPERVISED, *step_events(2)]).splitlines()[-1]
 
 
 def test_movement_shows_while_a_long_generation_runs():

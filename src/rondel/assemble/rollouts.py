@@ -156,6 +156,9 @@ def rollouts_of(parts: Parts) -> Rollouts:
 class Demonstrations(Rollouts):
     """The supervised phase: Generate copies the data set's answers, Score has nothing to ask."""
 
+    async def attempt(self, slot: Slot) -> Group:
+        return replace(await super().attempt(slot), supervised=True)
+
     async def _one(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
         [trajectory] = await self._demonstrated(slot, policy)
         trajectory.score = Score(1.0)

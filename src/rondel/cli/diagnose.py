@@ -48,12 +48,20 @@ def run(
 
 def _state(story: Any) -> dict[str, Any]:
     state = "goes on" if story.alive else "complete" if story.ended else "ended early"
-    return {"state": state, "step": story.step, "steps": story.key("loop.warmup.steps", 0) + story.key("loop.steps", 0)}
+    return {
+        "state": state,
+        "supervised": story.shown > 0 and not story.steps,
+        "step": story.step,
+        "steps": story.key("loop.warmup.steps", 0) + story.key("loop.steps", 0),
+    }
 
 
 def _show(story: Any, found: list[Any], beside: set[str] | None) -> None:
     about = _state(story)
-    print(f"{Path(story.folder)}: step {about['step']} of {about['steps']}, {about['state']}" + ("" if found else "; nothing found"))
+    print(
+        f"{Path(story.folder)}: step {about['step']} of {about['steps']}, {'in the supervised phase, ' * about['supervised']}{about['state']}"
+        + ("" if found else "; nothing found")
+    )
     for number, f in enumerate(found, start=1):
         only = "   (only here)" if beside is not None and f.name not in beside else ""
         print(f"\n{number}. {f.severity}: {f.name.replace('_', ' ')}{only}\n   {f.evidence}\n   {f.meaning}\n   next: {f.action}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +34,8 @@ def run(
         raise UserError(f"step {step} has no group {group}; it has {', '.join(map(str, numbers))}")
     chosen = [r for r in rows if _wanted(r, group, min_reward, max_reward, errors)]
     read_tokens = tokenizer(Path(folder))
-    cards = [trajectory(row, read_tokens) for row in chosen]
+    supervised = step is not None and step <= supervised_steps(Path(folder))
+    cards = [trajectory(row, read_tokens, supervised=supervised) for row in chosen]
     if html is not None:
         Path(html).write_text(page(f"{folder}, step {step}", cards), encoding="utf-8")
         print(f"{html}: {len(cards)} trajectories of step {step}; open it in a browser")
@@ -54,13 +56,21 @@ def _wanted(row: dict[str, Any], group: int | None, low: float | None, high: flo
     )
 
 
-def trajectory(row: dict[str, Any], read_tokens: Any = None) -> dict[str, Any]:
+def supervised_steps(folder: Path) -> int:
+    """How many steps of a run copy the tasks' own answers: loop.warmup.steps."""
+    path = folder / "job.toml"
+    job = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return int(job.get("loop", {}).get("warmup", {}).get("steps", 0))
+
+
+def trajectory(row: dict[str, Any], read_tokens: Any = None, *, supervised: bool = False) -> dict[str, Any]:
     """What both views show of one row: title, facts, and pieces of text with who wrote them: [(True, "12"), (False, "...")]."""
+    told = "the task's own answer, not scored" if supervised else "no reward" if row["reward"] is None else f"reward {row['reward']:g}"
     facts = [
         f"group {row['group']}",
         f"sample {row['sample']}",
-        f"reward {row['reward']:g}" if row["reward"] is not None else "no reward",
-        f"{sum(row['mask'])} tokens written",
+        told,
+        f"{sum(row['mask'])} tokens {'shown' if supervised else 'written'}",
         f"finish {row['finish_reason']}",
     ]
     if row["agent"]:
@@ -68,9 +78,9 @@ def trajectory(row: dict[str, Any], read_tokens: Any = None) -> dict[str, Any]:
         facts.insert(2, row["agent"] if own else f"{row['agent']}, played by {row['policy']}")
     if row["parent"] is not None:
         facts.insert(2, f"branch of {row['parent']}")
-    if (distance := gap(row)) is not None:
+    if not supervised and (distance := gap(row)) is not None:
         facts.append(f"gap {distance:.1e}")
-    if row["trained_at"] is not None:
+    if not supervised and row["trained_at"] is not None:
         facts.append(f"lag {row['trained_at'] - row['born']}")
     if len(row["reward_parts"]) > 1:
         facts.append(", ".join(f"{name} {value:g}" for name, value in row["reward_parts"].items()))

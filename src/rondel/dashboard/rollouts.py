@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rondel.cli.view import gap, prompt, tokenizer, trajectory
+from rondel.cli.view import gap, prompt, supervised_steps, tokenizer, trajectory
 from rondel.runtime.journal.store import path_of, read_step, steps
 from rondel.words.errors import UserError
 
@@ -37,15 +37,23 @@ def table(folder: Path, step: int | None) -> Json:
         return {"stored": [], "step": None, "rows": []}
     wanted = stored[-1] if step is None else step
     step = min(stored, key=lambda known: abs(known - wanted))
-    return {"stored": [stored[0], stored[-1], len(stored)], "step": step, "rows": [_line(at, r) for at, r in enumerate(rows(folder, step))]}
+    return {
+        "stored": [stored[0], stored[-1], len(stored)], "step": step,
+        "rows": [_line(at, r, supervised=supervised(folder, step)) for at, r in enumerate(rows(folder, step))],
+    }  # fmt: skip
 
 
-def _line(at: int, row: Json) -> Json:
-    lag = None if row["trained_at"] is None else row["trained_at"] - row["born"]
+def supervised(folder: Path, step: int) -> bool:
+    """Whether the answers of this step are the tasks' own, which nobody scored."""
+    return step <= supervised_steps(folder)
+
+
+def _line(at: int, row: Json, *, supervised: bool = False) -> Json:
+    lag = None if supervised or row["trained_at"] is None else row["trained_at"] - row["born"]
     error = row["failed"] or (row["outcome_reason"] or row["outcome"] if row["outcome"] != "ok" else None)
     return {
-        "at": at, "group": row["group"], "sample": row["sample"], "task": row["task"], "reward": row["reward"], "length": sum(row["mask"]),
-        "gap": gap(row), "lag": lag, "finish": row["finish_reason"], "error": error, "agent": row["agent"] or "",
+        "at": at, "group": row["group"], "sample": row["sample"], "task": row["task"], "reward": None if supervised else row["reward"], "length": sum(row["mask"]),
+        "gap": None if supervised else gap(row), "lag": lag, "finish": row["finish_reason"], "error": error, "agent": row["agent"] or "",
     }  # fmt: skip
 
 
@@ -53,9 +61,11 @@ def answer(folder: Path, step: int, at: int, first: int = 0) -> Json:
     """One answer: facts, prompt, and from token `first` on a page of (text, written, version, logprob, trainer's logprob, advantage)."""
     row = _row(folder, step, at)
     read = _reader(folder)
-    told = trajectory(row, read)
+    shown = supervised(folder, step)
+    told = trajectory(row, read, supervised=shown)
     until = min(len(row["tokens"]), first + PAGE)
-    columns = [row[name] or [None] * len(row["tokens"]) for name in ("behavior_logprobs", "trainer_logprobs", "advantages")]
+    names = (None if shown else "behavior_logprobs", "trainer_logprobs", None if shown else "advantages")
+    columns = [(row[name] if name else None) or [None] * len(row["tokens"]) for name in names]
     tokens = [
         (text, row["mask"][i], row["versions"][i], *(column[i] for column in columns))
         for i, text in zip(range(first, until), spelled(row["tokens"], read, first, until))
@@ -118,7 +128,7 @@ def beside(folder: Path, task: str, a: int, b: int, pick: tuple[int, int] = (0, 
         own = [r for r in rows(folder, step) if r["task"] == task]
         if not own:
             raise UserError(f"step {step} has no answer to {task}")
-        lines = [{**_line(i, r), "at": i} for i, r in enumerate(own)]
+        lines = [{**_line(i, r, supervised=supervised(folder, step)), "at": i} for i, r in enumerate(own)]
         sides.append({"step": step, "rows": lines, "pick": min(at, len(own) - 1), "text": own[min(at, len(own) - 1)]["text"] or ""})
     return {"task": task, "prompt": prompt(own[0]["task_data"]), "sides": sides, "diff": worded(sides[0]["text"], sides[1]["text"])}
 

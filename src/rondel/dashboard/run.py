@@ -224,7 +224,7 @@ class Run:
             return Seen(
                 self.folder, s.job, s.facts, steps, min(self.warm, self.step), list(s.evals), list(s.said), list(s.stalls),
                 s.broke if not alive else "", s.ended if not alive else None, s.lives, list(s.resumes), list(s.saved), s.ledger,
-                self.accounts(steps[-RECENT:][0].number if steps else 0), counts, alive, columns=self.columns, warm=self.warm,
+                self.accounts(steps[-RECENT:][0].number) if steps else {}, counts, alive, columns=self.columns, warm=self.warm,
             )  # fmt: skip
 
     def findings(self) -> list[dict[str, Any]]:

@@ -52,6 +52,7 @@ class GroupFinished(Event):
     failed: int = 0
     truncated: int = 0
     source: str = ""  # that brought the task, where there are several
+    supervised: bool = False  # of the supervised phase: nothing was drawn and nothing scored
 
 
 @dataclass(slots=True)

@@ -49,4 +49,4 @@ def decode(row: dict[str, Any]) -> Group:
             given["experts"] = np.asarray(routes, dtype)
         return Trajectory(**{**plain, **given})
 
-    return Group(row["id"], Task(**row["task"]), [whole(t) for t in row["trajectories"]], row["born"])
+    return Group(row["id"], Task(**row["task"]), [whole(t) for t in row["trajectories"]], row["born"], row.get("supervised", False))

@@ -236,6 +236,7 @@ class Group:
     task: Task
     trajectories: list[Trajectory]
     born: int
+    supervised: bool = False  # answers of the data set, which loop.warmup copies: their score is no reward that anything earned
 
     @property
     def rewards(self) -> list[float]:

@@ -76,7 +76,7 @@ class Answer extends Component {
 
 const about = ([text, mask, version, behavior, trainer, advantage], i) => [
   `token ${i + 1} ${JSON.stringify(text)}`, mask ? `written by version ${version}` : "read",
-  ...(mask && behavior !== null ? [`log p ${behavior.toFixed(3)}`] : []), ...(mask && trainer !== null ? [`trainer ${trainer.toFixed(3)}`, `gap ${number(Math.abs(trainer - behavior))}`] : []),
+  ...(mask && behavior !== null ? [`log p ${behavior.toFixed(3)}`] : []), ...(mask && trainer !== null ? [`trainer ${trainer.toFixed(3)}`] : []), ...(mask && trainer !== null && behavior !== null ? [`gap ${number(Math.abs(trainer - behavior))}`] : []),
   ...(mask && advantage !== null ? [`advantage ${number(advantage)}`] : [])].join(" · ");
 
 function painter(shade, told) {
@@ -86,8 +86,8 @@ function painter(shade, told) {
   }
   if (shade === "gap") {
     const steps = [1e-5, 1e-3, 1e-2, 1e-1], names = ["to 1e-5", "to 0.001", "to 0.01", "to 0.1", "above"];
-    if (told.tokens.every(t => t[4] === null)) return { legend: [["t-read", "the trainer's log-probabilities are not stored"]], of: () => "t-read" };
-    return { legend: [["t-read", "read"], ...names.map((n, i) => [`t-g${i}`, n])], of: t => (t[1] && t[4] !== null ? `t-g${steps.filter(s => Math.abs(t[4] - t[3]) > s).length}` : "t-read") };
+    if (told.tokens.every(t => t[3] === null || t[4] === null)) return { legend: [["t-read", "no token has log-probabilities of both sides"]], of: () => "t-read" };
+    return { legend: [["t-read", "read"], ...names.map((n, i) => [`t-g${i}`, n])], of: t => (t[1] && t[3] !== null && t[4] !== null ? `t-g${steps.filter(s => Math.abs(t[4] - t[3]) > s).length}` : "t-read") };
   }
   if (shade === "advantage") {
     if (told.tokens.every(t => t[5] === null)) return { legend: [["t-read", "advantages are not stored"]], of: () => "t-read" };

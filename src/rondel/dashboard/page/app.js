@@ -46,7 +46,7 @@ class App extends Component {
         <h1><a href="#/overview">Rondel</a></h1>
         <ul class="runs" aria-label="runs">${runs.map((r, i) => html`<li><span class=${`dot bg-${i % 6}`}></span><b title=${r.folder}>${r.name}</b>
           <span class=${`state ${r.state.split(" ")[0]}`}>${r.state === "reading" ? `reading ${Math.floor(100 * r.read)} %, ${r.sampled} steps shown` : r.state}</span>
-          <span class="steps">step ${plain(r.step)}${r.planned ? ` of ${plain(r.planned)}` : ""}</span></li>`)}</ul>
+          <span class="steps">step ${plain(r.step)}${r.planned ? ` of ${plain(r.planned)}` : ""}${r.warm && r.step < r.warm ? ", supervised" : ""}</span></li>`)}</ul>
         <p class="link" role="status">${lost ? html`<span class="down">connection lost, trying again</span>` : html`<span class="up">live</span>`}</p>
         <nav aria-label="views">${Object.entries(VIEWS).map(([key, [title]]) => html`<a href=${`#/${key}`} aria-current=${key === view ? "page" : undefined}>${title}${key === "findings" && alarms ? html` <span class="count">${alarms}</span>` : ""}</a>`)}</nav>
       </header>

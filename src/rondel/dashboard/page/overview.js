@@ -37,7 +37,7 @@ export class Overview extends Component {
       <form class="bar" onSubmit=${e => e.preventDefault()}>
         <label>steps <input type="number" min="1" max=${end} placeholder=${from} value=${first} onChange=${e => this.setState({ first: whole(e.target.value) })} /></label>
         <label>to <input type="number" min="1" placeholder=${end} value=${last} onChange=${e => this.setState({ last: whole(e.target.value) })} /></label>
-        <button type="button" onClick=${() => this.setState({ first: 1, last: "" })}>all${warm ? ", warm-up too" : ""}</button>
+        <button type="button" onClick=${() => this.setState({ first: 1, last: "" })}>all${warm ? ", supervised steps too" : ""}</button>
         <button type="button" disabled=${first === "" && last === ""} onClick=${() => this.setState({ first: "", last: "" })}>back</button>
         <span class="hint">drag over a chart to zoom</span>
         <label class="right">another metric <select value="" onChange=${e => e.target.value && this.setState({ more: [...more, e.target.value] })}>
@@ -70,7 +70,7 @@ function Headline({ runs, tick }) {
     return html`<li class=${`tile ${worst.alarm}`}><button type="button" onClick=${() => show(worst.metric)} title="to its chart">
       <span class="name">${worst.title}</span>
       ${runs.map((run, i) => html`<span class="big"><span class=${runs.length > 1 ? `dot bg-${i % 6}` : ""}></span>${value(run.head[key], key)}</span>`)}
-      <span class="under" title=${worst.why.length ? `${runs[runs.findIndex(run => run.head[key] === worst)].name}: ${worst.why.join(", ")}` : ""}>${worst.alarm ? html`<b>${worst.alarm === "error" ? "✕" : "▲"} ${worst.why[0]}</b>` : runs.every(run => run.head[key].value === null) ? (reading ? "still reading" : MISSING[key] ?? "no number yet") : key === "lag" && worst.limit !== null && runs.length === 1 ? `limit ${number(worst.limit)}` : ["share", "number", "reward"].includes(worst.unit) ? " " : worst.unit}</span>
+      <span class="under" title=${worst.why.length ? `${runs[runs.findIndex(run => run.head[key] === worst)].name}: ${worst.why.join(", ")}` : ""}>${worst.alarm ? html`<b>${worst.alarm === "error" ? "✕" : "▲"} ${worst.why[0]}</b>` : runs.every(run => run.head[key].value === null) ? (runs.every(run => run.step <= run.warm) && key !== "eval" ? "supervised so far" : reading ? "still reading" : MISSING[key] ?? "no number yet") : key === "lag" && worst.limit !== null && runs.length === 1 ? `limit ${number(worst.limit)}` : ["share", "number", "reward"].includes(worst.unit) ? " " : worst.unit}</span>
       <span class="sparks">${data.runs.map((of, i) => of[worst.metric] && html`<${Spark} values=${of[worst.metric].mean} run=${i} />`)}</span></button></li>`;
   })}</ul>`}<//>`;
 }

@@ -13,7 +13,7 @@ export class Time extends Component {
     if (!of.steps) return empty("No step yet", "Accounts are told with each step.");
     return html`<${Load} key=${run} path="time" words=${{ run, steps, first: of.warm && of.warm < of.step ? of.warm + 1 : 1, last: of.step }} tick=${tick} high=${500}>${data => html`
       <section><h2>Of every worker, 100 %</h2>
-        <p class="hint">${of.sampled ? `from ${of.sampled} steps, while the whole is read` : `${seconds(data.seconds)} of steps${of.warm ? " after the warm-up" : ""}`}</p>
+        <p class="hint">${of.sampled ? `from ${of.sampled} steps, while the whole is read` : `${seconds(data.seconds)} of steps${of.warm ? " after the supervised phase" : ""}`}</p>
         <${Accounts} accounts=${data.accounts} /></section>
       <section><h2>The newest steps, stage by stage</h2>
         <form class="bar" onSubmit=${e => e.preventDefault()}><label>steps shown <input type="range" min="1" max="30" value=${steps} aria-valuetext=${`${steps} steps`} onInput=${e => this.setState({ steps: Number(e.target.value) })} /></label><output>${steps}</output></form>

@@ -140,14 +140,15 @@ def _seconds(raw: Events) -> float:
     return total + last - begun
 
 
-def _rewards(events: Events) -> list[float]:
-    """The mean reward of what finished before each step."""
-    curve, rewards = [], []
+def _rewards(events: Events) -> list[float | None]:
+    """The mean reward of what finished before each step; None where nothing did, as in the supervised phase."""
+    curve: list[float | None] = []
+    rewards: list[float] = []
     for event in events:
         if event["kind"] == "GroupFinished":
             rewards += event["rewards"]
         elif event["kind"] == "StepDone":
-            curve.append(math.fsum(rewards) / len(rewards) if rewards else math.nan)
+            curve.append(math.fsum(rewards) / len(rewards) if rewards else None)
             rewards = []
     return curve
 
@@ -331,12 +332,14 @@ def _verdict(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str
     return "The intervals overlap: this many tasks cannot tell the difference from chance."
 
 
-def _curve(rewards: list[float]) -> str:
-    known = [r for r in rewards if math.isfinite(r)]
+def _curve(rewards: list[float | None]) -> str:
+    known = {step: r for step, r in enumerate(rewards, 1) if r is not None}
     if not known:
         return "No reward was recorded."
-    span = f"lowest {min(known):.3f}, highest {max(known):.3f}"
-    return f"`{sparkline(rewards)}`\n\nMean reward from {known[0]:.3f} at the first step to {known[-1]:.3f} at the last ({span})."
+    first, last = min(known), max(known)
+    span = f"lowest {min(known.values()):.3f}, highest {max(known.values()):.3f}"
+    curve = sparkline([math.nan if r is None else r for r in rewards[first - 1 : last]])
+    return f"`{curve}`\n\nMean reward from {known[first]:.3f} at step {first} to {known[last]:.3f} at step {last} ({span})."
 
 
 def _sample(sample: dict[str, Any]) -> str:

@@ -73,6 +73,7 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "sync/bytes_copied": ("bytes", "moved on that way; 0 when both share one copy"),
     "sync/paused": ("s", "in which the engines stood still for it alone"),
     "sync/probe_gap": ("nats", "difference of both sides on the probe prompt after the sync"),
+    "loop/supervised": ("number", "1 in a step of the supervised phase (loop.warmup), which has a loss and no rewards"),
     "loop/lag_mean": ("versions", "weights' age at training: version trained minus version at admission"),
     "loop/lag_max": ("versions", "largest of the same; never above loop.max_staleness"),
     "loop/replayed_groups": ("groups", "of earlier steps, trained once more in this one (loop.replays)"),
@@ -247,6 +248,8 @@ class StepMetrics:
 
     def read(self, event: Event) -> None:
         match event:
+            case GroupFinished() if event.supervised:
+                self._row["loop/supervised"] = 1.0
             case GroupFinished() if event.lengths:  # one that was given up has nothing to say
                 self._finished.append(event)
             case RewardCounts():
@@ -255,7 +258,7 @@ class StepMetrics:
             case Speculated():
                 self._guesses.append(event)
             case GroupsTaken():
-                self._row |= from_taken(event) | from_scored(event.groups)
+                self._row |= from_taken(event) | from_scored(g for g in event.groups if not g.supervised)
             case Replayed():
                 self._row["loop/replayed_groups"] = len(event.groups)
             case Synced():

@@ -39,6 +39,7 @@ LEGEND = (
     "lag: the weights' age at training, in versions, and its limit · gap: largest |log p(trainer) - log p(engine)|\n"
     "length: tokens in an answer · cut: answers that hit max_tokens · wait: for rollouts"
 )
+SUPERVISED_LEGEND = "supervised: the steps of loop.warmup, on the tasks' own answers · loss: mean -log p of their tokens"
 COLUMNS = {  # title -> (metric, format)
     "reward": ("score/reward_mean", "{:.3f}"),
     "signal": ("filter/signal_fraction", "{:.0%}"),
@@ -49,6 +50,9 @@ COLUMNS = {  # title -> (metric, format)
     "length": ("generate/length_mean", "{:.0f}"),
     "cut": ("generate/truncated_fraction", "{:.0%}"),
 }
+
+
+SUPERVISED = {"loss": ("train/loss", "{:.3f}"), "entropy": COLUMNS["entropy"]}
 
 
 class Progress:
@@ -68,6 +72,7 @@ class Progress:
         self._metrics = StepMetrics(self._row)
         self._warned: set[str] = set()
         self._step, self._finished, self._last_sign = 0, 0, time.monotonic()
+        self._supervised = False  # the last step
         self._share = True  # no reward outside [0, 1] was seen
 
     def __enter__(self) -> Progress:
@@ -127,9 +132,16 @@ class Progress:
     def _row(self, step: int, row: dict[str, float]) -> None:
         if "eval/score" in row:
             return
-        cells = [f"{title} {style.format(row[name])}{_limit(title, row)}" for title, (name, style) in COLUMNS.items() if name in row]
-        self.say("   ".join([f"step {step:>{len(str(self.steps))}}/{self.steps}", *cells, *_policies(row), _phases(row)]))
-        self._move(f"step {step + 1}/{self.steps}: generating" if step < self.steps else "finishing")
+        supervised = "loop/supervised" in row
+        if supervised and not self._supervised:
+            self.say(SUPERVISED_LEGEND, style="dim")
+        self._supervised = supervised
+        columns = SUPERVISED if supervised else COLUMNS
+        cells = [f"{title} {style.format(row[name])}{_limit(title, row)}" for title, (name, style) in columns.items() if name in row]
+        label = [f"step {step:>{len(str(self.steps))}}/{self.steps}", *["supervised"] * supervised]
+        self.say("   ".join([*label, *cells, *_policies(row), _phases(row)]))
+        doing = "supervised" if supervised else "generating"
+        self._move(f"step {step + 1}/{self.steps}: {doing}" if step < self.steps else "finishing")
 
     # -- the line that moves ---------------------------------------------------------------------
 

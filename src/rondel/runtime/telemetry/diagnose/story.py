@@ -224,7 +224,7 @@ def _fold(story: Story, events: list[dict[str, Any]]) -> None:
 def event_of(told: dict[str, Any]) -> words.Event:
     """The event again; of consumed groups the journal keeps when they were born."""
     if told["kind"] == "GroupsTaken":
-        groups: Any = [SimpleNamespace(born=born, own=[]) for born in told["born"]]
+        groups: Any = [SimpleNamespace(born=born, own=[], supervised=False) for born in told["born"]]
         return words.GroupsTaken(told["step"], told["version"], groups, told.get("limit", 0))
     kind = getattr(words, told["kind"])
     return kind(**{f.name: told[f.name] for f in fields(kind) if f.name in told})
