@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from rondel.assemble.checking import _tasks
 from rondel.generate.envs.holdout import content_key
 from rondel.generate.envs.order import Shuffled, stream
-from rondel.generate.envs.sources import load_tasks
+from rondel.generate.envs.sources import TaskSet, load_tasks
 from rondel.words.errors import ConfigError, DataError
 from rondel.words.types import Task
 
@@ -204,3 +206,13 @@ def test_a_field_may_lie_in_a_table_of_the_row():
     assert task.data["answer"] == "7" and task.data["reward_model"] == row["reward_model"]
     with pytest.raises(DataError, match=r"no 'reward_model\.truth'"):
         load_tasks({"kind": "list", "rows": [row], "answer": "reward_model.truth"}, env="e")
+
+
+def test_a_check_tells_what_was_left_out():
+    one, two = Task("a", "e", {"prompt": "1"}), Task("b", "e", {"prompt": "2"})
+    told = _tasks(SimpleNamespace(tasks=TaskSet([one], [two], duplicates=1, leaked=7, too_long=2)))
+    assert (
+        told.ok
+        and told.message == "1 to train on, 1 held out; left out: 1 duplicate, 7 that the evaluation contains, 2 with too long a prompt"
+    )
+    assert _tasks(SimpleNamespace(tasks=TaskSet([one], [two]))).message == "1 to train on, 1 held out; left out: none"

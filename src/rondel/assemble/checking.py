@@ -47,10 +47,13 @@ def _policy(parts: Parts, name: str) -> str:
 
 def _tasks(parts: Parts) -> Finding:
     t = parts.tasks
-    message = (
-        f"{len(t.train)} to train on, {len(t.held_out)} held out, {t.duplicates} duplicates dropped"
-        + f", {t.too_long} with too long a prompt" * bool(t.too_long)
-    )
+    dropped = {
+        f"duplicate{'s' * (t.duplicates != 1)}": t.duplicates,
+        "that the evaluation contains": t.leaked,
+        "with too long a prompt": t.too_long,
+    }
+    left_out = ", ".join(f"{n} {why}" for why, n in dropped.items() if n) or "none"
+    message = f"{len(t.train)} to train on, {len(t.held_out)} held out; left out: {left_out}"
     if t.held_out:
         return Finding("tasks", True, message)
     return Finding("tasks", False, f"{message}: nothing to measure progress with", "set task.data.holdout = 50, or eval_path for files")
