@@ -36,7 +36,7 @@ MARK = "RONDEL_CHAOS"  # in the environment of everything that a run starts
 SMALL = {
     "loop.warmup.steps": 0, "loop.steps": STEPS, "loop.groups_per_step": 4, "algo.group_size": 4, "engine.max_running": 32,
     "model.path.hidden_size": 32, "model.path.intermediate_size": 64, "model.path.num_hidden_layers": 2, "place.threads": 1,
-    "trainer.schedule": "constant", "run.checkpoint.every": 3, "run.sinks": [],
+    "trainer.schedule": "constant", "run.checkpoint.every": 3, "run.sinks": [], "task.eval.every": 0,
 }  # fmt: skip
 STALE = {"loop.max_staleness": 1, "algo.correction": {"kind": "importance"}, "engine.sampling": {"max_tokens": 16}}
 APART = {"place.kind": "split", "place.patience": PATIENCE}

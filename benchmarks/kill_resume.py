@@ -17,7 +17,7 @@ from pathlib import Path
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.toml"
 COMMAND = [sys.executable, "-c", "from rondel.cli import main; main()", "train", str(RECIPE), "--quiet"]
-SMALLER = ["--loop.warmup.steps=20", "--loop.steps=40", "--run.checkpoint.every=5", "--place.threads=1"]
+SMALLER = ["--loop.warmup.steps=20", "--loop.steps=40", "--run.checkpoint.every=5", "--place.threads=1", "--task.eval.every=0"]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -157,7 +157,7 @@ def measured(a: argparse.Namespace, changes: dict[str, Any]) -> dict[str, float]
 
     with tempfile.TemporaryDirectory() as folder:
         fixed = {
-            "run.folder": folder, "run.sinks": [], "run.checkpoint.every": 0, "loop.warmup.steps": 0, "loop.steps": a.steps,
+            "run.folder": folder, "run.sinks": [], "task.eval.every": 0, "run.checkpoint.every": 0, "loop.warmup.steps": 0, "loop.steps": a.steps,
             "loop.groups_per_step": 8, "algo.group_size": 8, "algo.kind": "reinforce", "task.eval.n": 1,
             "model.path.hidden_size": a.hidden, "model.path.intermediate_size": 2 * a.hidden, "model.path.num_hidden_layers": 4,
             "engine.sampling": {"max_tokens": a.tokens, "ignore_eos": True}, "engine.max_running": 256,

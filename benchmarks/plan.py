@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         job = Job.read(
             RECIPE,
             {
-                "loop.steps": a.steps, "loop.warmup.steps": 0, "run.checkpoint.every": 0, "run.sinks": [], "task.data.holdout": 0,
+                "loop.steps": a.steps, "loop.warmup.steps": 0, "run.checkpoint.every": 0, "run.sinks": [], "task.eval.every": 0, "task.data.holdout": 0,
                 "place.threads": a.threads or "auto", "model.adapter": adapter,
             },
         )  # fmt: skip

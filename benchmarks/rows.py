@@ -75,6 +75,7 @@ def train(folder: Path, seed: int, changes: dict[str, Any]) -> tuple[list[float]
     common = {
         "run.folder": str(folder),
         "run.sinks": [],
+        "task.eval.every": 0,
         "place.threads": 1,
         "loop.seed": seed,
         "run.checkpoint.every": 0,

@@ -83,7 +83,7 @@ def real(a: argparse.Namespace, folder: str, staleness: int, groups: int) -> Non
     from rondel.words.config import Job
 
     changes: dict[str, Any] = {
-        "run.folder": folder, "run.sinks": [], "run.checkpoint.every": 0, "loop.warmup.steps": 0, "loop.steps": a.steps + FIRST + staleness,
+        "run.folder": folder, "run.sinks": [], "task.eval.every": 0, "run.checkpoint.every": 0, "loop.warmup.steps": 0, "loop.steps": a.steps + FIRST + staleness,
         "loop.groups_per_step": groups, "loop.max_staleness": staleness, "algo.group_size": 8, "algo.kind": "reinforce",
         "task.env": "simulated:Ragged", "task.eval.n": 1, "model.path.hidden_size": a.hidden, "model.path.intermediate_size": 2 * a.hidden,
         "model.path.num_hidden_layers": 4, "model.path.max_position_embeddings": a.tokens + 64, "engine.sampling": {"max_tokens": a.tokens},

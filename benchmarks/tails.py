@@ -74,7 +74,7 @@ def measured(steps: int, staleness: int) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         changes = {
-            "run.folder": folder, "run.sinks": [], "place.threads": 1, "run.checkpoint.every": 0, "loop.warmup.steps": 0, "loop.steps": steps,
+            "run.folder": folder, "run.sinks": [], "task.eval.every": 0, "place.threads": 1, "run.checkpoint.every": 0, "loop.warmup.steps": 0, "loop.steps": steps,
             "loop.groups_per_step": 16, "algo.group_size": 4, "algo.kind": "reinforce", "task.env": "tails:Mixed",
             "model.path.max_position_embeddings": 512, "task.data.holdout": 0, "engine.sampling": {"max_tokens": LONG}, "engine.max_running": PLACES, "loop.max_staleness": staleness,
         }  # fmt: skip

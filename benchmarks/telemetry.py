@@ -81,6 +81,7 @@ def main(argv: list[str] | None = None) -> None:
             "loop.steps": a.steps,
             "run.folder": scratch,
             "run.checkpoint.every": 0,
+            "task.eval.every": 0,
             **parse_overrides([f"--{pair}" for pair in a.set]),
         }
         job = Job.read(a.recipe, overrides)

@@ -16,7 +16,7 @@ from rondel.words.config import Job
 pytestmark = pytest.mark.slow
 ROWS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"]
 BAND = 0.76, 0.97  # mean reward of steps 16 to 20
-COMMON = {"run.sinks": [], "place.threads": 1, "run.checkpoint.every": 0}
+COMMON = {"run.sinks": [], "place.threads": 1, "run.checkpoint.every": 0, "task.data.holdout": 10, "task.eval.every": 0}
 
 
 def learn(folder, changes, recipe=RECIPE) -> list[float]:
