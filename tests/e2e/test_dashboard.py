@@ -49,7 +49,8 @@ def step_events(step: int, spoken: str = "") -> list[words.Event]:
         *(words.Admitted(g.id, g.task.id, g.born) for g in groups),
         *told,
         words.GroupsTaken(step, version, groups, LAG),
-        words.WorkerTime("engine-0", {"generate": 3.0, "idle": 1.0}, {"tokens": 64.0}, [("generate", 2.0), ("idle", 1.0), ("generate", 1.0)]),
+        words.WorkerTime("engine-0", {"generate": 3.0, "idle": 1.0}, {"tokens": 64.0}, [("generate", 2.0), ("idle", 1.0), ("generate", 1.0)],
+                         {"rss": 3 << 30, "peak": 4 << 30, "weights": 1 << 20, "kv": 2 << 20, "critic": 0}),
         words.Synced(step, "abc", 0.4, 1 << 20, 1e-7, 0.01),
         words.Resident({"train": 4 << 30}, {"train": {"weights": 1 << 30, "moments": 2 << 30}}),
         words.StepDone(step, step, healthy(step, __import__("random").Random(step)), phases | {"step": 4.0},
@@ -241,6 +242,65 @@ def test_keys_alone_reach_every_control_and_the_focus_is_seen(page):
     page.focus(".tokens")
     page.keyboard.press("ArrowRight")
     assert page.text_content(".token").startswith("token 1 ")
+
+
+def test_every_bar_has_its_width_and_its_own_colour(page):
+    """One row for each phase and each worker, none empty; no two parts of a row alike."""
+    show(page, "books")
+    rows = page.evaluate(
+        "[...document.querySelectorAll('main .account')].map(row => [row.querySelector('.who').firstChild.textContent.trim(),"
+        "[...row.querySelectorAll('.stack > span')].map(s => [getComputedStyle(s).backgroundColor, s.getBoundingClientRect().width])])"
+    )
+    assert [name for name, _ in rows] == ["train", "engine-0"]
+    for _, parts in rows:
+        assert parts and all(width > 10 for _, width in parts) and len({colour for colour, _ in parts}) == len(parts)
+    show(page, "time")
+    keys = page.evaluate("[...document.querySelectorAll('.accounts + .legend .key')].map(k => getComputedStyle(k).backgroundColor)")
+    assert len(keys) == len(set(keys)) > 3
+
+
+def test_an_answer_stands_with_its_prompt(page):
+    show(page, "answers")
+    assert page.text_content("td.prompt").startswith("<img src=x")
+    side = {"step": 1, "rows": [], "pick": 0, "text": ""}
+    page.route("**/api/steps_of?*", lambda route: route.fulfill(json=[1]))  # no task comes twice in this run
+    page.route("**/api/beside?*", lambda route: route.fulfill(json={"task": "t", "prompt": "3 + 4 =", "sides": [side, side], "diff": []}))
+    page.get_by_role("button", name="look for it").click()
+    assert page.locator("[aria-label='the prompt']").text_content(timeout=5000) == "3 + 4 ="
+
+
+def test_seven_runs_over_each_other_are_told_apart(browser, tmp_path):
+    """Names that are too long are cut, no head of a chart is, and the badge counts what the views of the runs list."""
+    from diagnose_kit import FAULTS, write
+
+    names = ["a" * 120, *(f"run-{i}" for i in range(6))]
+    for i, name in enumerate(names):
+        write(tmp_path / name, **FAULTS["held out falls, trained rises"][0] if i == 1 else {})
+    server = Server(*(tmp_path / name for name in names))
+    try:
+        for page in opened(browser, server.url):
+            page.wait_for_selector("nav .count")
+            show(page, "overview")
+            page.wait_for_selector(".chart canvas")
+            assert (
+                page.evaluate("Math.max(...[...document.querySelectorAll('header .run-name')].map(e => e.getBoundingClientRect().width))")
+                < 260
+            )
+            assert page.evaluate("[...document.querySelectorAll('.chart .name')].every(e => e.scrollWidth <= e.clientWidth + 1)")
+            looks = page.evaluate(
+                "[...document.querySelectorAll('header .dot')].map(e => getComputedStyle(e).backgroundColor + e.className)"
+            )
+            assert len(set(looks)) == 7
+            badge = int(page.text_content("nav .count"))
+            show(page, "findings")
+            listed = 0
+            for i in range(7):
+                page.locator("fieldset.which input").nth(i).check()
+                page.wait_for_selector("main:not(:has(.loading))")
+                listed += page.locator(".findings > li").count()
+            assert badge == listed == 1
+    finally:
+        server.end()
 
 
 def test_what_a_run_wrote_is_only_text(page):

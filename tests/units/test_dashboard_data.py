@@ -18,11 +18,13 @@ from rondel.dashboard.pages import Pages, build
 from rondel.dashboard.run import Run
 from rondel.dashboard.sample import sample
 from rondel.dashboard.tail import Tail, kind_of
+from rondel.dashboard.views import said, state
 from rondel.planner.plan import plan
 from rondel.planner.setting import what_if
 from rondel.runtime.journal.store import annotate_step
 from rondel.runtime.telemetry.diagnose import diagnose, findings, read_story
 from rondel.words.errors import UserError
+from rondel.words.events import Resident, WorkerTime
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = '<img src=x onerror="window.pwned=1"></script><b>&amp;\u202e'
@@ -61,6 +63,32 @@ def test_a_score_is_a_share_only_where_rewards_are(tmp_path, scale, unit):
     told = client(write_run(tmp_path, scale=scale)).get("/api/state").json()
     assert told["runs"][0]["head"]["eval"]["unit"] == unit
     assert {m["name"]: m["unit"] for m in told["metrics"]}["eval/score"] == unit
+
+
+def test_no_verdict_on_half_a_journal(tmp_path, monkeypatch):
+    """A run that is complete does not look dead while its journal is being read; the badge counts what the findings view lists."""
+    monkeypatch.setattr(Tail.lines, "__defaults__", (4096,))
+    write(tmp_path, **FAULTS["held out falls, trained rises"][0])
+    run, states = Run(tmp_path, findings), []
+    while run.look():
+        told = state([run])[0]
+        states.append(told["state"])
+        page = said(run)
+        assert sum(told["alarms"][s] for s in ("error", "warning", "note")) == len(page["findings"]) and page["reading"] == (
+            states[-1] == "reading"
+        )
+        assert states[-1] != "reading" or not page["findings"]
+    assert len(states) > 5 and set(states[:-1]) == {"reading"} and states[-1] == "complete" and len(said(run)["findings"]) == 1
+
+
+def test_memory_of_phases_and_of_workers_is_told_apart(tmp_path):
+    write(tmp_path, workers=lambda s: [
+        Resident({"train": 40}, {"train": {"weights": 10, "kv_cache": 20}}), WorkerTime("engine-0", {"idle": 1.0}, memory={"rss": 99, "kv": 7})
+    ])  # fmt: skip
+    told = client(tmp_path).get("/api/books?run=0").json()
+    assert told["memory"] == {"train": {"peak": 40, "weights": 10, "kv_cache": 20}} and told["workers"] == {
+        "engine-0": {"rss": 99, "kv": 7}
+    }
 
 
 def test_a_resumed_run_is_told_once(tmp_path):

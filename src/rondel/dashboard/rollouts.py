@@ -13,6 +13,7 @@ from rondel.cli.view import gap, prompt, supervised_steps, tokenizer, trajectory
 from rondel.runtime.journal.store import path_of, read_step, steps
 from rondel.words.errors import UserError
 
+EXCERPT = 80  # characters of a prompt in the table
 PAGE = 1500  # tokens that are sent at once
 NEAR = 200  # steps that are searched for a task
 WINDOW = 4  # tokens before, which decide how the next one is spelled
@@ -52,9 +53,14 @@ def _line(at: int, row: Json, *, supervised: bool = False) -> Json:
     lag = None if supervised or row["trained_at"] is None else row["trained_at"] - row["born"]
     error = row["failed"] or (row["outcome_reason"] or row["outcome"] if row["outcome"] != "ok" else None)
     return {
-        "at": at, "group": row["group"], "sample": row["sample"], "task": row["task"], "reward": None if supervised else row["reward"], "length": sum(row["mask"]),
+        "at": at, "group": row["group"], "sample": row["sample"], "task": row["task"], "prompt": _excerpt(prompt(row["task_data"])), "reward": None if supervised else row["reward"], "length": sum(row["mask"]),
         "gap": None if supervised else gap(row), "lag": lag, "finish": row["finish_reason"], "error": error, "agent": row["agent"] or "",
     }  # fmt: skip
+
+
+def _excerpt(text: str) -> str:
+    """The beginning of a prompt, on one line."""
+    return " ".join(text[: 4 * EXCERPT].split())[:EXCERPT]
 
 
 def answer(folder: Path, step: int, at: int, first: int = 0) -> Json:

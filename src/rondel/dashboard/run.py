@@ -187,7 +187,7 @@ class Run:
     def state(self) -> str:
         """What a person would say of it."""
         story = self.story
-        if self.tail.behind and self.sampled is not None:
+        if self.tail.unread or (self.tail.behind and self.sampled is not None):
             return "reading"
         if not self.events:
             return "nothing yet"
@@ -231,7 +231,7 @@ class Run:
         """Ranked; made again when there is a new step or the run has changed its state."""
         with self.lock:
             now = (self.state, self.step, len(self.story.said), self.story.lives)
-            if self.sampled is not None:
+            if self.state == "reading":  # of half a journal a rule would say that the run has died
                 return []
             of, until, _ = self._found
             began = time.monotonic()

@@ -14,6 +14,7 @@ class Tail:
         self.path = path
         self.at = 0  # bytes that were given out
         self.size = 0
+        self.unread = 0  # bytes after the last look, a torn last line not counted
         self._file = 0  # inode
 
     @property
@@ -34,6 +35,7 @@ class Tail:
         return fresh
 
     def lines(self, stretch: int = STRETCH) -> list[bytes]:
+        self.unread = 0
         if self.size <= self.at:
             return []
         with self.path.open("rb") as file:
@@ -42,6 +44,7 @@ class Tail:
             if b"\n" not in data and len(data) == stretch:
                 data += file.readline()  # one line longer than a stretch
         end = data.rfind(b"\n") + 1
+        self.unread = max(0, self.size - self.at - len(data))
         self.at += end
         return data[:end].split(b"\n")[:-1]
 

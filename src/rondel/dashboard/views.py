@@ -68,7 +68,12 @@ def state(runs: list[Run]) -> list[Json]:
 
 def _count(run: Run) -> dict[str, int]:
     severities = [f["severity"] for f in run.findings()]
-    return {"error": severities.count("error"), "warning": severities.count("warning"), "said": len(run.story.said)}
+    return {
+        "error": severities.count("error"),
+        "warning": severities.count("warning"),
+        "note": severities.count("note"),
+        "said": len(run.story.said),
+    }
 
 
 def names(runs: list[Run]) -> list[Json]:
@@ -88,15 +93,20 @@ def books(run: Run, first: int, last: int) -> Json:
         shown = run.shown
         lags = {int(name[12:]): shown.sum(name, first, last) for name in list(shown.values) if name.startswith("loop/lag_is_")}
         total = sum(lags.values())
-        held: dict[str, dict[str, float]] = {}
+        held, workers = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
         for name in list(shown.values):
-            if name.startswith("mem/") and (value := shown.last(name)) is not None:
-                phase, _, who = name[4:].partition("_")
+            if not name.startswith("mem/") or (value := shown.last(name)) is None:
+                continue
+            worker, of_worker, what = name[4:].partition("/")  # mem/engine-0/kv is of a worker, mem/train_weights of a phase
+            phase, _, who = name[4:].partition("_")
+            if of_worker:
+                workers.setdefault(worker, {})[what] = value
+            else:
                 held.setdefault(phase, {})[who or "peak"] = value
         return {
             "ledger": dict(run.story.ledger) or _sampled_ledger(run),
             "lags": {lag: n / total for lag, n in sorted(lags.items()) if n} if total else {},
-            "limit": shown.last("loop/lag_limit"), "memory": held, "group": run.story.key("algo.group_size"),
+            "limit": shown.last("loop/lag_limit"), "memory": held, "workers": workers, "group": run.story.key("algo.group_size"),
         }  # fmt: skip
 
 
@@ -149,7 +159,7 @@ def said(run: Run) -> Json:
     with run.lock:
         return {
             "findings": run.findings(), "said": list(reversed(run.story.said[-200:])), "broke": run.story.broke,
-            "stalls": [(step, e["message"]) for step, e in run.story.stalls[-20:]], "reading": run.sampled is not None,
+            "stalls": [(step, e["message"]) for step, e in run.story.stalls[-20:]], "reading": run.state == "reading",
         }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import { ask, empty, html, Load, note } from "./data.js";
 import { DASH, number, plain } from "./format.js";
 
 const MOST = 400; // lines of the table
-const COLUMNS = [["task", "task", ""], ["reward", "reward", "n"], ["length", "tokens", "n"], ["gap", "gap", "n"], ["lag", "lag", "n"], ["finish", "ended by", ""], ["error", "error", ""]];
+const COLUMNS = [["task", "task", ""], ["prompt", "prompt", ""], ["reward", "reward", "n"], ["length", "tokens", "n"], ["gap", "gap", "n"], ["lag", "lag", "n"], ["finish", "ended by", ""], ["error", "error", ""]];
 const SHADES = { mask: "who wrote it", version: "version", gap: "gap of log-probabilities", advantage: "advantage" };
 
 export class Answers extends Component {
@@ -19,14 +19,14 @@ export class Answers extends Component {
           <label>step <input type="number" min=${data.stored[0]} max=${data.stored[1]} value=${data.step} onChange=${e => this.set({ step: e.target.value, at: 0 })} /></label>
           <label class="slide">of ${plain(data.stored[0])} to ${plain(data.stored[1])} <input type="range" aria-label="step" min=${data.stored[0]} max=${data.stored[1]} value=${data.step} onChange=${e => this.set({ step: e.target.value, at: 0 })} /></label>
           <button type="button" disabled=${s.step === ""} onClick=${() => this.set({ step: "", at: 0 })}>newest</button>
-          <label>task <input type="search" size="12" value=${s.task} onInput=${e => this.set({ task: e.target.value })} /></label>
+          <label>task or prompt <input type="search" size="12" value=${s.task} onInput=${e => this.set({ task: e.target.value })} /></label>
           ${pair("reward", s.min, s.max, (min, max) => this.set({ min, max }))}
           ${pair("tokens", s.shortest, s.longest, (shortest, longest) => this.set({ shortest, longest }))}
           <label>gap from <input type="number" step="any" min="0" value=${s.gap} onInput=${e => this.set({ gap: e.target.value })} /></label>
           <label class="check"><input type="checkbox" checked=${s.errors} onChange=${e => this.set({ errors: e.target.checked })} /> only errors</label></form>
         <div class="reader"><div class="list"><p class="hint">${plain(found.length)} of ${plain(data.rows.length)} answers of step ${plain(data.step)}${found.length > MOST ? `, the first ${MOST} shown` : ""}</p>
-          <div class="scroll tall" tabindex="0" role="region" aria-label="answers of the step"><table class="numbers rows"><thead><tr>${COLUMNS.map(([key, title, kind]) => html`<th class=${kind} aria-sort=${s.by === key ? (s.down ? "descending" : "ascending") : undefined}><button type="button" onClick=${() => this.set({ by: key, down: s.by === key ? !s.down : key !== "task" })}>${title}${s.by === key ? (s.down ? " ↓" : " ↑") : ""}</button></th>`)}</tr></thead>
-            <tbody>${found.slice(0, MOST).map(r => html`<tr key=${r.at} class=${r.at === at ? "now" : ""} onClick=${() => this.set({ at: r.at })}><th scope="row"><button type="button" aria-pressed=${r.at === at} onClick=${() => this.set({ at: r.at })}>${r.task}</button></th>
+          <div class="scroll tall" tabindex="0" role="region" aria-label="answers of the step"><table class="numbers rows"><thead><tr>${COLUMNS.map(([key, title, kind]) => html`<th class=${kind} aria-sort=${s.by === key ? (s.down ? "descending" : "ascending") : undefined}><button type="button" onClick=${() => this.set({ by: key, down: s.by === key ? !s.down : key !== "task" && key !== "prompt" })}>${title}${s.by === key ? (s.down ? " ↓" : " ↑") : ""}</button></th>`)}</tr></thead>
+            <tbody>${found.slice(0, MOST).map(r => html`<tr key=${r.at} class=${r.at === at ? "now" : ""} onClick=${() => this.set({ at: r.at })}><th scope="row"><button type="button" aria-pressed=${r.at === at} onClick=${() => this.set({ at: r.at })}>${r.task}</button></th><td class="prompt" title=${r.prompt}>${r.prompt}</td>
               <td class="n">${number(r.reward)}</td><td class="n">${plain(r.length)}</td><td class="n">${r.gap === null ? DASH : number(r.gap)}</td><td class="n">${r.lag ?? DASH}</td><td>${r.finish ?? DASH}</td><td class=${r.error ? "bad" : ""}>${r.error ?? ""}</td></tr>`)}</tbody></table></div></div>
           <div class="detail">${at === undefined ? empty("No answer is left", "Widen the filters.") : html`<${Answer} key=${`${run}.${data.step}.${at}`} run=${run} step=${data.step} at=${at} shade=${s.shade} set=${this.set} rows=${data.rows} />`}</div></div>`;
     }}<//>`;
@@ -37,7 +37,7 @@ const pair = (name, low, high, set) => html`<span class="pair"><label>${name} fr
 
 function chosen(rows, s) {
   const within = (value, low, high) => (low === "" || (value !== null && value >= Number(low))) && (high === "" || (value !== null && value <= Number(high)));
-  const found = rows.filter(r => within(r.reward, s.min, s.max) && within(r.length, s.shortest, s.longest) && within(r.gap, s.gap, "") && (!s.errors || r.error) && r.task.toLowerCase().includes(s.task.toLowerCase()));
+  const found = rows.filter(r => within(r.reward, s.min, s.max) && within(r.length, s.shortest, s.longest) && within(r.gap, s.gap, "") && (!s.errors || r.error) && `${r.task} ${r.prompt}`.toLowerCase().includes(s.task.toLowerCase()));
   const value = r => r[s.by] ?? (typeof rows[0]?.[s.by] === "string" ? "" : -Infinity);
   return s.by === "at" ? found : found.sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : a.at - b.at) * (s.down ? -1 : 1));
 }
@@ -110,7 +110,7 @@ class Beside extends Component {
     return html`<section><h2>The same task at another step</h2>${error ? note(error, "error") : ""}
       ${steps === null ? html`<button type="button" onClick=${() => this.find()}>look for it</button>` : !steps.length ? html`<p class="hint">None of the steps around this one has it.</p>` : html`
       <form class="bar" onSubmit=${e => e.preventDefault()}><label>beside step <select value=${other} onChange=${e => this.setState({ other: Number(e.target.value), theirs: 0 })}>${steps.map(s => html`<option value=${s}>${s}</option>`)}</select></label></form>
-      <${Load} path="beside" words=${{ run, task, a: other, b: step, pick_a: theirs, pick_b: mine }} high=${160}>${data => html`<div class="columns">${data.sides.map((side, k) => html`<div><h3>step ${plain(side.step)} <span class="hint">mean reward ${number(mean(side.rows.map(r => r.reward)))}</span></h3>
+      <${Load} path="beside" words=${{ run, task, a: other, b: step, pick_a: theirs, pick_b: mine }} high=${160}>${data => html`<pre tabindex="0" aria-label="the prompt">${data.prompt}</pre><div class="columns">${data.sides.map((side, k) => html`<div><h3>step ${plain(side.step)} <span class="hint">mean reward ${number(mean(side.rows.map(r => r.reward)))}</span></h3>
         <div class="chips">${side.rows.map((r, i) => html`<button type="button" aria-pressed=${i === side.pick} aria-label=${`answer ${i + 1} of step ${side.step}, reward ${number(r.reward)}`} onClick=${() => this.setState(k ? { mine: i } : { theirs: i })}>${number(r.reward)}</button>`)}</div></div>`)}</div>
         <div class="tokens diff" tabindex="0" role="group" aria-label="what differs">${data.diff.length ? data.diff.map(([what, text]) => (what === "gone" ? html`<del>${text}</del>` : what === "new" ? html`<ins>${text}</ins>` : html`<span>${text}</span>`)) : html`<span class="hint">both are empty</span>`}</div>
         <p class="legend"><span><span class="key t-less"></span>only at step ${plain(other)}</span><span><span class="key t-more"></span>only at step ${plain(step)}</span></p>`}<//>`}</section>`;

@@ -5,7 +5,7 @@ import { Books } from "./books.js";
 import { Card } from "./card.js";
 import { ask, html, listen } from "./data.js";
 import { Findings } from "./findings.js";
-import { plain } from "./format.js";
+import { dot, plain } from "./format.js";
 import { Overview } from "./overview.js";
 import { Planner } from "./planner.js";
 import { Time } from "./time.js";
@@ -40,23 +40,24 @@ class App extends Component {
     if (!runs) return html`<main class="page"><p class="loading">reading …</p></main>`;
     const View = VIEWS[view][1], now = Math.min(run, Math.max(0, runs.length - 1));
     document.title = `${runs.map(r => r.name).join(", ") || "Planner"} · Rondel`;
-    const alarms = runs.reduce((n, r) => n + r.alarms.error + r.alarms.warning, 0);
+    const alarms = runs.reduce((n, r) => n + found(r), 0), grave = runs.some(r => r.alarms.error + r.alarms.warning);
     return html`<a class="skip" href="#main" onClick=${e => { e.preventDefault(); document.getElementById("main").focus(); }}>to the content</a>
       <header>
         <h1><a href="#/overview">Rondel</a></h1>
-        <ul class="runs" aria-label="runs">${runs.map((r, i) => html`<li><span class=${`dot bg-${i % 6}`}></span><b title=${r.folder}>${r.name}</b>
-          <span class=${`state ${r.state.split(" ")[0]}`}>${r.state === "reading" ? `reading ${Math.floor(100 * r.read)} %, ${r.sampled} steps shown` : r.state}</span>
+        <ul class="runs" aria-label="runs">${runs.map((r, i) => html`<li><span class=${dot(i)}></span><b class="run-name" title=${r.folder}>${r.name}</b>
+          <span class=${`state ${r.state.split(" ")[0]}`}>${r.state === "reading" ? `reading ${Math.floor(100 * r.read)} %${r.sampled ? `, ${r.sampled} steps shown` : ""}` : r.state}</span>
           <span class="steps">step ${plain(r.step)}${r.planned ? ` of ${plain(r.planned)}` : ""}${r.warm && r.step < r.warm ? ", supervised" : ""}</span></li>`)}</ul>
         <p class="link" role="status">${lost ? html`<span class="down">connection lost, trying again</span>` : html`<span class="up">live</span>`}</p>
-        <nav aria-label="views">${Object.entries(VIEWS).map(([key, [title]]) => html`<a href=${`#/${key}`} aria-current=${key === view ? "page" : undefined}>${title}${key === "findings" && alarms ? html` <span class="count">${alarms}</span>` : ""}</a>`)}</nav>
+        <nav aria-label="views">${Object.entries(VIEWS).map(([key, [title]]) => html`<a href=${`#/${key}`} aria-current=${key === view ? "page" : undefined}>${title}${key === "findings" && alarms ? html` <span class=${`count${grave ? "" : " mild"}`}>${alarms}</span>` : ""}</a>`)}</nav>
       </header>
       <main id="main" class="page" tabindex="-1">
-        ${OF_ONE.has(view) && runs.length > 1 ? html`<fieldset class="which"><legend>run</legend>${runs.map((r, i) => html`<label><input type="radio" name="run" checked=${i === now} onChange=${() => this.setState({ run: i })} /><span class=${`dot bg-${i % 6}`}></span>${r.name}</label>`)}</fieldset>` : ""}
+        ${OF_ONE.has(view) && runs.length > 1 ? html`<fieldset class="which"><legend>run</legend>${runs.map((r, i) => html`<label><input type="radio" name="run" checked=${i === now} onChange=${() => this.setState({ run: i })} /><span class=${dot(i)}></span><span class="run-name" title=${r.folder}>${r.name}</span>${view === "findings" ? html` <span class="hint">${found(r)}</span>` : ""}</label>`)}</fieldset>` : ""}
         <${View} key=${view} runs=${runs} run=${now} of=${runs[now]} metrics=${metrics} tick=${ticked(runs)} />
       </main>`;
   }
 }
 
+const found = r => r.alarms.error + r.alarms.warning + r.alarms.note; // as many as the view lists
 const here = () => { const name = location.hash.replace("#/", ""); return name in VIEWS ? name : "overview"; };
 const ticked = runs => runs.map(r => `${r.state === "reading" ? "" : r.changes}.${r.state}`).join();
 

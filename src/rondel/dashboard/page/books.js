@@ -7,7 +7,8 @@ export function Books({ of, run, tick }) {
   return html`<${Load} key=${run} path="books" words=${{ run, first: of.warm && of.warm < of.step ? of.warm + 1 : 1, last: of.step }} tick=${tick} high=${500}>${data => html`<div class="columns">
     <section><h2>Lag of what was trained</h2><${Lag} lags=${data.lags} limit=${data.limit} /></section>
     <section><h2>Ledger of groups</h2><${Ledger} book=${data.ledger} /></section>
-    <section class="wide"><h2>Memory of a shared device</h2><${Memory} memory=${data.memory} /></section></div>`}<//>`;
+    <section class="wide"><h2>Memory of a shared device</h2><${Memory} memory=${data.memory} /></section>
+    <section class="wide"><h2>Memory of each worker</h2><${Workers} workers=${data.workers} /></section></div>`}<//>`;
 }
 
 function Lag({ lags, limit }) {
@@ -29,12 +30,32 @@ function Ledger({ book }) {
     <tr class="sum"><th scope="row">issued</th><td class="n">${plain(book.issued)}</td><td class="n">${sum === book.issued ? "it adds up" : html`<b class="bad">they add up to ${plain(sum)}</b>`}</td></tr></tbody></table>`;
 }
 
-const WHO = ["weights", "master", "gradients", "moments", "optimizer", "kv_cache", "kv"];
+const WHO = ["weights", "master", "masters", "gradients", "moments", "optimizer", "reference", "critic", "kv_cache", "kv", "cache"];
+const TOTALS = ["rss", "peak"]; // of a whole process, which nobody of WHO is a part of in a way that adds up
+const said = name => name.replaceAll("_", " ");
+
+// {phase or worker: {who: bytes}} as one bar each on one scale; what is over to the peak stays empty.
+function Bars({ held, about, most }) {
+  const rows = Object.keys(held), named = new Set(rows.flatMap(p => Object.keys(held[p]).filter(w => !TOTALS.includes(w) && held[p][w])));
+  const who = [...named].sort((a, b) => (WHO.indexOf(a) + 99) % 99 - (WHO.indexOf(b) + 99) % 99);
+  const of = p => who.filter(w => held[p][w]);
+  return html`${rows.map(p => html`<div class="account"><span class="who">${p} <span class="hint">${about(held[p])}</span></span><div class="stack" role="img" aria-label=${`${p}: ${about(held[p])}; ${of(p).map(w => `${said(w)} ${bytes(held[p][w])}`).join(", ")}`}>${of(p).map(w => html`<span class=${`m-${who.indexOf(w) % 10}`} style=${{ width: `${(100 * held[p][w]) / most}%` }} title=${`${said(w)} ${bytes(held[p][w])}`}></span>`)}</div></div>`)}
+    <p class="legend">${who.map((w, i) => html`<span><span class=${`key m-${i % 10}`}></span>${said(w)}</span>`)}</p>`;
+}
+
+const together = held => Object.entries(held).reduce((n, [w, v]) => n + (TOTALS.includes(w) ? 0 : v), 0);
 
 function Memory({ memory }) {
   const phases = Object.keys(memory);
   if (!phases.length) return empty("Not measured here", "Peaks are told of a device that trainer and engine share (place.kind = shared). The planner tab has the bill that is to be expected.");
-  const most = Math.max(...phases.map(p => memory[p].peak ?? 0)), who = [...new Set(phases.flatMap(p => Object.keys(memory[p])))].filter(w => w !== "peak").sort((a, b) => WHO.indexOf(a) - WHO.indexOf(b));
-  return html`${phases.map(p => html`<div class="account"><span class="who">${p} <span class="hint">peak ${bytes(memory[p].peak ?? 0)}</span></span><div class="stack" role="img" aria-label=${`${p}: ${bytes(memory[p].peak ?? 0)} at the peak`}>${who.map((w, i) => memory[p][w] && html`<span class=${`bg-${i % 6}`} style=${{ width: `${(100 * memory[p][w]) / most}%` }} title=${`${w} ${bytes(memory[p][w])}`}></span>`)}</div></div>`)}
-    <p class="legend">${who.map((w, i) => html`<span><span class=${`key bg-${i % 6}`}></span>${w.replace("_", " ")}</span>`)}<span>held at the end of a phase, newest step</span></p>`;
+  const most = Math.max(1, ...phases.map(p => Math.max(memory[p].peak ?? 0, together(memory[p]))));
+  return html`<p class="hint">held at the end of a phase, newest step; the whole width is ${bytes(most)}</p><${Bars} held=${memory} most=${most} about=${h => `peak ${bytes(h.peak ?? 0)}`} />`;
+}
+
+function Workers({ workers }) {
+  const names = Object.keys(workers);
+  if (!names.length) return empty("No worker has told", "Each worker tells what it holds with every step.");
+  const most = Math.max(1, ...names.map(n => together(workers[n])));
+  return html`<p class="hint">what each holds, newest step; the whole width is ${bytes(most)}</p><${Bars} held=${workers} most=${most}
+    about=${h => [h.rss ? `process ${bytes(h.rss)}` : "", h.peak ? `at most ${bytes(h.peak)}` : ""].filter(Boolean).join(", ")} />`;
 }

@@ -1,6 +1,6 @@
 // The run card, and of several runs the keys in which their recipes differ.
 import { empty, html, Load, note } from "./data.js";
-import { percent, plain, seconds } from "./format.js";
+import { dot, percent, plain, seconds } from "./format.js";
 
 export function Card({ run, tick, of }) {
   return html`<${Load} key=${run} path="card" words=${{ run }} tick=${`${run}.${of.state}.${of.step}`} rest=${5000} high=${500}>${data => html`<${Differs} differs=${data.differs} names=${data.names} />
@@ -10,7 +10,7 @@ export function Card({ run, tick, of }) {
 function Differs({ differs, names }) {
   const keys = Object.keys(differs);
   if (names.length < 2) return "";
-  return html`<section><h2>Where the recipes differ</h2>${keys.length ? html`<div class="scroll" tabindex="0" role="region" aria-label="differences"><table class="numbers"><thead><tr><th>key</th>${names.map((n, i) => html`<th><span class=${`dot bg-${i % 6}`}></span>${n}</th>`)}</tr></thead>
+  return html`<section><h2>Where the recipes differ</h2>${keys.length ? html`<div class="scroll" tabindex="0" role="region" aria-label="differences"><table class="numbers"><thead><tr><th>key</th>${names.map((n, i) => html`<th><span class=${dot(i)}></span><span class="run-name" title=${n}>${n}</span></th>`)}</tr></thead>
     <tbody>${keys.map(key => html`<tr><th scope="row"><code>${key}</code></th>${differs[key].map(v => html`<td>${said(v)}</td>`)}</tr>`)}</tbody></table></div>` : html`<p class="hint">Equal recipes, but for the run folder.</p>`}</section>`;
 }
 

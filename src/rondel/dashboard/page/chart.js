@@ -19,7 +19,7 @@ export class Chart extends Component {
     dark.addEventListener("change", this.again);
   }
   componentDidUpdate(before) {
-    if (before.x === this.props.x || !this.plot) return;
+    if ((before.x === this.props.x && before.unit === this.props.unit) || !this.plot) return;
     if (this.shape() === this.drawn) this.plot.setData(this.columns());
     else this.draw();
   }
@@ -29,8 +29,10 @@ export class Chart extends Component {
     this.sizes.disconnect();
     dark.removeEventListener("change", this.again);
   }
-  shape() { return JSON.stringify([this.log(), this.props.x.length > 60, this.props.series.map(s => [s.run, s.name, !!s.low])]); }
-  columns() { return [this.props.x, ...this.props.series.flatMap(s => (s.low ? [s.mean, s.low, s.high] : [s.mean]))]; }
+  shape() { return JSON.stringify([this.log(), this.props.unit, this.props.x.length > 60, this.props.series.map(s => [s.run, s.name, !!s.low])]); }
+  many() { return this.props.series.length > 2; } // then bands and points would only hide the lines
+  banded(s) { return !!s.low && !this.many(); }
+  columns() { return [this.props.x, ...this.props.series.flatMap(s => (this.banded(s) ? [s.mean, s.low, s.high] : [s.mean]))]; }
   log() {
     const all = this.props.series.flatMap(s => s.mean).filter(v => v !== null);
     return all.length > 0 && Math.min(...all) > 0 && Math.max(...all) > 500 * Math.min(...all);
@@ -40,9 +42,9 @@ export class Chart extends Component {
     const css = getComputedStyle(document.documentElement), of = name => css.getPropertyValue(name).trim();
     const series = [{}], bands = [];
     for (const s of this.props.series) {
-      const stroke = of(`--run-${s.run % 6}`), few = this.props.x.length <= 60 || s.mean.filter(v => v !== null).length <= 40;
-      series.push({ stroke, width: 1.5, dash: s.dash, spanGaps: true, points: { show: few, size: 4, fill: stroke } });
-      if (!s.low) continue;
+      const stroke = of(`--run-${s.run % 6}`), few = !this.many() && (this.props.x.length <= 60 || s.mean.filter(v => v !== null).length <= 40);
+      series.push({ stroke, width: 1.5, dash: dashed(s.run), spanGaps: true, points: { show: few, size: 4, fill: stroke } });
+      if (!this.banded(s)) continue;
       const none = { stroke: "transparent", width: 0, points: { show: false }, spanGaps: true };
       series.push(none, none);
       bands.push({ series: [series.length - 1, series.length - 2], fill: `${stroke}2e` });
@@ -68,15 +70,18 @@ export class Chart extends Component {
     }, this.columns(), this.box);
   }
   render({ name, label, unit, about, series, x, id }, { at }) {
-    const told = series.filter(s => !s.dash).map(s => [s.run, at === null ? newest(s.mean) : s.mean[at]]);
-    const spoken = series.filter(s => !s.dash).map(s => `${s.title ?? ""} ${number(newest(s.mean), unit)}`).join(", ");
+    const told = series.map(s => [s.run, at === null ? newest(s.mean) : s.mean[at]]);
+    const spoken = series.map(s => `${s.title ?? ""} ${number(newest(s.mean), unit)}`).join(", ");
     return html`<figure class="chart" id=${id}>
-      <figcaption title=${about}><span class="name">${label}</span>${unit && !["share", "number", label, "norm", "rate"].includes(unit) ? html`<span class="unit">${unit}</span>` : ""}${this.props.series.length && this.log() ? html`<span class="unit">log</span>` : ""}
-        <span class="values">${at !== null && x[at] !== undefined ? html`<span class="unit">step ${plain(Math.round(x[at]))}</span>` : ""}${told.map(([run, value]) => html`<span class=${`value run-${run % 6}`}>${value === null || value === undefined ? DASH : number(value, unit)}</span>`)}</span></figcaption>
+      <figcaption title=${about} class=${told.length > 2 ? "many" : ""}><span class="name">${label}</span>${unit && !["share", "number", label, "norm", "rate"].includes(unit) ? html`<span class="unit">${unit}</span>` : ""}${this.props.series.length && this.log() ? html`<span class="unit">log</span>` : ""}
+        <span class="values">${at !== null && x[at] !== undefined ? html`<span class="unit">step ${plain(Math.round(x[at]))}</span>` : ""}${told.map(([run, value]) => html`<span class=${`value run-${run % 6}${run > 5 ? " again" : ""}`} title=${series.find(s => s.run === run)?.title}>${value === null || value === undefined ? DASH : number(value, unit)}</span>`)}</span></figcaption>
       <div class="plot" role="img" aria-label=${`${label} over steps; newest: ${spoken}`} ref=${box => (this.box = box)}></div>
     </figure>`;
   }
 }
+
+// Six colours; the seventh run has the first one, dashed.
+const dashed = run => (run < 6 ? undefined : run < 12 ? [6, 3] : [2, 3]);
 
 const short = text => text.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
 const newest = values => { for (let i = values.length - 1; i >= 0; i--) if (values[i] !== null) return values[i]; return null; };
@@ -94,5 +99,5 @@ export function Spark({ values, run = 0 }) {
   if (known.length < 2) return html`<svg class="spark" aria-hidden="true" viewBox="0 0 100 24"></svg>`;
   const numbers = known.map(([, v]) => v), low = Math.min(...numbers), span = Math.max(...numbers) - low || 1;
   const points = known.map(([i, v]) => `${((100 * i) / (values.length - 1)).toFixed(1)},${(22 - (20 * (v - low)) / span).toFixed(1)}`).join(" ");
-  return html`<svg class="spark" aria-hidden="true" viewBox="0 0 100 24" preserveAspectRatio="none"><polyline class=${`stroke-${run % 6}`} points=${points} /></svg>`;
+  return html`<svg class="spark" aria-hidden="true" viewBox="0 0 100 24" preserveAspectRatio="none"><polyline class=${`stroke-${run % 6}`} stroke-dasharray=${run < 6 ? undefined : "4 2"} points=${points} /></svg>`;
 }

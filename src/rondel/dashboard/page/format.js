@@ -18,7 +18,7 @@ export function plain(value) {
   return three(value);
 }
 
-const three = value => (Math.abs(value) >= 100 ? value.toFixed(0) : Math.abs(value) >= 10 ? value.toFixed(1) : Math.abs(value) >= 1 ? value.toFixed(2) : value.toFixed(3));
+const three = value => (Math.abs(value) >= 100 ? value.toFixed(0) : Math.abs(value) >= 10 ? value.toFixed(1) : Math.abs(value) >= 1 ? value.toFixed(2) : Math.abs(value) >= 0.1 ? value.toFixed(3) : String(Number(value.toPrecision(3))));
 
 export function bytes(value) {
   for (const [scale, name] of [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) if (Math.abs(value) >= scale) return `${three(value / scale)} ${name}`;
@@ -36,7 +36,8 @@ export function seconds(value) {
 
 export const percent = value => `${(100 * value).toFixed(1)} %`;
 export const share = value => number(value, "share");
-export const colour = run => `var(--run-${run % 6})`;
+// Of a run: one of six colours, hollow from the seventh on.
+export const dot = run => `dot bg-${run % 6}${run > 5 ? " again" : ""}`;
 export const clock = t => (t ? new Date(t * 1000).toLocaleTimeString("en-GB") : DASH);
 // A path of the run's metrics for eyes: "score/reward_mean" -> "reward mean".
 export const title = name => name.replace(/^[a-z]+\//, "").replaceAll("_", " ").replaceAll("/", " · ");

@@ -2,7 +2,7 @@
 import { Component } from "/vendor/preact.mjs";
 import { Chart, Spark } from "./chart.js";
 import { empty, html, Load } from "./data.js";
-import { DASH, number, title } from "./format.js";
+import { DASH, dot, number, title } from "./format.js";
 
 const GROUPS = [
   ["Learning", ["score/reward_mean", "eval/score", "filter/signal_fraction", "filter/dropped_fraction"]],
@@ -69,7 +69,7 @@ function Headline({ runs, tick }) {
     const worst = runs.map(run => run.head[key]).find(h => h.alarm === "error") ?? runs.map(run => run.head[key]).find(h => h.alarm) ?? runs[0].head[key];
     return html`<li class=${`tile ${worst.alarm}`}><button type="button" onClick=${() => show(worst.metric)} title="to its chart">
       <span class="name">${worst.title}</span>
-      ${runs.map((run, i) => html`<span class="big"><span class=${runs.length > 1 ? `dot bg-${i % 6}` : ""}></span>${value(run.head[key], key)}</span>`)}
+      ${runs.map((run, i) => html`<span class="big"><span class=${runs.length > 1 ? dot(i) : ""}></span>${value(run.head[key], key)}</span>`)}
       <span class="under" title=${worst.why.length ? `${runs[runs.findIndex(run => run.head[key] === worst)].name}: ${worst.why.join(", ")}` : ""}>${worst.alarm ? html`<b>${worst.alarm === "error" ? "✕" : "▲"} ${worst.why[0]}</b>` : runs.every(run => run.head[key].value === null) ? (runs.every(run => run.step <= run.warm) && key !== "eval" ? "supervised so far" : reading ? "still reading" : MISSING[key] ?? "no number yet") : key === "lag" && worst.limit !== null && runs.length === 1 ? `limit ${number(worst.limit)}` : ["share", "number", "reward"].includes(worst.unit) ? " " : worst.unit}</span>
       <span class="sparks">${data.runs.map((of, i) => of[worst.metric] && html`<${Spark} values=${of[worst.metric].mean} run=${i} />`)}</span></button></li>`;
   })}</ul>`}<//>`;
