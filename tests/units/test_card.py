@@ -150,6 +150,7 @@ def test_what_it_takes_to_do_it_again(tmp_path, capsys):
     for name in ("reward", "gap", "lag"):
         assert first[name] is None and second[name] is not None
     assert {t[3] for t in answer(tmp_path, 1, 0)["tokens"]} == {None}
+    assert "largest K3 of fresh tokens in a step" in (said := " ".join(card["questions"].values())) and "a warning above 1e-06" in said
     assert card["score_is_share"] and all(0 <= e["reward_min"] <= e["reward_max"] <= 1 for e in events(tmp_path, "Evaluated"))
     assert card["seeds"] == {"loop": 5} and "grpo" in card["loss"] and "A = (R - mean of its group)" in card["loss"]
     assert card["cost"]["devices"] == 1 and card["cost"]["device_hours"] == pytest.approx(card["seconds"] / 3600, abs=1e-4)

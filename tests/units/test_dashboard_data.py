@@ -91,6 +91,12 @@ def test_memory_of_phases_and_of_workers_is_told_apart(tmp_path):
     }
 
 
+@pytest.mark.parametrize("bound", [1e-6, 1e-2])
+def test_the_bound_of_the_gap_is_that_of_the_run(tmp_path, bound):
+    write(tmp_path, facts={"mismatch_bound": bound})
+    assert client(tmp_path).get("/api/state").json()["runs"][0]["head"]["gap"]["k3"]["bound"] == bound
+
+
 def test_a_resumed_run_is_told_once(tmp_path):
     run, story = read(write_run(tmp_path, steps=5, crash_after=3)), read_story(tmp_path)
     assert list(run.columns.steps) == [s.number for s in story.steps] == [1, 2, 3, 4, 5]

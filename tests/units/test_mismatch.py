@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rondel.runtime.telemetry.metrics import SCHEMA, meaning
-from rondel.train.mismatch import Alarm, bound_of, measure, mismatch
+from rondel.train.mismatch import BOUNDS, MIXTURE, Alarm, bound_of, measure, mismatch
 from rondel.train.pack import Sample
 
 
@@ -142,3 +142,10 @@ def test_rounding_alone_stays_below_the_bound(dtype):
     x = (pi - mu).gather(1, token).squeeze(1)
     found = mismatch(x, mu.gather(1, token).squeeze(1), torch.zeros(64, dtype=torch.long), torch.ones(64, dtype=torch.bool))
     assert 0 <= found["k3"] < bound_of(dtype, mixture=False, foreign=False)
+
+
+def test_what_the_metric_says_of_its_bounds_is_what_they_are():
+    _, told = meaning("train/mismatch_k3_lag_0")
+    for bound in (*BOUNDS.values(), MIXTURE):
+        assert f"{bound:g} " in told.replace(",", " "), bound
+    assert "1e-3" not in meaning("train/gap_max")[1]

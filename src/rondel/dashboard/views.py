@@ -36,12 +36,14 @@ def headline(run: Run) -> dict[str, Json]:
     """Newest number, limit, and the gravest finding about it."""
     found = {f["name"]: f["severity"] for f in run.findings()}
     out: dict[str, Json] = {}
+    fresh, bound = run.shown.last("train/mismatch_k3_lag_0"), run.story.facts.get("mismatch_bound")
     for key, (title, metric, rules) in HEADLINE.items():
         alarms = sorted((name for name in rules & found.keys()), key=lambda name: ("error", "warning", "note").index(found[name]))
         value = run.story.evals[-1]["score"] if metric == "eval/score" and run.story.evals else run.shown.last(metric)
         out[key] = {
             "title": title, "metric": metric, "unit": unit(metric, run.share), "value": value, "alarm": found[alarms[0]] if alarms else "",
             "why": [name.replace("_", " ") for name in alarms], "limit": run.shown.last("loop/lag_limit") if key == "lag" else None,
+            "k3": {"now": fresh, "bound": bound} if key == "gap" and fresh is not None and bound is not None else None,
         }  # fmt: skip
     return out
 

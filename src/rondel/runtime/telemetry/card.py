@@ -176,6 +176,9 @@ def questions(events: Events, job: dict[str, Any], facts: dict[str, Any]) -> dic
     probes = [e["probe_gap"] for e in events if e["kind"] == "Synced"]
     lags = [e["version"] - born for e in events if e["kind"] == "GroupsTaken" for born in e["born"]]
     gap = f"largest |log p(trainer) - log p(engine)| of a trained token {max(gaps):.1e}" if gaps else "gap not measured"
+    fresh = [k3 for e in done for name, k3 in e["metrics"].items() if name.endswith("/mismatch_k3_lag_0")]
+    bound = f", a warning above {facts['mismatch_bound']:g}" if "mismatch_bound" in facts else ""
+    gap += f"; largest K3 of fresh tokens in a step {max(fresh):.1e} nats{bound}" if fresh else ""
     probe = (
         f"largest mean difference a token on the probe prompt after {len(probes)} syncs {max(probes):.1e}" if probes else "no sync recorded"
     )

@@ -47,7 +47,10 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "train/kl_to_start": ("nats", "estimated KL of the policy to the weights the run started from"),
     "train/kl_ref": ("nats", "the KL term of the loss, to the reference"),
     "train/gap_mean": ("nats", "mean |log p(trainer) - log p(engine)| over the written tokens"),
-    "train/gap_max": ("nats", "largest of the same; above 1e-3 in float32 something is wrong"),
+    "train/gap_max": (
+        "nats",
+        "largest of the same; a single token: what warns is train/mismatch_k3_lag_0, above the bound of the run's precision",
+    ),
     "train/gap_p99": ("nats", "99 % of the written tokens are at most so far apart"),
     "train/mismatch_k3": ("nats", "KL(engine || trainer) a token, estimated by w - 1 - log w with w = p(trainer) / p(engine)"),
     "train/mismatch_probability_mean": ("share", "mean |p(trainer) - p(engine)|"),
@@ -115,7 +118,8 @@ FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
     "train/mismatch_k3_tenth_": ("nats", "the K3 of the first, second, ... tenth of the answers"),
     "train/mismatch_k3_lag_": (
         "nats",
-        "the K3 of tokens that were so many versions old; at lag 0 above the bound of its precision it warns: 1e-6 in float32, 1e-2 in bfloat16, mixtures 1e-1",
+        "the K3 of tokens that were so many versions old; at lag 0 the run warns above the bound of its precision, which its card names: "
+        "1e-06 in float32, 0.0002 in float16, 0.01 in bfloat16 and for servers of others, 0.1 for mixtures of experts",
     ),
     "loop/lag_is_": ("share", "groups of this step that were so many versions old: the histogram of lag"),
 }
