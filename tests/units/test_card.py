@@ -151,6 +151,16 @@ def test_what_it_takes_to_do_it_again(tmp_path, capsys):
         assert first[name] is None and second[name] is not None
     assert {t[3] for t in answer(tmp_path, 1, 0)["tokens"]} == {None}
     assert "largest K3 of fresh tokens in a step" in (said := " ".join(card["questions"].values())) and "a warning above 1e-06" in said
+    assert "on-policy: all 4 trained groups" in said, "demonstrations are not counted"
+    assert card["eval_supervised"]["step"] == 1 and "| after the supervised phase |" in (tmp_path / "card.md").read_text()
+    told = ending(str(tmp_path), card | {"eval_after": card["eval_after"] | {"request": {}}})
+    lines = told.splitlines()
+    assert lines[1] == "held-out tasks, greedy" and [line.split("  ")[1] for line in lines[2:5]] == [
+        "before",
+        "after the supervised phase",
+        "after",
+    ]
+    assert "tensorboard" not in told and "  correct " in told
     assert card["score_is_share"] and all(0 <= e["reward_min"] <= e["reward_max"] <= 1 for e in events(tmp_path, "Evaluated"))
     assert card["seeds"] == {"loop": 5} and "grpo" in card["loss"] and "A = (R - mean of its group)" in card["loss"]
     assert card["cost"]["devices"] == 1 and card["cost"]["device_hours"] == pytest.approx(card["seconds"] / 3600, abs=1e-4)

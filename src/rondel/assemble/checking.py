@@ -87,8 +87,8 @@ def _signal(parts: Parts, groups: list[Group]) -> list[Finding]:
         Finding(
             "signal",
             mixed > 0 or warm > 0,
-            f"{mixed} of {len(groups)} groups have mixed rewards, mean reward {mean:.2f}" + " (before the supervised warmup)" * (warm > 0),
-            "an easier or harder task, a larger group_size, or a supervised warmup",
+            f"{mixed} of {len(groups)} groups have mixed rewards, mean reward {mean:.2f}" + " (before the supervised phase)" * (warm > 0),
+            "an easier or harder task, a larger group_size, or a supervised phase first (loop.warmup)",
         ),
         Finding(
             "length",
@@ -124,7 +124,7 @@ def _memory(parts: Parts) -> Finding:
     needed = sum(4 * m.numel() * (4 if m is not p else 3) for owner in owners for p, m in zip(owner.compute, owner.masters))
     free = free_memory()  # beside the copy that computes: master, gradient, two moments
     several = f" of {len(trainers)} policies" if len(trainers) > 1 else ""
-    message = f"weights{several} {loaded / 1e9:.2f} GB, to train them {needed / 1e9:.2f} GB, {free / 1e9:.1f} GB free"
+    message = f"weights{several} {_size(loaded)}; training needs {_size(needed)} more, {_size(free)} are free"
     return Finding("memory", needed < free, message, "a smaller model, or a machine with more memory")
 
 
@@ -136,4 +136,9 @@ def _disk(parts: Parts) -> Finding:
         Checkpoints(existing, parts.job.run.checkpoint.keep).check_disk(needed)
     except CheckpointError as error:
         return Finding("disk", False, str(error))
-    return Finding("disk", True, f"a checkpoint is {needed / 1e9:.2f} GB, {parts.job.run.checkpoint.keep} are kept")
+    return Finding("disk", True, f"a checkpoint takes {_size(needed)}; the newest {parts.job.run.checkpoint.keep} are kept")
+
+
+def _size(n: float) -> str:
+    """1.4e6 -> "1.4 MB": a small model's weights are not 0.00 GB."""
+    return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"

@@ -56,7 +56,7 @@ def _findings(worst: dict[str, float], *, changed: bool, gap: float, most: float
     ratio, clipped = worst.get("train/ratio_max_deviation", 0.0), worst.get("train/clip_fraction", 0.0)
     apart, k3 = worst.get("train/gap_mean"), worst.get("train/mismatch_k3", 0.0)
     anchor = "the proximal logprobs are not those of the policy: a pass is not deterministic, or dropout is on"
-    yield Finding("lr = 0: ratio", ratio <= gap, f"off 1 by {ratio:.1e} at most", anchor)
+    yield Finding("lr = 0: ratio", ratio <= gap, f"differs from 1 by at most {ratio:.1e}", anchor)
     yield Finding("lr = 0: clip", clipped == 0, f"{clipped:.1%} of the tokens are clipped", anchor)
     kept = f"{'CHANGED' if changed else 'the same bits'} after {STEPS} steps, gradient norm {worst.get('train/grad_norm', 0.0):.1e}"
     yield Finding("lr = 0: weights", not changed, kept, "something beside the optimizer writes weights: an own trainer or model?")

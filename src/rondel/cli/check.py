@@ -34,6 +34,6 @@ def run(
     findings = check(job, asked=self_test)
     show(findings)
     wrong = sum(not finding.ok for finding in findings)
-    print(f"\n{wrong} of {len(findings)} checks failed" if wrong else f"\nall {len(findings)} checks passed; rondel train {recipe}")
+    print(f"\n{wrong} of {len(findings)} checks failed" if wrong else f"\nall {len(findings)} checks passed; next: rondel train {recipe}")
     if wrong:
         raise typer.Exit(1)

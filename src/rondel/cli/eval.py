@@ -57,7 +57,7 @@ def run(
     for sample in result.samples[:3]:
         reward = "not scored" if sample.get("reward") is None else f"reward {sample['reward']:g}"
         print(
-            f"\n  asked   {sample.get('prompt', '')}\n  wrote   {sample.get('text', '')}\n  answer  {sample.get('answer', '')}   ({reward})"
+            f"\n  asked   {sample.get('prompt', '')}\n  wrote   {sample.get('text', '')}\n  correct {sample.get('answer', '')}   ({reward})"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -35,30 +36,36 @@ def ending(folder: str, card: dict[str, Any]) -> str:
     """What a newcomer wants to see last: before and after, a few answers, where everything is, what to try next."""
     from rondel.runtime.telemetry.scores import interval_text, score_text
 
-    share = card["score_is_share"]
+    share, found = card["score_is_share"], _evaluations(card)
+    width = max((len(name) for name, _ in found), default=0)
     rows = [
-        f"  {name:<7}{score_text(e['score'], share):>7}   95 % interval {interval_text(e['low'], e['high'], share)}   n = {e['n']}"
-        for name, e in _evaluations(card)
+        f"  {name:<{width}} {score_text(e['score'], share):>7}   95 % interval {interval_text(e['low'], e['high'], share)}   n = {e['n']}"
+        for name, e in found
     ]
+    temperature = found[0][1]["request"].get("temperature", 0) if found else 0
+    drawn = f"temperature {temperature:g}" if temperature else "greedy"
     pairs = list(zip(card["samples_before"], card["samples_after"]))[:3]
     answers = [
-        f"  asked   {was.get('prompt', '')}\n  before  {_one_line(was)}\n  after   {_one_line(now)}\n  answer  {was.get('answer', '')}\n"
+        f"  asked   {was.get('prompt', '')}\n  before  {_one_line(was)}\n  after   {_one_line(now)}\n  correct {was.get('answer', '')}\n"
         for was, now in pairs
     ]
     return "\n".join(
         [
-            *(["", "held-out tasks, greedy", *rows] if rows else []),
+            *(["", f"held-out tasks, {drawn}", *rows] if rows else []),
             *(["", *answers] if answers else [""]),
             f"run folder  {folder}   ({card['steps']} steps, {card['seconds']:.0f} s)",
             f"next        rondel view {folder}        the answers, coloured by who wrote them",
             f"            rondel card {folder}        the run card: nine questions answered from measurement",
-            f"            tensorboard --logdir {folder}/tensorboard",
+            f"            rondel diagnose {folder}    what is wrong with the run, if anything",
+            *([f"            tensorboard --logdir {folder}/tensorboard"] if Path(folder, "tensorboard").is_dir() else []),
         ]
     )
 
 
 def _evaluations(card: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    return [(name, card[f"eval_{name}"]) for name in ("before", "after") if card.get(f"eval_{name}")]
+    """In the order of time: before, after the supervised phase where there is one, after."""
+    known = (("before", "before"), ("supervised", "after the supervised phase"), ("after", "after"))
+    return [(name, card[f"eval_{key}"]) for key, name in known if card.get(f"eval_{key}")]
 
 
 def _one_line(sample: dict[str, Any]) -> str:

@@ -85,10 +85,12 @@ def summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
     evals = [e for e in evals if e["profile"] == evals[0]["profile"]]  # only equal questions can be compared
     facts: dict[str, Any] = next((e["facts"] for e in reversed(events) if e["kind"] == "RunStarted"), {})
     ledger = done[-1]["ledger"] if done else {}
+    warm = job.get("loop", {}).get("warmup", {}).get("steps", 0)
     finished = [e["rewards"] for e in events if e["kind"] == "GroupFinished"]
     return {
         "eval_before": _evaluation(evals[0]) if evals else None,
         "eval_after": _evaluation(evals[-1]) if len(evals) > 1 and evals[-1]["step"] > evals[0]["step"] else None,
+        "eval_supervised": next((_evaluation(e) for e in evals[:-1] if 0 < e["step"] == warm), None),
         "score_is_share": all(map(is_share, evals)) and all(map(within_unit, finished)),
         "seconds": round(_seconds(raw), 1),
         "steps": done[-1]["step"] if done else 0,
@@ -174,7 +176,8 @@ def questions(events: Events, job: dict[str, Any], facts: dict[str, Any]) -> dic
     done = [e for e in events if e["kind"] == "StepDone"]
     gaps = [gap for e in done for name, gap in e["metrics"].items() if name.endswith("/gap_max")]  # of every policy
     probes = [e["probe_gap"] for e in events if e["kind"] == "Synced"]
-    lags = [e["version"] - born for e in events if e["kind"] == "GroupsTaken" for born in e["born"]]
+    warm = 0 if key("loop.warmup.steps") == UNKNOWN else key("loop.warmup.steps")  # its groups nobody drew
+    lags = [e["version"] - born for e in events if e["kind"] == "GroupsTaken" and e["step"] > warm for born in e["born"]]
     gap = f"largest |log p(trainer) - log p(engine)| of a trained token {max(gaps):.1e}" if gaps else "gap not measured"
     fresh = [k3 for e in done for name, k3 in e["metrics"].items() if name.endswith("/mismatch_k3_lag_0")]
     bound = f", a warning above {facts['mismatch_bound']:g}" if "mismatch_bound" in facts else ""
@@ -240,7 +243,11 @@ def markdown(card: dict[str, Any]) -> str:
         "## Held-out tasks",
         table(
             ("", "score" if share else "mean reward", f"95 % interval{' (Wilson)' * share}", "tasks", "after step"),
-            [_eval_row("before", before, share), _eval_row("after", after, share)],
+            [
+                _eval_row("before", before, share),
+                *([_eval_row("after the supervised phase", card["eval_supervised"], share)] if card["eval_supervised"] else []),
+                _eval_row("after", after, share),
+            ],
         ),
         _verdict(before, after),
         "## Reward while training",
@@ -261,9 +268,11 @@ def markdown(card: dict[str, Any]) -> str:
         "## Time of each worker",
         table(("worker", "its time, 100 %"), [(worker, _account(account)) for worker, account in card["workers"].items()])
         if card["workers"]
-        else "No worker has told.",
+        else "No worker has reported.",
         "## Memory",
-        table(("who", "what", "planned", "counted, at most"), _memory_rows(card["memory"])) if card["memory"] else "No worker has told.",
+        table(("who", "what", "planned", "counted, at most"), _memory_rows(card["memory"]))
+        if card["memory"]
+        else "No worker has reported.",
         "## Ledger of groups",
         table(("what became of them", "groups"), list(card["ledger"].items())) if card["ledger"] else "No step was finished.",
     ]
