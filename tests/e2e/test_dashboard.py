@@ -291,6 +291,11 @@ def test_seven_runs_over_each_other_are_told_apart(browser, tmp_path):
                 "[...document.querySelectorAll('header .dot')].map(e => getComputedStyle(e).backgroundColor + e.className)"
             )
             assert len(set(looks)) == 7
+            drawn = page.evaluate(
+                "[...document.querySelector('.tile .sparks').querySelectorAll('polyline')].map(p => p.getAttribute('points'))"
+            )
+            tops = [min(float(point.split(",")[1]) for point in line.split()) for line in drawn]
+            assert len(tops) == 7 and min(tops) == 2.0 < max(tops), "the sparks of a tile share one scale"
             badge = int(page.text_content("nav .count"))
             show(page, "findings")
             listed = 0

@@ -94,10 +94,11 @@ function ranged(low, high, share) {
   return [low >= 0 && low - air < 0 ? 0 : low - air, high + air];
 }
 
-export function Spark({ values, run = 0 }) {
+// `all`: the values of every run beside it, which share one scale.
+export function Spark({ values, all = values, run = 0 }) {
   const known = values.map((v, i) => [i, v]).filter(([, v]) => v !== null && v !== undefined);
   if (known.length < 2) return html`<svg class="spark" aria-hidden="true" viewBox="0 0 100 24"></svg>`;
-  const numbers = known.map(([, v]) => v), low = Math.min(...numbers), span = Math.max(...numbers) - low || 1;
+  const numbers = all.filter(v => v !== null && v !== undefined), low = Math.min(...numbers), span = Math.max(...numbers) - low || 1;
   const points = known.map(([i, v]) => `${((100 * i) / (values.length - 1)).toFixed(1)},${(22 - (20 * (v - low)) / span).toFixed(1)}`).join(" ");
   return html`<svg class="spark" aria-hidden="true" viewBox="0 0 100 24" preserveAspectRatio="none"><polyline class=${`stroke-${run % 6}`} stroke-dasharray=${run < 6 ? undefined : "4 2"} points=${points} /></svg>`;
 }

@@ -71,7 +71,7 @@ function Headline({ runs, tick }) {
       <span class="name">${worst.title}</span>
       ${runs.map((run, i) => html`<span class="big"><span class=${runs.length > 1 ? dot(i) : ""}></span>${value(run.head[key], key)}</span>`)}
       <span class="under" title=${worst.why.length ? `${runs[runs.findIndex(run => run.head[key] === worst)].name}: ${worst.why.join(", ")}` : ""}>${worst.alarm ? html`<b>${worst.alarm === "error" ? "✕" : "▲"} ${worst.why[0]}</b>` : runs.every(run => run.head[key].value === null) ? (runs.every(run => run.step <= run.warm) && key !== "eval" ? "supervised so far" : reading ? "still reading" : MISSING[key] ?? "no number yet") : key === "lag" && worst.limit !== null && runs.length === 1 ? `limit ${number(worst.limit)}` : worst.k3 && runs.length === 1 ? `K3 ${number(worst.k3.now)}, bound ${number(worst.k3.bound)}` : ["share", "number", "reward"].includes(worst.unit) ? " " : worst.unit}</span>
-      <span class="sparks">${data.runs.map((of, i) => of[worst.metric] && html`<${Spark} values=${of[worst.metric].mean} run=${i} />`)}</span></button></li>`;
+      <span class="sparks">${data.runs.map((of, i) => of[worst.metric] && html`<${Spark} values=${of[worst.metric].mean} all=${data.runs.flatMap(one => one[worst.metric]?.mean ?? [])} run=${i} />`)}</span></button></li>`;
   })}</ul>`}<//>`;
 }
 
