@@ -109,11 +109,11 @@ def torch_has_no_family(kind: str) -> bool:
 
 
 def recipe(tmp_path: Path, data: str) -> Path:
-    """The tiny recipe on other data."""
+    """The tiny recipe on other data, none of which is held out."""
     text = TINY.read_text()
     line = next(row for row in text.splitlines() if row.startswith("data ="))
     path = tmp_path / "recipe.toml"
-    path.write_text(text.replace(line, f"data = {data}"))
+    path.write_text(text.replace(line, f"data = {data}").replace("eval = { every = 10 }\n", ""))
     return path
 
 
