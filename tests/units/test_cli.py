@@ -370,7 +370,10 @@ def test_no_message_speaks_of_a_law_by_its_number():
     """The numbered list is in the developers' papers; a user reads what was violated in words."""
     found = []
     for path in sorted(Path(cli.__file__).parents[1].rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if not re.search(r"\blaws? \d", text):
+            continue
+        tree = ast.parse(text)
         papers = {
             id(node.body[0].value)
             for node in ast.walk(tree)
