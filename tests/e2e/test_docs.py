@@ -275,7 +275,7 @@ def test_a_piece_of_a_recipe_is_read(block):
 class NoBoxes:
     """A reward that runs code asks for them when it is made."""
 
-    def cell(self, limits):
+    def cell(self, limits, **settings):
         return self
 
 

@@ -14,7 +14,7 @@ from rondel.words.errors import CheckpointError, UserError
 from rondel.words.events import GroupsTaken, Resumed
 from rondel.words.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, Task, Trajectory
 
-logprobs = st.floats(max_value=0.0, width=32, allow_nan=False)
+logprobs = st.floats(max_value=0.0, width=32, allow_nan=False, allow_infinity=False)  # a token of probability 0 is never drawn
 numbers = st.floats(allow_nan=False)
 texts = st.text(max_size=12)
 placed = st.lists(st.tuples(st.integers(0, 99), numbers), max_size=2).map(tuple)

@@ -205,7 +205,7 @@ class _Earlier:
         number = {root: i for i, root in enumerate(self.roots)}
         starts = np.cumsum([0, *(len(block.rows) for block in blocks)])
         rows = np.concatenate([block.rows for block in blocks])
-        root = np.repeat([number[block.root] for block in blocks], np.diff(starts)).astype(np.uint16)
+        root = np.repeat([number[block.root] for block in blocks], np.diff(starts)).astype(np.uint32)
         self._index(rows, root, {int(start) + i: told for start, block in zip(starts, blocks) for i, told in block.routes.items()})
 
     def _index(self, rows: np.ndarray, root: np.ndarray, routes: dict[int, Routes]) -> None:
