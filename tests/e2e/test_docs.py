@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from rondel.cli import VERBS, main
+from rondel.words.boxes import Ran
 from rondel.words.config import OF_GROUPS, Job, parse_overrides
 
 ROOT = Path(__file__).parents[2]
@@ -273,10 +274,15 @@ def test_a_piece_of_a_recipe_is_read(block):
 
 
 class NoBoxes:
-    """A reward that runs code asks for them when it is made."""
+    """A reward that runs code asks for them when it is made, and tries its packages in one."""
+
+    alive = clean = True
 
     def cell(self, limits, **settings):
         return self
+
+    def call(self, code, **how):
+        return Ran(0, 0, b"", b"")
 
 
 # -- commands and snippets -------------------------------------------------------------------------
