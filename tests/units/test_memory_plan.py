@@ -203,7 +203,7 @@ def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width):
 
 
 def test_the_bill_of_the_quickstart_is_its_resident_memory():
-    """9.09 GB at most in a run of two steps on one thread (f507e40, 2 cores with amx_bf16), as the recipe was then: each part is a row, and
+    """9.09 GB at most in a run of two steps on one thread (35b81e3, 2 cores with amx_bf16), as the recipe was then: each part is a row, and
     their sum is within 15 %."""
     then = {"model.dtype": "bfloat16", "trainer.micro_tokens": 4096, "task.examples": [], "engine.sampling.max_tokens": 32}
     job = Job.read(Path(__file__).parents[2] / "recipes" / "quickstart.toml", then)
