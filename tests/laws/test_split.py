@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from rondel.algos.table import TABLE
 from rondel.train.credit import credit
-from rondel.train.pack import Batch, batch_of
+from rondel.train.pack import Batch, batch_of, micro_batches
 from rondel.train.sums import Sums
-from rondel.words.types import Score
+from rondel.words.types import Score, Trajectory
 
 TOLERANCE = 1e-6
 ROWS = {
@@ -80,6 +80,28 @@ def test_the_gradient_is_the_same_for_any_split(kind, name):
         worst = max(worst, apart(gradient(t, shuffled(b, seed, whole_groups=whole_groups), algo, micro_tokens=25), whole))
     print(f"{kind}, {name}: relative difference {worst:.1e}")
     assert worst <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3", "gemma3_text"))])
+def test_groups_that_begin_alike_share_it_and_keep_the_gradient(kind):
+    """Two system messages over the awkward groups: each is computed once a micro-batch, forward and backward, and changes nothing."""
+    rng, groups = np.random.default_rng(5), awkward_groups()
+    systems = [rng.integers(5, 100, 20).tolist(), rng.integers(5, 100, 33).tolist()]
+    for number, group in enumerate(groups):
+        for x in group.trajectories:
+            front = Trajectory()
+            front.extend(systems[number % 2])
+            for name in ("tokens", "mask", "logprobs", "versions"):
+                setattr(x, name, getattr(front, name) + getattr(x, name))
+    t = trainer(model(kind), ROWS["grpo"])
+    b = batch(groups, ROWS["grpo"])
+    whole = gradient(t, b, ROWS["grpo"], share=False)
+    assert whole.norm() > 1e-3
+    once, apart_each = (sum(len(p.tokens) for p in micro_batches(b, 10**6, share=share)) for share in (True, False))
+    assert once < apart_each - 3 * 20 - 2 * 33
+    for micro_tokens in (60, 90, 150, 10**6):
+        assert apart(gradient(t, b, ROWS["grpo"], micro_tokens=micro_tokens), whole) <= TOLERANCE
+        assert apart(gradient(t, shuffled(b, micro_tokens, whole_groups=True), ROWS["grpo"], micro_tokens=micro_tokens), whole) <= TOLERANCE
 
 
 @pytest.mark.slow

@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 from train_kit import forked_group, model, trajectory
 
 from rondel.train.annotate import forward, gather, note
-from rondel.train.balance import balanced
+from rondel.train.balance import Families, balanced
 from rondel.train.pack import Batch, Packed, Sample, batch_of, micro_batches, pack
 from rondel.words.types import Failed, Group, Task, Trajectory
 
 piece = st.tuples(st.integers(1, 6), st.booleans())
 sample = st.tuples(st.integers(0, 3), st.lists(piece, min_size=0, max_size=4), st.integers(1, 5))
+
+
+SYSTEMS = [[], [7] * 20, [7] * 17 + [8] * 5]  # what groups may begin with
 
 
 @st.composite
@@ -24,7 +27,8 @@ def batches(draw) -> Batch:
     samples = []
     for number in range(draw(st.integers(1, 4))):
         rng = np.random.default_rng(draw(st.integers(0, 10**6)))
-        prompt = rng.integers(5, 9, draw(st.integers(1, 7))).tolist()  # few tokens: siblings agree by accident, too
+        begin = SYSTEMS[draw(st.integers(0, len(SYSTEMS) - 1))]  # some groups begin alike
+        prompt = begin + rng.integers(5, 9, draw(st.integers(1, 7))).tolist()  # few tokens: siblings agree by accident, too
         for index, (cut, pieces, last) in enumerate(draw(st.lists(sample, min_size=1, max_size=4))):
             asked = prompt[: max(1, len(prompt) - cut)]
             samples.append(Sample.of(trajectory([*pieces, (last, True)], rng, prompt=asked), group=number, index=index))
@@ -108,7 +112,7 @@ def test_ranks_get_the_same_load_of_lognormal_lengths(prompt, median, ranks, bud
         own = np.minimum(rng.lognormal(np.log(median), 1, 128).astype(int) + 1, 4096).tolist()
         prompts = rng.integers(prompt // 2, 2 * prompt, 16).tolist()
         family = [i // 8 for i in range(128)]
-        cuts = balanced(own, family, prompts, budget=budget, ranks=ranks)
+        cuts = balanced(Families(own, family, prompts), budget=budget, ranks=ranks)
         loads = [sum(own[i] for i in cut) + sum(prompts[f] for f in {family[i] for i in cut}) for cut in cuts]
         rounds = [loads[k : k + ranks] for k in range(0, len(loads), ranks)]
         assert sorted(i for cut in cuts for i in cut) == list(range(128))
@@ -138,6 +142,41 @@ def test_every_trainable_token_of_every_walk_appears_with_its_own_past(seed, bud
     whole = batch_of([forked_group(seed), forked_group(seed + 1, number=4)])
     for packed in micro_batches(whole, budget):
         check(whole, packed)
+
+
+def test_groups_that_begin_alike_compute_it_once():
+    """Tokens of one system message, examples or signatures of tools are laid once a micro-batch, for all groups and ranks."""
+    rng, system = np.random.default_rng(0), list(range(200, 240))
+    rows = [
+        Sample.of(trajectory([(3, True)], rng, prompt=[*(system if group < 4 else [9]), 100 + group, *range(group)]), group=group, index=i)
+        for group in range(5)
+        for i in range(2)
+    ]
+    whole = Batch(rows)
+    [packed] = micro_batches(whole, 10_000)
+    check(whole, packed)
+    assert len(packed.tokens) == 40 + sum(1 + g for g in range(4)) + (2 + 4) + 10 * 2
+    half = list(micro_batches(whole, 70))
+    assert all(len(p.tokens) <= 70 for p in half) and len(half) == 2
+    for packed in half:
+        check(whole, packed)
+    lots = [list(micro_batches(whole, 10_000, rank=rank, ranks=2)) for rank in range(2)]
+    assert sum(len(p.tokens) for lot in lots for p in lot) <= len(packed.tokens) + 40 + 40 + 2 * 8
+    [apart] = micro_batches(whole, 10_000, share=False)
+    assert len(apart.tokens) == sum(len(s.tokens) - 1 for s in rows)
+
+
+def test_written_tokens_and_other_routes_are_never_a_strangers():
+    """Sample 0 of two groups wrote the same: each computes its own. And a prompt that the engine routed otherwise is not shared."""
+    rng, asked = np.random.default_rng(0), list(range(200, 230))
+    rows = [Sample.of(trajectory([(4, True)], np.random.default_rng(3), prompt=asked), group=g, index=0) for g in range(2)]
+    assert (rows[0].tokens == rows[1].tokens).all()
+    assert len(pack(Batch(rows), [0, 1]).tokens) == 30 + 3 + 3
+    for row in rows:
+        row.experts = rng.integers(0, 9, (len(row.tokens) - 1, 2, 2))
+    assert len(pack(Batch(rows), [0, 1]).tokens) == 2 * 33
+    rows[1].experts[:25] = rows[0].experts[:25]
+    assert len(pack(Batch(rows), [0, 1]).tokens) == 25 + 2 * 8
 
 
 def test_what_walks_share_is_computed_once():

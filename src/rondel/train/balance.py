@@ -1,8 +1,9 @@
 """Micro-batches of equal size for several ranks: all wait for the fullest, so the fullest should hold as little as can be (SPEC B3).
 
-    load of a micro-batch = own tokens of its samples + the prompt of every family it has samples of
+    load of a micro-batch = own tokens of its samples + the prompt of every family it has samples of + the root of every tree of families
 
-Families (siblings that share a prompt) are dealt whole, the largest first, each to the emptiest micro-batch. Then samples move from the
+A family is siblings that share a prompt; a tree is families whose prompts begin alike, and its root is what they have in common.
+Families are dealt whole, the largest first, each to the emptiest micro-batch. Then samples move from the
 fullest to emptier ones, or change places with theirs, while that lowers the fullest: a family is split only where that pays for
 computing its prompt twice.
 """
@@ -32,15 +33,22 @@ class Bin:
 
 @dataclass(slots=True)
 class Families:
-    """own [N] tokens of each sample beside its family's prompt; family [N] its number; prompt tokens by family."""
+    """own [N] tokens of each sample beside its family's prompt; family [N] its number; by family its prompt's tokens beyond the root and
+    the number of its tree; tokens of the root by tree."""
 
     own: list[int]
     family: list[int]
     prompt: list[int]
+    tree: list[int] = field(default_factory=list)  # none: every family for itself
+    root: list[int] = field(default_factory=list)
 
     def cost(self, members: Iterable[int]) -> int:
         members = list(members)
-        return sum(self.own[i] for i in members) + sum(self.prompt[f] for f in {self.family[i] for i in members})
+        families = {self.family[i] for i in members}
+        return sum(self.own[i] for i in members) + sum(self.prompt[f] for f in families) + self.roots(families)
+
+    def roots(self, families: Iterable[int]) -> int:
+        return sum(self.root[t] for t in {self.tree[f] for f in families}) if self.root else 0
 
     def change(self, place: Bin, out: list[int], into: list[int]) -> int:
         """By how much the load of `place` grows if `out` leave it and `into` join it."""
@@ -48,9 +56,11 @@ class Families:
         moved = Counter(self.family[i] for i in into)
         moved.subtract(self.family[i] for i in out)
         grown = sum(self.own[i] for i in into) - sum(self.own[i] for i in out)
-        for f, n in moved.items():
-            before = counts.get(f, 0)
-            grown += self.prompt[f] * ((before + n > 0) - (before > 0))
+        left = {f for f, n in moved.items() if f in counts and counts[f] + n == 0}
+        joined = {f for f, n in moved.items() if f not in counts and n > 0}
+        grown += sum(self.prompt[f] for f in joined) - sum(self.prompt[f] for f in left)
+        if self.root and (left or joined):
+            grown += self.roots((counts.keys() - left) | joined) - self.roots(counts)
         return grown
 
     def shift(self, source: Bin, goal: Bin, there: list[int], back: list[int]) -> None:
@@ -63,12 +73,36 @@ class Families:
                 b.families.setdefault(self.family[i], []).append(i)
 
 
-def balanced(own: list[int], family: list[int], prompt: list[int], *, budget: int, ranks: int) -> list[list[int]]:
+def in_order(families: Families, budget: int) -> list[list[int]]:
+    """-> samples of each micro-batch, neighbours together, in parts of nearly equal size: a small last one would still pay for a whole pass
+    over the gradients."""
+    if not families.own:
+        return []
+    total = families.cost(range(len(families.own)))
+    most = max(families.cost([i]) for i in range(len(families.own)))
+    budget = min(budget, -(-total // -(-total // budget)) + most)
+    cuts: list[list[int]] = [[]]
+    here: set[int] = set()
+    cost = 0
+    for i, f in enumerate(families.family):
+        n = families.own[i]
+        if f not in here:
+            n += families.prompt[f] + families.roots(here | {f}) - families.roots(here)
+        if cuts[-1] and cost + n > budget:
+            cuts.append([])
+            here, cost, n = set(), 0, families.cost([i])
+        cuts[-1].append(i)
+        here.add(f)
+        cost += n
+    return cuts
+
+
+def balanced(families: Families, *, budget: int, ranks: int) -> list[list[int]]:
     """-> samples of each micro-batch, the fullest first; as many for every rank as fit its budget, fewer only where samples are.
 
     A micro-batch of one sample may exceed the budget, no other does. The same on every rank.
     """
-    families = Families(own, family, prompt)
+    own = families.own
     each = max(1, -(-families.cost(range(len(own))) // (budget * ranks)))
     while True:
         bins = _deal(families, each * ranks)

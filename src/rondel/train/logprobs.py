@@ -69,8 +69,11 @@ class _Chunked(torch.autograd.Function):
         for rows in _chunks(len(hidden), len(weight)):
             h = hidden[rows]
             logits = head.logits(h)
-            z = logits / temperature if temperature != 1.0 else logits
-            p = torch.softmax(z if ctx.kept is None else ctx.kept.cut(z, rows), -1)
+            bent = None if head.softcap is None else 1 - (logits / head.softcap) ** 2
+            if temperature != 1.0:
+                logits.div_(temperature)
+            p = torch.softmax(logits if ctx.kept is None else ctx.kept.cut(logits, rows), -1)
+            del logits  # here a step needs most memory: two arrays of a chunk are held at a time, not four
             pull: Tensor | None = None
             if ctx.taught is not None:
                 pull = p.clamp_min(1e-38).log_().sub_(ctx.taught.log_q(rows)).sub_(ctx.kl[rows, None]).mul_(p).mul_(grad_kl[rows, None])
@@ -79,13 +82,14 @@ class _Chunked(torch.autograd.Function):
                 grad.add_(grad_logprob[rows, None]).mul_(p).neg_()
             else:
                 grad = p.mul_(-grad_logprob[rows, None])
+            del p
             grad.scatter_add_(-1, target[rows, None], grad_logprob[rows, None])
             if pull is not None:
                 grad += pull
             if temperature != 1.0:
                 grad /= temperature
-            if head.softcap is not None:
-                grad *= 1 - (logits / head.softcap) ** 2
+            if bent is not None:
+                grad *= bent
             if head.scale != 1.0:
                 grad *= head.scale
             if grad_bias is not None:

@@ -21,7 +21,7 @@ from rondel.algos.mixture import Mixture
 from rondel.algos.scored import Scored
 from rondel.models.attention import PackedLayout, Segment
 from rondel.models.vision import Seen
-from rondel.train.balance import balanced
+from rondel.train.balance import Families, balanced, in_order
 from rondel.train.kept import Kept
 from rondel.words import media
 from rondel.words.media import Image, Placed
@@ -227,33 +227,16 @@ def micro_batches(
 
 def _cut(batch: Batch, budget: int, *, share: bool, ranks: int) -> list[list[int]]:
     """Samples of each micro-batch, by a token budget that cannot change the result. Siblings stay together, to share their prompt, while
-    they fit; between several ranks the micro-batches are of equal size."""
+    they fit, and groups whose prompts begin alike share that; between several ranks the micro-batches are of equal size."""
     families = _families(batch, list(range(len(batch.samples))), share)
     prompts = [_common_prompt([batch.samples[i] for i in family]) for family in families]  # any part of a family shares at least as much
+    trees = _trees(batch, families, prompts, share)
+    of = {f: t for t, (members, _) in enumerate(trees) for f in members}
     number = [f for f, family in enumerate(families) for _ in family]
     own = [len(s.tokens) - prompts[f] for s, f in zip(batch.samples, number)]
-    if not own:
-        return []
-    if ranks > 1:
-        return balanced(own, number, prompts, budget=budget, ranks=ranks)
-    return _in_order(own, number, prompts, budget)
-
-
-def _in_order(own: list[int], family: list[int], prompt: list[int], budget: int) -> list[list[int]]:
-    total = sum(own) + sum(prompt)
-    even = -(-total // -(-total // budget))  # parts of equal size: a small last one would still pay for a whole pass over the gradients
-    first = [i == 0 or family[i] != family[i - 1] for i in range(len(own))]
-    extra = [n + prompt[f] * new for n, f, new in zip(own, family, first)]
-    budget = min(budget, even + max(extra))
-    cuts: list[list[int]] = []
-    cost = budget
-    for i, n in enumerate(extra):
-        if cost + n > budget:
-            cuts.append([])
-            cost, n = 0, own[i] + prompt[family[i]]
-        cuts[-1].append(i)
-        cost += n
-    return cuts
+    beyond = [prompt - trees[of[f]][1] for f, prompt in enumerate(prompts)]
+    sizes = Families(own, number, beyond, [of[f] for f in range(len(families))], [root for _, root in trees])
+    return balanced(sizes, budget=budget, ranks=ranks) if own and ranks > 1 else in_order(sizes, budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +248,7 @@ class Laid:
 
 
 def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.device | str = "cpu") -> Packed:
-    """Lay the chosen samples out in one row, each family as a tree of what its samples share."""
+    """Lay the chosen samples out in one row, as trees of what they share: what groups begin with, each group's prompt, its samples."""
     segments: list[Segment] = []
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
@@ -308,8 +291,12 @@ def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.d
             spread(alike, whole)
 
     source: dict[int, np.ndarray] = {}
-    for family in _families(batch, chosen, share):
-        spread(family, Laid())
+    families = _families(batch, chosen, share)
+    prompts = [_common_prompt([batch.samples[i] for i in family]) for family in families]
+    for members, root in _trees(batch, families, prompts, share):
+        whole = lay(batch.samples[families[members[0]][0]], root, Laid())
+        for f in members:
+            spread(families[f], whole)
     counts = [len(batch.samples[i].trainable) for i in chosen]
     return Packed(
         chosen,
@@ -363,6 +350,36 @@ def _families(batch: Batch, chosen: list[int], share: bool) -> list[list[int]]:
         else:
             out.append([i])
     return out
+
+
+ALIKE = 16  # tokens that the prompts of several groups must begin with to be laid as one tree: for fewer it is not worth a segment more
+
+
+def _trees(batch: Batch, families: list[list[int]], prompts: list[int], share: bool) -> list[tuple[list[int], int]]:
+    """Families whose prompts begin alike, and how many tokens they have in common: a system message, examples, the signatures of tools.
+
+    A tree of one family has no root. Where routes were recorded, they must be the same, too.
+    """
+    trees: dict[bytes | int, list[int]] = {}
+    for f, family in enumerate(families):
+        start = batch.samples[family[0]].keys[:ALIKE]
+        trees.setdefault(start.tobytes() if share and prompts[f] >= ALIKE else f, []).append(f)
+    firsts = [batch.samples[family[0]] for family in families]
+    return [(tree, _root([firsts[f] for f in tree], min(prompts[f] for f in tree))) for tree in trees.values()]
+
+
+def _root(firsts: list[Sample], end: int) -> int:
+    """Of the first sample of every family, of whose prompts `end` is the shortest."""
+    if len(firsts) == 1:
+        return 0
+    alike = np.all([s.keys[:end] == firsts[0].keys[:end] for s in firsts], axis=0)
+    routes = [s.experts[:end] for s in firsts if s.experts is not None]
+    if routes:
+        if len(routes) < len(firsts):
+            return 0
+        alike &= np.all([(r == routes[0]).all((1, 2)) for r in routes], axis=0)
+    root = end if alike.all() else int(alike.argmin())
+    return root if root >= ALIKE else 0
 
 
 def _common(samples: list[Sample]) -> int:
