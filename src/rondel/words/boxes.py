@@ -71,3 +71,7 @@ class Ran:
 
         how = signals.Signals(self.signal).name if self.signal else f"exit code {self.exit}"
         return f"{how}, over its {self.limit} limit" if self.limit else how
+
+
+class BoxFileError(OSError):
+    """A file of a box could not be written or read: it is not there, or code in the box closed its folder or filled its disk."""

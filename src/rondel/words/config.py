@@ -7,19 +7,25 @@ import tomllib
 from copy import deepcopy
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
-from rondel.words.errors import ConfigError
+from rondel.words.errors import ConfigError, refusal
 from rondel.words.registry import look_beside, nearest
 from rondel.words.types import DATA, GREEDY, POLICY, UNTRAINABLE
+
+CLOSED = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+LONGEST = 1e7  # seconds that a setting may ask to wait: four months
+MOST_ANSWERS = 1_000_000  # of one step
+Count = Annotated[int, Field(ge=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """Frozen, closed, and it notes which of its keys were read (law 12)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = CLOSED
     _read: set[str] = PrivateAttr(default_factory=set)
 
     def __getattribute__(self, name: str) -> Any:
@@ -46,7 +52,7 @@ class Adapter(Section):
     kind: Literal["off", "lora", "qlora"] = Field(
         "off", description="`lora`: y = W x + alpha/rank · B (A x); `qlora`: over a base in 4 bits (nf4, double quantisation)"
     )
-    rank: int = Field(16, ge=1, description="rows of A and columns of B")
+    rank: int = Field(16, ge=1, le=1 << 16, description="rows of A and columns of B")
     alpha: int = Field(32, ge=1, description="the adapter counts alpha/rank times")
     targets: str | list[str] = Field("all-linear", description='names of linear layers, or "all-linear": all but the head')
     dropout: float = Field(0.0, description="only 0: with it the trainer could not recompute what the engine drew from")
@@ -70,7 +76,7 @@ class Adapter(Section):
 class Teacher(BaseModel):
     """One of several: `{ path = "big-math", source = "math" }`, or one that is served: `{ url = "http://127.0.0.1:30000" }`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = CLOSED
     path: str | dict[str, Any] | None = None
     url: str | None = None
     kind: Literal["sglang", "vllm"] = "sglang"
@@ -100,7 +106,7 @@ class Model(Section):
     tower: Literal["frozen", "trained"] = Field(
         "frozen", description="of a vision-language model: whether what encodes images learns, too; frozen, it costs no gradient"
     )
-    image_tokens: int | Literal["auto"] = Field(
+    image_tokens: Count | Literal["auto"] = Field(
         "auto", description="most tokens of one image, which is scaled down to it; auto: what the model's own settings say"
     )
 
@@ -114,14 +120,14 @@ class Evaluation(Section):
     every: int = Field(0, ge=0, description="evaluate every so many steps; 0 is only before and after")
     n: int = Field(0, ge=0, description="how many held-out tasks; 0 is all")
     temperature: float = Field(0.0, ge=0)
-    max_tokens: int | None = Field(None, description="None is the engine's sampling.max_tokens")
+    max_tokens: int | None = Field(None, ge=1, description="None is the engine's sampling.max_tokens")
     sampling: dict[str, Any] = Field({}, description="any other field of `Sampling`: top_p, repetition_penalty, grammar, stop, ...")
 
 
 class Example(BaseModel):
     """One solved question: `{ prompt = "2 + 2 =", answer = "4" }`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = CLOSED
     prompt: str = Field(min_length=1)
     answer: str = Field(min_length=1)
 
@@ -144,19 +150,22 @@ class TaskSection(Section):
     )
     tools: list[str] = Field([], description='calculator, python, "module:name", "mcp:command", "mcp:http://...", "mcp+shared:..."')
     turns: int = Field(8, ge=1)
-    tool_timeout: float = Field(30.0, gt=0)
+    tool_timeout: float = Field(30.0, gt=0, le=LONGEST)
     agent: str | list[str] | None = Field(None, description='of env = "gateway": "module:name", a function; else a command')
     agents: list[dict[str, Any]] = Field(
         [], description='of env = "agents": their turns, { agent = "a", says = "{prompt}" }, the answer last'
     )
-    agent_timeout: float = Field(600.0, gt=0, description="seconds of wall clock for one episode of the agent")
-    reward_timeout: float = Field(10.0, gt=0, description="seconds of wall clock for one reward call")
-    reward_workers: int = Field(1, ge=1)
+    agent_timeout: float = Field(600.0, gt=0, le=LONGEST, description="seconds of wall clock for one episode of the agent")
+    reward_timeout: float = Field(10.0, gt=0, le=LONGEST, description="seconds of wall clock for one reward call")
+    reward_workers: int = Field(1, ge=1, le=4096)
     max_failures: float = Field(
         1.0, gt=0, le=1, description="share of the last 200 answers that may go without a score; above it the run stops, with a checkpoint"
     )
     patience: float = Field(
-        0.0, ge=0, description="seconds that a run with more failures than max_failures waits for scores to come back, before it stops"
+        0.0,
+        ge=0,
+        le=LONGEST,
+        description="seconds that a run with more failures than max_failures waits for scores to come back, before it stops",
     )
     eval: Evaluation = Evaluation()
 
@@ -178,10 +187,10 @@ OF_GROUPS = ("group_size", "guides", "beside", "sources")  # what [algo] says of
 class Beside(BaseModel):
     """Demonstrations that are trained in the same step: `{ kind = "sft", weight = 0.1, groups_per_step = 8, data = { ... } }`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = CLOSED
     kind: str = "sft"
     weight: float = Field(0.1, gt=0)
-    groups_per_step: int = Field(8, ge=1)
+    groups_per_step: int = Field(8, ge=1, le=MOST_ANSWERS)
     data: dict[str, Any] | None = None
 
 
@@ -190,7 +199,7 @@ class Algo(Section):
 
     kind: str = "grpo"
     group_size: int = Field(8, ge=1)
-    guides: int = Field(0, ge=0)
+    guides: int = Field(0, ge=0, le=1 << 16)
     mask_truncated: bool = Field(
         False, description="an answer that the token limit cut off gives no gradient; its reward stays in the group's baseline"
     )
@@ -229,7 +238,7 @@ class Loop(Section):
         description="how often a step goes over its own batch, each time in updates_per_step updates; passes over the data are loop.passes",
     )
     replays: int = Field(0, ge=0, description="groups of each step that come back in a later one, once and within max_staleness")
-    max_staleness: int = Field(0, ge=0)
+    max_staleness: int = Field(0, ge=0, le=1000)
     in_flight: Literal["hold", "drain", "abort"] = "hold"
     window: int | Literal["auto"] = "auto"
     oversample: int = Field(
@@ -318,9 +327,9 @@ class EngineSection(Section):
     url: str | list[str] | None = Field(None, description="where servers of another kind listen: one address or several")
     numerics: Literal["fast", "aligned"] = "fast"
     compile: bool = False
-    kv_pages: int | Literal["auto"] = "auto"
+    kv_pages: Annotated[int, Field(ge=1, le=1 << 40)] | Literal["auto"] = "auto"
     max_running: int = Field(
-        64, ge=1, description="requests decoded together; in flight, where an engine is one of several or somebody else's"
+        64, ge=1, le=1 << 16, description="requests decoded together; in flight, where an engine is one of several or somebody else's"
     )
     concurrency: Literal["fixed", "auto"] = Field(
         "fixed", description="auto: how many of max_running work together is found while they do; performance: results are the same"
@@ -328,6 +337,14 @@ class EngineSection(Section):
     prefill_tokens: int = Field(2048, ge=16, description="prompt tokens computed in one engine step")
     sampling: SamplingSection = SamplingSection()
     speculative: Speculative = Speculative()
+
+    @field_validator("url")
+    @classmethod
+    def _an_address(cls, given: str | list[str] | None) -> str | list[str] | None:
+        for url in [given] if isinstance(given, str) else given or ():
+            if not re.match(r"https?://[^\s/]", url):
+                raise ValueError(f"'{url}' is no address; it is one like http://127.0.0.1:30000")
+        return given
 
     @property
     def urls(self) -> list[str]:
@@ -349,10 +366,10 @@ class Trainer(Section):
     lr: float = Field(1e-5, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
-    clip: float = Field(1.0, gt=0, description="global gradient norm")
+    clip: float = Field(1.0, gt=0, allow_inf_nan=True, description="global gradient norm; inf clips nothing")
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = Field((0.9, 0.99), strict=False)
-    micro_tokens: int | Literal["auto"] = "auto"
+    betas: tuple[Beta, Beta] = Field((0.9, 0.99), strict=False)
+    micro_tokens: Count | Literal["auto"] = "auto"
     routing_replay: bool | Literal["auto"] = Field(
         "auto", description="a MoE's tokens go to the experts that the engine chose; auto: if it has any"
     )
@@ -371,18 +388,20 @@ class Place(Section):
         "auto",
         description="where they run: in this process, in processes of their own, as Ray actors; auto: local if shared, process if split",
     )
-    engines: int = Field(1, ge=1, description="engines of a split run")
-    ranks: int = Field(1, ge=1, description="processes among which the trainer's weights lie in shards (FSDP2)")
+    engines: int = Field(1, ge=1, le=4096, description="engines of a split run")
+    ranks: int = Field(1, ge=1, le=4096, description="processes among which the trainer's weights lie in shards (FSDP2)")
     address: str | None = Field(None, description='of a running Ray cluster: "auto", "ray://host:10001"; unset, one is started')
     patience: float = Field(
-        60.0, gt=0, description="seconds without progress in what it was asked for after which a process counts as stuck"
+        60.0, gt=0, le=LONGEST, description="seconds without progress in what it was asked for after which a process counts as stuck"
     )
     device: str = Field("auto", description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one')
-    threads: int | Literal["auto"] = "auto"
+    threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
 
     @model_validator(mode="after")
     def _what_goes_together(self) -> Place:
         mine = self.__dict__
+        if mine["address"] is not None and not re.fullmatch(r"auto|local|(ray://)?(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", mine["address"]):
+            raise ValueError(f'address = "{mine["address"]}" is none of Ray: it is "auto", "host:6379" or "ray://host:10001"')
         if mine["cluster"] == "auto":
             object.__setattr__(self, "cluster", "process" if mine["kind"] == "split" else "local")
         if mine["kind"] == "shared" and mine["cluster"] != "local":
@@ -405,7 +424,7 @@ class Checkpoint(Section):
 
 
 class Run(Section):
-    folder: str
+    folder: str = Field(min_length=1)
     checkpoint: Checkpoint = Checkpoint()
     sinks: list[str] = ["tensorboard"]
     metrics_port: int = Field(0, ge=0, le=65535, description="of this machine alone, at which Prometheus finds /metrics; 0: nowhere")
@@ -422,7 +441,7 @@ class Run(Section):
 class Policy(BaseModel):
     """Weights of their own for some agents of an episode: `[policies.critic]`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = CLOSED
     agents: list[str] = Field([], description="whom these weights play; unset, the agent that is called NAME. Others play model.path")
     model: str | dict[str, Any] | None = Field(
         None, description="where they start, as model.path, with the same tokens; unset, a copy of what model.path names"
@@ -489,6 +508,20 @@ class Job(Section):
                 taken[agent] = name
         return given
 
+    @model_validator(mode="after")
+    def _what_a_step_holds(self) -> Job:
+        loop, algo = self.__dict__["loop"].__dict__, self.__dict__["algo"].__dict__
+        for key, groups, size in (
+            ("loop.groups_per_step", loop["groups_per_step"] + loop["oversample"], algo["group_size"]),
+            ("loop.warmup.groups_per_step", loop["warmup"].__dict__["groups_per_step"], 1),
+        ):
+            if groups * size > MOST_ANSWERS:
+                raise ValueError(
+                    f"{key} = {groups} with algo.group_size = {algo['group_size']} are {groups * size} answers in one step, and at most "
+                    f"{MOST_ANSWERS} are carried: lower one of them"
+                )
+        return self
+
     @property
     def steps(self) -> int:
         """Training steps after the supervised phase; where the recipe says passes, they are known once the data is read."""
@@ -516,16 +549,12 @@ class Job(Section):
     def read(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> Job:
         """Parse a TOML recipe, apply dotted overrides, validate; every fault is one readable ConfigError."""
         path = Path(path)
-        try:
-            tree = tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            near = nearest(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
-            raise ConfigError(f"no recipe at {path}.{near}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
-            raise ConfigError(f"{path} is not TOML: {error}") from error
+        tree = _read_toml(path)
         look_beside(origin := _origin(path))
+        _give_way(tree, overrides or {})
         for dotted, value in (overrides or {}).items():
             place(tree, dotted, deepcopy(value))  # a later override may write into it
+        _refuse_odd_text(tree, str(path))
         job = cls.parse(tree, source=str(path))
         job._origin = str(origin.resolve())
         return job
@@ -566,7 +595,63 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
             out[key] = tomllib.loads(f"x = {text}")["x"]
         except tomllib.TOMLDecodeError:
             out[key] = text
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"--{key} cannot be read: {_odd_toml(error)}") from error
     return out
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except FileNotFoundError as error:
+        near = nearest(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
+        raise ConfigError(f"no recipe at {path}.{near}") from error
+    except OSError as error:
+        raise ConfigError(refusal(error, f"reading the recipe {str(path)[:200]}") or f"reading the recipe {path}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: byte {error.start + 1} is not UTF-8; save the file as UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not TOML: {_odd_toml(error)}") from error
+
+
+def _odd_toml(error: Exception) -> str:
+    """What the parser says; of what it does not expect, in words."""
+    if isinstance(error, tomllib.TOMLDecodeError):
+        return str(error)
+    if isinstance(error, RecursionError):
+        return "tables or lists are nested too deep"
+    return "it has a number of more than 4300 digits" if "digits" in str(error) else str(error)
+
+
+def _refuse_odd_text(node: Any, source: str, dotted: str = "") -> None:
+    """Half a character (of an argument that is not UTF-8) and the zero character fit into no file name and no model's tokens."""
+    if isinstance(node, dict | list):
+        for name, inner in node.items() if isinstance(node, dict) else enumerate(node):
+            _refuse_odd_text(inner, source, f"{dotted}.{name}".lstrip("."))
+    elif isinstance(node, str) and (odd := next((c for c in node if c == "\0" or "\ud800" <= c <= "\udfff"), None)):
+        raise ConfigError(
+            f"{source}: {dotted} = {node[:80]!r} has the character {odd!r}, which is no text: remove it, or write it as UTF-8"
+        )
+
+
+INSTEAD = {  # a key of the command line -> what it stands in place of in the recipe
+    "loop.steps": ("loop.passes",),
+    "loop.passes": ("loop.steps",),
+    "loop.window": ("loop.oversample",),
+    "loop.oversample": ("loop.window",),
+}
+
+
+def _give_way(tree: dict[str, Any], overrides: dict[str, Any]) -> None:
+    """What is said on the command line counts, also where the recipe says it in another way."""
+    for dotted in overrides:
+        for other in INSTEAD.get(dotted, ()):
+            *parents, leaf = other.split(".")
+            node: Any = tree
+            for name in parents:
+                node = node.get(name) if isinstance(node, dict) else None
+            if other not in overrides and isinstance(node, dict):
+                node.pop(leaf, None)
 
 
 def place(tree: dict[str, Any], dotted: str, value: Any) -> None:
@@ -585,14 +670,16 @@ ORIGIN = "recipe.path"  # in a run's folder: where the recipe lies that began it
 def _origin(path: Path) -> Path:
     """The recipe itself; for the copy of it in a run's folder the one that it was copied from."""
     note = path.parent / ORIGIN
-    return Path(note.read_text(encoding="utf-8")) if path.name == "job.toml" and note.is_file() else path
+    return Path(note.read_text(encoding="utf-8", errors="replace")) if path.name == "job.toml" and note.is_file() else path
 
 
 def _explain(error: ValidationError, source: str) -> str:
-    rows = []
+    rows: list[str] = []
+    found: dict[str, int] = {}  # of a key with several kinds of values: the row that says what is wrong with the first
     for fault in error.errors():
-        where = [str(part) for part in fault["loc"]]
+        where = [str(part) for part in fault["loc"] if not _is_kind(part)]
         dotted, value = ".".join(where), fault.get("input")
+        said = f"{fault['msg'][0].lower()}{fault['msg'][1:]}"
         if fault["type"] == "extra_forbidden":
             synonym = f" Did you mean '{SYNONYMS[where[-1]]}'?" if where[-1] in SYNONYMS else ""
             rows.append(f"unknown key '{dotted}'.{synonym or nearest(where[-1], _known(fault['loc'][:-1]))}")
@@ -600,9 +687,25 @@ def _explain(error: ValidationError, source: str) -> str:
             rows.append(f"'{dotted}' is missing; add it to the recipe or pass --{dotted}=...")
         elif isinstance(value, str) and fault["type"] in ("float_type", "int_type"):
             rows.append(f"{dotted} = '{value}' is a string; write the number without quotes")
+        elif fault["type"] == "value_error":
+            rows.append(f"{dotted}: {fault['ctx']['error']}".removeprefix(": "))
+        elif dotted in found:
+            rows[found[dotted]] += f"; or {said}"
+            continue
         else:
-            rows.append(f"{dotted} = {value!r}: {fault['msg'][0].lower()}{fault['msg'][1:]}")
+            rows.append(f"{dotted} = {_short(value)}: {said}")
+        found.setdefault(dotted, len(rows) - 1)
     return f"{source}: " + "; ".join(dict.fromkeys(rows))
+
+
+def _is_kind(part: int | str) -> bool:
+    """A word of pydantic's for one of several kinds of values of a key, which is no part of its name."""
+    return part in ("int", "float", "str", "bool", "constrained-int") or (isinstance(part, str) and "[" in part)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def _known(where: tuple[int | str, ...]) -> list[str]:

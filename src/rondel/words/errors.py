@@ -1,7 +1,10 @@
-"""One flat family of errors; each names the boundary it crossed and carries the remedy in its text."""
+"""One flat family of errors; each names the boundary it crossed and carries the remedy in its text. And the words of what a machine refuses."""
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,8 +37,16 @@ class EnvError(RondelError):
     """An environment broke: becomes `EnvFault`."""
 
 
+class TemplateError(EnvError):
+    """A chat template refused messages: the fault of the episode that they are from, as another's may be well."""
+
+
 class SandboxError(RondelError):
     """A box could not be made, or broke: the world's fault, never that of the code in it."""
+
+
+class BoxError(SandboxError):
+    """A box ended while a command ran in it."""
 
 
 class UnknownOutcome(SandboxError):
@@ -118,4 +129,65 @@ def boundary(error: type[RondelError], what: str) -> Iterator[None]:
     except RondelError:
         raise
     except Exception as cause:
-        raise error(f"{what}: {type(cause).__name__}: {cause}") from cause
+        refused = refusal(cause, what) if isinstance(cause, OSError) and cause.filename is not None else None
+        raise error(refused or f"{what}: {type(cause).__name__}: {cause}") from cause
+
+
+# -- what a machine refuses ------------------------------------------------------------------------
+
+FULL = {errno.ENOSPC, errno.EDQUOT}
+REASONS = {  # of an OSError that is the machine's and nobody's bug: what is wrong, what to do
+    errno.ENOSPC: ("the disk is full", "free some space, or move the folder to a larger disk"),
+    errno.EDQUOT: ("the quota of the disk is used up", "free some space, or move the folder to another disk"),
+    errno.EFBIG: ("the file may not become so large", "raise the limit with `ulimit -f unlimited`"),
+    errno.EROFS: ("the file system is read-only", "make it writable, or choose another folder"),
+    errno.EACCES: ("permission denied", "change the permissions, or choose another folder"),
+    errno.EPERM: ("permission denied", "change the permissions, or choose another folder"),
+    errno.EIO: ("the disk reports an input/output error", "look at `dmesg`, and move the folder to another disk"),
+    errno.EEXIST: ("something else of that name is there", "move it away"),
+    errno.EISDIR: ("a folder of that name is there", "move it away"),
+    errno.ENOTDIR: ("a file is where a folder is needed", "move it away"),
+    errno.ENOTEMPTY: ("a folder of that name is there and not empty", "move it away"),
+    errno.ENOENT: ("there is no such file or folder", "correct the path; a link must lead to something that exists"),
+    errno.ELOOP: ("a link leads nowhere", "remove the link"),
+    errno.ENXIO: ("it is no ordinary file", "move it away"),
+    errno.ENAMETOOLONG: ("the name is too long", "choose a shorter one"),
+    errno.ESTALE: ("the network file system has lost it", "mount it again"),
+    errno.EMFILE: ("too many files are open", "raise the limit with `ulimit -n 65536`"),
+    errno.ENFILE: ("the machine has too many files open", "raise fs.file-max"),
+}
+
+
+def refusal(error: BaseException, what: str = "", wanted: int = 0) -> str | None:
+    """Why the disk refused, in one line with the remedy; None where `error` is something else.
+
+    what    what was being done, "writing runs/a/journal.jsonl"
+    wanted  bytes that were to be written, where they are known
+    """
+    number = error.errno if isinstance(error, OSError) else _foreign_number(error)
+    if number not in REASONS:
+        return None
+    reason, remedy = REASONS[number]
+    named = [os.fspath(name) for name in (getattr(error, "filename", None),) if isinstance(name, str | bytes)]
+    at = "" if not named or _shown(named[0])[:100] in what else f" ({_shown(named[0])})"
+    room = f", {size_text(wanted)} are wanted" if wanted and number in FULL else ""
+    return f"{what + ': ' if what else ''}{reason}{at}{room}: {remedy}"
+
+
+def _shown(name: str | bytes) -> str:
+    text = os.fsdecode(name)
+    return text if len(text) <= 300 else f"{text[:140]}...{text[-140:]}"
+
+
+def _foreign_number(error: BaseException) -> int | None:
+    """Of an error that a library made of the system's: safetensors says "(os error 28)", Arrow "[errno 28]"."""
+    found = re.search(r"os error (\d+)\)|\[errno (\d+)\]", str(error), re.IGNORECASE)
+    return int(found[1] or found[2]) if found else None
+
+
+def size_text(n: float) -> str:
+    """1.4e6 -> "1.4 MB"."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if n >= unit:
+            return f"{n / unit:.3g} {name}"
+    return f"{n:.0f} bytes"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from rondel.words.errors import StalledError
+from rondel.words.text import visible
 from rondel.words.types import Group
 
 
@@ -211,6 +214,37 @@ def emit(event: Event) -> None:
         reader(event)
 
 
+def warn(told: str) -> None:
+    emit(Warned(told))
+
+
+def warn_aloud(told: str) -> None:
+    """On stderr, too: for a reader in which a person would have seen it."""
+    with suppress(Exception):  # the terminal may be gone
+        print(f"warning: {visible(told)}", file=sys.stderr, flush=True)
+    warn(told)
+
+
+def dispensable(name: str, call: Callable[..., None], *, tell: Callable[[str], None] = warn) -> Callable[..., None]:
+    """A reader, or the writer of a sink, that a run can do without: the first time it fails that is told, and it is left out from there on.
+
+    The journal and the rollouts are none: a resumed run depends on them. Nor is what steers the loop.
+    """
+    works = True
+
+    def guarded(*args: Any) -> None:
+        nonlocal works
+        if not works:
+            return
+        try:
+            call(*args)
+        except Exception as error:  # a terminal, a disk, a package of somebody else's
+            works = False
+            tell(f"{name} is left out from here on, and the run goes on: {type(error).__name__}: {error}")
+
+    return guarded
+
+
 def stalled(message: str, error: type[StalledError] = StalledError) -> StalledError:
     """The error of a wait that passed its deadline, after everyone has heard of it. Call it where the wait ends, before anything is unwound."""
     event = Stalled(message)
@@ -219,6 +253,6 @@ def stalled(message: str, error: type[StalledError] = StalledError) -> StalledEr
 
 
 def subscribe(reader: Callable[[Event], None]) -> Callable[[], None]:
-    """Add a reader; call the result to remove it."""
+    """Add a reader; call the result to remove it. What it raises ends the run, unless it is `dispensable`."""
     _subscribers.append(reader)
     return lambda: _subscribers.remove(reader) if reader in _subscribers else None

@@ -76,11 +76,13 @@ class Cell(Protocol):
     @property
     def alive(self) -> bool: ...
     @property
-    def clean(self) -> bool: ...  # no command has left a file
+    def clean(self) -> bool: ...  # it is as it was when it was new
 
     def run(self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None) -> Ran: ...
     def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> Ran: ...  # Python text
-    def begin(self, code: str, stdin: int, stdout: int, stderr: int) -> None: ...  # the same on open files, to be waited for by
+    def begin(
+        self, code: str, stdin: int, stdout: int, stderr: int, *, prelude: str = ""
+    ) -> None: ...  # on open files, to be waited for by
     def finish(self, wall: float) -> Ran: ...
     def kill(self) -> None: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,12 +25,16 @@ def one_of(knob: str, value: Any, known: Iterable[str]) -> None:
         raise ConfigError(f"{knob} = {value!r}; it must be one of {', '.join(names)}.{nearest(str(value), names)}")
 
 
-def find(what: str, kind: str, known: dict[str, Any]) -> Any:
-    """The object called `kind`: from `known`, or imported when written "module:name"."""
+def find(what: str, kind: str, known: dict[str, Any], *, called: bool = True) -> Any:
+    """The object called `kind`: from `known`, or imported when written "module:name"; one that can be called, unless it is a value."""
+    if not isinstance(kind, str):
+        raise ConfigError(f"{what} {kind!r} is no name. Known: {', '.join(sorted(known))}; or your own as 'module:name'.")
     if kind in known:
         return known[kind]
     if ":" in kind:
-        return imported(what, kind)
+        if not callable(found := imported(what, kind)) and called:
+            raise ConfigError(f"{what} '{kind}' is {found!r:.60}, and no function or class")
+        return found
     raise ConfigError(
         f"{what} '{kind}' does not exist.{nearest(kind, list(known))} Known: {', '.join(sorted(known))}; or your own as 'module:name'."
     )
@@ -59,12 +64,31 @@ def places() -> list[Path]:
 
 def located(path: str) -> Path:
     """The file or folder of this name in the first place that has it; else as it is."""
-    return next((found for place in places() if (found := place / path).exists()), Path(path))
+    return next((found for place in places() if _exists(found := place / path)), Path(path))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # no name that a file could have
+        return False
+
+
+def refuse_uncallable(what: str, function: Any, *given: str) -> None:
+    """A function of the user's that cannot be called as it will be; one written in C does not say how it can."""
+    try:
+        inspect.signature(function).bind(*given)
+    except TypeError as error:
+        raise ConfigError(f"{what} is called as f({', '.join(given)}), and cannot be: {error}") from error
+    except ValueError:
+        pass
 
 
 def imported(what: str, path: str) -> Any:
     """`module:name` from the recipe's folder, the current folder or the Python path."""
     module, _, name = path.partition(":")
+    if not (module and name):
+        raise ConfigError(f"{what} '{path}': your own is written 'module:name'")
     _search(Path.cwd())
     try:
         found = importlib.import_module(module)

@@ -304,7 +304,10 @@ class Sampling:
     def __post_init__(self) -> None:
         strange = [b for b in self.logit_bias.values() if not -100 <= b <= 100]
         rules = [
-            (self.temperature >= 0, f"temperature = {self.temperature}; it must be 0 (greedy) or positive"),
+            (
+                self.temperature == 0 or 1e-6 <= self.temperature <= 1e6,
+                f"temperature = {self.temperature}; it must be 0 (greedy) or positive, from 1e-6 to 1e6",
+            ),
             (self.top_k >= 0, f"top_k = {self.top_k}; 0 keeps everything, k > 0 keeps k tokens"),
             (0 < self.top_p <= 1, f"top_p = {self.top_p}; it must be in (0, 1]"),
             (0 <= self.min_p < 1, f"min_p = {self.min_p}; it must be in [0, 1)"),

@@ -1,0 +1,19 @@
+"""The signals that ask a run to end: of a scheduler, of Ctrl-C, of a terminal that was closed. Only the controller decides what they mean."""
+
+from __future__ import annotations
+
+import signal
+
+HANGUP = getattr(signal, "SIGHUP", None)
+ENDING = tuple(number for number in (signal.SIGTERM, signal.SIGINT, HANGUP) if number is not None)
+
+
+def heard() -> tuple[signal.Signals, ...]:
+    """What the controller listens to: not to a terminal that is closed if it was started with nohup."""
+    return tuple(number for number in ENDING if number != HANGUP or signal.getsignal(number) != signal.SIG_IGN)
+
+
+def leave_to_controller() -> None:
+    """A worker goes on: a launcher or a terminal signals the whole group. Handled, not ignored, which its own children would inherit."""
+    for number in ENDING:
+        signal.signal(number, lambda *_: None)

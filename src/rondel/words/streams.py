@@ -1,0 +1,52 @@
+"""A terminal, pipe or file that a person reads along in. It may go away or fill up, and may not know every character: a run outlives that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TextIO
+
+
+class PatientStream:
+    """`stream`, whose failures end nothing: after the first one, which `told` hears, the rest goes nowhere. Unknown characters become "?"."""
+
+    def __init__(self, stream: TextIO, told: Callable[[OSError], None]) -> None:
+        self._stream, self._told = stream, told
+
+    def write(self, text: str) -> int:
+        try:
+            try:
+                return self._stream.write(text)
+            except UnicodeEncodeError as error:
+                return self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
+        except OSError as error:
+            self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        silence(self._stream)
+        self._told(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def silence(stream: TextIO) -> None:
+    """What is still in its buffer, and all that follows, is thrown away: nothing fails again when the process ends."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def forgive(stream: TextIO) -> None:
+    """A character that the terminal does not know is shown as "?"."""
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")

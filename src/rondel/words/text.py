@@ -1,0 +1,50 @@
+"""Text from outside, made fit to be read: valid Unicode where it comes in, nothing hidden where it is shown on a terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON spells half of a surrogate pair, or a whole one
+HIDDEN = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def valid(value: Any) -> Any:
+    r"""The same text or JSON-shaped data, keys included, that UTF-8 can write: valid("a\ud83d") -> "a\ufffd".
+
+    Two halves of a surrogate pair that meet become their character. What is neither text, list nor table is returned as it came.
+    """
+    if isinstance(value, str):
+        return value if _encodes(value) else value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, dict):
+        return {valid(key): valid(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(valid, value))
+    return value
+
+
+def read_json(text: str | bytes) -> Any:
+    """JSON from a client or a server as valid text. ValueError for what is no JSON or no UTF-8, RecursionError for what is nested too deeply."""
+    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    value = json.loads(text)
+    return valid(value) if HALF_PAIR.search(text) else value
+
+
+def visible(text: str) -> str:
+    r"""For a terminal: control characters, marks that turn the direction of writing, and invalid text as escapes: "\x1b[2J" -> "\\x1b[2J".
+
+    Line breaks and tabs stay.
+    """
+    return HIDDEN.sub(lambda found: _escape(ord(found[0])), text)
+
+
+def _encodes(text: str) -> bool:
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _escape(code: int) -> str:
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
