@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from rondel.generate.envs.python import python_tool
-from rondel.runtime.sandbox import images, probe
+from rondel.runtime.sandbox import images, probe, users
 from rondel.runtime.sandbox.box import Sandbox
+from rondel.runtime.sandbox.cell import Cell
 from rondel.runtime.sandbox.pool import Functions
 from rondel.runtime.sandbox.session import opened
-from rondel.words.boxes import Limits, Ran
+from rondel.words.boxes import BoxFileError, Limits, Ran
 from rondel.words.errors import ConfigError, EnvError, SandboxError, UnknownOutcome, UserError
 from rondel.words.types import Task
 
@@ -192,6 +195,126 @@ def test_a_snippet_finds_nothing_of_the_one_before():
         assert pool.call("while True: pass", wall=0.2).limit == "wall" and pool.call("print(1)").stdout == b"1\n"
         (last,) = pool._all
     assert last.process.poll() is not None
+
+
+LEFT = {  # what a command leaves -> code that leaves it
+    "a file": "open('left', 'w')",
+    "a file of no name": "import tempfile; tempfile.TemporaryFile()",
+    "a file in /tmp": "open('/tmp/left', 'w')",
+    "a folder": "os.mkdir('/dev/shm/left')",
+    "a link": "os.symlink('/', 'left')",
+    "a pipe": "os.mkfifo('left')",
+    "a socket": "import socket; socket.socket(socket.AF_UNIX).bind('left')",
+    "a closed home": "os.chmod('/box', 0)",
+    "a home open to all": "os.chmod('/box', 0o7777)",
+    "a closed /tmp": "os.chmod('/tmp', 0)",
+    "the time of a change": "os.utime('/box', ns=(1, 1))",
+    "the time of now": "os.utime('/tmp')",
+    "the time of a mode": "os.chmod('/tmp', os.stat('/tmp').st_mode)",
+    "an attribute": "os.setxattr('/box', 'user.left', b'1')",
+    "an attribute of shm": "os.setxattr('/dev/shm', 'user.left', b'1')",
+    "an access list": "os.setxattr('/box', 'system.posix_acl_default', bytes.fromhex('02000000 01000700ffffffff 04000700ffffffff 20000700ffffffff'))",
+    "a flag": "import fcntl, struct; fcntl.ioctl(os.open('/box', 0), 0x40086602, struct.pack('l', 0x40))",
+    "a process": "os.fork() or __import__('time').sleep(600)",
+    "a daemon": "os.fork() or os.setsid() or os.fork() or __import__('time').sleep(600)",
+    "numbers of processes": "for _ in range(5): os.fork() or os._exit(0)",
+    "a thread": "import threading; threading.Thread(target=print, daemon=True).start()",
+    "the priority of the first process": "os.setpriority(os.PRIO_PROCESS, 1, 10)",
+    "its limits": "import resource; resource.prlimit(1, resource.RLIMIT_NOFILE, (50, 50))",
+    "its cores": "os.sched_setaffinity(1, {min(os.sched_getaffinity(0))})",
+    "its schedule": "os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))",
+    "its priority at the disk": "import ctypes; ctypes.CDLL(None).syscall(251, 1, 1, 3 << 13)",
+    "memory of System V": "import ctypes; ctypes.CDLL(None).shmget(7, 4096, 0o1666)",
+    "a semaphore of System V": "import ctypes; ctypes.CDLL(None).semget(7, 1, 0o1666)",
+    "a semaphore": "import _multiprocessing as m; m.SemLock(1, 1, 1, '/left', False)",
+    "the time of the null device": "os.utime('/dev/null', ns=(1, 1))",
+}
+SEES = """
+import ctypes, os, resource
+libc = ctypes.CDLL(None)
+for path in ('/box', '/tmp', '/dev/shm'):
+    s = os.stat(path)
+    print(os.listdir(path), oct(s.st_mode), s.st_nlink, s.st_mtime_ns == s.st_atime_ns - 10**9, os.listxattr(path), os.statvfs(path)[3:8])
+print(sum(name.isdigit() for name in os.listdir('/proc')) if os.path.exists('/proc') else '')
+print(os.getpriority(0, 0), os.sched_getaffinity(0), os.sched_getscheduler(0), libc.syscall(252, 1, 0), os.umask(0), sorted(os.environ))
+print([(what, resource.getrlimit(getattr(resource, what))) for what in dir(resource) if what.startswith('RLIMIT')])
+print(libc.shmget(7, 4096, 0), libc.semget(7, 1, 0), os.stat('/dev/null').st_mtime_ns == 1)
+"""
+
+
+@boxed
+@pytest.mark.parametrize("wall", probe.WALLS)
+def test_a_box_is_used_again_only_if_it_is_as_new(wall):
+    """Whatever the command before was: the next one sees what it would see in a box of its own."""
+    try:
+        probe.tried(wall)
+    except SandboxError as error:
+        pytest.skip(f"{wall}: {error}")
+    limits = Limits(wall=5, processes=12, memory=128 << 20, disk=4 << 20)
+    cell, kept, seen = Cell(limits, wall), set(), set()
+    try:
+        for name, code in LEFT.items():
+            cell.call(f"import os\n{code}")
+            if cell.clean:
+                kept.add(name)
+            else:
+                cell.kill()
+                cell = Cell(limits, wall)
+            again = cell.call(SEES)
+            assert again.ok and cell.clean, (name, again)
+            seen.add(again.stdout)
+        assert len(seen) == 1, "all saw the same"
+    finally:
+        cell.kill()
+    assert "a closed home" not in kept or wall == "bubblewrap", "there it is the root's"
+
+
+@boxed
+def test_code_that_closes_the_home_of_its_session_is_no_fault_of_the_world(tmp_path):
+    """What it does to its own box its own next command finds; the box takes commands as before."""
+
+    async def main():
+        async with opened(Sandbox(), tmp_path, Limits(disk=1 << 20)) as session:
+            await session.run(["sh", "-c", "chmod 0 /box"])
+            assert (await session.run(["ls"])).exit == 2 and (await session.run(["pwd"])).stdout == b"/box\n"
+            with pytest.raises(BoxFileError, match="cannot write 'f' in the box: f: Permission denied"):
+                await session.box.write("f", b"")
+            for broken in ("a\0b", "\ud83d"):
+                assert (await session.run([broken])).exit == 126 and (await session.run(["echo", broken])).exit == 126
+                with pytest.raises(BoxFileError, match="cannot read"):
+                    await session.read(broken)
+            return await session.run(["sh", "-c", "chmod 700 /box; echo kept"])
+
+    assert asyncio.run(main()).stdout == b"kept\n"
+
+
+@pytest.mark.parametrize(
+    ("uid", "gid", "expected"),
+    [
+        ([range(0, 1 << 32)], [range(0, 1 << 32)], range((1000 + (1 << 31)) // 2, 1 << 31)),
+        ([range(0, 1)], [range(0, 1)], range(0)),
+        ([range(0, 1), range(1, 65537)], [range(0, 1), range(1, 65537)], range(33268, 65537)),
+        ([range(0, 65536)], [range(0, 1)], range(0)),
+    ],
+)
+def test_the_numbers_that_boxes_may_have(uid, gid, expected, monkeypatch):
+    monkeypatch.setattr(users, "mapped", lambda kind: uid if kind == "uid" else gid)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert users.numbers() == expected and users.rooted() == bool(expected)
+    assert users.somebody() in (expected or [users.PLAIN])
+
+
+@boxed
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+@pytest.mark.parametrize("wall", probe.WALLS)
+def test_a_root_with_a_single_number_has_boxes_as_a_plain_user_does(wall):
+    trial = "from rondel.runtime.sandbox.probe import tried; import sys; print(tried(sys.argv[1]).line())"
+    python = ["/usr/bin/python3", "-B"] if os.access("/usr/bin/python3", os.X_OK) else [sys.executable]
+    env = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["unshare", "-Ur", *python, "-c", trial, wall], env=env, capture_output=True, text=True, cwd="/", timeout=60)
+    if re.search("unshare: |No module named|bwrap is not installed|Operation not permitted", done.stderr):
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert all(what in done.stdout for what in ("files", "network", "processes", "user")), done.stderr[-2000:]
 
 
 # -- where it cannot be ------------------------------------------------------------------------------

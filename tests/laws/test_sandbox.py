@@ -13,17 +13,18 @@ import time
 from pathlib import Path
 
 import pytest
-from attacks import ATTACKS, PRELUDE, Attack
+from attacks import ATTACKS, PRELUDE
 
 from rondel.runtime.sandbox.cell import Cell
 from rondel.runtime.sandbox.inside import groups
 from rondel.runtime.sandbox.probe import WALLS, tried
-from rondel.words.boxes import Limits
+from rondel.words.boxes import BoxFileError, Limits
 from rondel.words.errors import SandboxError
 
 pytestmark = pytest.mark.slow
 
 SECRET = "the-secret-of-the-host"
+VENV = sys.prefix if sys.prefix != sys.base_prefix else str(Path(pytest.__file__).parent)  # the base interpreter is shown to every box
 SMALL = {"wall": 4.0, "cpu": 4.0, "memory": 128 << 20, "processes": 24, "disk": 16 << 20, "file": 8 << 20, "files": 500, "output": 20_000}
 
 
@@ -66,7 +67,7 @@ def host(tmp_path_factory):
         "listening": listening,
         "udp": udp,
         "told": {
-            "secret": str(secret), "home": str(Path.home()), "checkout": str(Path(__file__).parents[2]), "victim": victim.pid,
+            "secret": str(secret), "home": str(Path.home()), "checkout": str(Path(__file__).parents[2]), "venv": VENV, "victim": victim.pid,
             "pytest": os.getpid(), "unix": str(folder / "socket"), "abstract": f"rondel-{os.getpid()}",
             "tcp": tcp.getsockname()[1], "udp": udp.getsockname()[1],
         },
@@ -104,6 +105,12 @@ def nothing_reached(host) -> None:
         host["udp"].recv(1)
 
 
+UNREAD = {  # attack -> files that it left -> why its controller, who reads them as the box's own user, does not get them
+    "a link out": {"link": "No such file|Permission denied"},
+    "files with odd names to read": {"folder": "Is a directory", "endless": "over its output limit", "loop": "Too many levels"},
+}
+
+
 @pytest.fixture(scope="module")
 def waiting():
     """wall -> a box in which the attacks before left no file."""
@@ -113,8 +120,9 @@ def waiting():
         cell.kill()
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
-def test_an_attack_is_held(wall, host, waiting, attack: Attack):
+@pytest.mark.parametrize("number", range(len(ATTACKS)), ids=[attack.name for attack in ATTACKS])
+def test_an_attack_is_held(wall, host, waiting, number: int):
+    attack = ATTACKS[number]
     if attack.only and attack.only != wall.wall:
         pytest.skip(f"{wall.wall} does not promise this")
     if os.uname().machine != "x86_64" and "call(" in attack.code:
@@ -127,7 +135,7 @@ def test_an_attack_is_held(wall, host, waiting, attack: Attack):
         first = descendants(keeper)
         stdin = json.dumps(host["told"]).encode() + b"\n" + (b"x" * (1 << 20) if "stdin" in attack.name else b"")
         began = time.monotonic()
-        if wall.wall == "native":
+        if (wall.wall == "native") == number % 2:
             ran = cell.run(["python3", "-I", "-c", PRELUDE + attack.code], stdin=stdin, wall=attack.wall)
         else:  # as the pool does it: a copy of the first process, which the code must not get the better of
             ran = cell.call(PRELUDE + attack.code, stdin=stdin, wall=attack.wall)
@@ -139,9 +147,9 @@ def test_an_attack_is_held(wall, host, waiting, attack: Attack):
         assert descendants(keeper) == first, "a process of the command is left"
         again = cell.call("print(6 * 7)", wall=8)
         assert again.stdout == b"42\n", f"the box is of no use afterwards: {again}"
-        if attack.name == "a link out":
-            with pytest.raises(OSError, match=r"No such file|Permission denied"):
-                cell.read("link")
+        for name, why in UNREAD.get(attack.name, {}).items():
+            with pytest.raises(BoxFileError, match=why):
+                cell.read(name)
         if attack.name == "core dump":
             assert b"core" not in cell.run(["ls", "/box"]).stdout
         keep = cell.clean and not attack.limits
@@ -158,14 +166,16 @@ def test_an_attack_is_held(wall, host, waiting, attack: Attack):
 
 
 def test_there_are_enough_attacks():
-    assert len(ATTACKS) >= 40 and len({attack.name for attack in ATTACKS}) == len(ATTACKS)
+    for wall in WALLS:
+        assert len({attack.name for attack in ATTACKS if attack.only in ("", wall)}) >= 150
+    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS)
 
 
 KEPT = "import os, time\nfor _ in range(3):\n    os.fork()\ntime.sleep(600)"
 STARTS = """
 import sys, threading, time
 from rondel.runtime.sandbox.cell import Cell
-from rondel.words.boxes import Limits
+from rondel.words.boxes import BoxFileError, Limits
 cell = Cell(Limits(wall=600), sys.argv[1])
 print(cell.process.pid, flush=True)
 cell.call(sys.argv[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import math
@@ -12,22 +13,29 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from poisons import PROTOCOL
 from run_kit import tiny
 from units.chat_kit import Engine, chat, tokenizer
 
+from rondel.assemble import parts as parts_module
+from rondel.assemble.checking import _boxes as boxes_of
+from rondel.assemble.checking import check
 from rondel.assemble.parts import LENDS, env_of
 from rondel.assemble.parts import build as build_parts
+from rondel.assemble.running import train
 from rondel.generate.envs import python as tool
 from rondel.generate.envs.sources import TaskSet
 from rondel.generate.envs.tools import Tools
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.runtime.sandbox.probe import isolation
-from rondel.score import build
+from rondel.score import build, examine
+from rondel.score.boxed.compare import same
 from rondel.score.boxed.plain import pack, unpack
-from rondel.score.code import Code, checked, extracted, free_names, same, same_text
+from rondel.score.code import BOXED, Code, checked, extracted, free_names, same_text
 from rondel.score.pool import RewardPool
 from rondel.score.preflight import check_reward
-from rondel.words.errors import ConfigError, DataError, EnvError, SandboxError
+from rondel.words.boxes import Limits
+from rondel.words.errors import BoxError, ConfigError, DataError, EnvError, SandboxError
 from rondel.words.types import Failed, Score, Task, Trajectory
 
 pytestmark = pytest.mark.slow
@@ -42,7 +50,7 @@ boxed = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 @pytest.fixture(scope="module")
 def reward():
-    made = Code(sandbox=Sandbox(), seconds=0.7)
+    made = Code(sandbox=Sandbox(), seconds=1.5)
     yield made
     for cell in made._cells.values():
         cell.kill()
@@ -92,34 +100,6 @@ class Stack:
 )  # fmt: skip
 def test_what_counts_as_solved(reward, text, tests, data, value):
     assert earned(reward, text, tests, **data) == value
-
-
-CHEATS = {
-    "leaves well": "import sys; sys.exit(0)",
-    "leaves at once": "import os; os._exit(0)",
-    "leaves with the verdict": "import os; os._exit(40)",
-    "leaves later": "def f(x):\n    import os; os._exit(40)",
-    "raises nothing bad": "def f(x): raise SystemExit(0)",
-    "is equal to all": "class E:\n    def __eq__(s, o): return True\n    def __ne__(s, o): return False\n    __hash__ = None\ndef f(x): return E()",
-    "an int that is equal to all": "class E(int):\n    def __eq__(s, o): return True\n    __hash__ = int.__hash__\ndef f(x): return E(7)",
-    "a string that is equal": "class E(str):\n    def __eq__(s, o): return True\n    __hash__ = str.__hash__\ndef f(x): return E('x')",
-    "other built-ins": "import builtins\nbuiltins.AssertionError = type('A', (Exception,), {})\nbuiltins.all = builtins.any = lambda *a: True\ndef f(x): return 0",
-    "names of the test": "def assertEqual(*a): return True\ndef isinstance(*a): return True\ndef abs(x): return 4\nf = lambda x: 5",
-    "prints the marker": "print('40'); print('{\"value\": {\"i\": \"0x4\"}}')\ndef f(x):\n    print('passed', flush=True)\n    return 0",
-    "asserts off": "import sys\nsys.flags = None\n__debug__x = False\ndef f(x): return 0",
-    "looks for the tests": "import gc, re\ndef f(x):\n    for o in gc.get_objects():\n        found = re.search(r'(f|candidate)\\(2\\) == (\\d)|expected\\W+(\\d)', repr(o)[:99999])\n        if found: return int(found[2] or found[3])\n    return -1",
-    "replaces the harness": "import sys\nfor name, m in list(sys.modules.items()):\n    for k in ('judge', 'pack', 'ask'):\n        if hasattr(m, k): setattr(m, k, lambda *a, **b: 4)\ndef f(x): return 3",
-    "patches the frames": "import sys\nframe = sys._getframe()\nwhile frame:\n    frame.f_globals['pack'] = lambda *a: {'i': '0x5'}\n    frame = frame.f_back\ndef f(x): return 0",
-    "hangs": "while True: pass",
-    "hangs when called": "def f(x):\n    while True: pass",
-    "floods": "def f(x):\n    while True: print('x' * 10000)",
-    "a fork bomb": "import os\nwhile True: os.fork()",
-    "kills": "import os\nos.kill(-1, 9)",
-    "eats": "def f(x): return [bytearray(1 << 24) for _ in range(999)]",
-    "nests": "def f(x):\n    a = []\n    for _ in range(10**5): a = [a]\n    return a",
-    "answers before it is asked": "import os, json\nfor fd in range(3, 30):\n    try: os.write(fd, b'{\"value\": null}\\n{\"value\": {\"i\": \"0x5\"}}\\n' * 9)\n    except OSError: pass\ndef f(x): return 0",
-    "no python": "def f(x: return",
-}  # fmt: skip
 
 
 RIGHT = {
@@ -180,7 +160,7 @@ FORGED = {
     "no difference": (EQUAL % "E(o)", "assert not f(2) ^ {4}"),
     "nothing left": (EQUAL % "E(o)", "assert len(f(2) - {4}) == 0"),
     "a list that is equal": ("class L(list):\n    __eq__ = lambda s, o: True\n    __ne__ = lambda s, o: False\ndef f(x): return L()", "assert f(2) == [4]"),
-    "leaves where all is caught": ("import os\ndef f(x): os._exit(0)", "try:\n    f(2)\nexcept BaseException:\n    pass"),
+    "leaves where all is caught": ("import os\ndef f(x): os._exit(0)", "try:\n    f(2)\n    assert False\nexcept BaseException:\n    pass"),
     "reads the test from a function": ("def f(g):\n    return g.__globals__['wanted']", "wanted = 4\nassert f(lambda: wanted and 0) == 4"),
     "reads the test from a method": ("def f(o):\n    return o.m.__func__.__globals__['wanted']", "wanted = 4\nclass O:\n    def m(s): return 0\nassert f(O()) == 4"),
     "reads the test from a generator": ("def f(g):\n    return g.gi_frame.f_globals['wanted']", "wanted = 4\nassert f(x for x in [1]) == 4"),
@@ -194,6 +174,215 @@ FORGED = {
 def test_a_candidates_object_decides_no_comparison_and_reads_no_test(reward, name):
     code, test = FORGED[name]
     assert earned(reward, code, [test]) == 0.0
+
+
+RUN = {  # each form of test that is run: a right answer earns 1, a wrong and an empty one 0
+    "a class of unittest": "import unittest\nclass T(unittest.TestCase):\n    def setUp(self): self.want = 4\n    def test_a(self): self.assertEqual(f(2), self.want)",
+    "a class of unittest, the second": "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(0), 0)\n    def test_b(self):\n        with self.subTest(2): self.assertEqual(f(2), 4)",
+    "set up as a class": "import unittest\nclass T(unittest.TestCase):\n    @classmethod\n    def setUpClass(cls): cls.got = f(2)\n    def test_a(self): self.assertTrue(self.got == 4)\nif __name__ == '__main__':\n    unittest.main()",
+    "its own runner, whose result nobody reads": "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(0), 0)\n    def test_b(self): self.assertEqual(f(2), 4)\nunittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))",
+    "an asynchronous class": "import unittest\nclass T(unittest.IsolatedAsyncioTestCase):\n    async def test_a(self): self.assertEqual(f(2), 4)",
+    "a class of pytest": "class TestF:\n    def setup_method(self): self.want = 4\n    def test_a(self):\n        assert f(2) == self.want",
+    "an asynchronous function": "async def test_a():\n    assert f(2) == 4",
+    "a generator": "def test_a():\n    yield\n    assert f(2) == 4",
+    "a main block": "def main():\n    assert f(2) == 4\nif __name__ == '__main__':\n    import sys\n    sys.exit(main())",
+    "a check that the text calls": "def check(candidate):\n    assert candidate(2) == 4\ncheck(f)",
+    "a helper": "def expect(x, y):\n    assert f(x) == y\ndef test_a():\n    expect(2, 4)",
+    "an error that is raised": "if f(2) != 4:\n    raise ValueError('wrong')",
+    "an error that is expected": "try:\n    f(None)\nexcept TypeError:\n    pass\nelse:\n    raise AssertionError\nassert f(2) == 4",
+    "an error that is expected of a method": "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        self.assertRaises(TypeError, f, None)\n        with self.assertRaises(TypeError): f('x')\n        self.assertEqual(f(2), 4)",
+    "numpy's": "from numpy.testing import assert_allclose\nassert_allclose([f(2)], [4.0])",
+}  # fmt: skip
+
+
+@boxed
+@pytest.mark.parametrize("form", RUN)
+def test_a_test_of_any_form_is_run(reward, form):
+    assert earned(reward, "def f(x): return x * x", [RUN[form]]) == 1.0
+    for wrong in ("def f(x): return x and x * x + 1", "def f(x): return 0", "", "x = 1", "def g(x): return x * x"):
+        assert earned(reward, wrong, [RUN[form]]) == 0.0, wrong
+
+
+COROUTINES = "import asyncio\nasync def f(x):\n    await asyncio.sleep(0)\n    return x * x"
+
+
+@boxed
+def test_what_is_awaited(reward):
+    for test in (
+        "async def test_a():\n    assert await f(2) == 4",
+        "import asyncio\nassert asyncio.run(f(2)) == 4",
+        "import asyncio\nasync def test_a():\n    assert await asyncio.gather(f(1), f(2)) == [1, 4] and await asyncio.wait_for(f(3), 1) == 9",
+        "import asyncio\nasync def test_a():\n    assert await asyncio.create_task(f(2)) == 4",
+    ):
+        assert earned(reward, COROUTINES, [test]) == 1.0, test
+        assert earned(reward, COROUTINES.replace("x * x", "0"), [test]) == 0.0, test
+
+
+NAMED = "def sum(a, b): return a + b"
+
+
+@boxed
+@pytest.mark.parametrize(
+    ("answer", "test", "data", "value"),
+    [
+        (NAMED, "assert sum(10, 15) == 25", {}, 1.0),
+        ("def sum(a, b): return a", "assert sum(10, 15) == 25", {}, 0.0),
+        ("", "assert max([1, 5, 2]) == 5", {}, 0.0),
+        ("x = 1", "assert max([1, 5, 2]) == 5", {}, 0.0),
+        ("def max(x): return 5", "assert max([1, 5, 2]) == 5", {}, 1.0),
+        (NAMED, "assert sum(1, 2) == 3 and isinstance(sum(1, 2), int)", {"entry_point": "sum"}, 1.0),
+        (NAMED, "assert sum(1, 2) == abs(-3)", {"answer": NAMED}, 1.0),
+        (NAMED + "\ndef abs(x): return x\ndef isinstance(*a): return True", "assert sum(1, 2) == abs(3) and isinstance(sum(1, 2), str)", {"entry_point": "sum"}, 0.0),
+        ("def f(x): return 5\ndef max(*x): return 4\ndef sum(*x): return 4", "assert max(f(1), f(2)) == 4", {}, 0.0),
+        ("def f(x): return 5\ndef max(*x): return 4", "assert max(f(1), f(2)) == 4", {"answer": "def f(x): return 4\ndef max(*x): return 4"}, 0.0),
+        (NAMED, "def check(candidate):\n    assert candidate(1, 2) == 3", {"entry_point": "sum"}, 1.0),
+        ("", "def check(candidate):\n    assert candidate([1, 2]) == 3", {"entry_point": "sum"}, 0.0),
+        (NAMED, "from solution import sum\nassert sum(1, 2) == 3", {}, 1.0),
+    ],
+)  # fmt: skip
+def test_a_function_that_is_called_like_a_built_in_one(reward, answer, test, data, value):
+    data = {"tests": [test], **data}
+    try:
+        assert reward(Trajectory(text=answer), Task(str(data), "x", data)).value == value
+    except DataError as error:  # that reference cannot pass, and the answer has not passed either
+        assert value == 0.0 and "own answer" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("test", "said"),
+    [
+        ("# nothing", "asserts nothing that is run"),
+        ("f(2)", "asserts nothing that is run"),
+        ("print(f(2) == 4)", "asserts nothing that is run"),
+        ("def helper():\n    assert f(2) == 4", "asserts nothing that is run"),
+        ("class Helper:\n    def run(self):\n        assert f(2) == 4", "asserts nothing that is run"),
+        ("def test_a():\n    return f(2) == 4", "asserts nothing that is run"),
+        ("assert False", "asserts nothing that is run"),
+        ("def check(candidate):\n    assert candidate(2) == 4", r"nothing calls its check\(...\): set data\['entry_point'\]"),
+        ("import pytest\n@pytest.mark.parametrize('x', [2])\ndef test_a(x):\n    assert f(x) == 4", "nothing gives test_a its arguments"),
+        ("class TestF:\n    def test_a(self, x):\n        assert f(x) == 4", "nothing gives test_a its arguments"),
+        ("assert 1 + 1 == 2", "tests nothing of an answer: it asks nothing"),
+        ("assert max(1, 2) == abs(2)", r"calls nothing but built-in functions \(abs, max\): set data\['entry_point'\]"),
+        ({"call": 2, "expected": 4, "function": "f"}, "a list of arguments is needed"),
+        ({"call": [object()], "expected": 4, "function": "f"}, "no plain data"),
+        ({"call": [2], "expected": 4}, "calls no named function"),
+        ({"input": "1", "output": " \n"}, "a program that does nothing would pass"),
+    ],
+)  # fmt: skip
+def test_a_test_that_could_be_passed_for_nothing_is_a_fault_of_the_data(test, said):
+    with pytest.raises(DataError, match=said):
+        checked(task([test]))
+
+
+@boxed
+@pytest.mark.parametrize(
+    ("text", "test"),
+    [
+        ("def f(): return []", "for x in f():\n    assert x > 0"),
+        ("def f(): return iter([])", "for got, want in zip(f(), [1, 4]):\n    assert got == want"),
+        ("f = ()", "for x in f:\n    assert x > 0"),
+        ("f = 3", "if f > 5:\n    assert f == 4"),
+        ("def f(): raise ValueError", "try:\n    assert f() == 4\nexcept Exception:\n    pass"),
+        ("def f(): return 0", "try:\n    assert f() == 4\nexcept AssertionError:\n    pass"),
+        ("def f(): return 0", "try:\n    f()\n    assert False\nexcept Exception:\n    pass"),
+        ("def f(g):\n    for _ in range(9): g(1)", "def g(x):\n    assert x\nf(g)"),
+        ("def f(g): return list(g)", "def g():\n    yield 1\n    assert True\nf(g())"),
+        ("def f(o):\n    o.ok(); o.ok()", "import unittest\nclass T(unittest.TestCase):\n    def ok(self): self.assertTrue(1)\n    def test_a(self): f(self)"),
+        ("def assert_equal(*a): pass\ndef f(x): return 0", "assert_equal(f(2), 4)"),
+        ("def assert_equal(*a): pass\ndef f(x): return 0", "import solution\nsolution.assert_equal(f(2), 4)"),
+        ("import unittest\ndef f(x): raise unittest.SkipTest('no')", "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(0), 0)\n    def test_b(self): self.assertEqual(f(2), 4)"),
+        ("def f(x): raise StopIteration", "for got, want in zip(map(f, [1, 2]), [1, 4]):\n    assert got == want\nassert True"),
+        ("def f(x): raise StopIteration", "assert all(map(f, [1, 2]))"),
+        ("class S(StopIteration): pass\ndef f(x): raise S", "assert list(map(f, [1, 2])) == []"),
+        ("def f(): raise StopIteration", "assert list(iter(f, 0)) == []"),
+        ("def f(x): raise StopAsyncIteration", "assert list(map(f, [1, 2])) == []"),
+        ("async def f(): raise StopIteration", "import asyncio\nassert asyncio.run(f()) is None"),
+    ],
+)  # fmt: skip
+def test_who_is_judged_raises_no_count_and_ends_no_loop(reward, text, test):
+    """A 0, and no failure of the reward: what runs was up to the answer."""
+    assert earned(reward, text, [test]) == 0.0
+
+
+@boxed
+def test_an_iterator_may_end(reward):
+    code = (
+        "def f():\n    got = yield 1\n    return got\nclass I:\n    def __next__(s): raise StopIteration(7)\n    def __iter__(s): return s"
+    )
+    for test in (
+        "g = f()\nassert next(g) == 1\ntry:\n    g.send(5)\n    assert False\nexcept StopIteration as end:\n    assert end.value == 5",
+        "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(list(I()), [])\n        with self.assertRaises(StopIteration): next(I())",
+    ):
+        assert earned(reward, code, [test]) == 1.0, test
+
+
+@boxed
+def test_assertions_that_nothing_reaches_are_a_fault_of_the_data(reward):
+    for test in ("def g():\n    assert f(2) == 4\nh = g", "if not callable(f):\n    assert f(2) == 4"):
+        with pytest.raises(DataError, match="none of its assertions is carried out"):
+            earned(reward, SQUARE, [test])
+    with pytest.raises(DataError, match="does not pass with the task's own answer: no assertion is carried out"):
+        data = {"tests": ["for x in f():\n    assert x > 0"], "answer": "def f(): return ()"}
+        reward(Trajectory(text="def f(): return []"), Task("t/3", "x", data))
+
+
+REACHED = {  # a candidate that speaks to the other box by itself -> what it does there
+    "a fault of the test's": "line = ask('get', {'r': [0, '']}, '_far_end')\nask('set', line, 'fault', 'the data is wrong')",
+    "its own rules": "line = ask('get', {'r': [0, '']}, '_far_end')\nask('set', line, 'allow', end.pack(lambda *a: None))\nask('get', ask('get', ask('get', line, 'ask'), '__func__'), '__globals__')",
+    "a class that is equal to all": "kind = ask('call', {'n': ['builtins', 'type']}, 'X', {'t': []}, end.pack({'__eq__': lambda o: True}))\nanswer(ask('call', kind), lambda order: order['args'][1:] == [{'i': '0x2'}])",
+    "a class of an instance": "kind = ask('call', {'n': ['builtins', 'type']}, {'r': [0, '']})\nask('get', ask('call', {'n': ['builtins', 'super']}, kind, {'r': [0, '']}), '_far_end')",
+    "a loader of modules": "ask('get', ask('call', {'n': ['builtins', '__loader__']}), 'load_module')",
+    "an exception that compares": "answer({'x': [9, 'm', 'X', [{'n': ['builtins', 'int']}]]})",
+    "an exception of a class of its own": "answer({'x': [9, 'm', 'X', [{'r': [0, '']}]]})",
+    "nothing is known of": "ask('call', {'y': 0}, 1)",
+    "no arguments": "ask('call')",
+    "a strange order": "end.send({'do': 'await', 'args': 3, 'kwargs': {}})",
+    "no order": "end.send({'do': ['x'], 'args': [{'y': 0}], 'kwargs': {}})",
+    "built-in functions": "ask('call', {'n': ['builtins', 'exec']}, 'import os; os._exit(40)')",
+    "modules": "ask('call', {'n': ['os', '_exit']}, {'i': '0x28'})",
+    "values that cost": "answer({'s': [{'i': hex(n * (2**61 - 1))} for n in range(40000)]})",
+    "a value that is deep": "n = None\nfor _ in range(5000): n = {'l': [n]}\nend.writes.write(('{\"value\": ' + '{\"l\": [' * 5000 + ']}' * 5000 + '}\\n').encode())",
+    "a fraction of nothing": "answer({'o': ['fractions', 'Fraction', [{'i': '0x1'}, {'i': '0x0'}]]})",
+    "an array of everything": "answer({'m': 5})\nend.writes.write(b'{\"value\": null, \"dropped\": [], \"shared\": [[5, \"numpy\", \"ndarray\", {\"t\": [\"<f8\", {\"t\": [{\"i\": \"0xfffffffff\"}]}]}, []]]}\\n')",
+    "a list that ends early": "class L(list):\n    def __len__(s): return 2\n    def __iter__(s): return iter(())\nsend = end.send\nend.send = lambda m: send(m if m.get('value') != {'i': '0x0'} else m | {'value': end.pack(L())})",
+    "a number that is no text": "answer({'i': 4})",
+    "a coroutine of nothing": "answer({'r': [0, 'await']})",
+}  # fmt: skip
+
+
+@boxed
+@pytest.mark.parametrize("what", REACHED)
+def test_a_candidate_that_speaks_for_itself_gets_nothing_of_the_tests(reward, what):
+    """Neither a point nor a failure: of the other box it has what a test hands to it, and no more."""
+    for test in ("assert f(2) == 4", "def g(x): return x\nclass O:\n    x = 3\nassert f(2) == 4 and f(g) == 5 and f(O()) == 5"):
+        assert earned(reward, PROTOCOL + REACHED[what], [test]) == 0.0
+    for expected in (4, [1, 4]):
+        assert earned(reward, PROTOCOL + REACHED[what], [{"call": [2], "expected": expected}], entry_point="f") == 0.0
+
+
+@boxed
+def test_a_module_that_a_test_forgot_to_import_is_not_the_candidates(reward):
+    """As in tests whose prompt imports it: the candidate's own `math` would say that all is close."""
+    forged = "class math:\n    def isclose(*a): return True\n    def add(*a): return 4\nnp = numpy = math\ndef f(x): return %s"
+    for test in ("assert math.isclose(f(2), 4)", "def test_a():\n    assert numpy.isclose(f(2), 4)", "assert np.isclose(f(2), 4).all()"):
+        assert earned(reward, forged % 0, [test]) == 0.0 and earned(reward, forged % "x * x", [test]) == 1.0, test
+    assert earned(reward, forged % 0, ["assert math.add(1, 3) == 4 and f(0) == 0"]) == 1.0, "its own, where the module knows no such thing"
+    for code, test in (("class queue:\n    size = 4", "assert queue.size == 4"), ("def bisect(x): return 4", "assert bisect(2) == 4")):
+        assert earned(reward, code, [test]) == 1.0, test
+
+
+def test_texts_that_run_together_share_no_name():
+    seen: dict[str, str] = {}
+    for part in ("plain", "compare", "far", "asserted", "suite", "harness"):
+        tree = ast.parse((BOXED / f"{part}.py").read_text())
+        here = {node.name for node in tree.body if hasattr(node, "name")}
+        rest = [node for node in tree.body if not hasattr(node, "name")]
+        here |= {n.id for node in rest for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)} - {
+            "name",
+            "_name",
+        }
+        assert not here & seen.keys(), (part, here & seen.keys())
+        seen |= dict.fromkeys(here, part)
 
 
 @boxed
@@ -210,22 +399,6 @@ def test_what_cannot_be_judged_is_a_failure_and_no_score(reward, tmp_path, monke
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SandboxError, match="needs_more cannot be imported in the sandbox: ModuleNotFoundError"):
         Code(sandbox=Sandbox(), packages=["needs_more"])
-
-
-@boxed
-@pytest.mark.parametrize("cheat", CHEATS)
-@pytest.mark.parametrize("form", ["assert", "check", "case", "program"])
-def test_a_cheat_earns_nothing(reward, cheat, form):
-    tests, data = {
-        "assert": (["assert f(2) == 4 and abs(f(3) - 9) < 1e-6"], {}),
-        "check": ("def check(candidate):\n    assert isinstance(candidate(2), int)\n    assert candidate(2) == 4", {"entry_point": "f"}),
-        "case": ([{"call": [2], "expected": 4}], {"entry_point": "f"}),
-        "program": ([{"input": "2", "output": "the-output"}], {}),
-    }[form]
-    if form == "check" and any(word in cheat for word in ("hangs", "floods", "bomb", "eats")):
-        pytest.skip("as with one assert, and it takes its time")
-    assert earned(reward, CHEATS[cheat], tests, **data) == 0.0
-    assert earned(reward, "def f(x): return x * x", ["assert f(2) == 4"]) == 1.0, "and the next one is judged as ever"
 
 
 @boxed
@@ -254,6 +427,76 @@ def test_in_a_pool_hangs_are_the_policys_and_data_the_worlds():
         assert score("while True: pass", ["assert f(2) == 4"] * 60).value == 0.0, "it ran out of the call's time, and that is no failure"
         assert score(SQUARE, []).reason == "raised DataError"
         assert not [r for r in pool._recent.outcomes if "timeout" in r]
+
+
+SLOW = "import time\ndef f(x):\n    time.sleep(0.5)\n    return x * x"
+COLLIDES = PROTOCOL + "answer({'%s': [%s for n in range(33000)]})"
+
+
+@boxed
+@pytest.mark.parametrize(
+    ("answer", "tests"),
+    [
+        ("def f(x):\n    while True: pass", [f"assert f({n}) == {n * n}" for n in range(4)]),
+        ("while True: pass", [{"input": "", "output": "1"}] * 4),
+        (COLLIDES % ("s", "{'i': hex(n * (2**61 - 1))}"), [{"call": [2], "expected": 4}] * 4),
+        (COLLIDES % ("z", "{'i': hex(n * (2**61 - 1))}"), ["assert f(2) == 4"] * 4),
+    ],
+)
+def test_time_that_an_answer_takes_is_its_own(answer, tests):
+    """The reference, which is slow itself, is not tried in what is left of it, nor does what an answer says cost time elsewhere."""
+    with RewardPool({"kind": "code", "seconds": 0.8, "packages": []}, timeout=2.5, lends=LENDS) as pool:
+
+        def score(text, tests, reference):
+            return asyncio.run(pool.score(Trajectory(text=text), task(tests, answer=reference, entry_point="f")))
+
+        (worker,) = pool._hired
+        reference = SLOW if "input" not in tests[0] else "print(1)"
+        assert score(answer, tests, reference) == Score(0.0, {"passed": 0.0})
+        assert score("def f(x): return x * x", ["assert f(2) == 4"], SLOW).value == 1.0
+        assert pool._hired == {worker} and worker.process.poll() is None
+
+
+@boxed
+def test_a_reference_that_is_late_once_may_be_this_machines_fault():
+    made = Code(sandbox=Sandbox(), seconds=0.3, deadline=3.0)
+    late = Task("t/4", "x", {"tests": ["assert f(2) == 4"], "answer": "import time\ndef f(x): time.sleep(9)"})
+    wrong = Trajectory(text="def f(x): return 0")
+    assert made(wrong, late).value == 0.0
+    with pytest.raises(DataError, match="test 0 of t/4 does not pass with the task's own answer: it takes too long"):
+        made(wrong, late)
+
+
+class Fragile:
+    """Boxes of which those in `breaks` break down when a command of theirs is waited for."""
+
+    def __init__(self, breaks: set[int]) -> None:
+        self.breaks, self.made, self.inner = breaks, 0, Sandbox()
+
+    def cell(self, limits, **settings):
+        made = self.inner.cell(limits, **settings)
+        if self.made in self.breaks:
+            finish = made.finish
+
+            def breaks(wall):
+                made.kill()
+                finish(wall)
+                raise BoxError("the box broke down")
+
+            made.finish = breaks
+        self.made += 1
+        return made
+
+
+@boxed
+def test_a_box_that_breaks_down_is_replaced_once_and_then_it_is_who_ran_in_it():
+    """The first box is the candidate's, the second that of the tests."""
+    right = Trajectory(text="def f(x): return x * x")
+    once, theirs, ours = (Code(sandbox=Fragile(breaks), packages=[]) for breaks in ({0, 1}, {0, 2, 3}, {1, 2, 3}))
+    assert once(right, task(["assert f(2) == 4"])).value == 1.0
+    assert theirs(right, task(["assert f(2) == 4"])).value == 0.0
+    with pytest.raises(SandboxError, match="broke down"):
+        ours(right, task(["assert f(2) == 4"]))
 
 
 class Broken:
@@ -406,6 +649,30 @@ def test_what_the_policy_reads_of_it(interpreter):
 
 
 @boxed
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_full_disk_is_told_to_the_policy_which_can_free_it(monkeypatch, grouped):
+    """Without control groups what it prints lies on that disk, too: then it is told that this is lost."""
+    monkeypatch.setattr(tool, "LIMITS", Limits(wall=600, disk=2 << 20, file=1 << 20))
+    made = tool.python_tool(lambda: Sandbox(group=grouped))(Task("t", "tools", {}))
+    try:
+        full = made.python("import os\nfor n in range(9):\n    with open(f'f{n}', 'wb') as f: f.write(bytes(1 << 19))")
+        assert "No space left on device" in full and (grouped or "what was printed is lost" in full)
+        said = made.python("print('x' * 9)")
+        assert said == "xxxxxxxxx\n" if made._open.cell.grouped else "remove files if the disk is full" in said
+        assert made.python("for n in range(4): os.remove(f'f{n}')") == "" and made.python("print(7)") == "7\n"
+    finally:
+        made.close()
+
+
+@boxed
+def test_what_a_policy_writes_into_its_answers_is_no_fault_of_the_world(interpreter):
+    forges = "import os\nfor fd in range(3, 9):\n    try: os.write(fd, {!r}); break\n    except OSError: pass"
+    for forged in (b"[" * 20_000 + b"\n", b'{"text": [1]}\n', b'{"text": ' + b"9" * 5000 + b"}\n", b"3\n", b"\xff\n"):
+        assert "the interpreter ended" in interpreter.python(forges.format(forged)), forged
+        assert interpreter.python("6 * 7") == "42\n"
+
+
+@boxed
 def test_the_box_of_an_episode_ends_with_it(interpreter):
     interpreter.python("import subprocess; subprocess.Popen(['sleep', '600'])")
     process = interpreter._open.cell.process
@@ -447,22 +714,66 @@ def test_slow_code_of_one_episode_delays_no_other(monkeypatch):
 
 @boxed
 def test_a_recipe_lends_its_rewards_boxes_and_the_check_asks_them(tmp_path):
-    parts = build_parts(tiny(tmp_path, task__reward={"kind": "code", "seconds": 1.0}))
+    rows = [{"prompt": f"? {n}", "answer": f"def f(x): return x + {n}", "tests": [f"assert f(1) == {n + 1}"]} for n in range(3)]
+    parts = build_parts(with_rows(tmp_path, rows))
     try:
-        tasks = [
-            Task(f"t/{n}", "x", {"prompt": "?", "answer": f"def f(x): return x + {n}", "tests": [f"assert f(1) == {n + 1}"]})
-            for n in range(3)
-        ]
-        findings = asyncio.run(check_reward(parts.pool, tasks))
+        findings = asyncio.run(check_reward(parts.pool, parts.tasks.train))
         assert [finding.ok for finding in findings if finding.what != "time"] == [True] * 4, findings
     finally:
         parts.close()
+
+
+def with_rows(tmp_path, rows, **more):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl")}
+    return tiny(tmp_path, task__data=data, task__reward={"kind": "code", "seconds": 1.0}, **more)
+
+
+@boxed
+def test_tests_that_never_run_are_refused_before_the_first_step(tmp_path):
+    rows = [
+        {"prompt": f"? {n}", "answer": "def f(x): return x", "tests": ["assert f(1) == 1" if n else "def g(): assert f(1)"]}
+        for n in range(3)
+    ]
+    job = with_rows(tmp_path, rows)
+    for verb in (build_parts, train):
+        with pytest.raises(DataError, match=r"test 0 of .* tests nothing: it asserts nothing that is run: write assert"):
+            verb(job)
+    (found,) = check(job)
+    assert not found.ok and "tests nothing" in found.message
+    parts = {"a": "number", "b": {"kind": "by", "parts": {"sums": "number", "code": "code"}}}
+    good, bad = (Task("t", "x", {"tests": ["f(1)"], "source": source}) for source in ("sums", "code"))
+    examine({"kind": "combine", "parts": parts}, good)
+    with pytest.raises(DataError, match="tests nothing"):
+        examine({"kind": "combine", "parts": parts}, bad)
 
 
 def test_a_python_tool_without_time_for_its_own_limit_is_refused(tmp_path):
     job = tiny(tmp_path, task__env="tools", task__tools=["python"], task__tool_timeout=11.0)
     with pytest.raises(ConfigError, match=r"task\.tool_timeout = 11: the python tool ends its own calls after 12 s"):
         env_of(job, TaskSet([], []))
-    assert [
-        one.__name__ for one in env_of(tiny(tmp_path, task__env="tools", task__tools=["calculator", "python"]), TaskSet([], [])).classes
-    ] == ["Python"]
+
+
+def test_a_python_tool_without_a_box_is_refused_before_the_run(tmp_path, monkeypatch):
+    def none():
+        raise SandboxError("code of the policy cannot be run here. Install bubblewrap (apt install bubblewrap)")
+
+    monkeypatch.setattr(parts_module, "isolation", none)
+    job = tiny(tmp_path, task__env="tools", task__tools=["calculator", "python"])
+    with pytest.raises(ConfigError, match=r'task\.tools has "python": code of the policy cannot be run here\. Install bubblewrap'):
+        build_parts(job)
+    (found,) = check(job)
+    assert not found.ok and "Install bubblewrap" in found.message
+
+
+@boxed
+def test_the_check_calls_the_python_tool(tmp_path, monkeypatch):
+    job = tiny(tmp_path, task__env="tools", task__tools=["calculator", "python"])
+    assert [one.__name__ for one in env_of(job, TaskSet([], [])).classes] == ["Python"]
+    sandbox, python = boxes_of(job)
+    assert sandbox.what == "sandbox" and sandbox.ok and "files, network, processes" in sandbox.message
+    assert python.what == "python tool" and python.ok and python.message.startswith("answers")
+    monkeypatch.setitem(parts_module.TOOLS, "python", tool.python_tool(lambda: Broken(0)))
+    _, python = boxes_of(job)
+    assert not python.ok and "no more boxes" in python.message
+    assert boxes_of(tiny(tmp_path)) == []

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from rondel.score.code import Code
+from rondel.score.code import Code, checked
 from rondel.score.combine import By, Combine
 from rondel.score.format import Format
 from rondel.score.judge import Judge
@@ -18,7 +18,8 @@ from rondel.score.process import Process
 from rondel.score.reasoning_gym import ReasoningGym
 from rondel.score.remote import Remote
 from rondel.words.errors import ConfigError
-from rondel.words.registry import find
+from rondel.words.registry import find, refuse_uncallable
+from rondel.words.types import Task
 
 Spec = str | dict[str, Any]
 Lent = dict[str, Callable[[], Any]]
@@ -59,6 +60,25 @@ def addresses(spec: Spec) -> list[str]:
     ]
 
 
+def kinds(spec: Spec) -> set[str]:
+    """The kinds of a reward and of its parts."""
+    settings: dict[str, Any] = {"kind": spec} if isinstance(spec, str) else spec
+    return {settings["kind"]}.union(*map(kinds, dict(settings.get("parts", {})).values()))
+
+
+def examine(spec: Spec, task: Task) -> None:
+    """DataError for a task that this reward cannot judge whatever the answer is, as far as its data says."""
+    settings: dict[str, Any] = {"kind": spec} if isinstance(spec, str) else spec
+    parts: dict[str, Spec] = settings.get("parts", {})
+    if settings["kind"] == "code":
+        checked(task)
+    elif settings["kind"] == "combine":
+        for part in parts.values():
+            examine(part, task)
+    elif settings["kind"] == "by" and (source := str(task.data.get(settings.get("field", "source")))) in parts:
+        examine(parts[source], task)
+
+
 def build(spec: Spec, lent: Lent | None = None) -> Callable[..., Any]:
     """A reward from its spec: "number", "module:name", or {kind = "number", tolerance = 0.01}.
 
@@ -76,7 +96,9 @@ def build(spec: Spec, lent: Lent | None = None) -> Callable[..., Any]:
             return factory(**settings)
     except TypeError as error:
         raise ConfigError(f"reward '{kind}' cannot be made from {settings}: {error}") from error
-    return functools.partial(factory, **settings) if settings else factory
+    reward = functools.partial(factory, **settings) if settings else factory
+    refuse_uncallable(f"reward '{kind}'", reward, "trajectory", "task")
+    return reward
 
 
 def _wanted(factory: Callable[..., Any], lent: Lent, settings: dict[str, Any]) -> dict[str, Any]:

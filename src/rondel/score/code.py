@@ -10,42 +10,48 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib.util
-import json
-import math
 import os
 import re
 import symtable
+import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from decimal import Decimal
-from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rondel.score.boxed.harness import BROKEN, FAULT, PASSED
-from rondel.score.boxed.plain import pack, unpack
+from rondel.score.boxed.asserted import complaint
+from rondel.score.boxed.harness import BROKEN, EMPTY, FAULT, GONE, PASSED, WRONG
+from rondel.score.boxed.plain import pack
 from rondel.words.boxes import Limits, Ran
-from rondel.words.errors import ConfigError, DataError, SandboxError
+from rondel.words.errors import BoxError, ConfigError, DataError, SandboxError
 from rondel.words.protocols import Boxes, Cell
 from rondel.words.registry import one_of
 from rondel.words.types import Score, Task, Trajectory
 
 BOXED = Path(__file__).parent / "boxed"
 FENCE = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-NUMBER = (int, float, Fraction, Decimal)
+ALIASES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas"}
+MODULES = ("ast", "copy", "io", "numbers")  # that the text of a box imports
 SHARE = 0.8  # of the reward's deadline: what is not tested by then has not passed, and is no failure of the reward
+LATE = 46  # a verdict that no harness says
+ALL = 0.95  # of it, by when the reference has been tried as far as there was time
+ENDED = {
+    PASSED: "", WRONG: "an assertion does not hold", BROKEN: "an error is raised", EMPTY: "no assertion is carried out",
+    GONE: "its process ends before it answers", LATE: "it takes too long",
+}  # fmt: skip
 
 
-def boxed(name: str) -> str:
-    """The text of a module that runs in a box, with what it imports from here."""
-    texts = [(BOXED / f"{part}.py").read_text(encoding="utf-8") for part in ("plain", "far", name)]
+def boxed(*names: str) -> str:
+    """The text of modules that run in a box together."""
+    texts = [(BOXED / f"{name}.py").read_text(encoding="utf-8") for name in names]
     return "from __future__ import annotations\n" + "\n".join(
         line for text in texts for line in text.splitlines() if not line.startswith(("from rondel.", "from __future__"))
     )
 
 
-CANDIDATE, HARNESS = boxed("candidate") + "\nserve()\n", boxed("harness")
+CANDIDATE = boxed("plain", "far", "candidate")
+HARNESS = boxed("plain", "compare", "far", "asserted", "suite", "harness")
 
 
 def extracted(text: str) -> str:
@@ -84,9 +90,10 @@ class Code:
             )
         self.sandbox, self.deadline, self.seconds, self.credit = sandbox, deadline, seconds, credit
         self.limits = Limits(wall=seconds, cpu=seconds + 1, memory=memory, output=1 << 20)
-        self.imports = importable(packages)
+        self.settings = importable(packages) | {"modules": MODULES}
         self._cells: dict[str, Cell] = {}
-        self._good: set[str] = set()  # tasks whose reference passes
+        self._good: dict[str, int] = {}  # task -> how many of its tests its reference is known to pass
+        self._late: set[str] = set()  # tasks whose reference has run out of time once
         for name in ("candidate", "harness"):
             self._cell(name)
         for package in packages:
@@ -99,69 +106,73 @@ class Code:
 
     def __call__(self, trajectory: Trajectory, task: Task) -> Score:
         tests = checked(task)
-        until = time.monotonic() + SHARE * self.deadline
+        began = time.monotonic()
         code = extracted(trajectory.text)
-        passed = self._passed(code, tests, task, until)
+        passed = self._passed(code, tests, task, began + SHARE * self.deadline)
         if passed < len(tests):
-            self._try_reference(code, tests, task, until)
+            self._try_reference(tests, task, began + ALL * self.deadline)
         share = passed / len(tests)
         return Score(share if self.credit == "fraction" else float(share == 1.0), {"passed": share})
 
     def _passed(self, code: str, tests: list[Any], task: Task, until: float) -> int:
         passed = 0
-        for test in tests:
+        for test in tests if code.strip() else ():  # an empty answer solves nothing, whatever is asked of it
             if (left := until - time.monotonic()) <= 0:
                 break
-            good = self._passes(code, test, task, min(left, self.seconds))
+            good = self._verdict(code, test, task, min(left, self.seconds)) == PASSED
             passed += good
             if not good and self.credit == "all":
                 break
         return passed
 
-    def _try_reference(self, code: str, tests: list[Any], task: Task, until: float) -> None:
-        """Once for each task: are these tests that can be passed?"""
-        reference = task.data.get("answer")
-        if not isinstance(reference, str) or task.id in self._good:
-            return
-        until = max(until, time.monotonic() + 0.5 * (1 - SHARE) * self.deadline)
-        reference = extracted(reference)
-        for number, test in enumerate(tests):
-            left = until - time.monotonic()
-            if left <= 0:
-                return  # not known; another answer to this task asks again
-            if reference == code or not self._passes(reference, test, task, min(left, self.seconds)):
-                raise DataError(f"test {number} of {task.id} does not pass with the task's own answer: {str(test)[:200]!r}")
-        self._good.add(task.id)
+    def _try_reference(self, tests: list[Any], task: Task, until: float) -> None:
+        """Once for each task: are these tests that can be passed? Each has its whole time: what an answer used up is no fault of theirs."""
+        reference = reference_of(task)
+        for number in range(self._good.get(task.id, 0), len(tests) if reference else 0):
+            if time.monotonic() + self.seconds > until:
+                return  # another answer to this task goes on from here
+            verdict = self._verdict(reference, tests[number], task, self.seconds)
+            if verdict == LATE and task.id not in self._late:
+                self._late.add(task.id)
+                return  # this machine may have been busy, once
+            if verdict != PASSED:
+                raise DataError(
+                    f"test {number} of {task.id} does not pass with the task's own answer: {ENDED[verdict]}; the test: {str(tests[number])[:200]!r}"
+                )
+            self._good[task.id] = number + 1
 
-    def _passes(self, code: str, test: Any, task: Task, seconds: float) -> bool:
-        if isinstance(test, str):
-            return self._verdict(code, test, task, seconds) == PASSED
-        cell = self._cell("candidate")
-        if "input" in test:
-            ran = self._kept("candidate", cell.call(code, stdin=str(test["input"]).encode(), wall=seconds))
-            return ran.ok and same_text(ran.stdout.decode(errors="replace"), str(test["output"]))
-        name = test.get("function", task.data.get("entry_point"))
-        orders = [{"code": code}, {"plain": name, "args": [pack(one) for one in test["call"]]}]
-        orders = [order | {"shared": [], "dropped": []} for order in orders]
-        ran = self._kept("candidate", cell.call(CANDIDATE, stdin="".join(json.dumps(o) + "\n" for o in orders).encode(), wall=seconds))
-        with suppress(Exception):  # whatever stands there was written by the candidate
-            *_, last = ran.stdout.splitlines()
-            return ran.ok and len(ran.stdout.splitlines()) == len(orders) and same(unpack(json.loads(last)["value"]), test["expected"])
-        return False
+    def _verdict(self, code: str, test: Any, task: Task, seconds: float) -> int:
+        """Of one test. A box that breaks down while the candidate runs in it may be nobody's fault once."""
+        for again in (True, False):
+            try:
+                return (
+                    self._printed(code, test, seconds)
+                    if "input" in test
+                    else self._judged(code, judgement(code, test, task), test, task, seconds)
+                )
+            except BoxError:
+                if not again and not self._cells["harness"].alive:
+                    raise
+        return GONE
 
-    def _verdict(self, code: str, test: str, task: Task, seconds: float) -> int:
+    def _printed(self, code: str, test: dict[str, Any], seconds: float) -> int:
+        ran = self._kept("candidate", self._cell("candidate").call(code, stdin=str(test["input"]).encode(errors="replace"), wall=seconds))
+        if not ran.ok:
+            return LATE if ran.limit == "wall" else BROKEN
+        return PASSED if same_text(ran.stdout.decode(errors="replace"), str(test["output"])) else WRONG
+
+    def _judged(self, code: str, judgement: str, test: Any, task: Task, seconds: float) -> int:
         """Tests and candidate at once, each in its box, two pipes between them. A test that cannot be judged is a DataError."""
-        entry = str(task.data.get("entry_point", ""))
-        judge = f"{HARNESS}\njudge({code!r}, {test!r}, {free_names(test)!r}, {entry!r})\n"
         candidate, harness = self._cell("candidate"), self._cell("harness")
         asks, answers, none, tells = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDWR), os.memfd_create("tells")
         try:
-            candidate.begin(CANDIDATE, asks[0], answers[1], none)
             try:
-                harness.begin(judge, answers[0], asks[1], tells)
-            except SandboxError:
-                candidate.finish(0)
-                raise
+                candidate.begin("serve()", asks[0], answers[1], none, prelude=CANDIDATE)
+                try:
+                    harness.begin(judgement, answers[0], asks[1], tells, prelude=HARNESS)
+                except SandboxError:
+                    candidate.finish(0)
+                    raise
             finally:
                 for fd in (*asks, *answers, none):
                     os.close(fd)
@@ -171,17 +182,19 @@ class Code:
                 self._kept("candidate", candidate.finish(0))
             if ran.exit == FAULT and not ran.limit:
                 raise DataError(
-                    f"a test of {task.id} cannot be judged: {os.pread(tells, 2000, 0).decode(errors='replace')}; the test: {test[:200]!r}"
+                    f"a test of {task.id} cannot be judged: {os.pread(tells, 2000, 0).decode(errors='replace')}; the test: {str(test)[:200]!r}"
                 )
         finally:
             os.close(tells)
-        return ran.exit if not ran.limit else BROKEN
+        if ran.limit == "wall":
+            return LATE
+        return ran.exit if not ran.limit and ran.exit in ENDED else BROKEN
 
     def _cell(self, name: str) -> Cell:
         """The box of that name, which is used again as long as it is as it was."""
         cell = self._cells.get(name)
         if cell is None or not cell.alive:
-            cell = self._cells[name] = self.sandbox.cell(self.limits, **self.imports)
+            cell = self._cells[name] = self.sandbox.cell(self.limits, **self.settings)
         return cell
 
     def _kept(self, name: str, ran: Ran) -> Ran:
@@ -213,21 +226,120 @@ def checked(task: Task) -> list[Any]:
         raise DataError(f"task {task.id} has no tests: data['tests'] is a list of asserts, of {{input, output}} or of {{call, expected}}")
     for number, test in enumerate(tests):
         if isinstance(test, str):
-            try:
-                ast.parse(test)
-            except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-                raise DataError(f"test {number} of {task.id} is no Python: {error}") from error
+            wrong = _untestable(test, str(task.data.get("entry_point", "")), reference_of(task))
         elif not isinstance(test, dict) or not ({"input", "output"} <= test.keys() or {"call", "expected"} <= test.keys()):
-            raise DataError(
-                f"test {number} of {task.id} is {str(test)[:80]!r}; a test is Python text, {{input, output}} or {{call, expected}}"
-            )
-        elif "call" in test and not isinstance(test.get("function", task.data.get("entry_point")), str):
-            raise DataError(f"test {number} of {task.id} calls no named function: set data['entry_point'], or 'function' in the case")
+            wrong = f"is {str(test)[:80]!r}; a test is Python text, {{input, output}} or {{call, expected}}"
+        elif "call" in test:
+            wrong = _uncallable(test, task)
+        else:
+            wrong = ""
+        if wrong:
+            raise DataError(f"test {number} of {task.id} {wrong}")
+    if all(isinstance(test, dict) and "input" in test and not str(test["output"]).strip() for test in tests):
+        raise DataError(f"no test of {task.id} expects any output: a program that does nothing would pass")
     return list(tests)
 
 
+def reference_of(task: Task) -> str:
+    """The code of the task's own answer, or ""."""
+    answer = task.data.get("answer")
+    return extracted(answer) if isinstance(answer, str) else ""
+
+
+@lru_cache(4096)
+def _untestable(test: str, entry: str, answer: str) -> str:
+    """What is wrong with a text, or nothing."""
+    try:
+        if wrong := complaint(test, entry):
+            return f"tests nothing: {wrong}"
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return f"is no Python: {error}"
+    if names_of(test, entry, answer).asked:
+        return ""
+    known = ", ".join(sorted(names_read(test)))
+    why = (
+        f"calls nothing but built-in functions ({known}): set data['entry_point'] to the one that is asked for" if known else "asks nothing"
+    )
+    return f"tests nothing of an answer: it {why}"
+
+
+def _uncallable(test: dict[str, Any], task: Task) -> str:
+    if not isinstance(test.get("function", task.data.get("entry_point")), str):
+        return "calls no named function: set data['entry_point'], or 'function' in the case"
+    try:
+        pack([test["call"], test["expected"]])
+        return "" if isinstance(test["call"], list | tuple) else f"calls with {test['call']!r:.80}; a list of arguments is needed"
+    except (TypeError, ValueError) as error:
+        return f"has what is no plain data: {error}"
+
+
+def judgement(code: str, test: Any, task: Task) -> str:
+    """What the box of the tests carries out, behind the text of HARNESS."""
+    entry = str(task.data.get("entry_point", ""))
+    if isinstance(test, str):
+        asked, needed, modules = names_of(test, entry, reference_of(task))
+        return f"judge({code!r}, {test!r}, {asked!r}, {needed!r}, {modules!r}, {entry!r})"
+    arguments = [pack(one) for one in test["call"]]
+    return f"judge_call({code!r}, {test.get('function', entry)!r}, {arguments!r}, {pack(test['expected'])!r})"
+
+
+class Names(NamedTuple):
+    """What a text asks for. asked: of the candidate; needed: those of them that are built in, without which the text is not run; modules:
+    (name, module, attributes) that it uses and does not import, because its prompt does. A candidate's `math` is asked for nothing."""
+
+    asked: list[str]
+    needed: list[str]
+    modules: list[tuple[str, str, list[str]]]
+
+
+@lru_cache(4096)
+def names_of(test: str, entry: str, answer: str) -> Names:
+    """A candidate replaces no built-in function, but for the one that is tested: the entry point; in a text that knows no other name, what
+    the task's own answer defines, or the only one that it calls."""
+    free = set(free_names(test))
+    builtin = names_read(test) - free
+    needed = builtin & {entry}
+    modules = _modules(test, free - {entry, *defined(answer)})
+    asked = free - {name for name, *_ in modules} | needed
+    if not asked:
+        modules, asked = [], free
+    if not asked:
+        asked = needed = builtin & defined(answer) or (builtin if len(builtin) == 1 else set())
+    checks = {entry} if entry and re.search(r"\bcheck\b", test) else set()
+    return Names(sorted(asked | checks), sorted(needed), modules)
+
+
+def _modules(test: str, names: set[str]) -> list[tuple[str, str, list[str]]]:
+    """Those of the names that are called like a module, and of which nothing is read but attributes."""
+    tree = ast.parse(test)
+    roots = {id(node.value): node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    read: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            read.setdefault(node.id, set()).add(roots.get(id(node), ""))
+    known = [name for name in sorted(names & read.keys()) if name in sys.stdlib_module_names or name in ALIASES]
+    return [(name, ALIASES.get(name, name), sorted(read[name])) for name in known if "" not in read[name]]
+
+
+@lru_cache(4096)
+def defined(answer: str) -> set[str]:
+    """Names that the top of a task's own answer makes."""
+    try:
+        tree = ast.parse(answer)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    made = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    return made | {target.id for target in targets if isinstance(target, ast.Name)}
+
+
 def free_names(test: str) -> list[str]:
-    """Names that a test reads and neither makes nor finds among the built-in ones: the candidate's. It can replace no other."""
+    """Names that a test reads and neither makes nor finds among the built-in ones: the candidate's."""
+    return sorted(name for name in names_read(test) if not hasattr(builtins, name))
+
+
+def names_read(test: str) -> set[str]:
+    """Names that a test reads and does not make."""
     top = symtable.symtable(test, "<test>", "exec")
     made = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     tables, read = [top], set()
@@ -241,22 +353,9 @@ def free_names(test: str) -> list[str]:
             made -= {alias.name for alias in node.names}
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "solution":
             read.add(node.attr)
-    return sorted(name for name in read - made if not hasattr(builtins, name))
+    return read - made - {"__name__"}
 
 
 def same_text(said: str, wanted: str) -> bool:
     """Line by line, without the space at ends of lines and at the end."""
     return [line.rstrip() for line in said.rstrip().splitlines()] == [line.rstrip() for line in wanted.rstrip().splitlines()]
-
-
-def same(said: Any, wanted: Any) -> bool:
-    """Equal, True not being 1; floats to 1e-9 of their size. A list stands for a tuple too: JSON knows no other."""
-    if isinstance(wanted, list | tuple):
-        return isinstance(said, list | tuple) and len(said) == len(wanted) and all(map(same, said, wanted))
-    if isinstance(wanted, dict):
-        return isinstance(said, dict) and said.keys() == wanted.keys() and all(same(said[key], wanted[key]) for key in wanted)
-    if isinstance(wanted, bool) or isinstance(said, bool):
-        return said is wanted
-    if isinstance(wanted, float) or isinstance(said, float):
-        return isinstance(said, NUMBER) and isinstance(wanted, NUMBER) and math.isclose(said, wanted, rel_tol=1e-9, abs_tol=1e-9)
-    return bool(said == wanted)

@@ -11,6 +11,7 @@ from typing import Any
 
 from rondel.score.clock import stopped
 from rondel.words.errors import ConfigError, RewardError
+from rondel.words.text import read_json
 
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 SHOWN = 200  # characters of a body that an error shows
@@ -70,8 +71,8 @@ class Post:
                 why, wait = f"answered {reply.status_code}: {reply.text[:SHOWN]}", reply.headers.get("retry-after")
                 if reply.status_code == 200:
                     try:
-                        return reply.json()
-                    except ValueError:
+                        return read_json(reply.content)
+                    except (ValueError, RecursionError):
                         why = f"answered what is no JSON: {reply.text[:SHOWN]}"
                 elif reply.status_code not in PASSING:
                     break

@@ -13,6 +13,7 @@ from rondel.score.cache import Cache
 from rondel.score.http import Post
 from rondel.score.said import asked_of, turns_of
 from rondel.words.errors import ConfigError, RewardError
+from rondel.words.special_tokens import broken_up
 from rondel.words.types import Failed, Score, Task, Trajectory
 
 TEMPLATE = """You grade an answer. The question, the reference and the answer each stand between two lines that carry the mark {mark}.
@@ -111,7 +112,7 @@ class Judge:
                 self.cache.put(asked, str(said))
                 return Score(value)
             self.counts["judge_unreadable"] += 1
-            again = [{"role": "assistant", "content": str(said)}, {"role": "user", "content": self.form}]
+            again = [{"role": "assistant", "content": broken_up(str(said))}, {"role": "user", "content": self.form}]
         return Failed("judge gave no verdict", f"a number in [{self.low:g}, {self.high:g}] was asked for, and it said {str(said)[-200:]!r}")
 
     def request(self, trajectory: Trajectory, task: Task) -> dict[str, Any]:
@@ -121,7 +122,8 @@ class Judge:
         mark = blake2b(f"{question}\0{gold}\0{answer}".encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
         if len(turns) > 1:
             answer = "\n".join([SEVERAL, *(f"--- {turn.role} {mark}\n{turn.text}" for turn in turns)])
-        words = {"question": question, "answer": answer, "gold": gold, "rubric": self.rubric, "mark": mark, "form": self.form}
+        shown = {"question": question, "answer": answer, "gold": gold}
+        words = {name: broken_up(text) for name, text in shown.items()} | {"rubric": self.rubric, "mark": mark, "form": self.form}
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": _filled(self.template, words)}],

@@ -17,6 +17,8 @@ from rondel.score.naps import Naps
 from rondel.score.said import asked_of, turns_of
 from rondel.words.errors import ConfigError, RewardError
 from rondel.words.registry import one_of
+from rondel.words.special_tokens import special_tokens
+from rondel.words.text import valid
 from rondel.words.types import Failed, Score, Task, Trajectory, Turn
 
 CLOSE = 1e-4  # a packed score and one computed alone, relative to the larger of it and 1; bfloat16 gets more
@@ -70,7 +72,7 @@ class Model:
         self.body: Any = getattr(self.model, self.model.base_model_prefix, None)
         self.head = self._head()
         self.most = getattr(self.model.config, "max_position_embeddings", None) or 1 << 30
-        self.special = sorted({t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special}, key=len, reverse=True)
+        self.special = special_tokens(self.tokenizer)
         self.counts: dict[str, float] = defaultdict(float)
         self.packs: bool | None = None
         self._thread, self._awake = ThreadPoolExecutor(1), asyncio.Event()
@@ -115,16 +117,15 @@ class Model:
         return self._naps.bytes if self._naps is not None else 0
 
     def ids(self, asked: list[dict[str, str]], turns: list[Turn]) -> list[int]:
-        """The conversation as the model's own tokens. What would be a special token inside of it is taken out: an answer cannot end itself."""
-        messages = [*asked, *({"role": turn.role, "content": turn.text} for turn in turns)]
-        messages = [{"role": m["role"], "content": self.harmless(m["content"])} for m in messages]
+        """The conversation as the model's own tokens. Special tokens that it spells are text: an answer cannot end itself."""
+        messages = self.special.messages(valid([*asked, *({"role": turn.role, "content": turn.text} for turn in turns)]))
         if self.template is not None:
             said = messages[len(asked) :]
             answer = said[0]["content"] if len(said) == 1 else "\n".join(f"{m['role']}: {m['content']}" for m in said)
             words = {"question": "\n".join(m["content"] for m in messages[: len(asked)]), "answer": answer}
             text = re.sub(r"\{(question|answer)\}", lambda found: words[found[1]], self.template)
-            return list(self.tokenizer(text)["input_ids"])
-        return list(self.tokenizer(self._rendered(messages), add_special_tokens=False)["input_ids"])
+            return self.special.encode(text, add_special_tokens=True)
+        return self.special.encode(self._rendered(messages))
 
     def _rendered(self, messages: list[dict[str, str]]) -> str:
         """As the model's chat template writes it. One that refuses a role reads those messages as the user's, with the role named."""
@@ -143,14 +144,6 @@ class Model:
             if merged == messages:
                 raise RewardError(f"the chat template of reward model {self.path!r} refuses this conversation: {error}") from error
             return str(self.tokenizer.apply_chat_template(merged, tokenize=False))
-
-    def harmless(self, text: str) -> str:
-        before = None
-        while before != text:  # taking one out may make another whole
-            before = text
-            for token in self.special:
-                text = text.replace(token, "")
-        return text
 
     async def _compute(self, batch: list[list[int]]) -> list[list[float]]:
         began = time.monotonic()

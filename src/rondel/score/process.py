@@ -13,6 +13,7 @@ from rondel.score.model import Model
 from rondel.score.said import asked_of, turns_of
 from rondel.words.errors import ConfigError
 from rondel.words.registry import imported, one_of
+from rondel.words.text import valid
 from rondel.words.types import Failed, Score, Task, Trajectory, Turn
 
 AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
@@ -135,13 +136,13 @@ class Process:
         """The value of a step stands at the last token of the separator behind it. What was asked stands before the first step, and what
         tools and users said between the turns where they said it."""
         assert self.model
-        tokenizer, model = self.model.tokenizer, self.model
+        model, special = self.model, self.model.special
         question = "\n".join(message["content"] for message in asked)
-        ids = list(tokenizer(model.harmless(question) + self.separator)["input_ids"])
+        ids = special.encode(special.cover(valid(question)) + self.separator, add_special_tokens=True)
         ends = []
         for turn, steps in zip(turns, of):
             for text in [step for step, _ in steps] if turn.written else [turn.text]:
-                ids += tokenizer(model.harmless(text) + self.separator, add_special_tokens=False)["input_ids"]
+                ids += special.encode(special.cover(valid(text)) + self.separator)
                 ends += [len(ids) - 1] * turn.written
         if len(ids) > model.most:
             return Failed("text does not fit the reward model", f"it has {len(ids)} tokens, and the model reads {model.most}")

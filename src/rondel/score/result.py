@@ -6,6 +6,7 @@ import math
 from numbers import Integral, Real
 from typing import Any
 
+from rondel.words.text import valid
 from rondel.words.types import Failed, Score, Trajectory
 
 
@@ -24,7 +25,7 @@ def read(returned: Any) -> Score | Failed:
         return next((Failed(_complaint(x), "in a Score") for x in numbers if not _is_number(x)), returned)
     if not isinstance(returned, dict):
         return _part(returned)
-    parts = {str(name): _part(part) for name, part in returned.items()}
+    parts = {valid(str(name)): _part(part) for name, part in returned.items()}
     for name, part in parts.items():
         if isinstance(part, Failed):
             return Failed(part.reason, f"in part '{name}'" + (f": {part.detail}" if part.detail else ""))

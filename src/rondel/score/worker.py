@@ -28,6 +28,7 @@ from rondel.score import Lent, build
 from rondel.score.clock import CLOCK, CLOCKS, Clocks, called
 from rondel.score.result import placed, read
 from rondel.words.registry import imported
+from rondel.words.signals import leave_to_controller
 from rondel.words.types import Failed, Score, Task, Trajectory
 
 
@@ -37,8 +38,7 @@ def main() -> None:
     os.dup2(2, 1)
     spec, parent, timeout, folder, lends, asleep = pickle.load(jobs)
     die_with(parent)
-    for number in (signal.SIGTERM, signal.SIGINT):  # of the whole machine: the run decides when it ends
-        signal.signal(number, lambda *_: None)
+    leave_to_controller()
 
     def answer(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message) + "\n")

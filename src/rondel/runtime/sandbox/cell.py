@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import json
+import marshal
 import os
 import select
 import signal
@@ -18,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from rondel.runtime.sandbox.talk import Talk
-from rondel.runtime.sandbox.users import owner_of, somebody
-from rondel.words.boxes import Limits, Ran
-from rondel.words.errors import SandboxError
+from rondel.runtime.sandbox.users import owner_of, rooted, somebody
+from rondel.words.boxes import BoxFileError, Limits, Ran
+from rondel.words.errors import BoxError, SandboxError, UserError
 
 HOME = "/box"
 BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from rondel.runtime.sandbox.inside.wall import main; main()"
@@ -38,6 +41,7 @@ class Cell:
 
     shown    further folders of the host that it may read
     imports  folders that its Python looks for modules in, after its own
+    modules  of the standard library: imported once, for all commands
     group    False: no control groups, as on a machine where none can be made
     lock     an open file that is held until nothing of the box is left
     """
@@ -50,6 +54,7 @@ class Cell:
         folder: str | Path | None = None,
         shown: tuple[str, ...] = (),
         imports: tuple[str, ...] = (),
+        modules: tuple[str, ...] = (),
         group: bool = True,
         lock: int | None = None,
     ) -> None:
@@ -60,7 +65,7 @@ class Cell:
         prefix = () if PREFIX.startswith(SYSTEM) else (PREFIX,)
         spec = {
             "wall": wall, "control": theirs.fileno(), "home": HOME, "python": PYTHON, "shown": [*prefix, *map(os.path.realpath, shown)],
-            "uid": owner_of(self.folder) if self.folder else somebody(), "folder": str(self.folder or ""), "group": group,
+            "uid": owner_of(self.folder) if self.folder else somebody(), "folder": str(self.folder or ""), "group": group, "root": rooted(), "modules": modules,
             **{name: getattr(limits, name) for name in ("cpu", "memory", "processes", "disk", "file", "files", "open_files", "network")},
         }  # fmt: skip
         said = os.memfd_create("said")
@@ -75,16 +80,16 @@ class Cell:
         self._end = weakref.finalize(self, _end, own, self.process)
         try:
             hello = self._hear(time.monotonic() + START_SECONDS)
-        except SandboxError:
-            hello = {}
+        except SandboxError as error:
+            hello = {"silent": str(error)}
         if "ready" not in hello:
-            words = hello.get("failed") or os.pread(said, 4000, 0).decode(errors="replace").strip().rpartition("\n")[2] or "it said nothing"
+            words = hello.get("failed") or os.pread(said, 4000, 0).decode(errors="replace").strip().rpartition("\n")[2] or hello["silent"]
             self.kill()
             os.close(said)
             raise SandboxError(f"a box behind the wall '{wall}' did not start: {words}")
         os.close(said)
         self.grouped: bool = hello["grouped"]  # the memory of the whole is limited
-        self.clean = True  # nothing lies in it that a command left
+        self.clean = True  # it is as it was when it was new
 
     @property
     def alive(self) -> bool:
@@ -101,20 +106,20 @@ class Cell:
     def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         done = self._do({"do": "write", "path": path, "mode": mode}, stdin=data)
         if not done.ok:
-            raise OSError(f"cannot write {path} in the box: {done.stderr.decode(errors='replace').strip() or done.ended}")
+            raise BoxFileError(f"cannot write {path!r} in the box: {done.stderr.decode(errors='replace').strip() or done.ended}")
 
     def read(self, path: str, *, most: int | None = None) -> bytes:
         done = self._do({"do": "read", "path": path}, most=most or self.limits.disk)
         if not done.ok:
-            raise OSError(f"cannot read {path} in the box: {done.stderr.decode(errors='replace').strip() or done.ended}")
+            raise BoxFileError(f"cannot read {path!r} in the box: {done.stderr.decode(errors='replace').strip() or done.ended}")
         return done.stdout
 
-    def begin(self, code: str, stdin: int, stdout: int, stderr: int) -> None:
-        """As `call`, on files of the caller's; `finish` waits for it."""
+    def begin(self, code: str, stdin: int, stdout: int, stderr: int, *, prelude: str = "") -> None:
+        """As `call`, on files of the caller's; `finish` waits for it. `prelude`: what the code begins with, and is the same in many calls."""
         self._turn.acquire()
         try:
             with _held(code) as text:
-                self._send({"do": "call", "env": self.env}, stdin, stdout, stderr, text)
+                self._send({"do": "call", "env": self.env}, stdin, stdout, stderr, text, *([_compiled(prelude)] if prelude else []))
         except BaseException:
             self._turn.release()
             raise
@@ -163,8 +168,9 @@ class Cell:
     def _told(self, answer: dict[str, Any] | None, limit: str, stdout: bytes, stderr: bytes, began: float) -> Ran:
         if answer is None:
             self.kill()
-            raise SandboxError("the box broke down" if not limit else f"the box did not end a command over its {limit} limit")
+            raise BoxError("the box broke down" if not limit else f"the box did not end a command over its {limit} limit")
         if answer.get("broken"):
+            self.kill()
             raise SandboxError(f"a box behind the wall '{self.wall}' could not begin a command: {answer['broken']}")
         self.clean = not answer["left"]
         number = answer["signal"]
@@ -179,18 +185,21 @@ class Cell:
     def _send(self, order: dict[str, Any], *files: int) -> None:
         message = json.dumps(order).encode()
         if len(message) > 1 << 17:
-            raise SandboxError(f"a command of {len(message)} bytes; a box takes {1 << 17}: write a file, or use stdin")
+            raise UserError(f"a command of {len(message)} bytes; a box takes {1 << 17}: write a file, or use stdin")
         try:
             socket.send_fds(self._control, [message], list(files))
         except OSError as error:
-            raise SandboxError(f"the box has ended: {error}") from error
+            raise BoxError(f"the box has ended: {error}") from error
 
     def _hear(self, deadline: float) -> dict[str, Any]:
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise SandboxError("no word from it")
-        message = self._control.recv(1 << 18)
+            raise SandboxError("it said nothing in time")
+        try:
+            message = self._control.recv(1 << 18)
+        except ConnectionResetError:
+            message = b""
         if not message:
             raise SandboxError("it ended")
         return json.loads(message)
@@ -207,11 +216,20 @@ def _held(code: str) -> Iterator[int]:
     held = os.memfd_create("code")
     try:
         with open(held, "wb", closefd=False) as file:
-            file.write(code.encode())
+            file.write(code.encode(errors="replace"))
         os.lseek(held, 0, os.SEEK_SET)
         yield held
     finally:
         os.close(held)
+
+
+@functools.cache
+def _compiled(prelude: str) -> int:
+    """The text compiled, as an open file in memory that nobody can change. A box has this interpreter."""
+    held = os.memfd_create("prelude", os.MFD_ALLOW_SEALING)
+    os.write(held, marshal.dumps(compile(prelude, "<code>", "exec")))
+    fcntl.fcntl(held, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return held
 
 
 def contents(folder: Path) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rondel.words.boxes import Limits, Ran
+from rondel.words.boxes import BoxFileError, Limits, Ran
 from rondel.words.errors import ConfigError, SandboxError
 
 HOME = "/box"
@@ -67,7 +67,7 @@ class Outside:
     def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> Ran:
         return self.run(["python3", "-c", code], stdin=stdin, wall=wall)
 
-    def begin(self, code: str, stdin: int, stdout: int, stderr: int) -> None:
+    def begin(self, code: str, stdin: int, stdout: int, stderr: int, *, prelude: str = "") -> None:
         raise SandboxError(
             f"a box of kind {type(self).__name__.lower()} runs whole commands only; what is talked to needs a process or a container"
         )
@@ -78,12 +78,12 @@ class Outside:
     def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         done = self.run(["sh", "-c", 'mkdir -p "$(dirname "$1")" && cat > "$1" && chmod "$2" "$1"', "write", path, f"{mode:o}"], stdin=data)
         if not done.ok:
-            raise OSError(f"cannot write {path} in the box: {done.stderr.decode(errors='replace').strip() or done.ended}")
+            raise BoxFileError(f"cannot write {path!r} in the box: {done.stderr.decode(errors='replace').strip() or done.ended}")
 
     def read(self, path: str) -> bytes:
         done = self.run(["cat", "--", path])
         if not done.ok:
-            raise OSError(f"cannot read {path} in the box: {done.stderr.decode(errors='replace').strip() or done.ended}")
+            raise BoxFileError(f"cannot read {path!r} in the box: {done.stderr.decode(errors='replace').strip() or done.ended}")
         return done.stdout
 
 
@@ -111,11 +111,14 @@ class Container(Outside):
             self.kill()
         return Ran(code if 0 <= code < 128 else 0, max(0, code - 128, -code), stdout, stderr, limit, time.monotonic() - began)
 
-    def begin(self, code: str, stdin: int, stdout: int, stderr: int) -> None:
+    def begin(self, code: str, stdin: int, stdout: int, stderr: int, *, prelude: str = "") -> None:
         self._began = time.monotonic()
         try:
             self._open = subprocess.Popen(
-                [self.tool, "exec", "--interactive", self.name, "python3", "-c", code], stdin=stdin, stdout=stdout, stderr=stderr
+                [self.tool, "exec", "--interactive", self.name, "python3", "-c", f"{prelude}\n{code}"],
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
             )
         except OSError as error:
             raise SandboxError(f"{self.tool} did not begin a command in {self.name}: {error}") from error

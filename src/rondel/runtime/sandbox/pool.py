@@ -15,8 +15,8 @@ from rondel.words.errors import SandboxError, UserError
 class Functions:
     """`Functions(Sandbox(), size=2).call("print(6 * 7)")` -> Ran(0, 0, b"42\\n", ...).
 
-    A snippet runs in a copy of the box's interpreter and everything it started ends with it. A box is used again only if the snippet left
-    no file behind; else it is thrown away and another is started beside the work.
+    A snippet runs in a copy of the box's interpreter and everything it started ends with it. A box is used again only if it is as it was
+    when it was new; else it is thrown away and another is started beside the work.
     """
 
     def __init__(self, sandbox: Sandbox, limits: Limits | None = None, *, size: int = 1, patience: float = 60.0) -> None:

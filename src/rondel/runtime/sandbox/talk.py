@@ -51,7 +51,10 @@ class Talk:
                 until = min(deadline, look) if too_much and not limit else deadline
                 for fd, _ in self.poll.poll(max(0.0, until - now) * 1000 + 1):
                     if fd == self.control.fileno():
-                        message = self.control.recv(1 << 18)
+                        try:
+                            message = self.control.recv(1 << 18)
+                        except ConnectionResetError:  # it ended with something unread
+                            message = b""
                         if not message:
                             return None, limit
                         answer = json.loads(message)

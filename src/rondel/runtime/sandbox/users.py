@@ -7,25 +7,48 @@ import random
 from pathlib import Path
 
 PLAIN = 1000  # what a box of a plain user is called in its own namespace
+SYSTEM = 1000  # numbers below are those of a system's own users
+NOBODY = 65534
+HIGHEST = 1 << 31
+
+
+def rooted() -> bool:
+    """Whether this is a root that has numbers to give away; one in a user namespace of a single number makes boxes as a plain user does."""
+    return os.geteuid() == 0 and len(numbers()) > 1
 
 
 def somebody() -> int:
     """A number that nobody here has."""
-    if os.geteuid() != 0:
+    if not rooted():
         return PLAIN
-    with open("/proc/self/uid_map") as lines:
-        first, _, count = (int(word) for word in lines.readline().split())
-    top = first + count
-    low = (1 << 30) if top > 1 << 31 else max(first + 1000, top - 50_000)
-    return random.SystemRandom().randrange(low, min(top, 1 << 31) - 1)
+    while (one := random.SystemRandom().choice(numbers())) == NOBODY:
+        pass
+    return one
 
 
 def owner_of(folder: Path) -> int:
     """The number for a box with this folder: its owner, or somebody who owns it from now on."""
-    if os.geteuid() != 0:
+    if not rooted():
         return PLAIN
     if owner := folder.stat().st_uid:
         return owner
     uid = somebody()
     os.chown(folder, uid, uid)
     return uid
+
+
+def numbers() -> range:
+    """Those that this process may give to a box, for its user and its group alike: the upper half of the highest range it has."""
+    shared = [
+        range(max(user.start, group.start, SYSTEM), min(user.stop, group.stop, HIGHEST))
+        for user in mapped("uid")
+        for group in mapped("gid")
+    ]
+    highest = max(filter(None, shared), key=lambda one: one.stop, default=range(0))
+    return highest[len(highest) // 2 :]
+
+
+def mapped(kind: str) -> list[range]:
+    """The numbers of users ("uid") or groups ("gid") in this process's user namespace, one range for each row of its map."""
+    with open(f"/proc/self/{kind}_map") as rows:
+        return [range(first, first + count) for first, _, count in (map(int, row.split()) for row in rows)]

@@ -17,6 +17,7 @@ import itertools
 import json
 import operator
 import sys
+import types
 from typing import Any
 
 from rondel.score.boxed.plain import named, pack, unpack
@@ -96,6 +97,7 @@ DO: dict[str, Any] = {
     "issubclass": lambda kind, one: issubclass(one, kind),
     "copy": copy.copy, "deepcopy": copy.deepcopy,
     "data": lambda on: _data(on),
+    "await": lambda on: importlib.import_module("asyncio").run(on),
 }  # fmt: skip
 
 
@@ -125,10 +127,10 @@ class Shared:
 class Proxy:
     """Stands for an object of the other end, which carries out what is done to it."""
 
-    __slots__ = ("__weakref__", "_far_base", "_far_end", "_far_mixed", "_far_number")
+    __slots__ = ("__weakref__", "_far_base", "_far_end", "_far_mixed", "_far_number", "_far_steps")
 
     def __init__(self, end: End, number: int, base: str) -> None:
-        for name, value in (("end", end), ("number", number), ("base", base), ("mixed", False)):
+        for name, value in (("end", end), ("number", number), ("base", base), ("mixed", False), ("steps", False)):
             object.__setattr__(self, f"_far_{name}", value)
 
     def _far_do(self, what: str, *args: Any, **kwargs: Any) -> Any:
@@ -227,13 +229,16 @@ class End:
         self.send({"do": what, "args": sent[0], "kwargs": sent[1]})
         return self.answer()
 
-    def answer(self) -> Any:
-        """What the other end answers; until then it may ask."""
+    def answer(self, copied: bool = False) -> Any:
+        """What the other end answers; until then it may ask. `copied`: plain data, or nothing."""
         while "do" in (message := self.receive()):
-            self.send(self.carried_out(message))
+            self.serve(message)
         if "raised" in message:
             self.throw(message)
-        return self.unpack(message["value"])
+        return unpack(message["value"]) if copied else self.unpack(message["value"])
+
+    def serve(self, order: dict[str, Any]) -> None:
+        self.send(self.carried_out(order))
 
     def carried_out(self, order: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -323,7 +328,7 @@ class End:
         if isinstance(value, type) and issubclass(value, Exception):
             bases = [self.pack(base) for base in value.__bases__ if issubclass(base, Exception)]
             return {"x": [self.number(value), value.__module__, value.__name__, bases]}
-        return {"r": [self.number(value), _base(kind)]}
+        return {"r": [self.number(value), "await" if issubclass(kind, types.CoroutineType) else _base(kind)]}
 
     def number(self, value: Any) -> int:
         self.admit(value)
@@ -346,8 +351,11 @@ class End:
             return self.exception(*body)
         number, base = body
         if number not in self.proxies:
-            self.proxies[number] = self.proxy(self, number, base)
+            self.proxies[number] = self.stand_in(number, base)
         return self.proxies[number]
+
+    def stand_in(self, number: int, base: str) -> Proxy:
+        return self.proxy(self, number, base)
 
     def exception(self, number: int, module: str, name: str, bases: list[Any]) -> Any:
         """A class here for an exception class there, so that it can be caught: the library's own if it is loaded here."""
@@ -357,6 +365,8 @@ class End:
                 return found
         if number not in self.proxies:
             above = tuple(self.unpack(base) for base in bases) or (Exception,)
+            if not all(isinstance(base, type) and issubclass(base, Exception) for base in above):
+                raise TypeError("what an exception comes from is one, too")
             body = {
                 "__str__": lambda error: error._said,
                 "__getattr__": lambda error, name: getattr(error.__dict__["_far"], name),
@@ -374,6 +384,8 @@ class End:
             args = tuple(unpack(one) for one in message["args"])
             error = kind.__new__(kind, *args)
             error.args, error._said, error._far = args, str(message["said"]), self.unpack(message["error"])  # type: ignore[attr-defined]
+            if isinstance(error, StopIteration) and args:
+                error.value = args[0]
         except Exception as broken:
             raise Gone from broken
         raise error

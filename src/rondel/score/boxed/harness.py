@@ -2,12 +2,15 @@
 
 stdin   the candidate's answers       stdout   what it is asked       stderr   why the test cannot be judged      exit code   the verdict
 What a candidate returns arrives as plain data, or as a Far object. A candidate never decides how its object compares with plain data:
-that would be a way to be equal to whatever is expected, or to be told what that is.
+that would be a way to be equal to whatever is expected, or to be told what that is. Nor does it ask for anything here but what may be done
+to an object that a test has handed to it.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import io
 import operator
 import os
 import sys
@@ -15,12 +18,16 @@ import types
 from numbers import Number
 from typing import Any
 
-from rondel.score.boxed.far import BASES, CONTAINERS, ORDER, End, Gone, Proxy, Refused
-from rondel.score.boxed.plain import VALUES, named
+from rondel.score.boxed.compare import same
+from rondel.score.boxed.far import BASES, BINARY, CONTAINERS, ORDER, End, Gone, Proxy, Refused
+from rondel.score.boxed.plain import VALUES, named, unpack
+from rondel.score.boxed.suite import Suite, is_theirs
 
-PASSED, WRONG, BROKEN, GONE, FAULT = 40, 41, 42, 43, 44  # not what a process says that ends for another reason
+PASSED, WRONG, BROKEN, GONE, FAULT, EMPTY = 40, 41, 42, 43, 44, 45  # not what a process says that ends for another reason
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
-INNARDS = (types.ModuleType, types.FrameType, types.CodeType, types.TracebackType, types.CoroutineType, types.AsyncGeneratorType)
+INNARDS = (types.ModuleType, types.FrameType, types.CodeType, types.TracebackType, types.CoroutineType, types.AsyncGeneratorType, End)
+TEXTS = (io.StringIO, io.BytesIO)  # the files that are no files
+STEPS = ("send", "throw")  # methods of a generator: it may end there
 OUTSIDE = ("call", "bool", "eq", "ne", "hash", "str", "repr", "isinstance", "issubclass")  # what may be done to a function or a class
 
 
@@ -32,6 +39,12 @@ class Far(Proxy):
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return BASES.get(self._far_base, Far)
+
+    def __getattr__(self, name: str) -> Any:
+        found = Proxy.__getattr__(self, name)
+        if name in STEPS and issubclass(type(found), Proxy):
+            object.__setattr__(found, "_far_steps", True)
+        return found
 
     def _far_plain(self) -> Any:
         """What it is underneath, if it is a container."""
@@ -69,6 +82,28 @@ class Far(Proxy):
         return found
 
 
+class FarCoroutine(Far):
+    """One that the candidate has begun; it runs to its end when it is awaited."""
+
+    __slots__ = ()
+
+    def __await__(self) -> Any:
+        return self._far_do("await")
+        yield
+
+    def send(self, value: Any) -> Any:
+        raise StopIteration(self._far_do("await"))
+
+    def __next__(self) -> Any:
+        return self.send(None)
+
+    def throw(self, *error: Any) -> Any:
+        raise error[-1]
+
+    def close(self) -> None:
+        pass
+
+
 def _ordered(name: str) -> Any:
     def compare(self: Far, other: Any) -> Any:
         if issubclass(type(other), Proxy):
@@ -80,11 +115,6 @@ def _ordered(name: str) -> Any:
 
 for _name in ORDER:
     setattr(Far, f"__{_name}__", _ordered(_name))
-
-
-def is_theirs(error: BaseException) -> bool:
-    """Whether the candidate raised it."""
-    return "_far" in vars(error)
 
 
 def is_plain(value: Any) -> bool:
@@ -105,14 +135,33 @@ class Line(End):
             os.dup2(nothing, fd)
         self.fault, self.gone = "", False
         self.asked = 0  # depth of orders of the candidate's
+        self.consulted = False  # whether the test has asked more than what a name stands for
 
     def order(self, order: dict[str, Any]) -> Any:
         self.send(order)
         return self.answer()
 
-    def answer(self) -> Any:
+    def copied(self, order: dict[str, Any]) -> Any:
+        """The answer as plain data alone: nothing in it asks the candidate again."""
+        self.send(order)
+        return self.answer(copied=True)
+
+    def ask(self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Only an iterator may say that it has ended: raised by a function, it would end a map() or zip() of the test's unseen."""
+        self.consulted = True
         try:
-            return super().answer()
+            return super().ask(what, args, kwargs)
+        except (StopIteration, StopAsyncIteration) as error:
+            on = args[0]
+            if not is_theirs(error) or what == "next" or (issubclass(type(on), Proxy) and on._far_steps):
+                raise
+            wrong = RuntimeError(f"the candidate raised {type(error).__name__}, which only an iterator may")
+            wrong._far = error.__dict__["_far"]  # type: ignore[attr-defined]
+            raise wrong from None
+
+    def answer(self, copied: bool = False) -> Any:
+        try:
+            return super().answer(copied)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             if is_theirs(error):
                 raise
@@ -122,12 +171,22 @@ class Line(End):
             self.gone = True  # also if the test catches whatever comes
             raise
 
-    def carried_out(self, order: dict[str, Any]) -> dict[str, Any]:
+    def serve(self, order: dict[str, Any]) -> None:
         self.asked += 1
         try:
-            return super().carried_out(order)
+            super().serve(order)
         finally:
             self.asked -= 1
+
+    def carried_out(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Something is done to objects of the test's and to nothing else: what both ends have, a type say, the candidate has itself."""
+        handed = [isinstance(one, dict) and one.keys() == {"y"} for one in order["args"]]
+        if not any(handed[:2] if order["do"] in BINARY else handed[:1]):
+            raise Gone
+        return super().carried_out(order)
+
+    def stand_in(self, number: int, base: str) -> Proxy:
+        return FarCoroutine(self, number, "") if base == "await" else super().stand_in(number, base)
 
     def forget(self) -> None:
         for number, shared in list(self.shared.items()):
@@ -143,13 +202,15 @@ class Line(End):
         return super().known(value)
 
     def looked_up(self, module: str, name: Any) -> Any:
-        found = super().looked_up(module, name) if module == "builtins" else None
+        found = super().looked_up(module, name) if module == "builtins" and not name.startswith("_") else None
         if not isinstance(found, type):
             raise ValueError(f"{module}.{name}")
         return found
 
     def admit(self, value: Any) -> None:
-        if not isinstance(value, INNARDS):
+        file = isinstance(value, io.IOBase) and not isinstance(value, TEXTS)
+        kept = file or isinstance(value, INNARDS) or (isinstance(value, type) and issubclass(value, Proxy))
+        if not kept:
             return
         reason = (
             f"a test hands a {type(value).__name__} to the candidate, whose code runs in another box; data, functions and objects go there"
@@ -160,33 +221,61 @@ class Line(End):
 
     def allow(self, what: str, args: list[Any]) -> None:
         on = args[0]
-        inside = what in ("get", "set", "delete") and (isinstance(on, types.GeneratorType) or str(args[1]).startswith("__"))
+        inside = what in ("get", "set", "delete") and (isinstance(on, types.GeneratorType) or inner(on, str(args[1])))
         if inside or (isinstance(on, FUNCTIONS) and what not in OUTSIDE):
             raise AttributeError(f"'{what}' of a {type(on).__name__} of the test's")
 
 
-def judge(code: str, test: str, names: list[str], entry: str) -> None:
-    """`names`: those that the test uses and does not make. Ends the process with the verdict."""
+def inner(on: Any, name: str) -> bool:
+    """Whether an attribute is not for the candidate: what is Python's or ours, the library's own, and how a mock is made to compare."""
+    return name.startswith(("__", "_far", "configure_mock")) or (name.startswith("_") and type(on).__module__ != "__main__")
+
+
+def judge(code: str, test: str, names: list[str], needed: list[str], modules: list[tuple[str, str, list[str]]], entry: str) -> None:
+    """The verdict of a text, as the exit code.
+
+    names    those that it uses and does not make; without the `needed` ones it is not run
+    modules  (name, module, attributes) that it uses without importing them: the candidate's only if the module has no such attributes
+    """
+
+    def run(line: Line) -> int:
+        given = {name: importlib.import_module(module) for name, module, _ in modules}
+        theirs = [name for name, _, attributes in modules if not all(hasattr(given[name], one) for one in attributes)]
+        found = {}
+        for name in [*names, *theirs]:
+            try:
+                found[name] = line.order({"name": name})
+            except KeyError:
+                if name in needed:
+                    return BROKEN
+        if not found:
+            return BROKEN
+        suite = Suite(test, lambda: line.asked > 0)
+        suite.run({**given, **found}, entry)
+        if suite.made:
+            return PASSED
+        if not line.consulted and all(issubclass(type(one), Proxy) for one in found.values()):  # nothing of the candidate's led here
+            line.fault = "none of its assertions is carried out, and the candidate is asked nothing"
+        return EMPTY
+
+    _ended(code, run)
+
+
+def judge_call(code: str, name: str, args: list[Any], expected: Any) -> None:
+    """The verdict of one call, whose result is compared as a copy. `args`, `expected`: packed."""
+
+    def run(line: Line) -> int:
+        return PASSED if same(line.copied({"plain": name, "args": args}), unpack(expected)) else WRONG
+
+    _ended(code, run)
+
+
+def _ended(code: str, run: Any) -> None:
+    """Runs it beside the candidate, and ends the process with the verdict."""
     verdict, line = BROKEN, Line()
     try:
         line.order({"code": code})
-        module = sys.modules["task_test"] = type(sys)("task_test")
-        space = module.__dict__
-        solution = type(sys)("solution")
-        for name in names:
-            try:
-                space[name] = line.order({"name": name})
-            except KeyError:
-                continue
-            setattr(solution, name, space[name])
-        sys.modules["solution"] = solution
-        exec(compile(test, "<test>", "exec", dont_inherit=True), space)
-        if entry and callable(space.get("check")):
-            space["check"](space[entry] if entry in space else line.order({"name": entry}))
-        for name, value in list(space.items()):
-            if name.startswith("test") and callable(value) and not issubclass(type(value), Proxy):
-                value()
-        verdict = PASSED
+        verdict = run(line)
     except Gone:
         verdict = GONE
     except AssertionError:

@@ -15,14 +15,15 @@ from rondel.runtime.sandbox.inside.kernel import CAP_AMBIENT, CAPBSET_DROP, DUMP
 def drop(spec: dict[str, Any], groups: list[int], keep: tuple[int, ...] = ()) -> None:
     """groups: open `cgroup.procs` of the box. keep: open files beside 0, 1 and 2; they close at exec."""
     os.setsid()
+    first_to_be_killed()
     for group in groups:
         os.write(group, b"0")
     close_all_but(keep)
     limits(spec)
+    for capability in range(64):
+        with suppress(OSError):
+            prctl(CAPBSET_DROP, capability)
     if os.geteuid() == 0:
-        for capability in range(64):
-            with suppress(OSError):
-                prctl(CAPBSET_DROP, capability)
         os.setgroups([])
         os.setresgid(spec["uid"], spec["uid"], spec["uid"])
         os.setresuid(spec["uid"], spec["uid"], spec["uid"])
@@ -33,10 +34,17 @@ def drop(spec: dict[str, Any], groups: list[int], keep: tuple[int, ...] = ()) ->
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     os.umask(0o022)
-    os.chdir(spec["home"])
+    with suppress(PermissionError):  # an earlier command of the same box closed its home: this one begins outside
+        os.chdir(spec["home"])
     prctl(DUMPABLE, 1)  # it may look at itself
     if calls.known():
         calls.install(memory_files=spec["grouped"])
+
+
+def first_to_be_killed() -> None:
+    """Where the machine or the box is short of memory. Written before the capabilities go, so that it cannot be taken back."""
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
 
 
 def close_all_but(keep: tuple[int, ...]) -> None:

@@ -8,7 +8,9 @@ It never runs the box's code in itself, and no process of the box may signal, tr
 
 from __future__ import annotations
 
+import importlib
 import json
+import marshal
 import os
 import select
 import signal
@@ -18,8 +20,10 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
+from rondel.runtime.sandbox.inside.condition import condition, next_process, settled
 from rondel.runtime.sandbox.inside.drop import drop
 from rondel.runtime.sandbox.inside.kernel import DUMPABLE, prctl
+from rondel.runtime.sandbox.inside.view import shut_devices
 
 MOST = 1 << 18  # bytes of one message
 
@@ -31,6 +35,9 @@ def serve(control: socket.socket, spec: dict[str, Any], groups: list[int], count
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     prctl(DUMPABLE, 0)
+    for name in spec["modules"]:
+        importlib.import_module(name)
+    new = () if spec["folder"] else settled(spec["home"])  # a folder of the host's is kept as it is, and its box is never used again
     control.send(json.dumps({"ready": True, "grouped": spec["grouped"]}).encode())
     while True:
         message, files, _, _ = socket.recv_fds(control, MOST, 8)
@@ -42,7 +49,7 @@ def serve(control: socket.socket, spec: dict[str, Any], groups: list[int], count
         before = killed(counter)
         answer = carry_out(order, files, control, spec, groups)
         answer["oom"] = killed(counter) > before
-        answer["left"] = left(spec)
+        answer["left"] = changed(answer.pop("process"), new, spec["home"])
         control.send(json.dumps(answer).encode())
 
 
@@ -64,7 +71,7 @@ def carry_out(order: dict[str, Any], files: list[int], control: socket.socket, s
     with suppress(BlockingIOError):
         answer["broken"] = os.read(broken, 4000).decode(errors="replace")
     os.close(broken)
-    return answer
+    return answer | {"process": child}
 
 
 def begin(order: dict[str, Any], files: list[int], spec: dict[str, Any], groups: list[int], tells: int) -> None:
@@ -78,12 +85,12 @@ def begin(order: dict[str, Any], files: list[int], spec: dict[str, Any], groups:
             command = order["argv"]
             try:
                 os.execvpe(command[0], command, order["env"])
-            except OSError as error:
-                os.write(2, f"{command[0]}: {error.strerror}\n".encode())
-                os._exit(127 if error.errno == 2 else 126)
+            except (OSError, ValueError) as error:  # a ValueError: a zero byte, or what is no text
+                os.write(2, f"{command[0]}: {getattr(error, 'strerror', error)}\n".encode(errors="replace"))
+                os._exit(127 if getattr(error, "errno", 0) == 2 else 126)
         case "call":
             os.close(tells)
-            call(files[3], order["env"])
+            call(files[3], files[4:], order["env"])
         case "write":
             os.close(tells)
             copied(order, reads=False)
@@ -92,28 +99,33 @@ def begin(order: dict[str, Any], files: list[int], spec: dict[str, Any], groups:
             copied(order, reads=True)
 
 
-def call(source: int, env: dict[str, str]) -> None:
-    """A function of the pool: no new program, this interpreter's copy runs the text."""
+def call(source: int, prelude: list[int], env: dict[str, str]) -> None:
+    """A function of the pool: no new program, this interpreter's copy runs the text. A prelude is compiled already."""
     with os.fdopen(source, encoding="utf-8") as file:
         text = file.read()
+    before = [marshal.loads(os.pread(fd, os.fstat(fd).st_size, 0)) for fd in prelude]
+    for fd in prelude:
+        os.close(fd)
     os.environ.clear()
     os.environ.update(env)
     sys.argv, sys.path = ["-c"], [os.getcwd(), *filter(os.path.isdir, sys.path), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-    code = 0
+    status = 0
     try:
         main = type(sys)("__main__")
         sys.modules["__main__"] = main
+        for code in before:
+            exec(code, main.__dict__)
         exec(compile(text, "<code>", "exec"), main.__dict__)
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     except BaseException as error:
-        code = 1
+        status = 1
         traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
-    os._exit(code & 0xFF)
+    os._exit(status & 0xFF)
 
 
 def copied(order: dict[str, Any], *, reads: bool) -> None:
@@ -128,8 +140,8 @@ def copied(order: dict[str, Any], *, reads: bool) -> None:
         while piece := os.read(source, 1 << 16):
             while piece:
                 piece = piece[os.write(target, piece) :]
-    except OSError as error:
-        os.write(2, f"{order['path']}: {error.strerror}\n".encode())
+    except (OSError, ValueError) as error:
+        os.write(2, f"{order['path']}: {getattr(error, 'strerror', error)}\n".encode(errors="replace"))
         os._exit(1)
     os._exit(0)
 
@@ -190,16 +202,19 @@ def killed(counter: int) -> int:
     return int(rows[rows.index("oom_kill") + 1]) if "oom_kill" in rows else 0
 
 
-def left(spec: dict[str, Any]) -> bool:
-    """Whether a file is left in a place that the box may write to."""
-    for folder in (spec["home"], "/tmp", "/dev/shm"):
-        with suppress(OSError), os.scandir(folder) as entries:
-            if next(entries, None) is not None:
-                return True
-    return False
+def changed(process: int, new: tuple[Any, ...], home: str) -> bool:
+    """Whether the next command could see that this one, whose number is given, has been."""
+    try:
+        return not new or next_process() != process + 1 or condition(home) != new
+    except OSError:
+        return True
 
 
 def main() -> None:
-    """Inside bubblewrap: the walls stand already."""
+    """Inside bubblewrap: the walls stand already, but for what it leaves open to a root's box, and to a plain user's."""
     spec = json.loads(sys.argv[1])
+    with suppress(OSError):
+        shut_devices()
+    with suppress(OSError), open("/proc/self/projid_map", "w") as file:
+        file.write("0 0 1")
     serve(socket.socket(fileno=spec["control"]), spec, spec["groups"], spec["counter"])

@@ -45,7 +45,7 @@ def native(control: socket.socket, spec: dict[str, Any], attached: list[int], co
     """Namespaces of our own. A root needs none of users, unless it is one of a container that may not do much: its box runs under a number
     that nobody else has."""
     wanted = kernel.NEWNS | kernel.NEWPID | kernel.NEWIPC | kernel.NEWUTS | (0 if spec["network"] else kernel.NEWNET)
-    root = os.geteuid() == 0
+    root = spec["root"]
     uid, gid = os.geteuid(), os.getegid()
     try:
         first = kernel.fork_into(wanted if root else wanted | kernel.NEWUSER)
@@ -61,6 +61,7 @@ def native(control: socket.socket, spec: dict[str, Any], attached: list[int], co
             view.write("/proc/self/setgroups", "deny")
             view.write("/proc/self/uid_map", f"{spec['uid']} {uid} 1")
             view.write("/proc/self/gid_map", f"{spec['uid']} {gid} 1")
+            view.write("/proc/self/projid_map", "0 0 1")  # it can be set once, by anybody: not by a command
         socket.sethostname("box")
         view.build(spec)
         serve(control, spec, attached, counts)
@@ -72,7 +73,7 @@ def native(control: socket.socket, spec: dict[str, Any], attached: list[int], co
 
 def bubblewrap(control: socket.socket, spec: dict[str, Any], attached: list[int], counts: int) -> int:
     """The same view by `bwrap`. As root it keeps its capabilities for the first process, which gives them up for every command."""
-    root = os.geteuid() == 0
+    root = spec["root"]
     spec = {**spec, "groups": attached, "counter": counts}
     inherited = [control.fileno(), *attached, *([counts] if counts >= 0 else [])]
     command = ["bwrap", "--die-with-parent", "--as-pid-1", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--hostname", "box"]

@@ -1,0 +1,133 @@
+"""What a test asserts. Its text is compiled with a count behind each assertion, so that one whose assertions never ran has not passed.
+
+an assertion           counted
+assert x               behind it
+if wrong: raise ...    behind the if
+try: f(-1)             where the error is caught, if the text says that going on is wrong, and what is caught is no failed assertion
+     assert False
+except ValueError: ...
+self.assertEqual(...)  when the call returns; so is every function whose name begins with "assert", and pytest.raises
+
+This text also runs in boxes, joined with harness.py: standard library only, and no import of ours.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+MADE, CAUGHT, MAKES = " made", " caught", " makes"  # names that no text can say
+ENDS = ("fail", "exit", "_exit", "quit")
+CALLS = ("raises", "warns")
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+UNCALLED = "nothing gives {} its arguments, for fixtures and parametrize are not run: call it in the text"
+
+
+class Counted(ast.NodeTransformer):
+    """Adds the counts to a tree; `found` says how many."""
+
+    def __init__(self) -> None:
+        self.found = 0
+
+    def visit_Assert(self, node: ast.Assert) -> Any:
+        self.generic_visit(node)
+        return [node] if _is_false(node.test) else [node, self._count(MADE, node)]
+
+    def visit_If(self, node: ast.If) -> Any:
+        wrong = any(map(_ends, (*node.body, *node.orelse)))
+        self.generic_visit(node)
+        return [node, self._count(MADE, node)] if wrong else node
+
+    def visit_Try(self, node: Any) -> Any:
+        wrong = any(_ends(inner) for statement in (*node.body, *node.orelse) for inner in _inside(statement))
+        self.generic_visit(node)
+        for handler in node.handlers if wrong else ():
+            handler.body.insert(0, self._count(CAUGHT, handler))
+        return node
+
+    visit_TryStar = visit_Try
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> Any:
+        """A class that only helps is no test, though it may refuse its arguments."""
+        return self.generic_visit(node) if node.bases or node.name.startswith("Test") else node
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        self.generic_visit(node)
+        name = _called(node.func)
+        if name.startswith("assert") or (name in CALLS and isinstance(node.func, ast.Attribute)):
+            self.found += 1
+            node.func = ast.copy_location(ast.Call(ast.copy_location(ast.Name(MAKES, ast.Load()), node), [node.func], []), node)
+        return node
+
+    def _count(self, name: str, where: ast.AST) -> ast.stmt:
+        self.found += 1
+        call = ast.Expr(ast.Call(ast.Name(name, ast.Load()), [], []))
+        return ast.fix_missing_locations(ast.copy_location(call, where))
+
+
+def counted(test: str) -> Any:
+    """The test as a tree with counts."""
+    return Counted().visit(ast.parse(test))
+
+
+def asserts(*statements: ast.stmt) -> bool:
+    """Whether anything is asserted there. The statements are changed."""
+    counting = Counted()
+    for statement in statements:
+        counting.visit(statement)
+    return counting.found > 0
+
+
+def complaint(test: str, entry: str) -> str:
+    """Why a text that can be parsed tests nothing when it is run, and what to write instead; or nothing.
+
+    entry: the name of the function that a `check(candidate)` is called with
+    """
+    tree = ast.parse(test)
+    loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    run: list[ast.stmt] = []
+    for statement in tree.body:
+        if isinstance(statement, FUNCTION) and statement.name not in loaded:
+            if statement.name == "check" and _needed(statement) == 1:
+                if not entry:
+                    return "nothing calls its check(...): set data['entry_point'] to the name of the function, or call it in the text"
+            elif not statement.name.startswith("test"):
+                continue  # nothing runs it
+            elif _needed(statement):
+                return UNCALLED.format(statement.name)
+        elif isinstance(statement, ast.ClassDef):
+            for method in statement.body:
+                if isinstance(method, FUNCTION) and method.name.startswith("test") and _needed(method) > 1 and method.name not in loaded:
+                    return UNCALLED.format(method.name)
+        run.append(statement)
+    return "" if asserts(*run) else "it asserts nothing that is run: write assert, a method of unittest, or a function test_... with them"
+
+
+def _needed(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many arguments it cannot do without."""
+    arguments = function.args
+    named = sum(default is None for default in arguments.kw_defaults)
+    return len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults) + named
+
+
+def _is_false(test: ast.expr) -> bool:
+    return isinstance(test, ast.Constant) and not test.value
+
+
+def _ends(statement: ast.AST) -> bool:
+    """Whether coming here is wrong: raise, assert False, self.fail(), sys.exit(1)."""
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        return _called(statement.value.func) in ENDS
+    return isinstance(statement, ast.Raise) or (isinstance(statement, ast.Assert) and _is_false(statement.test))
+
+
+def _inside(statement: ast.AST) -> Any:
+    """It and all below it, but no function that is only made there."""
+    yield statement
+    for child in ast.iter_child_nodes(statement):
+        if not isinstance(child, (*FUNCTION, ast.ClassDef, ast.Lambda)):
+            yield from _inside(child)
+
+
+def _called(function: ast.expr) -> str:
+    return function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
