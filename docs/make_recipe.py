@@ -18,7 +18,7 @@ PAGE = Path(__file__).with_name("recipe.md")
 BEGIN, END = "<!-- keys: written by docs/make_recipe.py -->\n", "<!-- end of keys -->\n"
 MEANING = {
     "task.env": 'an environment: "single_turn", "tools", "gateway", or "module:name"',
-    "task.data": "where tasks come from: `kind` and its settings, `prompt`, `answer`, `image`, `holdout`, `eval_<key>`, `seed`; see generate.md",
+    "task.data": "where tasks come from: `kind` and its settings, `prompt`, `answer`, `image`, `holdout`, `eval_<key>`, `seed`, `split_special_tokens`; see generate.md",
     "task.suffix": "appended to the last message of every prompt",
     "task.system": "a system message for prompts that bring none",
     "task.tools": 'what the policy may call with env = "tools": calculator, python (in a sandbox), or functions and classes of yours as "module:name"',

@@ -4,21 +4,19 @@ without a network; the episode is worth 1 if the test passes in the end, as it w
 
 import asyncio
 import json
-import secrets
 
 from rondel.generate.envs.tools import Tools
 from rondel.runtime.sandbox.box import Sandbox
+from rondel.score.code import Code
 from rondel.words.boxes import Limits
 from rondel.words.errors import EnvError, SandboxError
-from rondel.words.types import Score
+from rondel.words.types import Score, Task, Trajectory
 
 RUN = """import json, pathlib, runpy, sys
-files, word = json.load(sys.stdin)
-for name, text in files.items():
+for name, text in json.load(sys.stdin).items():
     pathlib.Path(name).write_text(text)
 sys.path.insert(0, ".")
 runpy.run_path("test.py")
-print(word)  # only a test that came to its end says it
 """
 BUGS = [
     ("x + y", "x - y", "f(5, 3) == 8"),
@@ -61,15 +59,16 @@ class Repository:
         except SandboxError as error:
             raise EnvError(f"no box for the test: {error}") from error
         try:
-            word = secrets.token_hex()
-            ran = cell.run(["python3", "-c", RUN], stdin=json.dumps([self._files, word]).encode())
+            ran = cell.run(["python3", "-c", RUN], stdin=json.dumps(self._files).encode())
         finally:
             cell.kill()
-        return (
-            "passed"
-            if ran.ok and ran.stdout.decode().endswith(f"{word}\n")
-            else f"failed: {ran.ended}\n{ran.stderr.decode(errors='replace')[-500:]}"
-        )
+        return "passed" if ran.ok else f"failed: {ran.ended}\n{ran.stderr.decode(errors='replace')[-500:]}"
+
+    def _score(self) -> Score:
+        """Not what run_tests says: there main.py and the test are one process, and main.py could say it. Here they have a box each."""
+        judge = Code(sandbox=Sandbox(), packages=[])
+        test = self._files["test.py"].replace("from main import", "from solution import")
+        return judge(Trajectory(text=self._files["main.py"]), Task("repair", "repair", {"tests": [test]}))
 
 
 class Repair:
@@ -78,5 +77,5 @@ class Repair:
     async def run(self, task, chat):
         repository = Repository(task)
         trajectory = await Tools([repository], turns=self.turns).run(task, chat)
-        trajectory.score = Score(float(await asyncio.to_thread(repository.run_tests) == "passed"))
+        trajectory.score = await asyncio.to_thread(repository._score)
         return trajectory

@@ -48,6 +48,7 @@ RECIPES = {
     "a word that is no override": (["--loop.steps", "3"], "--section.key=value"),
     "an unknown algorithm": (["--algo.kind=grop"], "Did you mean 'grpo'?"),
     "an unknown knob": (["--algo.kind=grpo", "--algo.surrogate.hihg=0.3"], "Did you mean 'high'?"),
+    "control tokens that no task spells": (["--task.data.split_special_tokens=false"], "split_special_tokens = false has no effect"),
     "a row whose demonstrations nobody gives": (["--algo.kind=luffy"], "set algo.guides = 1"),
     "demonstrations that nobody reads": (["--algo.guides=1"], "use kind = 'luffy'"),
     "a row without its teacher": (["--algo.kind=opd"], "name one with model.teacher"),

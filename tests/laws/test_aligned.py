@@ -42,10 +42,11 @@ def model(kind: str, dtype: str) -> Loaded:
 
 
 def requests(temperature: float = 1.0):
-    """Three groups of four with common prompts of awkward lengths, and a stranger."""
+    """Three groups of four with common prompts of awkward lengths, two of which begin alike, and a stranger."""
+    prompts = [prompt(0, 1), prompt(1, 37), prompt(1, 37)[:21] + prompt(2, 69)]
     asks = [
-        ask(prompt(g, n), key=10 * g + s, n=new, temperature=temperature)
-        for g, n in enumerate((1, 37, 90))
+        ask(asked, key=10 * g + s, n=new, temperature=temperature)
+        for g, asked in enumerate(prompts)
         for s, new in enumerate((3, 70, 17, 1))
     ]
     return [*asks, ask(prompt(9, 64), key=99, n=9, temperature=temperature)]

@@ -102,13 +102,17 @@ def test_on_a_shared_device_with_a_filter(tmp_path):
 def test_groups_that_were_given_up_are_given_up_again(tmp_path, late):
     """What is late depends on the clock, and so do the numbers, the tasks and the noise of all that is asked instead."""
     changes = {"loop__oversample": 3, "loop__late": late, **SPLIT}
-    record(tmp_path / "run", 2, **changes)
-    lost = [e for e in events(tmp_path / "run", "GroupFinished") if e["reason"] == "late"]
-    assert lost, "nobody was late"
-    again(tmp_path / "run", tmp_path / "again", seed=7)
+    for attempt in range(3):  # on a busy machine all may be in time
+        folder = tmp_path / f"run {attempt}"
+        record(folder, 2, **changes)
+        if any(e["reason"] == "late" for e in events(folder, "GroupFinished")):
+            break
+    else:
+        raise AssertionError("nobody was late")
+    again(folder, tmp_path / "again", seed=7)
     if late == "retry":
         record(tmp_path / "other", 9, **changes)
-        assert replaying.differences(tmp_path / "run", tmp_path / "other")
+        assert replaying.differences(folder, tmp_path / "other")
 
 
 def test_trainer_ranks_are_replayed_as_so_many(tmp_path):

@@ -76,18 +76,18 @@ STALE = {
     "engine__sampling": {"max_tokens": 12},
 }
 
-STOPS = {  # the moment, and the step that is kept
-    "rollouts": (("Admitted", 6 * 8 + 4 * 2 + 2), 8),
-    "a step": (("Synced", 1 + 8), 8),
-    "an evaluation": (("StepDone", 6), 6),
+STOPS = {  # the moment, the step that is kept, and who asks
+    "rollouts": (("Admitted", 6 * 8 + 4 * 2 + 2), 8, signal.SIGTERM),
+    "a step": (("Synced", 1 + 8), 8, signal.SIGHUP),  # a terminal that was closed
+    "an evaluation": (("StepDone", 6), 6, signal.SIGTERM),
 }
 
 
 @pytest.mark.parametrize("when", STOPS)
 def test_a_run_that_is_asked_to_end_keeps_its_last_step_and_goes_on_bit_for_bit(whole, tmp_path, when):
-    moment, kept = STOPS[when]
+    moment, kept, asks = STOPS[when]
     folder = tmp_path / "run"
-    assert run_and_die(folder, moment, signal.SIGTERM) == 128 + signal.SIGTERM
+    assert run_and_die(folder, moment, asks) == 128 + asks
     assert [e["step"] for e in events(folder, "StepDone")][-1] == kept == events(folder, "Checkpointed")[-1]["step"]
     run(folder)
     assert [e["step"] for e in events(folder, "Resumed")] == [kept]
@@ -250,7 +250,7 @@ def test_a_corrupt_leftover_never_outlives_a_good_checkpoint(tmp_path):
         asyncio.run(store.write(n, t.save, {"step": n}))
     spoil(tmp_path / "step-000009", "flipped")
     asyncio.run(store.write(6, t.save, {"step": 6}))
-    assert [p.name for p in store.all()] == ["step-000006"] and store.latest()[1]["step"] == 6
+    assert list(store.all()) == [6] and store.latest()[1]["step"] == 6
 
 
 def test_a_complete_run_says_so_and_trains_nothing(whole):

@@ -30,11 +30,11 @@ class Ambiguous:
     def decode(self, ids, skip_special_tokens=False):
         return "".join(PIECES[i] for i in ids if not (skip_special_tokens and PIECES[i].startswith("<")))
 
-    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, return_dict):
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt):
         text = "" if messages[0]["role"] == "system" else "<p>\n"
         for m in messages:
             text += {"system": "<p>", "user": "<u>", "assistant": ""}[m["role"]] + self.allowed(m["content"]) + "<e>\n"
-        return self.encode(text + ("<u>" if add_generation_prompt else ""))
+        return text + ("<u>" if add_generation_prompt else "")
 
     def allowed(self, text):
         return "".join(c for c in text if c in "abu\n") or "ba"

@@ -6,14 +6,17 @@ A template that rewrites what came before is refused by name. Run by `make parit
 from __future__ import annotations
 
 import asyncio
+import re
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken
 from units.chat_kit import Engine, chat, tokenizer
 
 from rondel.generate.envs.template import Template
-from rondel.words.errors import DataError
+from rondel.words.errors import DataError, RondelError
+from rondel.words.special_tokens import special_tokens
 
 trl = pytest.importorskip("trl", reason="make parity installs it")
 HOME = Path(trl.__file__).parent / "chat_templates"
@@ -117,6 +120,36 @@ def test_a_call_is_read_back_as_the_real_template_writes_it(name):
         assert "6617" in behind
         written = tok.encode("x" + ends, add_special_tokens=False)
         assert tok.decode(template.after(written, [answer])) == behind
+
+
+MARKS = re.compile(r"<[|｜][^<>\s'\"{}]{1,40}>|<[^<>\s'\"{}|/]{1,40}\|>|<(?:start|end)_of_turn>|</?s>|\[/?[A-Z_]{3,}\]|\[gMASK\]|<sop>")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_becomes_no_control_token_in_a_real_template(name):
+    """Whatever the marks of its template are, a message that spells them all has only those that the template writes around it."""
+    tok = made(name)
+    tok.add_tokens([AddedToken(mark, special=True) for mark in {*MARKS.findall(tok.chat_template), "<|user|>", "<|assistant|>"}])
+    special, template = special_tokens(tok), Template(tok)
+    hostile, ended = "x".join([*special.names, "</tool_response>", "<image>"]), tok.encode("seven<|im_end|>", add_special_tokens=False)
+
+    def control(tokens):
+        return [token for token in tokens if token in special.names.values()]
+
+    def forms(text):
+        user, answer = {"role": "user", "content": text}, {"role": "tool", "tool_call_id": "call00001", "name": text, "content": text}
+        yield from ((template.opening, (m, tools)) for tools in ([], [TOOL]) for m in ([user], [{**user, "role": "system"}, user]))
+        yield from ((template.after, (ended, [message])) for message in (user, answer))
+
+    written = 0
+    for (ask, plain), (_, spelled) in zip(forms("plain"), forms(hostile)):
+        try:
+            expected = ask(*plain)
+        except RondelError:  # no system role, no tools
+            continue
+        assert control(ask(*spelled)) == control(expected)
+        written += 1
+    assert written
 
 
 def test_enough_of_them_work():

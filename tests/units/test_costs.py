@@ -15,6 +15,7 @@ from rondel.words.errors import DataError
 
 STEP, REQUEST, READ, FIXED, TRAIN, HOST, ANSWER, SYNC, PAUSE = 2e-3, 5e-5, 1e-4, 0.05, 2e-4, 0.01, 1e-3, 0.03, 0.004
 PROMPT, GROUP = 10, 4
+WHOLE = {"task": "", "born": 0, "reason": "", "rewards": []}
 
 
 def journal(folder, groups, steps=12, seed=0, answer=ANSWER):
@@ -23,17 +24,18 @@ def journal(folder, groups, steps=12, seed=0, answer=ANSWER):
     for step in range(1, steps + 1):
         lengths = [[draw.randint(5, 60) for _ in range(GROUP)] for _ in range(groups)]
         numbers = [step * groups + i for i in range(groups)]
-        lines += [{"kind": "GroupFinished", "number": n, "kept": True, "lengths": each} for n, each in zip(numbers, lengths)]
+        lines += [{"kind": "GroupFinished", "number": n, "kept": True, "lengths": each, **WHOLE} for n, each in zip(numbers, lengths)]
         lines.append({"kind": "GroupsTaken", "step": step, "version": step, "numbers": numbers, "born": [step] * groups, "limit": 0})
         written, longest = sum(map(sum, lengths)), max(map(max, lengths))
         generate = STEP * longest + REQUEST * written + READ * groups * PROMPT
         counts = {"steps": longest, "requests": written, "read": groups * PROMPT}
         lines.append({"kind": "WorkerTime", "worker": "engine-0", "seconds": {"generate": generate, "idle": 1.0}, "counts": counts})
-        lines.append({"kind": "Synced", "paused": PAUSE, "seconds": SYNC})
+        lines.append({"kind": "Synced", "version": step, "root": "", "bytes_copied": 0, "probe_gap": 0.0, "paused": PAUSE, "seconds": SYNC})
         packed = written + groups * PROMPT
         seconds = {"wait": generate + answer * groups * GROUP, "prepare": HOST, "train": FIXED + TRAIN * packed, "sync": SYNC}
         seconds["step"] = sum(seconds.values())
-        lines.append({"kind": "StepDone", "step": step, "seconds": seconds, "metrics": {"train/packed_tokens": packed}})
+        metrics = {"train/packed_tokens": packed}
+        lines.append({"kind": "StepDone", "step": step, "version": step, "seconds": seconds, "metrics": metrics, "ledger": {}})
     folder.mkdir()
     (folder / "journal.jsonl").write_text("".join(json.dumps({"n": n, "t": n, **line}) + "\n" for n, line in enumerate(lines)))
     return folder

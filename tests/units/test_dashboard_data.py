@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -279,6 +280,49 @@ def test_who_may_look(tmp_path):
     assert asked.get("/?key=wrong").status_code == 401
     assert asked.get("/api/state", headers={"authorization": "Bearer k3y"}).status_code == 200
     assert asked.get("/?key=k3y").status_code == 200 and asked.get("/api/state").status_code == 200  # by the cookie
+    ((name, token),) = asked.cookies.items()
+    assert name == "rondel_dashboard_80" and "k3y" not in token and len(token) > 32  # a session's own, and not the key
+    asked.cookies.clear()
+    assert asked.get("/api/state", headers={"cookie": f"{name}={token}"}).status_code == 200
+    assert asked.get("/api/state", headers={"cookie": f"{name}=k3y"}).status_code == 401
+    assert (
+        client(tmp_path, key="k3y").get("/api/state", headers={"cookie": f"{name}={token}"}).status_code == 401
+    )  # it ends with its process
+
+
+HUGE = ["9223372036854775808", "-9223372036854775809", "1" + "0" * 400, "9" * 5000]
+ASKED = {
+    "series?name=score/reward_mean": ("first", "last", "points"), "books": ("first", "last"), "time": ("first", "last", "steps"),
+    "rollouts": ("step",), "answer?step=1": ("step", "at", "first"), "steps_of?task=sum/0": ("step",), "beside?task=sum/0": ("a", "b", "pick_a", "pick_b"),
+    "plan": ("gpus", "prompts", "output", "lora", "image", "reference", "critic"),
+}  # fmt: skip
+
+
+def test_no_number_is_too_large_to_ask_with(tmp_path):
+    asked = client(write_run(tmp_path))
+    for path, names in ASKED.items():
+        for name, value in ((name, value) for name in names for value in HUGE):
+            reply = asked.get(f"/api/{path}{'&' if '?' in path else '?'}{name}={value}")
+            assert reply.status_code == 400 and "bug of ours" not in reply.text, (path, name, reply.text[:200])
+
+
+def test_no_number_of_a_run_is_too_large_to_show(tmp_path):
+    """A journal, a recipe and a card that were edited: every integer of each kind of event in turn, and all at once."""
+    lines = (write_run(tmp_path) / "journal.jsonl").read_text().splitlines()
+    kinds = {kind_of(line.encode()): i for i, line in enumerate(lines)}
+    for value in HUGE:
+        for i in kinds.values():
+            edited = [*lines]
+            edited[i] = re.sub(r"(?<=[:\[,])\d+(?=[,\]}])", value, lines[i])
+            (tmp_path / "journal.jsonl").write_text("\n".join(edited) + "\n")
+            asked = client(tmp_path)
+            for path in ("state", "series?name=score/reward_mean", "books", "time", "findings", "card"):
+                assert asked.get(f"/api/{path}").status_code in (200, 400), (lines[i][:60], path, asked.get(f"/api/{path}").text[:200])
+    (tmp_path / "card.json").write_text('{"steps": ' + HUGE[-1] + "}")
+    (tmp_path / "job.toml").write_text(f"[loop]\nsteps = {HUGE[-1]}\n")
+    asked = client(tmp_path)
+    assert "is no card" in asked.get("/api/card").json()["error"]
+    assert asked.get("/api/state").status_code == 200 and asked.get("/api/plan?run=0").status_code == 400
 
 
 def test_no_torch_is_needed():

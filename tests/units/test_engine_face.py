@@ -46,6 +46,17 @@ def test_tokens_in_and_the_same_whatever_else_is_in_the_batch(engine):
     assert all(a.tokens != b.tokens for a, b in zip(first[0], other[0]))
 
 
+def test_text_that_spells_a_control_token_is_text_unless_it_is_meant(engine):
+    sampling, tokenizer = rondel.Sampling(max_tokens=4, temperature=0, ignore_eos=True), engine.tokenizer
+    letters = [tokenizer.convert_tokens_to_ids(c) for c in "<user>a"]
+    meant = [tokenizer.convert_tokens_to_ids("<user>"), letters[-1]]
+    for ids, more in ((letters, {}), (meant, {"split_special_tokens": False})):
+        (((said,),), ((same,),)) = engine.generate(["<user>a"], sampling, **more), engine.generate([ids], sampling)
+        assert said.tokens == same.tokens and said.prompt_tokens == same.prompt_tokens == len(ids)
+    talk = [{"role": "user", "content": "<user>a"}]
+    assert engine.chat([talk], sampling)[0][0].prompt_tokens == len(letters) + 2
+
+
 def test_no_prompt_no_answer_and_the_default_sampling(engine):
     assert engine.generate([]) == []
     assert len(engine.generate(["a"])[0]) == 1

@@ -120,7 +120,11 @@ def test_a_repository_is_mended_by_a_passing_test():
     cheat = written("test.py", "")
     found, asked = play(repair.Repair(), task, cheat, "Done.")
     assert found.score.value == 0.0 and "only main.py may be written" in asked[1]
-    for early in ("raise SystemExit(0)", "import os; os._exit(0)"):
+    for early in (
+        "raise SystemExit(0)",
+        "import os; os._exit(0)",
+        "import __main__, os; print(vars(__main__).get('word'), flush=True); os._exit(0)",
+    ):
         found, _ = play(repair.Repair(), task, written("main.py", early), "Done.")
         assert found.score.value == 0.0, "a test that was not reached has not passed"
 

@@ -349,7 +349,7 @@ def test_what_a_template_cannot_write_is_the_requests_fault():
     s = Session(chat(t, engine))
 
     async def play():
-        for strange in ([SYSTEM, *ASK], [*ASK, *ASK], [{"role": "user", "content": "\ud800"}]):
+        for strange in ([SYSTEM, *ASK], [*ASK, *ASK]):
             with pytest.raises(Refusal, match="cannot be written as tokens") as seen:
                 await ask(s, strange)
             assert seen.value.status == 400

@@ -113,7 +113,7 @@ def test_a_run_of_the_example(tmp_path, monkeypatch):
 
 def test_levels_of_reasoning_gym_come_easy_first():
     from rondel.generate.envs.curriculum import admissions
-    from rondel.words.errors import DataError
+    from rondel.words.errors import ConfigError, DataError
 
     pytest.importorskip("reasoning_gym")
     data = {"kind": "reasoning_gym", "name": "chain_sum", "size": 31, "levels": [0, 2, 4]}
@@ -123,6 +123,6 @@ def test_levels_of_reasoning_gym_come_easy_first():
     order = admissions(tasks, 0, {"kind": "easy_first", "by": "level", "start": 0.3, "admissions": 200})
     early, late = ([order.nth(n).data["level"] for n in range(a, a + 40)] for a in (0, 400))
     assert sum(early) / 40 < 0.5 < 1.2 < sum(late) / 40
-    for levels, said in (([99], "goes from 0 to"), (["a"], "goes from 0 to")):
-        with pytest.raises(DataError, match=said):
+    for levels, error, said in (([99], DataError, "goes from 0 to"), (["a"], ConfigError, r"task\.data\.levels .* valid integer")):
+        with pytest.raises(error, match=said):
             load_tasks({**data, "levels": levels}, env="single_turn")

@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from units.synthetic import group, step_events, write_run
 
 from rondel.runtime.journal.log import Journal, decode, encode, history, read
+from rondel.runtime.telemetry.card import card_of
 from rondel.words.errors import CheckpointError, UserError
 from rondel.words.events import Admitted, Checkpointed, Generating, GroupFinished, GroupsTaken, Resumed, StepDone, Warned
 
@@ -143,11 +145,24 @@ def test_not_a_number_survives(tmp_path):
     assert "NaN" not in (tmp_path / "journal.jsonl").read_text()
 
 
-def test_only_durability_disk_calls_fsync(tmp_path, monkeypatch):
+def test_a_checkpoint_is_on_the_disk_and_with_durability_disk_every_step(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(os, "fsync", calls.append)
-    for durability, expected in (("process", 0), ("disk", 2)):
+    for durability, expected in (("process", 1), ("disk", 2)):
         journal = Journal(tmp_path / durability, durability)
+        calls.clear()
         for event in step_events(2):  # one Checkpointed, one StepDone
             journal.write(event)
         assert len(calls) == expected
+
+
+def test_a_clock_that_is_set_makes_no_line_later_and_no_card_longer(tmp_path, monkeypatch):
+    journal, jump = Journal(tmp_path), 30 * 24 * 3600.0
+    for step in range(1, 4):
+        for event in step_events(step):
+            journal.write(event)
+        plain = time.time()
+        monkeypatch.setattr(time, "time", lambda plain=plain: plain + jump)
+    times = [event["t"] for event in read(tmp_path)]
+    assert times == sorted(times) and times[-1] - times[0] < 60
+    assert card_of(tmp_path)["seconds"] < 60

@@ -62,7 +62,7 @@ def test_ranks_of_several_machines_meet_where_the_first_one_is():
 
     plan = SimpleNamespace(job=None, needs=frozenset(), sampling=None, transport=lambda: None, called=lambda who, i: f"{who}-{i}")
     _spawned(plan, SimpleNamespace(spawn=lambda *a, **k: Worker()), ["cpu", "cpu"], [(), ()], 1)
-    assert ("meet", "10.9.8.7") in asked
+    assert ("meet", "10.9.8.7", 2) in asked
     assert [a for a in asked if a[0] == "join"] == [("join", rank, 2, ("10.9.8.7", 4242)) for rank in range(2)]
 
 
@@ -71,7 +71,7 @@ def test_weights_are_broadcast_from_the_address_that_others_reach(tmp_path):
     job = tiny(tmp_path)
     host = TrainerHost(job, rows_of(job).needs, sampling_of(job), "cpu", 1, FromDistributed())
     try:
-        assert host.meet("127.0.0.2")[0] == "127.0.0.2"
+        assert host.meet("127.0.0.2", 2)[0] == "127.0.0.2"
         host.join()
 
         async def published():

@@ -12,6 +12,7 @@ from units.chat_kit import Engine, chat, tokenizer
 from rondel.generate.envs.calls import HERMES, JsonCalls, TaggedCalls, read_off
 from rondel.generate.envs.toolbox import calculator
 from rondel.generate.envs.tools import Tool, Tools
+from rondel.words.boxes import BoxFileError
 from rondel.words.errors import ConfigError, EnvError
 from rondel.words.types import Task
 
@@ -152,10 +153,14 @@ def test_a_tool_that_raises_is_read_and_one_that_hangs_or_loses_its_line_is_the_
     def cut(a: int) -> int:
         raise ConnectionError("gone")
 
+    def fill() -> None:
+        raise BoxFileError("cannot write 'a' in the box: a: No space left on device")
+
     async def hang(a: int) -> int:
         await asyncio.sleep(60)
         return a
 
+    assert "error: cannot write 'a' in the box" in play(call("fill"), "seven.", tools=[fill])[2][1], "the box is the policy's own"
     assert "error: ZeroDivisionError: division by zero" in play(call("divide", a=1, b=0), "seven.", tools=[divide])[2][1]
     with pytest.raises(EnvError, match="tool cut: ConnectionError: gone"):
         play(call("cut", a=1), tools=[cut])

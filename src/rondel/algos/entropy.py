@@ -30,7 +30,7 @@ class EntropyBonus:
     [least, most] (arXiv:2505.22312, Skywork-OR1). With `top` it acts only on the tokens of highest entropy, where the policy has a choice
     (arXiv:2506.01939).
 
-    coef      weight of the entropy; 0 leaves it out, a negative one sharpens the policy
+    coef      weight of the entropy, in [-1, 1]; 0 leaves it out, a negative one sharpens the policy
     target    act only while the mean entropy of the update's tokens is below this many nats; None is always
     top       act only on this share of the update's tokens, those of highest entropy; 1 is all
     delta     how much coef moves after each step, up below the target and down above it; 0 leaves it as it is
@@ -46,6 +46,10 @@ class EntropyBonus:
     most: float = 1.0
 
     def __post_init__(self) -> None:
+        if not -1 <= self.coef <= 1:
+            raise ConfigError(
+                f"coef = {self.coef:g}; it must lie in [-1, 1]: entropy is in nats beside advantages of about 1, and 0.001 to 0.05 are common"
+            )
         if not self.delta >= 0 or not self.least <= self.most:
             raise ConfigError(
                 f"delta = {self.delta}, least = {self.least}, most = {self.most}; delta is at least 0, and least at most most"

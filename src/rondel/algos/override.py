@@ -57,7 +57,9 @@ def _options(annotation: Any) -> tuple[Any, ...]:
 
 def _fits(value: Any, option: type) -> bool:
     if option is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and value == value  # NaN is no number
+        return (
+            isinstance(value, int | float) and not isinstance(value, bool) and value == value
+        )  # infinity is a bound that is none; NaN is no number
     if get_origin(option) is dict:
         return isinstance(value, dict) and all(isinstance(name, str) and _fits(number, float) for name, number in value.items())
     return type(value) is option

@@ -345,7 +345,7 @@ def resolve(section: dict[str, Any]) -> Algorithm:
 def _row(kind: Any) -> Algorithm:
     if not isinstance(kind, str):
         raise ConfigError(f"algo.kind = {kind!r}; it must name a row: {', '.join(TABLE)}, or your own as 'module:name'")
-    row = find("algo.kind", kind, TABLE)
+    row = find("algo.kind", kind, TABLE, called=False)
     if not isinstance(row, Algorithm):
         raise ConfigError(
             f"algo.kind = '{kind}' is {row!r}; it must be a rondel.algos.table.Algorithm: "

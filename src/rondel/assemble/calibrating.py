@@ -106,7 +106,7 @@ def job_of(model: dict[str, Any], width: int, *, groups: int, new: int) -> Job:
             "algo": {"kind": "reinforce", "group_size": 8},
             "loop": {"steps": 4, "groups_per_step": groups},
             "engine": {"max_running": 256, "sampling": {"max_tokens": new, "ignore_eos": True}},
-            "run": {"folder": "", "checkpoint": {"every": 0}, "sinks": []},
+            "run": {"folder": "calibration", "checkpoint": {"every": 0}, "sinks": []},
         },
         "calibration",
     )

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import time
 from pathlib import Path
 
 from rondel.assemble.facts import batch_line
-from rondel.assemble.parts import Parts, build
+from rondel.assemble.parts import TOOLS, Parts, build
 from rondel.assemble.rollouts import prepare, rollouts_of
 from rondel.assemble.self_test import self_test
+from rondel.assemble.spelling import all_tasks, read_as_text
 from rondel.planner.resolve import free_memory
 from rondel.runtime.devices import keep_memory
+from rondel.runtime.sandbox.probe import isolation
+from rondel.score import kinds
 from rondel.score.preflight import GROUPS, Finding, check_reward
 from rondel.train.checkpoint import Checkpoints
 from rondel.words.config import Job
-from rondel.words.errors import CheckpointError, RondelError
-from rondel.words.types import Failed, Group, Slot
+from rondel.words.errors import CheckpointError, EnvError, RondelError
+from rondel.words.types import Failed, Group, Slot, Task
 
 
 def check(job: Job, *, asked: bool = False) -> list[Finding]:
@@ -31,7 +35,10 @@ def check(job: Job, *, asked: bool = False) -> list[Finding]:
         return [Finding("recipe", False, str(error))]
     try:
         found = [Finding("recipe", True, f"{parts.row.name} on {parts.known.name}: {batch_line(job)}"), _tasks(parts)]
+        if told := read_as_text(all_tasks(parts.tasks, parts.shown), parts.known.tokenizer):
+            found.append(Finding("control tokens", True, told))
         found += [Finding(f"policy {name}", True, _policy(parts, name)) for name in job.policies]
+        found += _boxes(job)
         found += asyncio.run(_live(parts, asked=asked))
         return [*found, _memory(parts), _disk(parts)]
     finally:
@@ -57,6 +64,29 @@ def _tasks(parts: Parts) -> Finding:
     if t.held_out:
         return Finding("tasks", True, message)
     return Finding("tasks", False, f"{message}: nothing to measure progress with", "set task.data.holdout = 50, or eval_path for files")
+
+
+def _boxes(job: Job) -> list[Finding]:
+    """Whether code of the policy runs, and behind what; a recipe that has none for it was not built."""
+    python = "python" in job.task.tools
+    if not python and "code" not in kinds(job.task.reward):
+        return []
+    found = [Finding("sandbox", True, isolation().line())]
+    return [*found, _python_tool()] if python else found
+
+
+def _python_tool() -> Finding:
+    tool = TOOLS["python"](Task("check", "tools", {}))
+    began = time.perf_counter()
+    try:
+        said = tool.python("6 * 7").strip()
+    except EnvError as error:
+        said = str(error)
+    finally:
+        tool.close()
+    if said == "42":
+        return Finding("python tool", True, f"answers, the first call in {1e3 * (time.perf_counter() - began):.0f} ms")
+    return Finding("python tool", False, f"6 * 7 is answered with {said!r:.200}", "see `rondel doctor` for what the sandbox needs")
 
 
 async def _live(parts: Parts, *, asked: bool) -> list[Finding]:

@@ -16,6 +16,7 @@ from rondel.train.policies import FOLDER
 from rondel.words.config import Job
 from rondel.words.errors import UserError
 from rondel.words.events import Evaluated
+from rondel.words.files import checkpoints_in, step_of
 from rondel.words.types import Slot
 
 
@@ -69,14 +70,15 @@ def _opened(model_or_run: str, recipe: str | None, overrides: dict[str, Any]) ->
     keep_memory()
     folder, step, model = Path(model_or_run), 0, model_or_run
     if (folder / "manifest.json").is_file() and (folder.parent.parent / "job.toml").is_file():
-        recipe, step = recipe or str(folder.parent.parent / "job.toml"), int(folder.name.split("-")[-1])
+        recipe, step = recipe or str(folder.parent.parent / "job.toml"), step_of(folder) or 0
     elif (folder / "job.toml").is_file():
-        checkpoints = sorted((folder / "checkpoints").glob("step-*"))
+        checkpoints = checkpoints_in(folder / "checkpoints")
         if not checkpoints:
             raise UserError(
                 f"{folder} has no checkpoint yet; train it, or evaluate its starting model: rondel eval MODEL {folder / 'job.toml'}"
             )
-        recipe, model, step = recipe or str(folder / "job.toml"), str(checkpoints[-1]), int(checkpoints[-1].name.split("-")[-1])
+        step, newest = list(checkpoints.items())[-1]
+        recipe, model = recipe or str(folder / "job.toml"), str(newest)
     if recipe is None:
         raise UserError(f"'{model_or_run}' is a model, so name the tasks: rondel eval {model_or_run} recipes/quickstart.toml")
     job = _with_policies(Job.read(recipe, {**overrides, "model.path": model}), model, lambda: Job.read(recipe, overrides).model.path)

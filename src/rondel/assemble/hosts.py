@@ -206,10 +206,12 @@ class TrainerHost:
         self.loaded = self.device.call(policy_of, job, device)
         self.job, self.needs, self.sampling, self.transport = job, needs, sampling, transport
 
-    def meet(self, host: str) -> tuple[str, int]:
-        """`host`: where other workers reach this one, the first. -> where the other ranks find it."""
+    def meet(self, host: str, ranks: int) -> tuple[str, int] | None:
+        """`host`: where other workers reach this one, the first of `ranks`. -> where the others find it, if there are any."""
         if isinstance(self.transport, FromDistributed):
             self.transport.host = host
+        if ranks == 1:
+            return None
         self.meeting = Meeting(host)
         return self.meeting.address
 

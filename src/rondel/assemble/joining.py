@@ -17,6 +17,7 @@ from rondel.generate.engine.router import Router
 from rondel.words.config import Job
 from rondel.words.errors import RondelError, UserError
 from rondel.words.events import Warned, emit
+from rondel.words.files import make_folder, replace_file
 from rondel.words.protocols import Engine
 
 FOLDER, EVERY = "engines", 2.0  # inside the run folder; seconds
@@ -50,8 +51,8 @@ async def admit(
 def registered(folder: Path) -> list[str]:
     urls = []
     for path in sorted((folder / FOLDER).glob("[!.]*")):
-        with suppress(FileNotFoundError):  # it has just left
-            urls.append(path.read_text().strip())
+        with suppress(OSError):  # it has just left
+            urls.append(path.read_text(errors="replace").strip())
     return urls
 
 
@@ -67,9 +68,6 @@ def check_run(folder: Path, host: str) -> None:
 
 def register(folder: Path, host: str, port: int) -> Path:
     """-> the file, to be removed when the server ends."""
-    (folder / FOLDER).mkdir(exist_ok=True)
-    place = folder / FOLDER / f"{host.replace(':', '_')}-{port}"
-    draft = place.with_name(f".{place.name}")
-    draft.write_text(f"http://{f'[{host}]' if ':' in host else host}:{port}\n")
-    draft.replace(place)
+    place = make_folder(folder / FOLDER) / f"{host.replace(':', '_')}-{port}"
+    replace_file(place, f"http://{f'[{host}]' if ':' in host else host}:{port}\n")
     return place

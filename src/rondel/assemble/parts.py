@@ -18,6 +18,7 @@ from rondel.assemble.refusals import refuse, refuse_idle_evaluation, refuse_show
 from rondel.assemble.returning import Returning
 from rondel.assemble.rollouts import Shown, shown_of
 from rondel.assemble.rows import Rows, refuse_unknown_sources, rows_beside, rows_of
+from rondel.assemble.spelling import all_tasks, read_as_text, refuse_deaf_template, refuse_idle_split
 from rondel.assemble.teaching import Served, served
 from rondel.filter import FILTERS, chain
 from rondel.filter.complete import Complete
@@ -26,7 +27,7 @@ from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.curriculum import admissions
 from rondel.generate.envs.gateway.agent import agent_of
 from rondel.generate.envs.gateway.env import Gateway
-from rondel.generate.envs.gym import Gym
+from rondel.generate.envs.gym import Gym, maker
 from rondel.generate.envs.mcp import Mcp
 from rondel.generate.envs.order import Admissions, Mixed
 from rondel.generate.envs.python import GRACE, SECONDS, python_tool
@@ -40,12 +41,14 @@ from rondel.models import adapters, nf4
 from rondel.models.load import tokenizer_of
 from rondel.models.vision import Sight
 from rondel.runtime.sandbox.box import Sandbox
+from rondel.runtime.sandbox.probe import isolation
+from rondel.score import examine
 from rondel.score.pool import RewardPool
 from rondel.sync.update import Update
 from rondel.words.config import Job
-from rondel.words.errors import ConfigError, DataError, boundary
+from rondel.words.errors import ConfigError, DataError, SandboxError, TemplateError, boundary
 from rondel.words.events import Warned, emit
-from rondel.words.registry import find, one_of
+from rondel.words.registry import find, one_of, refuse_uncallable
 from rondel.words.types import POLICY, Completion, Group, Request, Sampling, Task, Trajectory, Verdict
 
 ENVS = {
@@ -56,7 +59,8 @@ ENVS = {
     "verifiers": agent_of_verifiers,
     "gym": Gym,
 }
-TOOLS = {"calculator": calculator, "python": python_tool(Sandbox)}
+TOOLS: dict[str, Any] = {"calculator": calculator, "python": python_tool(Sandbox)}
+EXAMINED = 2000  # tasks that are looked at before a run: all, or so many evenly among them
 LENDS = {"sandbox": "rondel.runtime.sandbox.box:Sandbox"}  # by name: a worker that wants none imports none
 PROBE = 24  # tokens of the first prompt that are scored on both sides after every sync
 
@@ -122,6 +126,14 @@ def build(job: Job, folder: Path | None = None) -> Parts:
     one_of("trainer.kind", job.trainer.kind, ["fsdp"])
     rows, sampling = rows_of(job), sampling_of(job)
     refuse(job, rows, sampling)
+    for row in rows.all:
+        if row.entropy.coef < 0:
+            emit(
+                Warned(
+                    f"algo.entropy.coef = {row.entropy.coef:g} in {row.name} is negative: the policy is paid for being certain, and the answers of a "
+                    "group become equal sooner. A bonus for entropy is positive"
+                )
+            )
     if job.model.adapter.kind != "off":
         adapters.require()
     if job.model.adapter.kind == "qlora":
@@ -148,8 +160,11 @@ def build(job: Job, folder: Path | None = None) -> Parts:
         t = job.task
         pool = RewardPool(t.reward, workers=t.reward_workers, timeout=t.reward_timeout, folder=folder, lends=LENDS)
         ends.callback(pool.close)
+        every = [*tasks.train, *tasks.held_out]
+        for task in every[:: 1 + len(every) // EXAMINED]:
+            examine(t.reward, task)
         placed = place(
-            job, rows.needs, sampling, lambda known: longest(job, tasks, env, known, sampling), folder, pool if pool.naps else None
+            job, rows.needs, sampling, lambda known: encoded(job, tasks, shown, env, known, sampling), folder, pool if pool.naps else None
         )
         ends.callback(placed.close)
         sync = sync_of(job, placed)
@@ -210,11 +225,8 @@ def _env(job: Job, name: str, data: dict[str, Any]) -> Any:
     if found is Tools:
         if not t.tools:
             raise ConfigError('task.env = "tools" has none: set task.tools = ["calculator", "my_module:my_function"]')
-        if "python" in t.tools and t.tool_timeout <= SECONDS + GRACE:
-            raise ConfigError(
-                f"task.tool_timeout = {t.tool_timeout:g}: the python tool ends its own calls after {SECONDS + GRACE:g} s, and a call that the "
-                "environment gives up first would count as the world's fault; set it above, or leave it out"
-            )
+        if "python" in t.tools:
+            _python_can_run(t.tool_timeout)
         tools = [Mcp(name) if name.startswith(("mcp:", "mcp+shared:")) else find("tool", name, TOOLS) for name in t.tools]
         return Tools(tools, turns=t.turns, timeout=t.tool_timeout, suffix=t.suffix, system=t.system)
     if found is Gym:
@@ -222,6 +234,7 @@ def _env(job: Job, name: str, data: dict[str, Any]) -> Any:
             raise ConfigError(
                 'task.env = "gym" plays the worlds of its tasks: set task.data = { kind = "gym", name = "my_module:make", n = 100 }'
             )
+        maker(str(data.get("name", "")))  # the first episode would be late
         return Gym(turns=t.turns, timeout=t.tool_timeout, suffix=t.suffix, system=t.system)
     if found is Gateway:
         if t.agent is None:
@@ -233,7 +246,24 @@ def _env(job: Job, name: str, data: dict[str, Any]) -> Any:
         return Agents(t.agents, suffix=t.suffix, system=t.system)
     if found is agent_of_verifiers:
         return Gateway(agent_of_verifiers(data), timeout=t.agent_timeout)
-    return found() if isinstance(found, type) else AsFunction(found)
+    if isinstance(found, type):
+        with boundary(ConfigError, f"task.env: making '{name}'"):
+            return found()
+    refuse_uncallable(f"environment '{name}'", found, "task", "chat")
+    return AsFunction(found)
+
+
+def _python_can_run(timeout: float) -> None:
+    """The python tool has the time that its own calls take, and a box."""
+    if timeout <= SECONDS + GRACE:
+        raise ConfigError(
+            f"task.tool_timeout = {timeout:g}: the python tool ends its own calls after {SECONDS + GRACE:g} s, and a call that the "
+            "environment gives up first would count as the world's fault; set it above, or leave it out"
+        )
+    try:
+        isolation()
+    except SandboxError as error:
+        raise ConfigError(f'task.tools has "python": {error}') from error
 
 
 @dataclass
@@ -262,12 +292,17 @@ class ByTask:
         return await self.envs[task.env].run(task, chat)
 
 
+def _filter(name: str) -> Any:
+    with boundary(ConfigError, f"task.filters: making '{name}'"):
+        return find("filter", name, FILTERS)()
+
+
 def judge_of(job: Job, rows: Rows) -> Callable[[Group], Verdict]:
     """A group passes the filters of its own row, and those of the task."""
 
     def one(row: Algorithm) -> Callable[[Group], Verdict]:
         names = list(dict.fromkeys([*row.filters, *job.task.filters]))
-        return chain([Complete(min(2, job.algo.group_size), greedy="greedy" in row.needs), *(find("filter", n, FILTERS)() for n in names)])
+        return chain([Complete(min(2, job.algo.group_size), greedy="greedy" in row.needs), *map(_filter, names)])
 
     main, of = one(rows.main), {source: one(row) for source, (row, _) in rows.of.items()}
     return lambda group: of.get(group.task.stream, main)(group)
@@ -316,10 +351,23 @@ def _prompt_counter(job: Job, env: Any, tokenizer: Any, sight: Sight | None, max
         chat = TokenChat(
             tokenizer, silent, sampling=sampling, key=lambda turn: 0, max_context=max_context, system=job.task.system, sight=sight
         )
-        chat.give(*prompt(task))
+        try:
+            chat.give(*prompt(task))
+        except TemplateError as error:
+            raise DataError(f"task {task.id}: {error}") from error
         return len(chat.trajectory.tokens)
 
     return count
+
+
+def encoded(job: Job, tasks: TaskSet, shown: list[Shown], env: Any, known: Known, sampling: Sampling) -> int:
+    """What is wrong with the tasks or the chat template as tokens is said here, before the weights are loaded. -> `longest`."""
+    everything = all_tasks(tasks, shown)
+    refuse_idle_split(everything, known.tokenizer)
+    refuse_deaf_template(env, known.tokenizer)
+    if told := read_as_text(everything, known.tokenizer):
+        emit(Warned(told))
+    return longest(job, tasks, env, known, sampling)
 
 
 def longest(job: Job, tasks: TaskSet, env: Any, known: Known, sampling: Sampling) -> int:
@@ -338,10 +386,14 @@ def longest(job: Job, tasks: TaskSet, env: Any, known: Known, sampling: Sampling
         if n + sampling.max_tokens > known.max_context:
             raise DataError(
                 f"the prompt of task {task.id} has {n} tokens; with engine.sampling.max_tokens = {sampling.max_tokens} that exceeds the model's context of "
-                f"{known.max_context}: leave out what is too long with task.max_prompt_tokens = {known.max_context - sampling.max_tokens}, or lower max_tokens"
+                f"{known.max_context}: {_shorter(known.max_context - sampling.max_tokens)}lower max_tokens"
             )
         most = max(most, n)
     return min(known.max_context, most + getattr(env, "turns", 1) * sampling.max_tokens)
+
+
+def _shorter(room: int) -> str:
+    return f"leave out what is too long with task.max_prompt_tokens = {room}, or " if room > 0 else ""
 
 
 def sync_of(job: Job, placed: Placed) -> Update:

@@ -343,7 +343,7 @@ def _spawned(plan: Plan, cluster: Cluster, names: list[str], shares: list[tuple[
     ]
     for worker in trainers:
         worker.now()
-    address = trainers[0].now("meet", trainers[0].host)
+    address = trainers[0].now("meet", trainers[0].host, len(names))
     joined = [trainer.ask("join", rank, len(names), address) for rank, trainer in enumerate(trainers)]
     told, *_ = [answer.result() for answer in joined]
     return trainers, told

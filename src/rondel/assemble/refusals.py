@@ -51,7 +51,7 @@ def refuse_idle_evaluation(job: Job, held_out: list[Task]) -> None:
         if getattr(job.task.eval, name) != field.get_default(call_default_factory=True):
             raise ConfigError(
                 f"task.eval.{name} has no effect: no tasks are held out, so nothing is evaluated. Set task.data.holdout = 50 (eval_path for "
-                "files), or remove it"
+                "files), or remove it; on the command line --task.eval={} leaves out what the recipe says of it"
             )
 
 

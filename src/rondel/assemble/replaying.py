@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from rondel.runtime.journal.schedule import Replayer
 from rondel.train.checkpoint import flaw
 from rondel.words.config import Job, Section
 from rondel.words.errors import UserError
+from rondel.words.files import checkpoints_in
 from rondel.words.types import StepStats
 
 CLOCK = ("timings",)  # columns of a stored rollout that a replay has of its own
@@ -57,8 +57,8 @@ async def _replay(parts, folder: Path, start: int, step: int, path: Path | None)
 
 
 def _before(folder: Path, step: int) -> tuple[int, Path | None]:
-    for path in sorted((folder / "checkpoints").glob("step-*"), reverse=True):
-        if flaw(path) is None and (saved := json.loads((path / "state.json").read_text())["step"]) < step:
+    for saved, path in reversed(checkpoints_in(folder / "checkpoints").items()):
+        if saved < step and flaw(path) is None:
             return saved, path
     return 0, None
 

@@ -21,6 +21,7 @@ from rondel.score.result import placed
 from rondel.train.pack import Batch, batch_of
 from rondel.words.config import Job
 from rondel.words.errors import ConfigError, EnvError, RondelError
+from rondel.words.text import valid
 from rondel.words.types import (
     DATA,
     GREEDY,
@@ -96,7 +97,7 @@ class Rollouts:
             except Exception as error:
                 if isinstance(error, RondelError) and not isinstance(error, EnvError):
                     raise
-                reason = f"{type(error).__name__}: {error}"
+                reason = valid(f"{type(error).__name__}: {error}")
         return [Trajectory(outcome=EnvFault(reason))]
 
     def chat(self, key: Callable[[int], int], sampling: Sampling | None = None, namespace: str = "", group: str = "") -> TokenChat:

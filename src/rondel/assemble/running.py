@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import keep_memory, pick_device
 from rondel.runtime.ending import Ending
 from rondel.runtime.journal import store
-from rondel.runtime.journal.log import FILE, Journal
+from rondel.runtime.journal.log import FILE, Journal, read
+from rondel.runtime.journal.schedule import FILE as SCHEDULE
 from rondel.runtime.journal.schedule import Recorder, Schedule
 from rondel.runtime.memory import ran_out
 from rondel.runtime.stacks import Stacks
@@ -36,8 +37,9 @@ from rondel.runtime.telemetry.scraped import Scraped
 from rondel.runtime.telemetry.sinks import open_sinks
 from rondel.train.checkpoint import Checkpoints
 from rondel.words.config import ORIGIN, Evaluation, Job, Warmup
-from rondel.words.errors import ConfigError, StalledError, WorkerError
-from rondel.words.events import Broke, Resumed, RunStarted, Warned, emit, subscribe
+from rondel.words.errors import CheckpointError, ConfigError, StalledError, WorkerError
+from rondel.words.events import Broke, Resumed, RunStarted, Warned, dispensable, emit, subscribe, warn_aloud
+from rondel.words.files import make_folder, replace_file, writing
 
 RESTARTS = 3  # of a run that lost a rank of its trainer
 # keys that only the loop reads, after the run has been built; all others must have been read by then
@@ -58,13 +60,10 @@ def train(
     if job.place.cluster == "torchrun" and torchrun.rank_and_size()[0]:
         follow(job, rows_of(job).needs, sampling_of(job), torchrun.own_device(pick_device(job.place.device)), None)
         return {}
-    folder = Path(job.run.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / ".lock", timeout=0):
-            return _train(job, folder, quiet, built, schedule, why)
-    except Timeout as error:
-        raise ConfigError(f"another process is training in {folder}; wait for it, or set --run.folder to another one") from error
+    folder = make_folder(Path(job.run.folder), "run.folder")
+    refuse_misplaced(folder, job.run.sinks)
+    with locked(folder):
+        return _train(job, folder, quiet, built, schedule, why)
 
 
 def _train(
@@ -77,7 +76,7 @@ def _train(
     with ExitStack() as ends:
         ending = ends.enter_context(Ending())
         progress = ends.enter_context(Progress(total, quiet=quiet))
-        ends.callback(subscribe(progress.read))
+        ends.callback(subscribe(dispensable("the console", progress.read, tell=warn_aloud)))
         if why:
             progress.say(f"loop.steps = {job.steps}: {why}")
         found = checkpoints.latest()
@@ -87,12 +86,14 @@ def _train(
             )
             return write_card(folder)
         interrupted = not found and (folder / FILE).is_file()  # before its first checkpoint
+        if interrupted:
+            refuse_lost_checkpoints(folder)
         if job.run.record and (found or interrupted):
             raise ConfigError(
                 f"{folder} was interrupted, and what was in flight then cannot be replayed: go on with --run.record=false, or begin in another run.folder"
             )
         stacks = Stacks(folder)
-        ends.callback(subscribe(stacks.read))
+        ends.callback(subscribe(dispensable("the record of stacks", stacks.read)))
         ends.enter_context(stacks.on_demand())
         parts = build(job, folder)
         stacks.others, stacks.pids = lambda: parts.placed.dump(), lambda: parts.placed.pids()  # those of the last start
@@ -110,9 +111,9 @@ def _train(
             raise ConfigError(
                 f"set, but without effect in this run: {', '.join(unread)}. Remove them, or see `rondel explain` for what reads them"
             )
-        _replace(folder / "job.toml", tomli_w.dumps(_without_none(job.tree())))
+        replace_file(folder / "job.toml", tomli_w.dumps(_without_none(job.tree())))
         if job.origin:
-            _replace(folder / ORIGIN, job.origin)
+            replace_file(folder / ORIGIN, job.origin)
         emit(RunStarted(str(folder), job.digest(), facts_of(parts)))
         run = Run(job, parts, folder, checkpoints, rollouts, ending, schedule)
         if interrupted:
@@ -126,9 +127,11 @@ def _train(
                     stacks.ran_out()
                 lost = lost_worker(error)
                 if lost is None or restarts > RESTARTS or schedule is not None or ending.asked:
-                    emit(Broke(last_words(error)))
+                    with suppress(CheckpointError):  # the disk may be why it ends
+                        emit(Broke(last_words(error)))
                     raise
-                found = checkpoints.latest()
+                if (found := checkpoints.latest()) is None:
+                    refuse_lost_checkpoints(folder)
                 emit(
                     Warned(
                         f"{lost}\nThe run goes on from {'the last checkpoint' if found else 'its beginning'} ({restarts} of at most {RESTARTS} times)"
@@ -142,26 +145,79 @@ def _train(
         raise AssertionError
 
 
+FOLDERS = ("checkpoints", "rollouts", "wal", "weights", "logs", "policies")  # of a run folder
+FILES = (FILE, "job.toml", ORIGIN, ".lock", "card.md", "card.json", SCHEDULE)
+OF_SINKS = {"tensorboard": ("tensorboard", True), "jsonl": ("metrics.jsonl", False), "csv": ("metrics.csv", False)}  # name, a folder?
+
+
+def refuse_misplaced(folder: Path, sinks: list[str]) -> None:
+    """A file where the run needs a folder, a folder where it needs a file, a link that leads nowhere: before anything is loaded."""
+    needed = {name: True for name in FOLDERS} | dict.fromkeys(FILES, False) | dict(OF_SINKS[sink] for sink in sinks if sink in OF_SINKS)
+    for name, wanted in needed.items():
+        path = folder / name
+        if os.path.lexists(path) and not (path.is_dir() if wanted else path.is_file()):
+            what = (
+                "a folder"
+                if path.is_dir()
+                else "a file"
+                if path.is_file()
+                else "a link that leads nowhere"
+                if path.is_symlink()
+                else "no ordinary file"
+            )
+            raise ConfigError(
+                f"{path} is {what}, and the run needs a {'folder' if wanted else 'file'} there: move it away, or choose another folder with --run.folder=..."
+            )
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """The folder is this process's alone."""
+    with writing(folder / ".lock", doing="locking"):
+        lock = FileLock(folder / ".lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise ConfigError(f"another process is training in {folder}; wait for it, or set --run.folder to another one") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def refuse_lost_checkpoints(folder: Path) -> None:
+    """A run that had checkpoints and has none must not begin anew as if it had never learned anything."""
+    saved = [event["step"] for event in read(folder) if event["kind"] == "Checkpointed"]
+    if saved:
+        raise CheckpointError(
+            f"{folder} has no checkpoint, and its journal tells of one after step {saved[-1]}: put a copy back into {folder / 'checkpoints'}, "
+            "or begin again in another folder: --run.folder=..."
+        )
+
+
 def _remember(job: Job, folder: Path, rollouts: store.RolloutStore, ends: ExitStack, after: int) -> None:
-    """Who writes down what happens: journal, rollouts, metrics of the steps after `after`, traces, and what is seen in them."""
+    """Who writes down what happens: journal, rollouts, metrics of the steps after `after`, traces, and what is seen in them. A resumed run
+    depends on the first two: what they cannot write ends the run. All others are dispensable."""
     journal = Journal(folder, job.run.durability)
     ends.callback(journal.close)
-    sinks = open_sinks(job.run.sinks, folder, after=after)
-    if job.run.metrics_port:
-        sinks.append(Scraped(job.run.metrics_port))
-    for sink in sinks:
-        ends.callback(sink.close)
+    sinks: list[tuple[str, Any]] = [
+        (f"the sink '{kind}'", sink) for kind, sink in zip(job.run.sinks, open_sinks(job.run.sinks, folder, after=after))
+    ]
+    if port := job.run.metrics_port:
+        sinks.append((f"the page at run.metrics_port = {port}", Scraped(port)))
     traces = traces_of(job.run.traces, str(folder), str(job.model.path))
-    if traces is not None:
-        ends.callback(traces.close)
-        ends.callback(subscribe(traces.read))
-    for reader in (
-        journal.write,
-        rollouts.write,
-        StepMetrics(*(s.write for s in sinks), LateBias().write, Hacking().write).read,
-        Advisor(Place.of(job.tree()), after=job.loop.warmup.steps).read,
+    for writer in (journal.write, rollouts.write):
+        ends.callback(subscribe(writer))
+    for name, reader in (*sinks, *([("traces", traces)] if traces is not None else [])):
+        ends.callback(dispensable(f"the end of {name}", reader.close))
+    writers = [dispensable(name, sink.write) for name, sink in sinks]
+    writers += [dispensable("the watch on late groups", LateBias().write), dispensable("the watch on the reward", Hacking().write)]
+    for reads in (
+        *([dispensable("traces", traces.read)] if traces is not None else []),
+        dispensable("metrics", StepMetrics(*writers).read),
+        dispensable("advice on speed", Advisor(Place.of(job.tree()), after=job.loop.warmup.steps).read),
     ):
-        ends.callback(subscribe(reader))
+        ends.callback(subscribe(reads))
 
 
 def last_words(error: BaseException) -> str:
@@ -194,13 +250,6 @@ def _same_recipe(job: Job, folder: Path) -> None:
     before, now, schedule = old.get("loop.steps"), new.get("loop.steps"), new.get("trainer.schedule", "constant")
     if before != now and schedule != "constant":
         emit(Warned(f"loop.steps {before} -> {now}: the {schedule} schedule now ends at step {now}, so the learning rate jumps here"))
-
-
-def _replace(path: Path, text: str) -> None:
-    """Whole or not at all: a run killed while it starts must still find its recipe."""
-    draft = path.with_name(f".{path.name}.tmp")
-    draft.write_text(text)
-    os.replace(draft, path)
 
 
 def _without_none(node: Any) -> Any:

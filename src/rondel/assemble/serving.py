@@ -19,8 +19,9 @@ from rondel.models.graphs import serving_pass
 from rondel.models.load import load
 from rondel.runtime.devices import Device, keep_memory, pick_device
 from rondel.sync.from_ipc import FromIpc
-from rondel.words.events import Event, Warned, subscribe
+from rondel.words.events import Event, Warned, dispensable, subscribe
 from rondel.words.protocols import Transport
+from rondel.words.text import visible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ def serve(model: str | dict[str, Any], settings: Settings, *, ready: Callable[[s
             service = Service(engine, run=device.run, name=name, limits=settings.limits, api_key=settings.api_key, segment=FromIpc.place)
             await run(service, sock, drain=settings.drain, ready=lambda: ready(host, port, what))
 
-        stop = subscribe(_warn)
+        stop = subscribe(dispensable("the log of warnings", _warn))
         try:
             asyncio.run(main())
         finally:
@@ -93,4 +94,4 @@ def serve(model: str | dict[str, Any], settings: Settings, *, ready: Callable[[s
 
 def _warn(event: Event) -> None:
     if isinstance(event, Warned):
-        print(f"warning: {event.message}", file=sys.stderr, flush=True)
+        print(visible(f"warning: {event.message}"), file=sys.stderr, flush=True)

@@ -8,11 +8,14 @@ import keyword
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
 
-from rondel.words.errors import ConfigError, RondelError, Stopped, leaves, root_cause
+from rondel.words.errors import FULL, ConfigError, RondelError, Stopped, leaves, refusal, root_cause
+from rondel.words.streams import forgive, silence
+from rondel.words.text import visible
 
 VERBS = (
     "train", "eval", "serve", "check", "check-env", "explain", "plan", "simulate", "import", "view", "replay", "diagnose", "trace", "card", "dashboard",
@@ -23,6 +26,8 @@ OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}  # SETTIN
 
 def main(argv: list[str] | None = None) -> None:
     """`rondel VERB ...`: exits 0 only if the work was done; a RondelError is one line on stderr and 1, a bug of ours 2, a signal 128 and its number."""
+    for stream in (sys.stdout, sys.stderr):
+        forgive(stream)
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
@@ -51,16 +56,25 @@ def _guarded(run: Callable[..., Any], debug: bool) -> Callable[..., Any]:
     @functools.wraps(run)
     def command(*args: Any, **kwargs: Any) -> None:
         try:
-            run(*args, **kwargs)
-        except (typer.Exit, SystemExit, BrokenPipeError):  # `rondel view RUN | head` is no fault
+            try:
+                run(*args, **kwargs)
+            finally:
+                sys.stdout.flush()
+        except (typer.Exit, SystemExit):
+            raise
+        except BrokenPipeError:  # `rondel view RUN | head` is no fault
+            silence(sys.stdout)
             raise
         except BaseException as error:
             if type(error).__module__.startswith(("click", "typer")):
                 raise  # a fault in the words of the command: typer says it with the usage
-            if debug:
-                traceback.print_exc()
             text, code = ending(error)
-            print(text, file=sys.stderr)
+            if isinstance(error, OSError):
+                silence(sys.stdout)  # it may be what could not be written
+            with suppress(OSError):  # a terminal that was closed
+                if debug:
+                    traceback.print_exc()
+                print(visible(text), file=sys.stderr)
             raise SystemExit(code) from None
 
     return command
@@ -101,6 +115,8 @@ def setting_of(words: list[str]) -> Any:
 
 def ending(error: BaseException) -> tuple[str, int]:
     """(the one line, the exit code). Of several errors that ended a task group together, the first of ours speaks."""
+    from rondel.runtime.memory import ran_out
+
     cause, others = root_cause(error), len(leaves(error)) - 1
     text = " ".join(str(cause).split())
     if isinstance(cause, Stopped):
@@ -109,4 +125,9 @@ def ending(error: BaseException) -> tuple[str, int]:
         return f"error: {text}{f' (and {others} more; --debug shows them)' if others else ''}", 1
     if isinstance(cause, KeyboardInterrupt):
         return "stopped; continue with the same command", 130
+    lost = isinstance(cause, OSError) and cause.errno in FULL and cause.filename is None  # what is written to a file is named
+    if refused := refusal(cause, "writing the output" if lost else ""):
+        return f"error: {refused}", 1
+    if ran_out(cause):
+        return f"error: out of memory ({text or 'Python'}): `rondel plan RUN.toml` shows what needs how much, and what to lower", 1
     return f"error: {type(cause).__name__}{': ' if text else ''}{text}; run again with --debug; this is a bug of ours", 2

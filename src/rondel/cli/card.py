@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import sys
 from typing import Annotated
 
 import typer
+
+from rondel.words.text import visible
 
 
 def run(
@@ -16,18 +18,23 @@ def run(
 ) -> None:
     """Report on a run: before, after, and how.
 
-    Writes card.md and card.json into the run folder and prints the card.
+    Writes card.md and card.json into the run folder, if it can be written to, and prints the card.
     """
     from rondel.runtime.journal.log import encode
-    from rondel.runtime.telemetry.card import write_card
+    from rondel.runtime.telemetry.card import card_of, markdown, save_card
     from rondel.runtime.telemetry.comparing import compare, comparison
-    from rondel.words.errors import UserError
+    from rondel.words.errors import CheckpointError, UserError
 
     if diff != bool(other):
         raise UserError("two run folders and --diff go together: rondel card --diff RUN RUN2")
-    card = write_card(folder)
+    cards = [card_of(each) for each in (folder, other) if each]
+    for each, card in zip((folder, other), cards):
+        try:
+            save_card(each, card)
+        except CheckpointError as error:
+            print(f"note: the card is only shown: {error}", file=sys.stderr)
     if diff:
-        found = compare(card, write_card(other))
-        print(encode(found) if as_json else comparison(folder, other, found).rstrip())
+        found = compare(*cards)
+        print(encode(found) if as_json else visible(comparison(folder, other, found).rstrip()))
         return
-    print((Path(folder) / ("card.json" if as_json else "card.md")).read_text(encoding="utf-8").rstrip())
+    print((encode(cards[0]) if as_json else visible(markdown(cards[0]))).rstrip())

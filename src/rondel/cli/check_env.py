@@ -11,6 +11,7 @@ import typer
 
 from rondel.cli import OVERRIDES, sort_words
 from rondel.words.errors import UserError
+from rondel.words.text import visible
 
 SETTINGS = OVERRIDES
 ALONE: dict[str, Any] = {  # an environment without a recipe
@@ -50,9 +51,9 @@ def show(findings: list[Any]) -> None:
     """A line a finding, and what to do below."""
     width = max((len(f.what) for f in findings), default=0)
     for finding in findings:
-        print(f"{'✓' if finding.ok else '✗'} {finding.what:<{width}}  {finding.message}")
+        print(visible(f"{'✓' if finding.ok else '✗'} {finding.what:<{width}}  {finding.message}"))
         if not finding.ok and finding.remedy:
-            print(f"  {'':<{width}}  do: {finding.remedy}")
+            print(visible(f"  {'':<{width}}  do: {finding.remedy}"))
 
 
 def _job(target: str, data: str, words: list[str]) -> Any:

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from rondel.words.text import visible
+
 
 def run(
     folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder; the run may still go on, or have died.")],
@@ -64,5 +66,6 @@ def _show(story: Any, found: list[Any], beside: set[str] | None) -> None:
     )
     for number, f in enumerate(found, start=1):
         only = "   (only here)" if beside is not None and f.name not in beside else ""
-        print(f"\n{number}. {f.severity}: {f.name.replace('_', ' ')}{only}\n   {f.evidence}\n   {f.meaning}\n   next: {f.action}")
+        told = f"\n{number}. {f.severity}: {f.name.replace('_', ' ')}{only}\n   {f.evidence}\n   {f.meaning}\n   next: {f.action}"
+        print(visible(told))
     print()

@@ -12,6 +12,8 @@ import typer
 
 from rondel.cli import OVERRIDES, sort_words
 from rondel.words.errors import UserError
+from rondel.words.files import write_text
+from rondel.words.text import visible
 
 SETTINGS = OVERRIDES
 
@@ -56,9 +58,10 @@ def run(
     print(f"profile {result.profile}, weights of version {result.version} after step {result.step}, {result.seconds:.1f} s")
     for sample in result.samples[:3]:
         reward = "not scored" if sample.get("reward") is None else f"reward {sample['reward']:g}"
-        print(
+        told = (
             f"\n  asked   {sample.get('prompt', '')}\n  wrote   {sample.get('text', '')}\n  correct {sample.get('answer', '')}   ({reward})"
         )
+        print(visible(told))
 
 
 def _rated(model: str, recipe: str | None, overrides: dict[str, Any], samples: int, path: Path) -> None:
@@ -73,7 +76,7 @@ def _rated(model: str, recipe: str | None, overrides: dict[str, Any], samples: i
             print(f"{done} of {total} tasks", end="\r" if sys.stderr.isatty() and done < total else "\n", file=sys.stderr, flush=True)
 
     rows = rate(model, recipe, overrides, samples, told)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows), encoding="utf-8")
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
     known = sorted(row["pass_rate"] for row in rows if row["pass_rate"] is not None)
     never, always = (sum(r == end for r in known) for end in (0.0, 1.0))
     print(f"{path}: {len(rows)} tasks, {samples} tries each; {never} never succeed, {always} always, {len(known) - never - always} between")

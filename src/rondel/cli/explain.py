@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from rondel.cli import OVERRIDES, read_job
+from rondel.words.text import visible
 
 SETTINGS = OVERRIDES
 
@@ -32,7 +33,7 @@ def run(
     print(f"{'key':<{width}}  {'set by':<12}  value")
     for key, value, by in rows:
         shown = "as in the row below" if key.startswith("algo.") and value == {} else _toml(value)
-        print(f"{key:<{width}}  {by:<12}  {shown}")
+        print(visible(f"{key:<{width}}  {by:<12}  {shown}"))
     print(f"\n{arithmetic(job)}" + f"\nloop.steps = {job.steps}: {why}" * bool(why) + f"\n\n{formula(job)}")
 
 

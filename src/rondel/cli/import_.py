@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from rondel.words.errors import ConfigError
+from rondel.words.files import make_folder, write_text
 from rondel.words.registry import nearest
 
 
@@ -46,8 +47,8 @@ def run(
         path = Path(out)
         if path.exists():
             raise ConfigError(f"{path} exists; name another file with -o, or remove it")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        make_folder(path.parent)
+        write_text(path, text)
     if as_json:
         known = {"translated", "same", "missing", "unknown"}
         print(json.dumps({"recipe": text} | {f.name: getattr(report, f.name) for f in fields(report) if f.name in known}))

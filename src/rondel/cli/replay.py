@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from rondel.words.text import visible
+
 
 def run(
     folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder.")],
@@ -55,7 +57,7 @@ def _whole(folder: Path, into: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"folder": str(folder), "into": str(into), "differences": differ}))
     else:
-        print("\n".join(differ) or f"{into} has the rollouts, metrics and weights of {folder}, bit for bit")
+        print(visible("\n".join(differ)) or f"{into} has the rollouts, metrics and weights of {folder}, bit for bit")
     if differ:
         raise typer.Exit(1)
 

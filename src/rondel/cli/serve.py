@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import tomllib
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rondel.words.errors import UserError
+from rondel.words.files import replace_file
 
 
 def run(
@@ -57,7 +56,7 @@ def run(
         if join:
             ends.callback(register(Path(join), host, port).unlink, missing_ok=True)
         if port_file:
-            _write(Path(port_file), str(port))
+            replace_file(Path(port_file).absolute(), f"{port}\n")  # whoever waits for it must not read half of it
         print(f"serving http://{f'[{host}]' if ':' in host else host}:{port} ({what})", flush=True)
 
     with ends:
@@ -87,13 +86,5 @@ def _model(text: str) -> str | dict[str, Any]:
         return text
     try:
         return tomllib.loads(f"model = {text}")["model"]
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f'MODEL = {text} is no inline table: {error}. For example: {{ random = "llama", seed = 0 }}') from error
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all: whoever waits for the file must not read half of it."""
-    handle, scratch = tempfile.mkstemp(dir=path.absolute().parent)
-    with os.fdopen(handle, "w") as file:
-        file.write(text + "\n")
-    os.replace(scratch, path)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from rondel.cli import OVERRIDES, setting_of
 from rondel.words.errors import ConfigError
+from rondel.words.files import write_text
 
 SETTINGS = OVERRIDES
 
@@ -51,7 +51,7 @@ def run(
         if picture:
             from rondel.simulate.picture import picture as drawn
 
-            Path(picture).write_text(drawn(rows), encoding="utf-8")
+            write_text(picture, drawn(rows))
         print(json.dumps(rows) if as_json else show(rows))
         return
     if picture:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,7 +17,8 @@ def run(
     """
     from rondel.runtime.journal.log import encode
     from rondel.runtime.telemetry.trace import trace
+    from rondel.words.files import write_text
 
     told = trace(folder)
-    Path(output).write_text(encode(told) + "\n", encoding="utf-8")
+    write_text(output, encode(told) + "\n")
     print(f"{output}: {len(told['traceEvents'])} events; open it at https://ui.perfetto.dev (nothing is uploaded) or chrome://tracing")

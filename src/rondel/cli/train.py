@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from rondel.cli import OVERRIDES, read_job
+from rondel.words.text import visible
 
 SETTINGS = OVERRIDES
 
@@ -29,7 +30,7 @@ def run(
 
     card = train(job, quiet=quiet)
     if card and not quiet:
-        print(ending(job.run.folder, card))
+        print(visible(ending(job.run.folder, card)))
 
 
 def ending(folder: str, card: dict[str, Any]) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from rondel.words.files import checkpoints_in, write_text
+from rondel.words.text import visible
 from rondel.words.types import DATA, GREEDY, POLICY
 
 
@@ -37,7 +38,7 @@ def run(
     supervised = step is not None and step <= supervised_steps(Path(folder))
     cards = [trajectory(row, read_tokens, supervised=supervised) for row in chosen]
     if html is not None:
-        Path(html).write_text(page(f"{folder}, step {step}", cards), encoding="utf-8")
+        write_text(html, page(f"{folder}, step {step}", cards))
         print(f"{html}: {len(cards)} trajectories of step {step}; open it in a browser")
         return
     _print(cards[:limit])
@@ -58,9 +59,10 @@ def _wanted(row: dict[str, Any], group: int | None, low: float | None, high: flo
 
 def supervised_steps(folder: Path) -> int:
     """How many steps of a run copy the tasks' own answers: loop.warmup.steps."""
-    path = folder / "job.toml"
-    job = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return int(job.get("loop", {}).get("warmup", {}).get("steps", 0))
+    from rondel.runtime.journal.log import recipe
+
+    warmup = recipe(folder).get("loop", {}).get("warmup", {})
+    return int(warmup.get("steps", 0)) if isinstance(warmup, dict) else 0
 
 
 def trajectory(row: dict[str, Any], read_tokens: Any = None, *, supervised: bool = False) -> dict[str, Any]:
@@ -123,17 +125,22 @@ def prompt(data: dict[str, Any]) -> str:
     return str(data.get("prompt", data))
 
 
+def tokenizer_file(folder: Path) -> Path | None:
+    """That of the newest checkpoint which has one."""
+    files = [file for path in checkpoints_in(folder / "checkpoints").values() if (file := path / "tokenizer.json").is_file()]
+    return files[-1] if files else None
+
+
 def tokenizer(folder: Path) -> Any:
     """ids -> text by the newest checkpoint's tokenizer.json, or None."""
-    files = sorted(folder.glob("checkpoints/step-*/tokenizer.json"))
-    if not files:
+    if (file := tokenizer_file(folder)) is None:
         return None
     try:
         from tokenizers import Tokenizer  # what transformers uses; importing it alone is a hundred times faster
 
-        known = Tokenizer.from_file(str(files[-1]))
+        known = Tokenizer.from_file(str(file))
     except Exception as error:
-        print(f"note: {files[-1]} cannot be read ({error}); showing the stored text instead")
+        print(f"note: {file} cannot be read ({error}); showing the stored text instead")
         return None
     return lambda ids: known.decode(ids, skip_special_tokens=False)
 
@@ -144,11 +151,11 @@ def _print(cards: list[dict[str, Any]]) -> None:
 
     console = Console()
     for card in cards:
-        console.print(Text(f"{card['task']}  ", style="bold") + Text(" · ".join(card["facts"])), soft_wrap=True)
+        console.print(Text(visible(f"{card['task']}  "), style="bold") + Text(visible(" · ".join(card["facts"]))), soft_wrap=True)
         body = Text()
         for written, text in card["pieces"]:
-            body.append(text if written else text + ("" if text.endswith("\n") else "\n"), style="green" if written else "dim")
+            body.append(visible(text) + "\n" * (not written and not text.endswith("\n")), style="green" if written else "dim")
         console.print(body, soft_wrap=True)
         if card["answer"] is not None:
-            console.print(Text(f"answer: {card['answer']}", style="dim"), soft_wrap=True)
+            console.print(Text(visible(f"answer: {card['answer']}"), style="dim"), soft_wrap=True)
         console.print()

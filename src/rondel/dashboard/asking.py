@@ -29,8 +29,9 @@ def _size(name: str) -> float:
 
 def ask(words: Mapping[str, str], plan: Plan, folder: Path | None = None) -> dict[str, Any]:
     """{"gpus": "64"} -> the plan, and the values that it was made for."""
-    for name, known in choices().items():
-        if name in words and words[name] not in known:
+    sizes = choices()["model"]
+    for name, known in (choices() | {beside: [*sizes, "none"] for beside in ("reference", "reward", "teacher", "critic")}).items():
+        if words.get(name, "") not in ("", *known):
             raise UserError(f"{name} = {words[name][:80]}: here it is one of {', '.join(known)}")
     start = _of_run(folder / "job.toml", (folder / "job.toml").stat().st_mtime) if folder is not None else None
     given = {} if start is not None else dict(START)
@@ -41,7 +42,12 @@ def ask(words: Mapping[str, str], plan: Plan, folder: Path | None = None) -> dic
 
 @lru_cache(maxsize=8)
 def _of_run(path: Path, written: float) -> Setting:
-    return of_job(Job.read(path, {}))
+    try:
+        return of_job(Job.read(path, {}))
+    except UserError:
+        raise
+    except ValueError as error:  # of a number that Python does not read
+        raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def _told(s: Setting) -> dict[str, Any]:

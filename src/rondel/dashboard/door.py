@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -18,14 +19,18 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
 }
-COOKIE = "rondel_dashboard"
 
 
 class Door:
-    """Who may look: with a key whoever brings it, as a Bearer token or once as ?key= in a browser; else programs and pages of this machine only."""
+    """Who may look: with a key whoever brings it, as a Bearer token or once as ?key= in a browser; else programs and pages of this machine only.
+
+    A browser keeps the token of a session, which ends with this process, and never the key, which may open more than this page. Its cookie is
+    named by the port, for browsers tell no ports apart.
+    """
 
     def __init__(self, app: Any, key: str, opening: Callable[[], None]) -> None:
         self.app, self.key, self.opening = app, key, opening
+        self.session = secrets.token_urlsafe(32)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -48,12 +53,16 @@ class Door:
         given = request.query_params.get("key", "")
         if given and _same(given, key):
             answer = RedirectResponse("/", 303)
-            answer.set_cookie(COOKIE, key, httponly=True, samesite="strict")
+            answer.set_cookie(_cookie(request), self.session, httponly=True, samesite="strict")
             return answer
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if _same(request.cookies.get(COOKIE, ""), key) or _same(bearer, key):
+        if _same(request.cookies.get(_cookie(request), ""), self.session) or _same(bearer, key):
             return None
         return Response("this dashboard wants its key: open the address that it printed, with ?key=", 401)
+
+
+def _cookie(request: Request) -> str:
+    return f"rondel_dashboard_{request.scope['server'][1]}"
 
 
 def _same(given: str, key: str) -> bool:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 TYPES = {".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".html": "text/html"}
+MOST = 1 << 40  # of any number that is asked for
 POLL, BEAT = 0.25, 10.0  # seconds between two looks for news, and between two signs of life
 
 
@@ -149,6 +150,8 @@ async def _answered(handler: Callable[[Request], Any], request: Request) -> Resp
         body, status = await run_in_threadpool(lambda: _json(handler(request))), 200
     except RondelError as error:
         body, status = _json({"error": " ".join(str(error).split())}), 400
+    except OverflowError:
+        body, status = _json({"error": "a number that was asked with, or that the run holds, is too large to compute with"}), 400
     except Exception as error:
         body, status = _json({"error": f"{type(error).__name__}: {error}; this is a bug of ours"}), 500
     return Response(body, status, headers={"cache-control": "no-store"}, media_type="application/json")
@@ -171,9 +174,12 @@ def _whole(request: Request, name: str, default: Any) -> Any:
     if text == "":
         return default
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
         raise UserError(f"{name} = {text[:80]!r}: it is a whole number") from None
+    if abs(number) > MOST:
+        raise UserError(f"{name} = {text[:80]!r}: it is at most {MOST}")
+    return number
 
 
 def _json(value: Any) -> str:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rondel.cli.view import gap, prompt, supervised_steps, tokenizer, trajectory
+from rondel.cli.view import gap, prompt, supervised_steps, tokenizer, tokenizer_file, trajectory
 from rondel.runtime.journal.store import path_of, read_step, steps
 from rondel.words.errors import UserError
 
@@ -95,8 +95,8 @@ def _spelling(file: Path) -> Callable[[list[int]], str] | None:
 
 
 def _reader(folder: Path) -> Callable[[list[int]], str] | None:
-    files = sorted(folder.glob("checkpoints/step-*/tokenizer.json"))
-    return _spelling(files[-1]) if files else None
+    file = tokenizer_file(folder)
+    return None if file is None else _spelling(file)
 
 
 def spelled(ids: list[int], read: Callable[[list[int]], str] | None, first: int, until: int) -> list[str]:

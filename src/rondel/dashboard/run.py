@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-import tomllib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,14 +17,14 @@ from typing import Any
 from rondel.dashboard.columns import Columns, Row
 from rondel.dashboard.sample import READ, sample
 from rondel.dashboard.tail import Tail, kind_of
-from rondel.runtime.journal.log import FILE, decode
+from rondel.runtime.journal.log import FILE, decode, recipe
 from rondel.runtime.telemetry.accounts import CONTROLLER
 from rondel.runtime.telemetry.diagnose.finding import Finding
 from rondel.runtime.telemetry.diagnose.story import EVALUATED, RECENT, Step, Story, event_of, held
 from rondel.runtime.telemetry.hacking import within
 from rondel.runtime.telemetry.metrics import StepMetrics
 from rondel.runtime.telemetry.scores import is_share, within_unit
-from rondel.words.errors import UserError
+from rondel.words.errors import CheckpointError, UserError
 
 LONG = 8 << 20  # bytes from which a journal is sampled first
 NEWEST = 6000  # lines that are kept as they are, for the timeline
@@ -58,7 +57,7 @@ class Run:
         self.changes = 0
         self._begin()
         self._found: tuple[tuple[Any, ...], float, list[dict[str, Any]]] = ((), 0.0, [])  # of what, not again before, which
-        self._alive: tuple[float, bool] = (0.0, False)
+        self._alive: tuple[float, bool] = (-LOOK, False)
 
     def _begin(self) -> None:
         self.story = Story(self.folder, {})
@@ -106,7 +105,7 @@ class Run:
         try:
             told = decode(line.decode("utf-8", "replace"))
             self._tell(kind, told)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             self.damaged += 1
 
     def _tell(self, kind: str, told: dict[str, Any]) -> None:
@@ -199,9 +198,9 @@ class Run:
 
     def _lives(self) -> bool:
         looked, alive = self._alive
-        if time.time() - looked > LOOK:
+        if (now := time.monotonic()) - looked > LOOK:
             alive = held(self.folder / ".lock")
-            self._alive = time.time(), alive
+            self._alive = now, alive
         return alive
 
     @property
@@ -267,7 +266,8 @@ class Run:
 
 
 def _job(folder: Path) -> dict[str, Any]:
+    """The recipe, if it can be read: the page shows the rest without it."""
     try:
-        return tomllib.loads((folder / "job.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return recipe(folder)
+    except CheckpointError:
         return {}

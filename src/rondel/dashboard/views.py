@@ -11,6 +11,7 @@ from rondel.runtime.telemetry.card import summary
 from rondel.runtime.telemetry.diagnose.story import differing
 from rondel.runtime.telemetry.metrics import meaning
 from rondel.runtime.telemetry.trace import PID, TRACKS, drawn
+from rondel.words.errors import UserError
 
 if TYPE_CHECKING:
     from rondel.dashboard.run import Run
@@ -169,7 +170,10 @@ def card(run: Run) -> Json:
     """What `rondel card` wrote, or the same made now."""
     path = run.folder / "card.json"
     if path.exists():
-        return {"card": json.loads(path.read_text(encoding="utf-8")), "written": True}
+        try:
+            return {"card": json.loads(path.read_text(encoding="utf-8")), "written": True}
+        except ValueError as error:
+            raise UserError(f"{path} is no card ({error}); remove it, and it is made from the journal") from error
     if not run.events or run.tail.size > SMALL:
         return {"card": None, "large": run.tail.size > SMALL}
     return {"card": summary(history(run.folder), run.story.job), "written": False}

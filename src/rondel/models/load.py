@@ -34,6 +34,7 @@ from rondel.models import adapters, linear, nf4, vision
 from rondel.models.attention import NAME, PackedLayout, Segment, attending
 from rondel.models.head import Head
 from rondel.models.tape import Tape, arm, experts, taping
+from rondel.planner.shapes import SIZES, refuse_sizes
 from rondel.words.errors import ModelError, boundary
 from rondel.words.media import Image, Placed, Sight, positions
 
@@ -199,6 +200,7 @@ def pick_dtype(dtype: str, device: str) -> torch.dtype:
 def refuse(config: Any) -> None:
     """Architectures that this house cannot carry, each by the part that is missing. docs/families.md has the list."""
     text, kind = config.get_text_config(), config.model_type
+    refuse_sizes(kind, {name: getattr(text, name, None) for name in SIZES})
     layers = set(getattr(text, "layer_types", None) or ())
     recurrent = {t for t in layers if t.startswith(("linear", "mamba", "conv", "recurrent", "hybrid"))}
     strange = layers - recurrent - {"full_attention", "sliding_attention", "dense", "sparse", "moe", "mlp"}
@@ -443,7 +445,7 @@ def _random_tokenizer(recipe: dict[str, Any]) -> PreTrainedTokenizerFast:
 
 
 def _random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:
-    kind, _ = recipe.pop("random", None), recipe.pop("seed", 0)
+    kind, seed = recipe.pop("random", None), recipe.pop("seed", 0)
     if kind is None:
         raise ModelError(
             f'model.path = {recipe}: an inline table makes a random model and needs random = "llama" (a transformers model type)'
@@ -451,6 +453,9 @@ def _random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:
     if kind not in CONFIG_MAPPING:
         near = get_close_matches(str(kind), CONFIG_MAPPING, 3)
         raise ModelError(f"transformers knows no model type '{kind}'" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+    if not isinstance(seed, int):
+        raise ModelError(f"model.path = {{ random = '{kind}', seed = {seed!r} }}: seed is a whole number")
+    refuse_sizes(f"random '{kind}'", recipe)
     with boundary(ModelError, f"making a random '{kind}'"):
         given = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, **recipe}
         if kind in vision.FAMILIES:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rondel.words.errors import ConfigError
+from rondel.words.files import make_folder, replace_file
 from rondel.words.registry import nearest
 
 GB, TERA = 10**9, 10**12
@@ -122,8 +123,6 @@ def this_machine() -> Hardware:
 
 def remember(measured: Hardware) -> Path:
     file = calibration_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    scratch = file.with_suffix(".tmp")
-    scratch.write_text(json.dumps(asdict(measured), indent=1), encoding="utf-8")
-    scratch.replace(file)
+    make_folder(file.parent)
+    replace_file(file, json.dumps(asdict(measured), indent=1))
     return file

@@ -211,12 +211,17 @@ def _has_bf16() -> bool:
 # -- what if -----------------------------------------------------------------------------------------
 
 
+MOST = 1 << 40  # of anything that is counted
+
+
 def _count(text: str) -> int:
     """16k -> 16384, 1.5k -> 1536, 300 -> 300."""
-    number = int(float(text[:-1]) * 1024) if text.lower().endswith("k") else int(text)
+    number = float(text[:-1]) * 1024 if text.lower().endswith("k") else int(text)
     if number < 0:
         raise ValueError("it cannot be less than 0")
-    return number
+    if not number <= MOST:
+        raise ValueError(f"it is at most {MOST}")
+    return int(number)
 
 
 def _some(text: str) -> int:
@@ -267,7 +272,7 @@ def what_if(words: list[str], start: Setting | None = None) -> Setting:
         except ValueError as error:
             if isinstance(error, UserError):
                 raise
-            raise ConfigError(f"--what-if {word}: '{text}' is not a value of {name}: {error}") from error
+            raise ConfigError(f"--what-if {word[:200]}: '{text[:200]}' is not a value of {name}: {error}") from error
     return filled(given, start)
 
 

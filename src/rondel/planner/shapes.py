@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -212,10 +213,12 @@ def shape(model: str | dict[str, Any]) -> Shape:
             numbers["vision_config"] = {**reads, **(numbers.get("vision_config") or {})}
         vocabulary = 109 if kind in tower.DEFAULTS else 105  # with the marks of images
         return of_config({"vocab_size": vocabulary, **numbers, "model_type": kind} if "random" in model else model, name=f"random-{kind}")
-    if (file := Path(model).expanduser() / "config.json").is_file():
+    if (file := _config_in(model)) is not None:
         try:
             return of_config(json.loads(file.read_text(encoding="utf-8")), name=Path(model).name)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+            if isinstance(error, ModelError):
+                raise
             raise ModelError(f"{file} is no config of a model: {type(error).__name__}: {error}") from error
     word = model.lower().rpartition("/")[2].removesuffix("-instruct").removesuffix("-base")
     word = PUBLIC.get(word, word)
@@ -224,8 +227,41 @@ def shape(model: str | dict[str, Any]) -> Shape:
         return replace(of_config(numbers, name=word), source=source)
     known = sorted({*MODELS, *PUBLIC})
     raise ModelError(
-        f"no shape is known of '{model}'.{nearest(word, known)} Give a folder with a config.json, or one of {', '.join(known)}"
+        f"no shape is known of '{model[:200]}'.{nearest(word, known)} Give a folder with a config.json, or one of {', '.join(known)}"
     )
+
+
+def _config_in(folder: str) -> Path | None:
+    """Its config.json. What can be no path has none."""
+    try:
+        file = Path(folder).expanduser() / "config.json"
+        return file if file.is_file() else None
+    except (OSError, RuntimeError):  # longer than a name may be; the home of nobody
+        return None
+
+
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size")  # fmt: skip
+DEEPEST = 10_000  # layers
+
+
+def refuse_sizes(kind: str, given: Mapping[str, Any]) -> None:
+    """Numbers of which no model can be made, by the name they have in config.json."""
+    for name in SIZES:
+        size = given.get(name)
+        if size is None or isinstance(size, list | tuple):
+            continue
+        least = 0 if name == "intermediate_size" and any("expert" in key for key in given) else 1  # a mixture may have no dense layer
+        if not isinstance(size, int) or isinstance(size, bool) or size < least:
+            raise ModelError(f"a {kind} of {name} = {size!r} cannot be made: it is a whole number of at least {least}")
+    if given.get("max_position_embeddings") == 0:  # -1 is xlnet's word for no limit
+        raise ModelError(f"a {kind} of max_position_embeddings = 0 cannot be made: it is a whole number of at least 1")
+    heads, shared = given.get("num_attention_heads"), given.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+        raise ModelError(
+            f"a {kind} of num_attention_heads = {heads} and num_key_value_heads = {shared} cannot be made: the first must be a multiple of the second"
+        )
+    if (layers := given.get("num_hidden_layers") or 0) > DEEPEST:
+        raise ModelError(f"a {kind} of num_hidden_layers = {layers} cannot be made: at most {DEEPEST}")
 
 
 def of_config(config: dict[str, Any], *, name: str = "model") -> Shape:
@@ -239,6 +275,7 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> Shape:
         raise ModelError(
             f"the planner does not know the layers of model type '{kind}'.{nearest(str(kind), list(DEFAULTS))} It knows {', '.join(sorted(DEFAULTS))}"
         )
+    refuse_sizes(str(kind), config)
     numbers: dict[str, Any] = {**DEFAULTS[kind], **{k: v for k, v in config.items() if v is not None}}
 
     def get(key: str) -> Any:
@@ -323,7 +360,7 @@ def _nf4(numbers: int) -> int:
 
 def of_recipe(model: str | dict[str, Any], cache: Path) -> Shape:
     """Of a recipe's model.path: also a wheel's demo model, a GGUF that was converted, a hub id whose files are here."""
-    if isinstance(model, str) and not (Path(model).expanduser() / "config.json").is_file():
+    if isinstance(model, str) and _config_in(model) is None:
         here = cache / f"models--{model.replace('/', '--')}" / "snapshots"
         for found in sorted(here.glob("*/config.json")):
             return shape(str(found.parent))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +23,12 @@ from rondel.words.protocols import Engine, Interrupt
 def pick_device(wanted: str) -> str:
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", wanted):
+        raise ConfigError(f"place.device = '{wanted}'; it is 'auto', 'cpu', 'cuda' or 'cuda:1'")
     if wanted.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"place.device = '{wanted}', but torch sees no CUDA device; `rondel doctor` says why. Use 'auto' or 'cpu'")
+    if int(wanted.partition(":")[2] or 0) >= (there := torch.cuda.device_count()) and wanted != "cpu":
+        raise ConfigError(f"place.device = '{wanted}', but this machine has {there} GPUs, counted from 0")
     return wanted
 
 

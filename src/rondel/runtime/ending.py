@@ -1,4 +1,4 @@
-"""How a run is asked to end: SIGTERM of a scheduler that wants the machine back, Ctrl-C of a person.
+"""How a run is asked to end: SIGTERM of a scheduler that wants the machine back, Ctrl-C of a person, SIGHUP of a terminal that was closed.
 
 first     the run keeps what it has learned in a checkpoint and ends; what it began cheaply is given up
 second    the end, at once: no process of the run is left, and the last checkpoint stands
@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from rondel.words.errors import Stopped
+from rondel.words.signals import heard
 
 ONE = 1.0  # seconds within which several signals are one: a launcher forwards what the whole group has got
 
@@ -33,7 +34,7 @@ class Ending:
 
     def __enter__(self) -> Ending:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
+            self._before = {number: signal.signal(number, self._hear) for number in heard()}
         return self
 
     def __exit__(self, *_: object) -> None:

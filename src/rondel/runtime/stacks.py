@@ -51,11 +51,12 @@ class Stacks:
 
     def dump(self, why: str = "asked for by a signal") -> None:
         self.others()
-        self.logs.mkdir(parents=True, exist_ok=True)
-        with (self.logs / "controller.log").open("a") as file:
-            file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')}  stacks: {why}\n{tasks()}\n\n{self.memory()}\n")
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
+        with contextlib.suppress(OSError):  # the disk may be why: what waits is told all the same
+            self.logs.mkdir(parents=True, exist_ok=True)
+            with (self.logs / "controller.log").open("a") as file:
+                file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')}  stacks: {why}\n{tasks()}\n\n{self.memory()}\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
 
     def memory(self) -> str:
         """Workers without a process of their own are in the controller's."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rondel.sync.from_disk import outdated
 from rondel.words.errors import SyncError, boundary
+from rondel.words.files import numbered, writing
 from rondel.words.protocols import Engine, Tensors, Trainer, Weights
 from rondel.words.types import Manifest, Route
 
@@ -93,7 +94,7 @@ class Delta:
         base = route.base if route.base == self._root else ""
         place, rows, last = self.folder / f"d-{version:06d}", [], {}
         draft = place.with_name(f".{place.name}.tmp")
-        with boundary(SyncError, f"writing the changes to {place}"):
+        with writing(place, error=SyncError):
             self.folder.mkdir(parents=True, exist_ok=True)
             for left in self.folder.glob(".d-*.tmp"):  # of a writer that died
                 left.unlink(missing_ok=True)
@@ -103,14 +104,15 @@ class Delta:
                     new = bits(tensor)
                     kind, blob = self._smallest(self._last.get(row.name) if base else None, new)
                     index[row.name] = kind, file.tell(), len(blob)
-                    file.write(blob)
+                    with writing(draft, len(blob), SyncError):
+                        file.write(blob)
                     rows.append(row)
                     last[row.name] = new.clone() if new.data_ptr() == tensor.data_ptr() else new
                 tail = json.dumps({"base": base, "tensors": index}).encode()
                 file.write(tail + len(tail).to_bytes(8, "little"))
                 size = file.tell()
             os.replace(draft, place)
-            for path in outdated(sorted(self.folder.glob("d-*")), place, self.keep):
+            for path in outdated(numbered(self.folder, "d-"), version, self.keep):
                 path.unlink(missing_ok=True)
         manifest = Manifest(version, tuple(rows))
         self._root, self._last = manifest.root, last

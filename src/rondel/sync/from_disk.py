@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rondel.sync.from_ipc import size_of
 from rondel.words.errors import SyncError, boundary
+from rondel.words.files import numbered, writing
 from rondel.words.protocols import Engine, Tensors, Trainer, Weights
 from rondel.words.types import Manifest, Route, TensorInfo
 
@@ -42,7 +43,7 @@ class FromDisk:
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]:
         place = self.folder / f"v-{version:06d}"
         draft = place.with_name(f".{place.name}.tmp")
-        with boundary(SyncError, f"writing the weights to {place}"):
+        with writing(place, error=SyncError):
             for left in self.folder.glob(".v-*.tmp"):  # of a writer that died
                 shutil.rmtree(left, ignore_errors=True)
             draft.mkdir(parents=True)
@@ -51,7 +52,7 @@ class FromDisk:
             (draft / "manifest.json").write_text(json.dumps(manifest.tree()))
             shutil.rmtree(place, ignore_errors=True)
             os.replace(draft, place)
-            for old in outdated(versions(self.folder), place, self.keep):
+            for old in outdated(versions(self.folder), version, self.keep):
                 shutil.rmtree(old, ignore_errors=True)
         return manifest, Route("disk", str(place), bytes=sum(files.values()))
 
@@ -61,7 +62,8 @@ class FromDisk:
         size = total = 0
 
         def flush() -> None:
-            save_file(held, folder / f"{len(files):05d}", metadata={"format": "pt"})  # transformers asks for it
+            with writing(path := folder / f"{len(files):05d}", size, SyncError):
+                save_file(held, path, metadata={"format": "pt"})  # transformers asks for it
             files.append(list(held))
 
         for row, tensor in weights:
@@ -90,18 +92,18 @@ class FromDisk:
     def close(self) -> None: ...
 
 
-def outdated(published: list[Path], last: Path, keep: int) -> list[Path]:
+def outdated(published: dict[int, Path], last: int, keep: int) -> list[Path]:
     """Versions to delete once `last` is published: all but the `keep` latest up to it, and every later one.
 
     A later version is of a run that was rolled back behind it: the run that goes on will publish other weights under the same number.
     """
-    good = [path for path in published if path <= last]
-    return [path for path in published if path not in good[-keep:]]
+    good = [version for version in published if version <= last][-keep:]
+    return [path for version, path in published.items() if version not in good]
 
 
-def versions(folder: Path) -> list[Path]:
-    """Whole ones, oldest first."""
-    return sorted(path for path in folder.glob("v-*") if (path / "manifest.json").is_file())
+def versions(folder: Path) -> dict[int, Path]:
+    """Whole ones by their number, oldest first; what somebody else put there is not among them."""
+    return {version: path for version, path in numbered(folder, "v-").items() if (path / "manifest.json").is_file()}
 
 
 def newest(folder: str | Path) -> tuple[Manifest, Route]:
@@ -109,5 +111,6 @@ def newest(folder: str | Path) -> tuple[Manifest, Route]:
     found = versions(Path(folder))
     if not found:
         raise SyncError(f"no version of the weights lies in {folder}")
-    with boundary(SyncError, f"reading {found[-1] / 'manifest.json'}"):
-        return Manifest.of(json.loads((found[-1] / "manifest.json").read_text())), Route("disk", str(found[-1]))
+    last = found[max(found)]
+    with boundary(SyncError, f"reading {last / 'manifest.json'}"):
+        return Manifest.of(json.loads((last / "manifest.json").read_text())), Route("disk", str(last))

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rondel.sync.from_ipc import size_of
+from rondel.words import sockets
 from rondel.words.errors import StalledError, SyncError
 from rondel.words.protocols import Engine, Tensors, Trainer, Weights
 from rondel.words.types import Manifest, Route, TensorInfo
@@ -80,7 +81,7 @@ class Group:
             options._timeout = wait
             self.group: Any = dist.ProcessGroupNCCL(own, rank, meeting.size, options)  # type: ignore[attr-defined]
         else:
-            self.group = dist.ProcessGroupGloo(own, rank, meeting.size, wait)
+            self.group = dist.ProcessGroupGloo(own, rank, meeting.size, sockets.gloo_at(meeting.host, deadline))
         self._sent: list[Any] = [None, None]
         self.broadcast(0, torch.zeros(1, dtype=torch.uint8, device=device))  # the first collective of a group costs seconds
         self.wait(0)
@@ -140,7 +141,8 @@ class FromDistributed:
         self._rows = tuple(row for row, _ in weights)
         if self._store is None:
             wait = timedelta(seconds=self.deadline)
-            self._store = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=wait)
+            file, port = sockets.listening(self.host)
+            self._store = dist.TCPStore(self.host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=file)
         if self._group is None or self._for != route.data:
             self._group, self._made, self._for = None, self._made + 1, route.data
         meeting = Meeting(self.host, self._store.port, f"weights-{self._made}", route.data[0] + 1)

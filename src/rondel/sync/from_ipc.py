@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from rondel.words.errors import SyncError, boundary
+from rondel.words.files import writing
 from rondel.words.protocols import Engine, Tensors, Trainer, Weights
 from rondel.words.types import Manifest, Route, TensorInfo
 
@@ -68,15 +69,16 @@ class Segment:
     """The writer's side of one piece of shared memory. It grows while the first version is written, and then keeps its size."""
 
     def __init__(self, *, named: bool) -> None:
-        if named:
-            self.fd, self.path = tempfile.mkstemp(prefix=f"rondel-{os.getpid()}-", dir=SHARED)
-        else:
-            self.fd = os.memfd_create("rondel-weights", os.MFD_CLOEXEC)
-            self.path = f"/proc/{os.getpid()}/fd/{self.fd}"
-        self.named = named
-        os.ftruncate(self.fd, HEAD)
-        self.map = mmap.mmap(self.fd, HEAD)
+        self.named, self._reserved = named, 0
         self.cuda: Tensor | None = None
+        with writing(f"the weights to {SHARED if named else 'memory'}", error=SyncError):
+            if named:
+                self.fd, self.path = tempfile.mkstemp(prefix=f"rondel-{os.getpid()}-", dir=SHARED)
+            else:
+                self.fd = os.memfd_create("rondel-weights", os.MFD_CLOEXEC)
+                self.path = f"/proc/{os.getpid()}/fd/{self.fd}"
+            os.ftruncate(self.fd, HEAD)
+            self.map = mmap.mmap(self.fd, HEAD)
 
     def lock(self) -> bool:
         """For writing; False while anyone reads."""
@@ -104,7 +106,15 @@ class Segment:
         elif len(raw):
             if at + len(raw) > len(self.map):
                 self.map.resize(max(at + len(raw), 2 * len(self.map)))
+            self._reserve(at + len(raw))
             torch.frombuffer(self.map, dtype=torch.uint8, count=len(raw), offset=at).copy_(raw)
+
+    def _reserve(self, size: int) -> None:
+        """Pages for the first so many bytes: shared memory that is full is an error here, where a write into the map would end the process."""
+        if size > self._reserved:
+            with writing(f"the weights to {self.path}", size, SyncError):
+                os.posix_fallocate(self.fd, self._reserved, size - self._reserved)
+            self._reserved = size
 
     def _on_gpu(self, size: int, device: torch.device) -> Tensor:
         if self.cuda is None or len(self.cuda) < size:
@@ -125,6 +135,7 @@ class Segment:
         """All is written: no byte more than announced."""
         if self.cuda is None and len(self.map) != size:
             self.map.resize(size)
+            self._reserved = min(self._reserved, size)
 
     def close(self) -> None:
         self.map.close()

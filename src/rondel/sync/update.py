@@ -11,6 +11,7 @@ compared before a version changes, and a fixed probe is scored on both sides aft
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -188,8 +189,10 @@ class Update:
             )
         gap = float(np.abs(np.subtract(theirs, ours)).mean())  # NaN wins; one unlikely token in bf16 may be off by a nat, the mean is not
         if not gap <= self.tolerance:
+            overflown = "" if math.isfinite(gap) else ": the weights have overflowed, lower trainer.lr"
             raise SyncError(
-                f"after version {manifest.version} trainer and engine{whose} differ by {gap:.3g} nats a token on the probe (limit {self.tolerance})"
+                f"after version {manifest.version} trainer and engine{whose} differ by {gap:.3g} nats a token on the probe "
+                f"(limit {self.tolerance}){overflown}"
             )
         self._doubt(gap, ours, manifest.version, policy, whose)
         for name, one in (scored.replicas or {"": theirs}).items():

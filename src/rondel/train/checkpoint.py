@@ -16,10 +16,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import shutil
 import zlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +29,9 @@ from torch import Tensor
 
 from rondel.models import adapters, names
 from rondel.models.save import readable, save
-from rondel.words.errors import CheckpointError, boundary
+from rondel.words.errors import CheckpointError, boundary, size_text
 from rondel.words.events import Warned, emit
+from rondel.words.files import checkpoints_in, make_folder, numbered, step_of, sync_folder, sync_tree, writing
 
 if TYPE_CHECKING:
     from rondel.train.optim import MasterWeights
@@ -53,22 +53,28 @@ def save_trainer(trainer: LocalTrainer, folder: Path) -> None:
     masters, moments = _masters(weights), _moments(weights)
     if not trainer.ranks.leads:  # it gave its shards to the one that writes
         return
-    save(loaded, folder, state) if loaded.adapter is None else adapters.save(loaded, folder)
-    with safe_open(folder / file, "pt") as written:
-        plain = set(written.keys())  # a mixture's experts are joined in the module and apart in the file, as Hugging Face has them
+    with writing(folder, bytes_needed(trainer)):
+        save(loaded, folder, state) if loaded.adapter is None else adapters.save(loaded, folder)
+        plain = _arrived(folder / file, state)
+        rounded = loaded.adapter is None and loaded.dtype != torch.float32
+        optimizer |= {f"master.{name}": masters[f"master.{name}"] for name in weights.names if rounded or names.sent(name) not in plain}
+        save_file(optimizer | moments, folder / "optimizer.safetensors")
+        if trainer.draft is not None:
+            save_file(_masters(trainer.draft.weights) | _moments(trainer.draft.weights), folder / "draft.safetensors")
+        if trainer.critic is not None:
+            learned = _masters(trainer.critic.weights) | _moments(trainer.critic.weights)
+            save_file(learned | {"steps": torch.tensor(trainer.critic.steps)}, folder / "critic.safetensors")
+
+
+def _arrived(path: Path, sent: dict[str, Tensor]) -> set[str]:
+    """The names in a file that has all numbers of what was sent: a mixture's experts are joined in the module and apart there."""
+    with safe_open(path, "pt") as written:
+        plain = set(written.keys())
         arrived = sum(math.prod(written.get_slice(name).get_shape()) for name in plain)
-    sent = sum(t.numel() for t in state.values())
-    if arrived != sent:
-        lost = sorted(set(state) - plain)
-        raise CheckpointError(f"{arrived} of {sent} numbers reached {folder / file}" + (f", first missing {lost[0]}" if lost else ""))
-    rounded = loaded.adapter is None and loaded.dtype != torch.float32
-    optimizer |= {f"master.{name}": masters[f"master.{name}"] for name in weights.names if rounded or names.sent(name) not in plain}
-    save_file(optimizer | moments, folder / "optimizer.safetensors")
-    if trainer.draft is not None:
-        save_file(_masters(trainer.draft.weights) | _moments(trainer.draft.weights), folder / "draft.safetensors")
-    if trainer.critic is not None:
-        learned = _masters(trainer.critic.weights) | _moments(trainer.critic.weights)
-        save_file(learned | {"steps": torch.tensor(trainer.critic.steps)}, folder / "critic.safetensors")
+    if arrived != (wanted := sum(t.numel() for t in sent.values())):
+        lost = sorted(set(sent) - plain)
+        raise CheckpointError(f"{arrived} of {wanted} numbers reached {path}" + (f", first missing {lost[0]}" if lost else ""))
+    return plain
 
 
 def _masters(weights: MasterWeights) -> dict[str, Tensor]:
@@ -143,57 +149,86 @@ def bytes_needed(trainer: LocalTrainer) -> int:
 
 
 class Checkpoints:
-    """The checkpoints of one run: atomic, newest whole one wins, the last `keep` stay."""
+    """The checkpoints of one run: atomic, newest whole one wins, the last `keep` stay. What somebody else put there stays, too.
+
+    needed  bytes of one
+    """
 
     def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+        self.folder, self.keep, self.needed = folder, keep, 0
 
     def check_disk(self, needed: int) -> None:
         """Before the run starts: room for `keep` checkpoints and the one being written, less those that are there already."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        new = self.keep + 1 - min(self.keep, len(list(self.all())))
+        make_folder(self.folder)
+        self.needed, new = needed, self.keep + 1 - min(self.keep, len(self.all()))
         free, wanted = shutil.disk_usage(self.folder).free, needed * new
         if free < wanted:
             raise CheckpointError(
-                f"{self.folder} has {free / 1e9:.1f} GB free, but {new} checkpoints of {needed / 1e9:.1f} GB need {wanted / 1e9:.1f} GB: "
+                f"{self.folder} has {size_text(free)} free, but {new} checkpoints of {size_text(needed)} need {size_text(wanted)}: "
                 "free some space, set run.checkpoint.keep lower, or move run.folder"
             )
 
     async def write(self, step: int, save: Callable[[Path], Awaitable[None]], state: dict[str, Any]) -> Path:
         """All files into a scratch folder, manifest last, then one rename. Files are read back on a thread: they may be large."""
         final, scratch = self.folder / f"step-{step:06d}", self.folder / f".writing-{step:06d}"
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        with boundary(CheckpointError, f"writing {final}"):
-            await save(scratch)
-            await asyncio.to_thread(self._seal, scratch, final, step, state)
+        with writing(final, self.needed):
+            try:
+                for left in numbered(self.folder, ".writing-").values():  # of a run that died
+                    shutil.rmtree(left, ignore_errors=True)
+                scratch.mkdir(parents=True)
+                await save(scratch)
+                await asyncio.to_thread(self._seal, scratch, final, step, state)
+            except Exception:
+                shutil.rmtree(scratch, ignore_errors=True)
+                raise
         return final
 
     def _seal(self, scratch: Path, final: Path, step: int, state: dict[str, Any]) -> None:
+        """Nothing older goes before all of this one is on the disk: a power cut leaves one or the other."""
         for model in [scratch, *sorted(scratch.glob("policies/*"))]:
             readable(model)
         (scratch / "state.json").write_text(json.dumps(state))
         files = sorted(p for p in scratch.rglob("*") if p.is_file())
         rows = {p.relative_to(scratch).as_posix(): {"bytes": p.stat().st_size, "crc32": _crc(p)} for p in files}
-        _write_through(scratch / "manifest.json", json.dumps({"step": step, "files": rows}, indent=1))
+        (scratch / "manifest.json").write_text(json.dumps({"step": step, "files": rows}, indent=1))
+        sync_tree(scratch)
         shutil.rmtree(final, ignore_errors=True)
         scratch.rename(final)
-        void = [other for other in self.all() if other > final]  # corrupt ones that a resume skipped
-        for other in [*void, *[old for old in self.all() if old <= final][: -self.keep]]:
-            shutil.rmtree(other, ignore_errors=True)
+        sync_folder(self.folder)
+        stay = [number for number in self.all() if number <= step][-self.keep :]  # later ones are corrupt: a resume skipped them
+        for number, other in self.all().items():
+            if number not in stay:
+                shutil.rmtree(other, ignore_errors=True)
 
-    def all(self) -> Iterator[Path]:
-        """Oldest first."""
-        yield from sorted(self.folder.glob("step-*"))
+    def all(self) -> dict[int, Path]:
+        """{step: folder} of what the run wrote, oldest first."""
+        return checkpoints_in(self.folder)
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint whose manifest holds; corrupt ones are skipped with a message."""
-        for folder in reversed(list(self.all())):
+        """The newest checkpoint whose manifest holds; corrupt ones are skipped with a message. None where there never was one."""
+        flaws: list[str] = []
+        for number, folder in reversed(self.all().items()):
             fault = flaw(folder)
             if fault is None:
+                self._refuse_in_the_way(number)
                 return folder, json.loads((folder / "state.json").read_text())
+            flaws.append(f"{folder.name}: {fault}")
             emit(Warned(f"checkpoint {folder.name} is skipped: {fault}"))
+        if flaws:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is whole ({'; '.join(flaws)}): put a whole copy of one there under its own name, "
+                "or begin again in another folder: --run.folder=..."
+            )
+        self._refuse_in_the_way(0)
         return None
+
+    def _refuse_in_the_way(self, step: int) -> None:
+        """A copy that lies where the run will write, under the number of another step."""
+        for number, folder in numbered(self.folder, "step-").items():
+            if number > step and (of := step_of(folder)) not in (None, number):
+                raise CheckpointError(
+                    f"{folder} is a copy of step {of}, and the run will write its step {number} there: rename it, to {folder.name}-copy say"
+                )
 
 
 def flaw(folder: Path) -> str | None:
@@ -221,10 +256,3 @@ def _crc(path: Path) -> int:
         while block := file.read(1 << 22):
             total = zlib.crc32(block, total)
     return total
-
-
-def _write_through(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

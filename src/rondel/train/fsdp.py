@@ -30,15 +30,19 @@ from rondel.models.head import Head
 from rondel.models.load import Loaded
 from rondel.train.optim import MasterWeights
 from rondel.train.parallel import Alone
+from rondel.words import sockets
 from rondel.words.errors import StalledError
 
 
 class Meeting:
-    """Where ranks find each other: the first one opens it, on a port that the system chooses."""
+    """Where ranks find each other: the first one opens it, at that address only, on a port that the system chooses."""
 
     def __init__(self, host: str, port: int = 0, *, opens: bool = True) -> None:
-        self.store = dist.TCPStore(host, port, is_master=opens, wait_for_workers=False)
-        self.address = (host, self.store.port)
+        file = None
+        if opens:
+            file, port = sockets.listening(host, port)
+        self.store = dist.TCPStore(host, port, is_master=opens, wait_for_workers=False, master_listen_fd=file)
+        self.address = (host, port)
 
     @classmethod
     def at(cls, address: tuple[str, int]) -> Meeting:
@@ -54,6 +58,11 @@ class Sharded(Alone):
     def __init__(self, rank: int, size: int, meeting: Meeting | None, *, device: str = "cpu", patience: float = 600.0) -> None:
         self.rank, self.size, self.patience = rank, size, patience
         if meeting is not None:
+            if sockets.is_loopback(
+                meeting.address[0]
+            ):  # all on this machine: nobody else may speak to a rank. NCCL's: not yet run on hardware
+                for library in ("GLOO", "NCCL"):
+                    os.environ.setdefault(f"{library}_SOCKET_IFNAME", sockets.loopback_interface())
             backend, wait = "gloo" if device == "cpu" else "nccl", datetime.timedelta(seconds=patience)
             dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=size, timeout=wait)
         self.mesh = init_device_mesh(device.partition(":")[0], (size,))

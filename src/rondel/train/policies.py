@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rondel.train.pack import Batch, Sample
 from rondel.words.errors import CheckpointError, LawError, SyncError
 from rondel.words.events import Warned, emit
+from rondel.words.files import make_folder
 from rondel.words.types import POLICY, Manifest, Route, StepStats
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Trainers:
     async def save(self, path: Path) -> None:
         for name, trainer in self.each.items():
             folder = folder_of(path, name)
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             await trainer.save(folder)
 
     async def load(self, path: Path) -> None:

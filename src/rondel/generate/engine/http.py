@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from rondel.words.errors import ConfigError, EngineError, StalledError
+from rondel.words.text import read_json
 
 DEADLINE = 60.0  # seconds for an answer that nothing is computed for
 IDLE = 2.0  # seconds that a connection waits for its next request: less than servers wait, or both would act at once
@@ -75,8 +76,8 @@ class Link:
         if not reply.content:
             return {}
         try:
-            return reply.json()
-        except ValueError:
+            return read_json(reply.content)
+        except (ValueError, RecursionError):
             return {"text": reply.text}
 
     async def close(self) -> None:

@@ -18,6 +18,8 @@ from rondel.models.aligned import align
 from rondel.models.graphs import serving_pass
 from rondel.models.load import Loaded, load
 from rondel.words.errors import EngineError, UserError
+from rondel.words.special_tokens import special_tokens
+from rondel.words.text import valid
 from rondel.words.types import Completion, Request, Sampling, sample_key
 
 GUESSES = 4  # at most, of a request in one step
@@ -89,18 +91,28 @@ class Engine:
         return self.loaded.tokenizer
 
     def generate(
-        self, prompts: list[str] | list[list[int]], sampling: Sampling | None = None, *, wants: Iterable[str] = ()
+        self,
+        prompts: list[str] | list[list[int]],
+        sampling: Sampling | None = None,
+        *,
+        wants: Iterable[str] = (),
+        split_special_tokens: bool = True,
     ) -> list[list[Completion]]:
         """outs[i][j] is sample j of prompt i. Sample j of prompt i draws the same noise whatever else is in the batch.
 
         `wants` are streams beside the tokens: {"raw_logprobs", "top_logprobs:5", "prompt_logprobs", "support"}.
+        Control tokens that a text spells are text; split_special_tokens = False means them, as in a prompt that a template has written.
         """
         sampling = sampling or Sampling()
         if self._loop.is_closed():
             raise EngineError("this engine is closed; load another")
         if isinstance(prompts, str) or any(isinstance(p, int) for p in prompts):
             raise UserError("prompts is one prompt; give a list of them: engine.generate([prompt])")
-        rows = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
+        special = special_tokens(self.tokenizer)
+        rows = [
+            special.encode_text(valid(p), split=split_special_tokens, add_special_tokens=True) if isinstance(p, str) else list(p)
+            for p in prompts
+        ]
         single = replace(sampling, n=1)
         more = frozenset(wants)
         jobs = [
@@ -121,9 +133,10 @@ class Engine:
             raise UserError("conversations is one conversation; give a list of them: engine.chat([messages])")
         if not getattr(self.tokenizer, "chat_template", None):
             raise UserError(f"'{self.loaded.name}' has no chat template; give engine.generate its prompts as text")
+        special = special_tokens(self.tokenizer)
+        covered = [special.messages(valid(messages)) for messages in conversations]
         rows = [
-            self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-            for messages in conversations
+            special.encode(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)) for messages in covered
         ]
         return self.generate(rows, sampling, wants=wants)
 

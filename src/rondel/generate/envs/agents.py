@@ -79,6 +79,7 @@ class Agents:
             for name in self.waits[turn.turn]:
                 await ended[name].wait()
             own = chats[turn.agent]
+            own.others = own.others or any(name in said for name in turn.reads)
             own.give(self._heard(turn, task, said, new))
             new.discard(turn.agent)
             said[turn.turn] = (await own.reply()).text or ""

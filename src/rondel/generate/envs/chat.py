@@ -10,7 +10,6 @@ reply ─> ...
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,8 +17,10 @@ from typing import Any
 from rondel.generate.envs.calls import Call
 from rondel.generate.envs.template import Messages, Schemas, Template
 from rondel.generate.pictures import parted, placed, seen
+from rondel.words.clock import now
 from rondel.words.errors import DataError, EnvError
 from rondel.words.media import Placed, Sight, worded
+from rondel.words.text import valid
 from rondel.words.types import POLICY, Completion, FinishReason, Request, Sampling, Trajectory, Turn
 
 
@@ -74,6 +75,7 @@ class TokenChat:
         self.sampling, self.key, self.max_context, self.system = sampling, key, max_context, system
         self.sight, self.cast = sight, cast or {}
         self.trajectory = Trajectory(policy=policy)
+        self.others = False  # whether its first messages hold what others wrote: too much of that is no fault of the data
         self.turn = 0
         self._open = False  # a prompt waits for its reply
         self._full = False
@@ -81,10 +83,14 @@ class TokenChat:
         self._last: list[int] = []
 
     def give(self, messages: Messages, tools: Schemas = ()) -> None:
-        """Render once, append, mask 0. `tools` are offered with the first messages, once for the whole conversation."""
+        """Render once, append, mask 0. `tools` are offered with the first messages, once for the whole conversation.
+
+        Whoever wrote them, they come in here: as valid text, in which control tokens are only spelled (words/special_tokens.py).
+        """
         if self._open:
             raise EnvError("give() twice without a reply() between: hand over all messages in one call")
         self._open = True
+        messages, tools = valid(messages), valid(tools)
         if self.turn == 0:
             if self.system is not None and not any(m.get("role") == "system" for m in messages):
                 messages = [{"role": "system", "content": self.system}, *messages]
@@ -146,12 +152,12 @@ class TokenChat:
         limit = min(self.sampling.max_tokens, self._room)
         sampling = replace(self.sampling, max_tokens=limit, min_tokens=min(self.sampling.min_tokens, limit))
         tokens = list(self.trajectory.tokens)
-        began = time.time()
+        began = now()
         done = await self.generate(
             Request(tokens, sampling, key=self.key(self.turn), policy=self.trajectory.policy, media=tuple(self.trajectory.media))
         )
         self.trajectory.extend(done.tokens, logprobs=done.logprobs, versions=done.versions, support=done.support)
-        self.trajectory.laps.append(("chat", began, time.time() - began, len(tokens), len(done.tokens)))
+        self.trajectory.laps.append(("chat", began, now() - began, len(tokens), len(done.tokens)))
         if done.experts is not None:
             self.trajectory.experts = done.experts  # of the whole stream: every turn's request carries all tokens so far
         for what, seconds in done.timings.items():
@@ -164,16 +170,18 @@ class TokenChat:
 
     def calls(self, done: Completion) -> list[Call]:
         """The tools that a reply asks for, as the template writes calls; what it only thought of is not asked for."""
-        return self.template.calls.read(self.tokenizer.decode(done.tokens, skip_special_tokens=False).rpartition("</think>")[2])
+        found = self.template.calls.read(self.tokenizer.decode(done.tokens, skip_special_tokens=False).rpartition("</think>")[2])
+        return [Call(valid(call.name), valid(call.arguments), valid(call.fault)) for call in found]  # JSON may spell half a character
 
-    def write(self, text: str, *, version: int = 0) -> None:
+    def write(self, text: str, *, version: int = 0, split_special_tokens: bool = True) -> None:
         """Put words into the policy's mouth, for supervised phases: mask 1, logprob 0, then the tokenizer's end token.
 
         What does not fit into max_context is cut, with finish_reason "length", as it would be for the policy itself.
+        Control tokens that the text spells are text, or with split_special_tokens = False tokens.
         """
         self._check_turn()
-        end = self.tokenizer.eos_token_id
-        tokens = list(self.tokenizer.encode(text, add_special_tokens=False)) + ([] if end is None else [end])
+        text, special, end = valid(text), self.template.special, self.tokenizer.eos_token_id
+        tokens = special.encode_text(text, split=split_special_tokens) + ([] if end is None else [end])
         kept = [] if self._full else tokens[: max(0, self._room)]
         self.trajectory.extend(kept, logprobs=[0.0] * len(kept), versions=[version] * len(kept))
         self._close(kept, text)
@@ -238,7 +246,7 @@ class TokenChat:
     def _check_turn(self) -> None:
         if not self._open:
             raise EnvError("the policy's turn without a give() before it: it would go on behind its own end of turn")
-        if self.turn == 0 and self._room <= 0:
+        if self.turn == 0 and self._room <= 0 and not self.others:
             raise DataError(
                 f"a prompt of {len(self.trajectory.tokens)} tokens leaves no room for an answer: the context holds {self.max_context}; "
                 "shorten or drop this task, or raise the context length"

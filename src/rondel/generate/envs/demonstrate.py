@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.single_turn import Example, opening
 from rondel.words.errors import DataError
+from rondel.words.special_tokens import SPLIT
 from rondel.words.types import Task, Trajectory
 
 
@@ -23,6 +24,6 @@ class Demonstrate:
         if "answer" not in task.data:
             raise DataError(f"task {task.id} has no 'answer' to demonstrate; it has: {', '.join(task.data)}")
         chat.give(opening(task, suffix=self.suffix, system=self.system, examples=self.examples))
-        chat.write(str(task.data["answer"]))
+        chat.write(str(task.data["answer"]), split_special_tokens=task.data.get(SPLIT, True))
         chat.trajectory.policy = self.policy
         return chat.trajectory

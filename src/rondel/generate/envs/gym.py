@@ -28,7 +28,8 @@ def maker(name: str) -> Callable[..., Any]:
     if kind in OTHERS:
         return partial(OTHERS[kind], rest)
     if ":" in name and not re.search(r"-v\d+$", name):
-        made: Callable[..., Any] = imported("world", name)
+        if not callable(made := imported("world", name)):
+            raise ConfigError(f"the world '{name}' is {made!r:.60}, and no function or class")
         return made
     try:
         import gymnasium

@@ -6,6 +6,7 @@ both are held out.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from hashlib import blake2b
@@ -29,7 +30,8 @@ def content_key(question: str) -> str:
 
 def hold_out(contents: list[str], holdout: float, seed: int) -> set[str]:
     """Whole contents, in the order of their hash with the seed, until `holdout` tasks (or that fraction) are held out."""
-    if not isinstance(holdout, int | float) or holdout < 0 or (holdout >= 1 and holdout != int(holdout)):
+    number = isinstance(holdout, int | float) and not isinstance(holdout, bool) and math.isfinite(holdout)
+    if not number or holdout < 0 or (holdout >= 1 and holdout != int(holdout)):
         raise ConfigError(f"task.data.holdout = {holdout!r}; it must be a number of tasks, or a fraction below 1")
     wanted = round(holdout * len(contents)) if holdout < 1 else int(holdout)
     sizes = Counter(contents)

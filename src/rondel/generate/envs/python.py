@@ -54,8 +54,9 @@ class Interpreter:
                 if not (piece := os.read(self.answers, 1 << 16)):
                     return None
                 line += piece
-            return str(json.loads(line)["text"])
-        except (OSError, ValueError, TypeError, KeyError):  # a TimeoutError, a broken pipe; or the code wrote into the answers itself
+            text = json.loads(line)["text"]
+            return text if isinstance(text, str) else None
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):  # late, a broken pipe; or the code wrote into the answers itself
             return None
 
     def end(self) -> str:

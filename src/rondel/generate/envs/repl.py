@@ -42,18 +42,39 @@ def middle_out(file: int, most: int) -> str:
     return f"{begin.decode(errors='replace')}\n[... {size - most} bytes left out ...]\n{end.decode(errors='replace')}"
 
 
+def memory_file() -> int:
+    """Where what is printed is kept: no full disk takes it away. A box whose memory is not counted has no files in memory."""
+    try:
+        return os.memfd_create("said")
+    except OSError:
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())
+
+
+def flushed() -> str:
+    """What could not be written, in words, or nothing."""
+    lost = ""
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        try:
+            getattr(sys, name).flush()
+        except Exception as error:  # it was closed, or the disk is full
+            lost = f"error: what was printed is lost ({error}); remove files if the disk is full\n"
+            setattr(sys, name, open(fd, "w", closefd=False))  # noqa: SIM115
+    return lost
+
+
 def serve(seconds: float, most: int) -> None:
     asked, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    said = tempfile.TemporaryFile()  # noqa: SIM115
+    said = memory_file()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for fd in (1, 2):  # what its subprocesses print is shown too
-        os.dup2(said.fileno(), fd)
+        os.dup2(said, fd)
     main = type(sys)("__main__")
     sys.modules["__main__"] = main
     signal.signal(signal.SIGALRM, late)
     for line in asked:
-        os.ftruncate(said.fileno(), 0)
-        os.lseek(said.fileno(), 0, os.SEEK_SET)
+        os.ftruncate(said, 0)
+        os.lseek(said, 0, os.SEEK_SET)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             run(json.loads(line)["code"], main.__dict__)
@@ -61,10 +82,6 @@ def serve(seconds: float, most: int) -> None:
             pass
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except Exception:  # it was closed, or the disk is full
-                setattr(sys, "stdout" if stream is sys.stdout else "stderr", open(1 if stream is sys.stdout else 2, "w", closefd=False))  # noqa: SIM115
-        answers.write(json.dumps({"text": middle_out(said.fileno(), most)}) + "\n")
+        lost = flushed()
+        answers.write(json.dumps({"text": middle_out(said, most) + lost}) + "\n")
         answers.flush()

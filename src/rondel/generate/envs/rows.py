@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
+import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rondel.words.errors import DataError, boundary
+from rondel.words.errors import DataError, boundary, refusal
 from rondel.words.registry import located, nearest, places
 
 
@@ -79,18 +83,80 @@ def gym(name: str, n: int = 100, seed: int = 0, args: dict[str, Any] | None = No
 
 
 def jsonl(path: str | list[str]) -> Iterator[Row]:
-    """One JSON object a line, of a file or of several one behind the other; blank lines are skipped."""
+    """One JSON object a line, of a file or of several one behind the other, plain or as gzip; blank lines are skipped."""
     if isinstance(path, list):
         yield from itertools.chain.from_iterable(map(jsonl, path))
         return
-    with _existing(path).open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                yield Row(f"{path}:{number}", Path(path).stem, json.loads(line))
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno}); one object a line") from error
+    name = Path(path.removesuffix(".gz")).stem
+    for number, line in enumerate(_lines(_existing(path), path), 1):
+        if line.strip():
+            yield Row(f"{path}:{number}", name, _fields(line, f"{path}:{number}"))
+
+
+def _lines(file: Path, path: str) -> Iterator[bytes]:
+    """The lines of a file without the mark of its encoding; what begins as another format is refused by its name."""
+    with reading(path):
+        with file.open("rb") as raw:
+            first = raw.read(4)
+        for magic, format, remedy in FORMATS:
+            if first.startswith(magic):
+                raise DataError(f"{path}:1: the file is {format}, and not JSON lines in UTF-8: {remedy}")
+        with gzip.open(file) if first.startswith(GZIP) else file.open("rb") as lines:
+            for number, line in enumerate(lines):
+                yield line if number else line.removeprefix(b"\xef\xbb\xbf")
+
+
+GZIP = b"\x1f\x8b"
+FORMATS = (  # how a file begins that is no JSON lines, what it is, what to do
+    (b"\xff\xfe\0\0", "in UTF-32", "iconv -f UTF-32 -t UTF-8 FILE"),
+    (b"\0\0\xfe\xff", "in UTF-32", "iconv -f UTF-32 -t UTF-8 FILE"),
+    (b"\xff\xfe", "in UTF-16", "iconv -f UTF-16 -t UTF-8 FILE"),
+    (b"\xfe\xff", "in UTF-16", "iconv -f UTF-16 -t UTF-8 FILE"),
+    (b"PK\x03\x04", "a zip archive", "unzip it"),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd", "zstd -d FILE"),
+    (b"BZh", "compressed with bzip2", "bunzip2 FILE"),
+    (b"\xfd7zX", "compressed with xz", "unxz FILE"),
+    (b"PAR1", "parquet", 'kind = "parquet" reads it'),
+)
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """A file that breaks off or cannot be read is an error with its name."""
+    try:
+        yield
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: the gzip file is damaged or not whole ({error}): copy it again, or unpack what is left of it") from error
+    except OSError as error:
+        raise DataError(refusal(error, f"reading {path}") or f"reading {path}: {error}") from error
+
+
+def _fields(line: bytes, where: str) -> Any:
+    """The object of one line. Numbers and texts that no task can hold are refused here, where the line is known."""
+    try:
+        text = line.decode()
+        found = json.loads(text, parse_constant=_refuse_constant)
+        if "\\u" in text:
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: byte {line[error.start]:#04x} at column {error.start + 1} is not UTF-8: save the file as UTF-8 (iconv -f LATIN1 -t UTF-8 FILE)"
+        ) from error
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: {error.object[error.start]!a} is half a character: write the whole one, or leave it out") from error
+    except RecursionError as error:
+        raise DataError(f"{where}: lists or objects are nested too deep: flatten them, or write them as a text") from error
+    except json.JSONDecodeError as error:
+        hint = "; a JSON array becomes one with jq -c '.[]' FILE" if line.strip() in (b"[", b"[{") else ""
+        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); one object a line{hint}") from error
+    except ValueError as error:
+        what = "a number of more than 4300 digits" if "digits" in str(error) else str(error)
+        raise DataError(f"{where}: {what}: write it as a text") from error
+
+
+def _refuse_constant(word: str) -> Any:
+    raise ValueError(f"{word} is no number of JSON")
 
 
 def parquet(path: str | list[str]) -> Iterator[Row]:
@@ -101,7 +167,7 @@ def parquet(path: str | list[str]) -> Iterator[Row]:
     from pyarrow import parquet as format
 
     file = _existing(path)
-    with boundary(DataError, f"reading {path} as parquet"):
+    with boundary(DataError, f"reading {path} as parquet (kind = 'jsonl' reads JSON lines)"):
         rows = format.read_table(file).to_pylist()
     for number, fields in enumerate(rows, 1):
         yield Row(f"{path}, row {number}", Path(path).stem, fields)
@@ -148,6 +214,8 @@ def quadrants(size: int = 160, seed: int = 0, pixels: int = 56) -> Iterator[Row]
     """Pictures of noise of which one quarter is light; the answer is its number, 1 to 4, as one reads. For models that look."""
     import numpy as np
 
+    if pixels < 2:
+        raise DataError(f"task.data.pixels = {pixels}; a picture of four quarters has at least 2 a side")
     rng, half = np.random.default_rng(seed), pixels // 2
     for number in range(size):
         picture, quarter = rng.integers(0, 60, (pixels, pixels, 3), dtype=np.uint8), number % 4
@@ -174,9 +242,18 @@ KINDS: dict[str, Callable[..., Iterable[Row]]] = {
 
 def _existing(path: str) -> Path:
     file = located(path)
-    if not file.is_file():
-        there = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
+    if not os.path.isfile(file):  # False, too, of what could be no name
         raise DataError(
-            f"no file '{path}' (from {' or '.join(map(str, places()))}).{nearest(file.name, there)} Give a path from there, or an absolute one"
+            f"no file '{path[:200]}' (from {' or '.join(map(str, places()))}).{_nearest(file)} Give a path from there, or an absolute one"
         )
     return file
+
+
+def _nearest(file: Path) -> str:
+    """Why it is none, or one that is there under a name like it."""
+    if os.path.isdir(file):
+        return " It is a folder."
+    if os.path.islink(file):
+        return " It is a link that leads nowhere."
+    there = os.listdir(file.parent) if os.path.isdir(file.parent) else []
+    return nearest(file.name, [name for name in there if name != file.name])

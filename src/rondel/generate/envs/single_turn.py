@@ -8,6 +8,7 @@ from typing import Any
 from rondel.generate.envs.template import Messages, Schemas
 from rondel.words.errors import DataError
 from rondel.words.protocols import Chat
+from rondel.words.special_tokens import SPLIT
 from rondel.words.types import Task, Trajectory
 
 Example = dict[str, str]  # {"prompt": "2 + 2 =", "answer": "4"}
@@ -16,11 +17,12 @@ Example = dict[str, str]  # {"prompt": "2 + 2 =", "answer": "4"}
 def opening(task: Task, *, suffix: str = "", system: str | None = None, examples: Sequence[Example] = ()) -> Messages:
     """Messages of a task's prompt: task.data's "messages", or its "prompt" as a user's message.
 
-    suffix ends the last one; examples are earlier turns, each a question (with the suffix) and its answer; system goes in front
+    suffix ends the last one; examples are earlier turns, each a question (with the suffix) and its answer; system goes in front.
+    Control tokens that they spell are text, unless the task's data means them (task.data.split_special_tokens = false)
     """
     data: dict[str, Any] = task.data
     if "messages" in data:
-        messages = [dict(m) for m in data["messages"]]
+        messages = [{key: value for key, value in m.items() if key != SPLIT} for m in data["messages"]]
     elif isinstance(data.get("prompt"), str):
         messages = [{"role": "user", "content": data["prompt"]}]
     else:
@@ -35,7 +37,7 @@ def opening(task: Task, *, suffix: str = "", system: str | None = None, examples
         messages[at:at] = [{"role": role, "content": content} for role, content in shown]
     if system is not None and messages[0].get("role") != "system":
         messages.insert(0, {"role": "system", "content": system})
-    return messages
+    return messages if data.get(SPLIT, True) else [{**message, SPLIT: False} for message in messages]
 
 
 class SingleTurn:

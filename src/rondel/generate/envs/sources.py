@@ -6,21 +6,36 @@ kind(settings) ──> rows ──> tasks, one per question ──> split by con
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rondel.generate.envs.holdout import GRAM, content_key, hold_out, overlapping
 from rondel.generate.envs.rows import KINDS, Row
 from rondel.generate.pictures import is_image, is_picture, shown, source_of, stored
-from rondel.words.errors import ConfigError, DataError
+from rondel.words.errors import ConfigError, DataError, RondelError
 from rondel.words.media import worded
 from rondel.words.registry import find, located, nearest
+from rondel.words.special_tokens import SPLIT, SpecialTokens
+from rondel.words.text import valid
 from rondel.words.types import Task
 
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 Found = dict[str, tuple[str, Task]]  # task id -> (content, task)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which fields of a row a recipe names; None: it does not say."""
+
+    prompt: str | None
+    answer: str | None
+    image: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +67,19 @@ def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
     holdout         how many tasks to hold out: a number, or a fraction below 1; whole contents, so a few more may come
     eval_<key>      evaluation data from elsewhere: the same kind with <key> changed, as in eval_path or eval_split
     ngram           a training task that shares so many words in a row with evaluation data from elsewhere is left out; 0 does not look
+    split_special_tokens   false: the data means the control tokens that its prompts, messages and answers spell; else they are text
     where           which rows to keep, by their fields: where = { level = [2, 4], topic = "algebra" }, a range or a value
     seed            of the split, and of kinds that draw
     """
     if data.get("kind") == "mix":
         return _mixed(dict(data), env)
     settings = dict(data)
-    kind, holdout, gram = settings.pop("kind", None), settings.pop("holdout", 0), settings.pop("ngram", GRAM)
-    columns = settings.pop("prompt", None), settings.pop("answer", "answer"), settings.pop("image", "")
+    kind, holdout, gram = settings.pop("kind", None), settings.pop("holdout", 0), _whole(settings.pop("ngram", GRAM), "ngram")
+    columns = Columns(*(_column(settings, name) for name in ("prompt", "answer", "image")))
+    _whole(settings.get("seed", 0), "seed")
+    split = settings.pop(SPLIT, True)
+    if not isinstance(split, bool):
+        raise ConfigError(f"task.data.{SPLIT} = {split!r}; it is true, or false for data that means the control tokens it spells")
     elsewhere = {key.removeprefix("eval_"): settings.pop(key) for key in list(settings) if key.startswith("eval_")}
     if kind is None:
         raise ConfigError(f"task.data has no 'kind'. Known: {', '.join(sorted(KINDS))}; or your own as 'module:name'")
@@ -81,7 +101,23 @@ def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
             "change holdout, bring more tasks, or bring evaluation data that the training data does not contain"
         )
     leaked = len(found) - len(train) if elsewhere else 0
+    for task in [] if split else [task for _, task in [*found.values(), *held.values()]]:
+        task.data[SPLIT] = False
     return TaskSet(train, [task for _, task in held.values()], duplicates, leaked)
+
+
+def _whole(value: Any, key: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"task.data.{key} = {value!r}; it is a whole number")
+    return value
+
+
+def _column(settings: dict[str, Any], key: str) -> str | None:
+    """The name of a field, as the recipe says it; None where it says nothing."""
+    name = settings.pop(key, None)
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"task.data.{key} = {name!r}; it is the name of a field, {key} = 'question' say")
+    return name
 
 
 def _mixed(settings: dict[str, Any], env: str) -> TaskSet:
@@ -97,7 +133,7 @@ def _mixed(settings: dict[str, Any], env: str) -> TaskSet:
         name, weight, where = own.pop("source", None), own.pop("weight", 1), own.pop("env", env)
         if not isinstance(name, str) or name in [s.train[0].data["source"] for _, s in sets]:
             raise ConfigError(f"task.data.sources[{number}] has source = {name!r}; each needs a name of its own")
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise ConfigError(f"task.data.sources[{number}] ('{name}') has weight = {weight!r}; it must be a positive number")
         loaded = load_tasks(own, env=where)
         for task in [*loaded.train, *loaded.held_out]:
@@ -127,7 +163,7 @@ def _mixed(settings: dict[str, Any], env: str) -> TaskSet:
     )
 
 
-def _read(kind: str, settings: dict[str, Any], env: str, columns: tuple[str | None, str, str]) -> tuple[Found, int]:
+def _read(kind: str, settings: dict[str, Any], env: str, columns: Columns) -> tuple[Found, int]:
     """The different tasks of a kind, and how many rows repeated a question."""
     settings = dict(settings)
     found: Found = {}
@@ -139,7 +175,7 @@ def _read(kind: str, settings: dict[str, Any], env: str, columns: tuple[str | No
         if wanted and not _fits(row, wanted):
             continue
         kept += 1
-        content, task = _task(row, env, folder, *columns)
+        content, task = _task(row, env, folder, columns)
         found.setdefault(task.id, (content, task))
     if not count:
         raise DataError(f"task.data of kind '{kind}' is empty ({settings}); check the path and the size")
@@ -158,8 +194,11 @@ def _fits(row: Row, wanted: dict[str, Any]) -> bool:
         if isinstance(rule, list):
             if len(rule) != 2:
                 raise ConfigError(f"task.data.where.{field} = {rule}; a range has two ends: [low, high]")
-            if isinstance(value, str) or not rule[0] <= value <= rule[1]:
-                return False
+            try:
+                if isinstance(value, str) or not rule[0] <= value <= rule[1]:
+                    return False
+            except TypeError as error:
+                raise ConfigError(f"task.data.where.{field} = {rule}, and {row.where} has {value!r:.60} there: {error}") from error
         elif value != rule:
             return False
     return True
@@ -167,7 +206,7 @@ def _fits(row: Row, wanted: dict[str, Any]) -> bool:
 
 def _rows(kind: str, settings: dict[str, Any]) -> Iterator[Row]:
     source: Callable[..., Iterable[Any]] = find("task.data.kind", kind, KINDS)
-    known = inspect.signature(source).parameters
+    known = _parameters(source)
     if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
         settings = {k: v for k, v in settings.items() if k in known or k != "seed"}  # a kind that does not draw needs no seed
         for key in settings:
@@ -178,21 +217,54 @@ def _rows(kind: str, settings: dict[str, Any]) -> Iterator[Row]:
         for key, parameter in known.items():
             if parameter.default is parameter.empty and key not in settings:
                 raise ConfigError(f"task.data.{key} is missing: kind '{kind}' needs it")
-    name = kind.partition(":")[2]
-    for number, row in enumerate(source(**settings), 1):
-        yield row if isinstance(row, Row) else Row(f"{kind}, row {number}", name, row)
+    if kind in KINDS:
+        _check(source, settings)
+    name, number = kind.partition(":")[2], 0
+    try:
+        for number, row in enumerate(source(**settings), 1):
+            yield row if isinstance(row, Row) else Row(f"{kind}, row {number}", name, row)
+    except RondelError:
+        raise
+    except Exception as error:
+        after = f" after row {number}" if number else ""
+        raise DataError(
+            f"task.data of kind '{kind}' with {settings} broke{after}: {type(error).__name__}: {error}. Mend its settings, or the function that makes it"
+        ) from error
 
 
-def _task(row: Row, env: str, folder: Path, prompt: str | None, answer: str, image: str) -> tuple[str, Task]:
+def _parameters(source: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Those of a function; of one written in C, which does not say, whatever is given."""
+    try:
+        return inspect.signature(source).parameters
+    except (TypeError, ValueError):
+        return {"settings": inspect.Parameter("settings", inspect.Parameter.VAR_KEYWORD)}
+
+
+def _check(source: Callable[..., Any], settings: dict[str, Any]) -> None:
+    """What one of our kinds is given is of the type that it says."""
+    hints = get_type_hints(source)
+    for key, value in settings.items():
+        try:
+            TypeAdapter(hints[key], config=STRICT).validate_python(value)
+        except ValidationError as error:
+            raise ConfigError(f"task.data.{key} = {value!r:.80}: {error.errors()[0]['msg'].lower()}") from error
+
+
+def _task(row: Row, env: str, folder: Path, columns: Columns) -> tuple[str, Task]:
     """(content, task) of one row; all other fields of the row stay in task.data."""
+    prompt, answer, image = columns.prompt, "answer" if columns.answer is None else columns.answer, columns.image or ""
     if not isinstance(row.fields, dict):
         raise DataError(f"{row.where}: a {type(row.fields).__name__}; a task is an object with named fields")
-    fields = dict(row.fields)
+    fields = {name: value for name, value in valid(row.fields).items() if name != SPLIT}  # the recipe's to say, and not the data's
     prompt = prompt or ("messages" if "messages" in fields and "prompt" not in fields else "prompt")
     for column, key in ((prompt, "prompt"), (answer, "answer"), (image, "image")):
         if column and _at(fields, column) is None:
             raise _missing(row, column, key)
+    if columns.image is None:
+        _refuse_unseen(row, fields)
     asked, gold = _at(fields, prompt), _at(fields, answer)
+    if isinstance(gold, float) and not math.isfinite(gold):
+        raise DataError(f"{row.where}: '{answer}' is {gold}, which no answer can be equal to: give the row a number or drop it")
     fields.pop(prompt, None)
     asked = _with_images(row, asked, fields, folder, image)
     question = _question(row, asked)
@@ -204,8 +276,19 @@ def _task(row: Row, env: str, folder: Path, prompt: str | None, answer: str, ima
     return content_key(row.content or question), Task(f"{row.name}/{digest}", env, fields)
 
 
+def _refuse_unseen(row: Row, fields: dict[str, Any]) -> None:
+    """A picture that a recipe says nothing of would be left out of the question without a word."""
+    if name := next((name for name in ("image", "images") if fields.get(name)), None):
+        raise DataError(
+            f"{row.where}: the field '{name}' is said to hold pictures, and the recipe does not say what becomes of them: set image = '{name}' "
+            "in task.data to show them, or image = '' to leave them out"
+        )
+
+
 def _with_images(row: Row, asked: Any, fields: dict[str, Any], folder: Path, column: str) -> Any:
     """The question with the images of its row, and those that its messages name, as task.data can hold them."""
+    if isinstance(asked, list) and not all(map(_is_message, asked)):
+        return asked
     if not column and (held := [name for name, value in fields.items() if is_picture(value)]):
         raise DataError(f"{row.where}: the field '{held[0]}' holds an image; say image = '{held[0]}' in task.data")
     try:
@@ -240,13 +323,25 @@ def asked(task: Task) -> str:
     )
 
 
+def spelled(task: Task, special: SpecialTokens) -> list[str]:
+    """The control tokens that question and answer of a task spell."""
+    return special.spelled(f"{asked(task)}\n{task.data.get('answer', '')}")
+
+
 def _question(row: Row, asked: Any) -> str:
     if isinstance(asked, str) and asked.strip():
         return asked
-    if isinstance(asked, list) and asked and all(isinstance(m, dict) and isinstance(m.get("content"), str | list) for m in asked):
-        return "\n".join(f"{m.get('role')}: {worded(m['content'])}" for m in asked)
+    if isinstance(asked, list) and asked and all(map(_is_message, asked)):
+        return "\n".join(f"{m['role']}: {worded(m['content'])}" for m in asked)
     what = "empty" if isinstance(asked, str) else f"{asked!r:.60}, a {type(asked).__name__}"
     raise DataError(f"{row.where}: the prompt is {what}; it must be a text, or a list of messages with role and content")
+
+
+def _is_message(node: Any) -> bool:
+    if not isinstance(node, dict) or not isinstance(node.get("role"), str):
+        return False
+    content = node.get("content")
+    return isinstance(content, str) or (isinstance(content, list) and all(isinstance(part, dict) for part in content))
 
 
 def _missing(row: Row, column: str, key: str) -> DataError:

@@ -6,22 +6,28 @@ tokens are cut off again (SPEC G2). What the policy wrote is never part of what 
     opening   encode(tpl(messages, gen_prompt=True))
     later     encode(tpl(D + messages, gen_prompt=True))[len(encode(tpl(D))):]
     tail      what the template puts after an assistant's content: "<|im_end|>\\n" as tokens
+
+Messages are covered when they come in (words/special_tokens.py): control tokens are the template's alone, and what a message spells is text.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import groupby, takewhile
 from typing import Any
 
 from rondel.generate.envs.calls import HERMES, PROBE, TOLD, CallFormat, read_off
-from rondel.words.errors import DataError
+from rondel.words.errors import DataError, RondelError, TemplateError
+from rondel.words.special_tokens import special_tokens
 
 Messages = list[dict[str, Any]]
 Schemas = Sequence[dict[str, Any]]  # of tools, as OpenAI's `tools` has them
 
+NAME = re.compile(r"[\w.:/-]{1,128}")  # of a tool; a policy may ask for one that is called "</tool_call>"
 SYSTEM = {"role": "system", "content": "s"}  # given, so that no template injects its own
 USER = {"role": "user", "content": "u"}
 ASSISTANT = {"role": "assistant", "content": "a"}
@@ -41,26 +47,31 @@ class Template:
     """`Template(tok).opening([{"role": "user", "content": "3 + 4 ="}])` -> [1, 4093, ...]. No template: the bare contents."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.special = tokenizer, special_tokens(tokenizer)
         self.plain = not getattr(tokenizer, "chat_template", None)
 
     def opening(self, messages: Messages, tools: Schemas = ()) -> list[int]:
-        """The first messages with the tools that are offered, up to where the policy starts to write."""
-        messages = self._worded(messages)
+        """The first messages with the tools that are offered, up to where the policy starts to write. TemplateError where it refuses them."""
+        messages, tools = self._worded(self.special.messages(messages)), self.special.cover(tools)
         if tools and self.calls.told:
             messages, tools = _with_words(messages, tools, speaker="system" if self._has_system else "user"), ()
-        return self._bare(messages, opening=True) if self.plain else self._render(messages, tools=tools)
+        if self.plain:
+            return self._bare(messages, opening=True)
+        with _refusing(messages):
+            return self._render(messages, tools=tools)
 
     def after(self, tokens: list[int], messages: Messages) -> list[int]:
-        """What follows a turn of the policy that wrote `tokens`: the rest of its end, and the messages up to where it writes again."""
-        if messages and messages[0]["role"] == "tool" and not self.plain and self.calls.ends:
-            return self._answered(tokens, messages)
-        tail, later = self.missing_tail(tokens), self.later(messages)
+        """What follows a turn of the policy that wrote `tokens`: the rest of its end, and the messages up to where it writes again.
+        TemplateError where the template refuses them."""
+        with _refusing(messages):
+            if messages and messages[0]["role"] == "tool" and not self.plain and self.calls.ends:
+                return self._answered(tokens, messages)
+            tail, later = self.missing_tail(tokens), self.later(messages)
         return tail + later[self._said_already(tokens, later) if not tail else 0 :]
 
     def _answered(self, tokens: list[int], messages: Messages) -> list[int]:
         """What follows the mark that closes a call, but for what the policy has written behind it."""
-        messages, ends = self._worded(messages), self.calls.ends
+        messages, ends = self._worded(self.special.messages(messages)), self.calls.ends
         written = self._text([USER, _asking(messages), *messages], (), prompt=True)
         behind = self._encode(written[written.index(ends) + len(ends) :])
         mark = self._encode(ends)
@@ -73,8 +84,8 @@ class Template:
         return int(tokens[-1:] == behind[:1] and tokens[-1:] != [] and tokens[-1] in self.tokenizer.all_special_ids)
 
     def later(self, messages: Messages) -> list[int]:
-        """Messages that follow a finished turn of the policy, up to where it writes again."""
-        messages = self._worded(messages)
+        """Messages that follow a finished turn of the policy, up to where it writes again. TemplateError where it refuses them."""
+        messages = self._worded(self.special.messages(messages))
         if self.plain:
             return self._bare(messages, opening=False)
         refused, asking = "", _asking(messages)
@@ -86,9 +97,8 @@ class Template:
                 continue
             if (n := self._shared(prefix, whole)) is not None:
                 return whole[n:]
-        roles = ", ".join(m.get("role", "?") for m in messages)
-        raise DataError(
-            f"the chat template cannot append messages ({roles}): behind every dummy conversation it rewrites what came before"
+        raise TemplateError(
+            f"the chat template cannot append messages ({_roles(messages)}): behind every dummy conversation it rewrites what came before"
             f"{' or raises ' + refused if refused else ''}; use roles it knows, or a template that only appends"
         )
 
@@ -155,19 +165,34 @@ class Template:
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **more))
 
     def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return self.special.encode(text)
 
     def _bare(self, messages: Messages, *, opening: bool) -> list[int]:
         if any(isinstance(m["content"], list) for m in messages):
             raise DataError("images for a tokenizer without a chat template, which alone says where they stand; take an instruct model")
-        return list(self.tokenizer.encode("".join(m["content"] for m in messages), add_special_tokens=opening))
+        return self.special.encode("".join(m["content"] for m in messages), add_special_tokens=opening)
+
+
+@contextmanager
+def _refusing(messages: Messages) -> Iterator[None]:
+    """What a template raises, as the fault of the episode that these messages are from."""
+    try:
+        yield
+    except RondelError:
+        raise
+    except Exception as error:  # a template refuses by raising whatever it likes
+        raise TemplateError(f"the chat template refuses messages ({_roles(messages)}): {type(error).__name__}: {error}"[:1000]) from error
+
+
+def _roles(messages: Messages) -> str:
+    return ", ".join(str(m.get("role", "?")) for m in messages)
 
 
 def _asking(messages: Messages) -> dict[str, Any]:
     """The assistant's turn that these answers of tools belong to: a template may tell whose answer one is."""
     call = PROBE["tool_calls"][0]
     answers = list(takewhile(lambda m: m["role"] == "tool", messages))
-    named = [(m.get("tool_call_id", call["id"]), m.get("name") or "unknown") for m in answers]
+    named = [(m.get("tool_call_id", call["id"]), name if NAME.fullmatch(name := str(m.get("name") or "")) else "unknown") for m in answers]
     calls = [{**call, "id": id, "function": {**call["function"], "name": name}} for id, name in named]
     return {**PROBE, "tool_calls": calls} if calls else PROBE
 
@@ -216,6 +241,5 @@ def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
 def _rendered(tokenizer: Any, messages: str, prompt: bool, tools: str) -> tuple[int, ...]:
     """Siblings ask for the same opening; a template is slow enough to render it once."""
     more = {"tools": offered} if (offered := json.loads(tools)) else {}
-    return tuple(
-        tokenizer.apply_chat_template(json.loads(messages), tokenize=True, add_generation_prompt=prompt, return_dict=False, **more)
-    )
+    text = tokenizer.apply_chat_template(json.loads(messages), tokenize=False, add_generation_prompt=prompt, **more)
+    return tuple(special_tokens(tokenizer).encode(text))

@@ -27,6 +27,8 @@ from rondel.generate.envs.calls import Call
 from rondel.generate.envs.single_turn import opening
 from rondel.generate.envs.template import Messages, Schemas
 from rondel.generate.pictures import observed
+from rondel.words.boxes import BoxFileError
+from rondel.words.clock import now
 from rondel.words.errors import ConfigError, EnvError
 from rondel.words.media import worded
 from rondel.words.protocols import Chat
@@ -141,9 +143,9 @@ class Tools:
         return worded(result) if blind and call.name in tools and tools[call.name].foreign else result
 
     async def _timed(self, call: Call, tools: dict[str, Tool], of: Trajectory) -> str | list[dict[str, Any]]:
-        began = time.time()
+        began = now()
         result = await self.carry_out(call, tools)
-        of.laps.append((call.name or "?", began, time.time() - began, 0, 0))
+        of.laps.append((call.name or "?", began, now() - began, 0, 0))
         return result
 
     async def carry_out(self, call: Call, tools: dict[str, Tool] | None = None) -> str | list[dict[str, Any]]:
@@ -163,6 +165,8 @@ class Tools:
                 result = await self._called(tool.function, arguments)
         except TimeoutError as error:
             raise EnvError(f"tool {call.name} did not answer within {self.timeout:g} s (task.tool_timeout)") from error
+        except BoxFileError as error:  # the box is the policy's own
+            return f"error: {error}"
         except (OSError, EnvError) as error:
             raise EnvError(f"tool {call.name}: {type(error).__name__}: {error}") from error
         except Exception as error:  # what the policy asked for cannot be done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import pickle
@@ -20,6 +21,7 @@ from rondel.runtime.cluster.progress import Progress
 from rondel.runtime.cluster.worker import PULSE
 from rondel.words.errors import RondelError, WorkerError
 from rondel.words.events import WorkerTime, subscribe
+from rondel.words.signals import leave_to_controller
 
 
 def live(socket: int, parent: int) -> None:
@@ -29,8 +31,7 @@ def live(socket: int, parent: int) -> None:
     name, cores, tells = pickle.loads(pipe.recv_bytes())
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the controller decides when a run ends; handled, not ignored: that would be inherited
-        signal.signal(number, lambda *_: None)
+    leave_to_controller()
     stacks.listen(sys.stderr)
     asyncio.run(Child(pipe, name, tells).serve())
 
@@ -117,8 +118,9 @@ class Child:
         except asyncio.CancelledError:
             self.put(number, "error", WorkerError(f"{self.name}: {verb} was cancelled"))
         except BaseException as error:
-            traceback.print_exc()
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):  # the disk of the log may be what is full
+                traceback.print_exc()
+                sys.stderr.flush()
             self.put(number, "error", portable(error, self.name, verb or "build"))
         finally:
             self.calls.pop(number, None)

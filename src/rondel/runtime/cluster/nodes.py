@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import Any
+
+from rondel.words.sockets import is_loopback
 
 ALL = 8  # nodes up to which every pair is measured, beyond them each with the next
 SKEW, FAR = 0.5, 5.0  # seconds that clocks may differ: said, a fault
@@ -131,20 +132,13 @@ def _addresses(there: list[Node]) -> Iterator[Row]:
     if len({node.facts["host"] for node in there}) < 2:
         return
     for node in there:
-        if _loopback(node.address):
+        if is_loopback(node.address):
             fix = f"on {node.name}: ray stop; ray start --address=HEAD:6379 --node-ip-address=ITS_ADDRESS"
             yield f"address of {node.name}", "broken", f"{node.address}, which every other node takes for itself", fix
-        elif _loopback(node.facts["resolves_to"]):
+        elif is_loopback(node.facts["resolves_to"]):
             found = f"{node.facts['host']} is {node.facts['resolves_to']} to itself, so a rank there may listen where nobody comes"
             fix = f"on {node.name}: put '{node.address} {node.facts['host']}' into /etc/hosts in place of that line"
             yield f"name of {node.name}", "note", found, fix
-
-
-def _loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 def _versions(there: list[Node]) -> Iterator[Row]:

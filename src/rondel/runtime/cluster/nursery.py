@@ -28,6 +28,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
 from typing import Any
 
+from rondel.words.signals import leave_to_controller
+
 ROOM = 1 << 20  # bytes of one message: an environment, a path
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/accel")
 PATIENCE = 120.0  # seconds for the first worker, which waits for the imports
@@ -162,8 +164,7 @@ def _path() -> list[str]:
 
 def main() -> None:
     controller, own = os.getppid(), socket.socket(fileno=int(sys.argv[1]))
-    for number in (signal.SIGINT, signal.SIGTERM):  # the controller decides
-        signal.signal(number, lambda *_: None)
+    leave_to_controller()
     heard, told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)

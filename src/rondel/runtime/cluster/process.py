@@ -23,12 +23,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rondel.runtime.cluster import nursery
 from rondel.runtime.cluster.worker import PULSE, Worker
 from rondel.runtime.stacks import SIGNAL
 from rondel.words.errors import SilentError
+from rondel.words.files import make_folder, writing
 
 GRACE = 5.0  # that one may take to end when it is asked to
 DUMP = 2.0  # that one may take to write its stacks
@@ -50,7 +51,7 @@ class ProcessCluster:
         """`cores`: the only ones the child may use. `tells`: whether its events are heard here."""
         log = None
         if self.logs is not None:
-            self.logs.mkdir(parents=True, exist_ok=True)
+            make_folder(self.logs)
             log = self.logs / f"{name}.log"
         worker = ProcessWorker(name, make, args, cores=tuple(cores), tells=tells, log=log, patience=self.patience, all_dump=self.dump)
         self.workers.append(worker)
@@ -91,7 +92,7 @@ class ProcessWorker(Worker):
         self._log, self._all_dump = log, all_dump
         ours, theirs = socket.socketpair()
         environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
-        with theirs, (log or Path(os.devnull)).open("ab") as out:
+        with theirs, _opened(log or Path(os.devnull)) as out:
             self._process = nursery.bear(make, theirs.fileno(), out.fileno(), environment) or subprocess.Popen(
                 [sys.executable, "-m", "rondel.runtime.cluster.child", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
@@ -207,6 +208,11 @@ class ProcessWorker(Worker):
             return ""
         lines = self._log.read_text(errors="replace").splitlines()[-LINES:]
         return f"; the last lines of {self._log}:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""
+
+
+def _opened(log: Path) -> IO[bytes]:
+    with writing(log, doing="opening"):
+        return log.open("ab")
 
 
 def _end(process: subprocess.Popen | nursery.Process) -> None:

@@ -33,6 +33,7 @@ from rondel.runtime.cluster.progress import Progress
 from rondel.runtime.cluster.worker import START, Worker
 from rondel.words.errors import ConfigError, SilentError, WorkerError
 from rondel.words.events import Warned, emit, subscribe
+from rondel.words.signals import ENDING
 
 RESERVE = 120.0  # seconds that the cluster may take to find room for all workers
 
@@ -178,7 +179,7 @@ def warn_if_open() -> None:
 @contextlib.contextmanager
 def own_signals() -> Iterator[None]:
     """Ray takes SIGTERM for itself, prints a stack and leaves; a run that is asked to end keeps a checkpoint first (runtime/ending.py)."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in ENDING}
     try:
         yield
     finally:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 import os
-import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rondel.words.errors import ConfigError
+from rondel.words.signals import leave_to_controller
 
 PATIENCE = datetime.timedelta(days=30)  # a follower waits for the next call for as long as the leader's loop takes
 
@@ -83,8 +83,7 @@ class Leader:
 
 def follow(made: Any, calls: Any) -> None:
     """Do what rank 0 calls, until it closes. torchrun sends its signals to all ranks, and the first one decides what they mean."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
+    leave_to_controller()
     with asyncio.Runner() as runner:
         while True:
             heard: list[Any] = [None, None]

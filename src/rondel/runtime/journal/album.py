@@ -6,7 +6,6 @@ rollouts/media/3f2a….png     as the model saw it; and the file of a task's pic
 from __future__ import annotations
 
 import io
-import os
 import re
 from base64 import b64decode, b64encode
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from rondel.words.errors import CheckpointError
+from rondel.words.files import make_folder, replace_file
 from rondel.words.media import Image, Placed
 
 KEPT = re.compile(r"media:([0-9a-f]{32})\.([a-z]+)")
@@ -75,10 +75,8 @@ class Album:
         return self.folder / f"{digest}.png"
 
     def _write(self, path: Path, raw: bytes) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.tmp")
-        draft.write_bytes(raw)
-        os.replace(draft, path)
+        make_folder(self.folder)
+        replace_file(path, raw)
 
     def _read(self, path: Path) -> bytes:
         try:

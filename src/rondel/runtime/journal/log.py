@@ -2,6 +2,8 @@
 
     {"n": 17, "t": 1795264617.1, "kind": "StepDone", "step": 3, "version": 3, ...}
 
+`t` is the time of day by a clock that is never set while the run lives: the difference of two lines of one life is a duration.
+
 A run that crashed and resumed has told part of its story twice. `history` gives every line; `read` gives what counts.
 A number that JSON cannot say is written {"$float": "nan"}, so the file stays JSON and nothing is lost. `Generating`, the
 heartbeat, is for the eyes only and not written; the groups of `GroupsTaken` go to the rollout store, their numbers stay.
@@ -9,51 +11,68 @@ heartbeat, is for the eyes only and not written; the groups of `GroupsTaken` go 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import threading
-import time
+import tomllib
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from rondel.words.errors import CheckpointError, UserError, boundary
+from rondel.words.clock import now
+from rondel.words.errors import CheckpointError, UserError
 from rondel.words.events import Checkpointed, Event, Generating, GroupsTaken, RunEnded, StepDone
+from rondel.words.files import make_folder, sync_folder, writing
+from rondel.words.text import read_json, valid
 
 FILE = "journal.jsonl"
+MEND = "Put a copy of it back, or move it away: the run then goes on from its last checkpoint, without what it told before"
 MILESTONES = (StepDone, Checkpointed, RunEnded)  # on disk before the run goes on, with durability = "disk"
 LASTING = {"RunStarted", "Resumed", "Warned", "Stalled", "Broke", "Advised"}  # true whatever is repeated later
 
 
 class Journal:
-    """The writer: `subscribe(Journal("runs/a").write)`. Every line survives the process; with "disk", every step survives the machine.
+    """The writer: `subscribe(Journal("runs/a").write)`. Every line survives the process, those up to a checkpoint the machine.
 
     folder      the run folder; made when missing
-    durability  "process" flushes each line to the operating system, "disk" also calls fsync at each milestone
+    durability  "process" hands each line to the operating system and calls fsync at a checkpoint, "disk" also at each step
     """
 
     def __init__(self, folder: str | Path, durability: Literal["process", "disk"] = "process") -> None:
         self.path, self.durability = Path(folder) / FILE, durability
         self._lock = threading.Lock()
-        with boundary(CheckpointError, f"opening {self.path}"):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._next, length = _whole(self.path)
-            self._file = self.path.open("ab")
-            self._file.truncate(length)  # a crash may have torn the last line
+        make_folder(self.path.parent)
+        with writing(self.path, doing="opening"):
+            self._next, self._length = _whole(self.path)
+            self._file = self.path.open("ab", buffering=0)
+            self._file.truncate(self._length)  # a crash may have torn the last line
+            sync_folder(self.path.parent)
 
     def write(self, event: Event) -> None:
         """One event, one line."""
         if isinstance(event, Generating):
             return
-        with self._lock, boundary(CheckpointError, f"writing {self.path}"):
-            line = encode({"n": self._next, "t": round(time.time(), 3), "kind": type(event).__name__, **_fields(event)})
-            self._file.write(line.encode() + b"\n")
-            self._file.flush()
+        with self._lock:
+            line = encode({"n": self._next, "t": round(now(), 3), "kind": type(event).__name__, **_fields(event)}).encode() + b"\n"
+            with writing(self.path, len(line)):
+                self._append(line)
+                if isinstance(event, Checkpointed) or (self.durability == "disk" and isinstance(event, MILESTONES)):
+                    os.fsync(self._file.fileno())
             self._next += 1
-            if self.durability == "disk" and isinstance(event, MILESTONES):
-                os.fsync(self._file.fileno())
+
+    def _append(self, line: bytes) -> None:
+        """The whole line, or the file as it was: a full disk takes a part of it."""
+        try:
+            written = 0
+            while written < len(line):
+                written += self._file.write(line[written:]) or 0
+        except OSError:
+            self._file.truncate(self._length)
+            raise
+        self._length += len(line)
 
     def close(self) -> None:
         self._file.close()
@@ -68,7 +87,7 @@ def _fields(event: Event) -> dict[str, Any]:
 
 def _whole(path: Path) -> tuple[int, int]:
     """The next sequence number, and how many bytes of the file are whole lines."""
-    data = path.read_bytes() if path.exists() else b""
+    data = _bytes(path) if path.exists() else b""
     end = data.rfind(b"\n") + 1
     for _ in range(2):  # a power loss may also leave one line of noise that ends in a newline
         if not end:
@@ -78,14 +97,34 @@ def _whole(path: Path) -> tuple[int, int]:
             return _event(data[start:end].decode())["n"] + 1, end
         except ValueError:
             end = start
-    raise CheckpointError(f"{path} ends in several lines that are not JSON; the file was damaged or edited")
+    raise CheckpointError(f"{path} ends in several lines that are not JSON: it was damaged or edited. {MEND}")
+
+
+def _bytes(path: Path) -> bytes:
+    if not path.is_file():  # a pipe would be waited for
+        raise OSError(errno.ENXIO, "not a file", str(path))
+    return path.read_bytes()
 
 
 def _event(line: str) -> dict[str, Any]:
-    event = decode(line)
+    try:
+        event = decode(line)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
     if not (isinstance(event, dict) and {"n", "t", "kind"} <= event.keys()):
         raise ValueError("not an event: it needs n, t and kind")
+    n, t, kind = event["n"], event["t"], event["kind"]
+    if type(n) is not int or not isinstance(t, int | float) or not isinstance(kind, str):
+        raise ValueError(f"n = {n!r:.40}, t = {t!r:.40}, kind = {kind!r:.40} are no number, time and name")
+    if lacking := next((name for name in TOLD.get(kind, ()) if name not in event), None):
+        raise ValueError(f"a {kind} without {lacking}")
     return event
+
+
+TOLD = {  # kind of event -> what its line has in any case
+    kind.__name__: tuple(f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
+    for kind in Event.__subclasses__()
+} | {"GroupsTaken": ("step", "version", "numbers", "born")}
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -99,15 +138,31 @@ def history(folder: str | Path) -> list[dict[str, Any]]:
         raise UserError(f"no run folder at {folder}; `rondel train RUN.toml` makes one (key run.folder)")
     if not path.exists():
         raise UserError(f"{folder} holds no {FILE}, so it is not a run folder; give the folder named by run.folder in the recipe")
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    with writing(path, doing="reading"):
+        lines = _bytes(path).decode("utf-8", "replace").split("\n")
     events = []
     for number, line in enumerate(lines, start=1):
         try:
             events.append(_event(line))
         except ValueError as error:
             if number < len(lines) - 1:
-                raise CheckpointError(f"{path} line {number} is not an event ({error}); the file was damaged or edited") from error
+                raise CheckpointError(f"{path} line {number} is not an event ({error}): the file was damaged or edited. {MEND}") from error
     return events
+
+
+def recipe(folder: str | Path) -> dict[str, Any]:
+    """The job.toml of a run as plain tables; {} where there is none."""
+    path = Path(folder) / "job.toml"
+    if not path.exists():
+        return {}
+    try:
+        with writing(path, doing="reading"):
+            tree = tomllib.loads(path.read_text(encoding="utf-8"))
+            if odd := next((name for name, node in tree.items() if not isinstance(node, dict)), None):
+                raise ValueError(f"{odd} is no table")
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. Put a copy of it back; the recipe that began the run says the same") from error
+    return tree
 
 
 def read(folder: str | Path) -> Iterator[dict[str, Any]]:
@@ -163,10 +218,10 @@ def encode(value: Any) -> str:
 
 
 def decode(text: str) -> Any:
-    """The inverse of `encode`."""
+    """The inverse of `encode`, as valid text."""
     if '"$float"' not in text:
-        return json.loads(text)  # nearly every event; a hook is called for each object
-    return json.loads(text, object_hook=lambda node: float(node["$float"]) if node.keys() == {"$float"} else node)
+        return read_json(text)  # nearly every event; a hook is called for each object
+    return valid(json.loads(text, object_hook=lambda node: float(node["$float"]) if node.keys() == {"$float"} else node))
 
 
 def _plain(value: Any) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 from rondel.runtime.journal.log import decode, encode
 from rondel.words.errors import CheckpointError, LawError, StalledError, UserError, boundary
 from rondel.words.events import Warned, emit
+from rondel.words.files import writing
 from rondel.words.types import Completion, Request, Stint
 
 FILE = "schedule.jsonl"
@@ -30,7 +31,7 @@ class Recorder:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
-        with boundary(CheckpointError, f"opening {self.path}"):
+        with writing(self.path, doing="opening"):
             self._file = self.path.open("w", buffering=1)
 
     def begin(self) -> None:
@@ -68,8 +69,9 @@ class Recorder:
         self._file.close()
 
     def _write(self, *row: Any) -> None:
-        with boundary(CheckpointError, f"writing {self.path}"):
-            self._file.write(encode(row) + "\n")
+        line = encode(row) + "\n"
+        with writing(self.path, len(line)):
+            self._file.write(line)
 
 
 def _drawn(stints: Any) -> list[int]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
@@ -23,6 +21,7 @@ from rondel.runtime.journal.album import Album
 from rondel.runtime.journal.log import decode, encode
 from rondel.words.errors import CheckpointError, UserError, boundary
 from rondel.words.events import Event, GroupsTaken, Resumed
+from rondel.words.files import make_folder, numbered, replace_file, writing
 from rondel.words.types import EnvFault, Failed, Group, Ok, Outcome, PolicyFault, Score, Task, Trajectory
 
 PerToken = Mapping[tuple[int, int], Any]  # (group id, sample index) -> one number for each of the T tokens
@@ -92,8 +91,7 @@ def path_of(folder: str | Path, step: int) -> Path:
 
 def steps(folder: str | Path) -> list[int]:
     """The steps whose rollouts are stored, in order."""
-    names = (re.fullmatch(r"step-(\d+)\.parquet", p.name) for p in (Path(folder) / "rollouts").glob("step-*.parquet"))
-    return sorted(int(name[1]) for name in names if name)
+    return list(numbered(Path(folder) / "rollouts", "step-", ".parquet"))
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -127,7 +125,7 @@ def annotate_step(folder: str | Path, step: int, *, trainer_logprobs: PerToken |
     import pyarrow.parquet as pq
 
     path, schema = path_of(folder, step), _schema()
-    with boundary(CheckpointError, f"writing {path}"):
+    with writing(path):
         table = pq.read_table(path, schema=schema)
         keys = list(zip(table["group"].to_pylist(), table["sample"].to_pylist(), strict=True))
         for name, told in (("trainer_logprobs", trainer_logprobs), ("advantages", advantages)):
@@ -194,8 +192,8 @@ JSON = ("task_data", "reward_parts", "timings", "media")  # columns of small tre
 def _save(path: Path, rows: list[dict[str, Any]]) -> Path:
     import pyarrow as pa
 
-    with boundary(CheckpointError, f"writing {path}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        make_folder(path.parent)
         album = Album(path.parent)
         rows = [{**row, "task_data": album.without(row["task_data"]), "media": album.keep(row["media"]) or None} for row in rows]
         rows = [{**row, **{name: encode(row[name]) for name in JSON}, "experts": _packed(row["experts"])} for row in rows]
@@ -205,12 +203,12 @@ def _save(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def _replace(path: Path, table: Any) -> None:
-    """Whole or not at all."""
+    """In one file, whole or not at all."""
     import pyarrow.parquet as pq
 
-    draft = path.with_name(f".{path.name}.tmp")
-    pq.write_table(table, draft, compression="zstd")
-    os.replace(draft, path)
+    data = io.BytesIO()
+    pq.write_table(table, data, compression="zstd")
+    replace_file(path, data.getvalue())
 
 
 def _column(values: list[Any], kind: Any) -> Any:

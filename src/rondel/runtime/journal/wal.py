@@ -25,6 +25,8 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from rondel.words.files import make_folder, numbered, writing
+
 ROW = np.dtype([("key", "V16"), ("index", "<u4"), ("prompt", "<u4"), ("logprob", "<f8"), ("token", "<i4"), ("version", "<i4")])
 HEAD = np.dtype([("magic", "<u4"), ("rows", "<u4"), ("crc", "<u4")])
 SHAPE = np.dtype([("rows", "<u4"), ("layers", "<u4"), ("k", "<u4"), ("width", "<u4")])
@@ -55,7 +57,7 @@ class TokenLog:
 
     def __init__(self, folder: Path, *, durable: bool = False, keep: int = 64, beside: Iterable[Path] = ()) -> None:
         self.folder, self.durable, self.keep = folder, durable, keep
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._past: dict[int, str] = {}  # version -> root
         self._lost: list[_Earlier] = []  # what earlier lives drew, by log
         self._taken: set[bytes] = set()  # keys of samples that went on here
@@ -65,7 +67,7 @@ class TokenLog:
         self._segment: BinaryIO | None = None
         for log in {folder, *beside}:
             blocks: list[_Block] = []
-            for path in sorted(log.glob("*.bin")):
+            for path in numbered(log, "", ".bin").values():
                 whole = self._read(path, blocks)
                 if log == folder:
                     self._whole[path] = whole
@@ -83,11 +85,13 @@ class TokenLog:
         self._past[version] = root
         self.close()
         path = self.folder / f"{version:06d}.bin"
-        if path in self._whole:
-            os.truncate(path, self._whole.pop(path))
-        self._segment, self._known = path.open("ab", buffering=0), set()
-        self._segment.write(_block(0, root.encode().ljust(ROOT)[:ROOT]))
-        for old in [segment for segment in sorted(self.folder.glob("*.bin")) if segment <= path][: -self.keep]:  # later: of a lost life
+        with writing(path):
+            if path in self._whole:
+                os.truncate(path, self._whole.pop(path))
+            self._segment, self._known = path.open("ab", buffering=0), set()
+        self._append(_block(0, root.encode().ljust(ROOT)[:ROOT]))
+        segments = numbered(self.folder, "", ".bin")
+        for old in [segment for number, segment in segments.items() if number <= version][: -self.keep]:  # later: of a lost life
             old.unlink(missing_ok=True)
 
     def write(self, drawn: Sequence[Drawn], routes: Sequence[Routes | None] = ()) -> None:
@@ -99,11 +103,19 @@ class TokenLog:
             rows[name] = [_bytes(key) for key in values] if name == "key" else values
         if any(routes):
             body = self._routed(rows, routes)
-            self._segment.write(_block(len(body), body, ROUTED))
+            self._append(_block(len(body), body, ROUTED))
         else:
-            self._segment.write(_block(len(rows), rows.tobytes()))
-        if self.durable:
-            os.fdatasync(self._segment.fileno())
+            self._append(_block(len(rows), rows.tobytes()))
+
+    def _append(self, block: bytes) -> None:
+        """Whole, or nothing of it counts: a torn block ends its segment."""
+        assert self._segment is not None
+        with writing(self._segment.name, len(block)):
+            written = 0
+            while written < len(block):
+                written += self._segment.write(block[written:]) or 0
+            if self.durable:
+                os.fdatasync(self._segment.fileno())
 
     def _routed(self, rows: np.ndarray, routes: Sequence[Routes | None]) -> bytes:
         shape = next(part[1].shape[1:] for part in routes if part)
@@ -152,7 +164,8 @@ class TokenLog:
 
     def _read(self, path: Path, blocks: list[_Block]) -> int:
         """The blocks of a segment, behind those that are there. -> bytes before what is torn."""
-        data, at, root = path.read_bytes(), 0, ""
+        with writing(path, doing="reading"):
+            data, at, root = path.read_bytes(), 0, ""
         known: dict[bytes, np.ndarray] = {}
         while at + HEAD.itemsize <= len(data):
             head = np.frombuffer(data, HEAD, 1, at)[0]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
-import tomllib
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rondel.runtime.journal.log import encode, history, settled
+from rondel.runtime.journal.log import encode, history, recipe, settled
 from rondel.runtime.telemetry.accounts import seconds_of, shares
 from rondel.runtime.telemetry.scores import interval_text, is_share, score_text, within_unit
-from rondel.words.errors import CheckpointError, UserError, boundary
+from rondel.words.errors import UserError
+from rondel.words.files import replace_file
 
 Events = list[dict[str, Any]]
 EVAL = ("score", "low", "high", "n", "step", "version", "profile", "request")
@@ -55,23 +54,23 @@ def sparkline(values: list[float], width: int = 60) -> str:
 
 def write_card(folder: str | Path) -> dict[str, Any]:
     """Read the journal and job.toml of a run, write both cards, return what card.json holds."""
+    card = card_of(folder)
+    save_card(folder, card)
+    return card
+
+
+def card_of(folder: str | Path) -> dict[str, Any]:
+    """What card.json holds, from the journal and job.toml of a run. Writes nothing."""
     folder = Path(folder)
     raw = history(folder)
     if not raw:
         raise UserError(f"the journal in {folder} is empty: the run has not started, so there is nothing to report")
-    card = summary(raw, _job(folder))
-    with boundary(CheckpointError, f"writing the card of {folder}"):
-        for name, text in (("card.json", encode(card) + "\n"), ("card.md", markdown(card))):
-            draft = folder / f".{name}.tmp"
-            draft.write_text(text, encoding="utf-8")
-            os.replace(draft, folder / name)
-    return card
+    return summary(raw, recipe(folder))
 
 
-def _job(folder: Path) -> dict[str, Any]:
-    path = folder / "job.toml"
-    with boundary(CheckpointError, f"reading {path}"):
-        return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+def save_card(folder: str | Path, card: dict[str, Any]) -> None:
+    for name, text in (("card.json", encode(card) + "\n"), ("card.md", markdown(card))):
+        replace_file(Path(folder) / name, text.encode("utf-8", "replace"))
 
 
 # -- from events to numbers ------------------------------------------------------------------------

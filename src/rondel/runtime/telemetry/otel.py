@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
+from rondel.words import clock
 from rondel.words.errors import ConfigError
 from rondel.words.events import (
     Admitted,
@@ -81,10 +81,12 @@ class Traces:
         counted: Any = _Counted(exporter, self._failed)  # an exporter in all but its class
         self._provider.add_span_processor(BatchSpanProcessor(counted))
         self._tracer = self._provider.get_tracer("rondel")
-        self._run = self._tracer.start_span("run", attributes={"rondel.run.folder": folder, "gen_ai.request.model": model})
+        self._run = self._tracer.start_span(
+            "run", start_time=round(clock.now() * NANO), attributes={"rondel.run.folder": folder, "gen_ai.request.model": model}
+        )
 
     def read(self, event: Event) -> None:
-        now = time.time()
+        now = clock.now()
         match event:
             case Admitted():
                 span = self._open(
@@ -113,8 +115,8 @@ class Traces:
             emit(Warned("traces cannot be sent, and are lost: is a collector listening at run.traces? The run goes on without them"))
 
     def close(self) -> None:
-        self._forget(time.time())
-        self._run.end()
+        self._forget(clock.now())
+        self._run.end(round(clock.now() * NANO))
         self._provider.shutdown()
 
     # -- spans -----------------------------------------------------------------------------------

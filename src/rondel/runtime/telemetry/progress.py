@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -32,6 +32,8 @@ from rondel.words.events import (
     StepDone,
     Warned,
 )
+from rondel.words.streams import PatientStream
+from rondel.words.text import visible
 from rondel.words.types import POLICY
 
 LEGEND = (
@@ -66,7 +68,7 @@ class Progress:
 
     def __init__(self, steps: int, *, quiet: bool = False, console: Console | None = None, every: float = 10.0) -> None:
         self.steps, self.quiet, self.every = steps, quiet, every
-        self.console = console or Console()
+        self.console = console or Console(file=cast(IO[str], PatientStream(sys.stdout, self._unread)))
         self.live = self.console.is_terminal and not quiet
         self._status: Status | None = None
         self._metrics = StepMetrics(self._row)
@@ -152,22 +154,28 @@ class Progress:
 
     def _move(self, text: str) -> None:
         if self._status is not None:
-            self._status.update(escape(text))
+            self._status.update(escape(visible(text)))
         elif not self.live and time.monotonic() - self._last_sign >= self.every:
             self.say("... " + text)
 
     def say(self, text: str, style: str = "") -> None:
         self._last_sign = time.monotonic()
-        self.console.print(text, style=style, soft_wrap=True, markup=False, highlight=False)
+        self.console.print(visible(text), style=style, soft_wrap=True, markup=False, highlight=False)
 
     def _warn(self, message: str) -> None:
         if message in self._warned:
             return
         self._warned.add(message)
         if self.quiet:
-            print(f"warning: {message}", file=sys.stderr)
+            print(visible(f"warning: {message}"), file=PatientStream(sys.stderr, lambda error: None))
         else:
             self.say(f"warning: {message}", style="yellow")
+
+    def _unread(self, error: OSError) -> None:
+        """The reader of the output is gone, `head` say: the run goes on."""
+        self.live = False
+        stderr = PatientStream(sys.stderr, lambda error: None)
+        print(f"warning: the output cannot be written ({error.strerror}); the run goes on, and its journal has all of it", file=stderr)
 
 
 def _policies(row: dict[str, float]) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +16,8 @@ from typing import Any
 
 from rondel.runtime.journal.log import decode, encode
 from rondel.runtime.telemetry.trackers import MLflow, Trackio, WandB
-from rondel.words.errors import CheckpointError, boundary
+from rondel.words.errors import ConfigError, RondelError, refusal
+from rondel.words.files import make_folder, replace_file, writing
 from rondel.words.protocols import Sink
 from rondel.words.registry import find
 
@@ -60,8 +60,10 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        self._file.write(encode({"step": step, **metrics}) + "\n")
-        self._file.flush()
+        line = encode({"step": step, **metrics}) + "\n"
+        with writing(self._file.name, len(line)):
+            self._file.write(line)
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -79,8 +81,9 @@ class Csv:
         self._file = path.open("a", encoding="utf-8", newline="")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        csv.writer(self._file, lineterminator="\n").writerows((step, name, repr(float(value))) for name, value in metrics.items())
-        self._file.flush()
+        with writing(self._file.name):
+            csv.writer(self._file, lineterminator="\n").writerows((step, name, repr(float(value))) for name, value in metrics.items())
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -91,7 +94,18 @@ SINKS: dict[str, Any] = {"tensorboard": TensorBoard, "jsonl": JsonLines, "csv": 
 
 def open_sinks(kinds: Iterable[str], folder: str | Path, after: int = -1) -> list[Sink]:
     """The sinks of `run.sinks`; the user's own is "module:name" and is made in the same way."""
-    return [find("run.sinks:", kind, SINKS)(folder, after=after) for kind in kinds]
+    return [_opened(kind, folder, after) for kind in kinds]
+
+
+def _opened(kind: str, folder: str | Path, after: int) -> Sink:
+    make = find("run.sinks:", kind, SINKS)
+    try:
+        return make(folder, after=after)
+    except RondelError:
+        raise
+    except Exception as error:
+        what = f"run.sinks: opening '{kind}' in {folder}"
+        raise ConfigError(refusal(error, what) or f"{what} raised {type(error).__name__}: {error}; leave it out, or mend it") from error
 
 
 def _lines(path: Path) -> list[str]:
@@ -111,9 +125,6 @@ def _parsed(line: str) -> dict[str, Any] | None:
 
 def _keep(path: Path, lines: Iterable[str]) -> None:
     """Replace the file by these of its lines, atomically."""
-    with boundary(CheckpointError, f"writing {path}"):
-        text = "".join(lines)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.tmp")
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
+    make_folder(path.parent)
+    with writing(path):
+        replace_file(path, "".join(lines))

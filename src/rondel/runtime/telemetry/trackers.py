@@ -9,12 +9,13 @@ import importlib
 import math
 import os
 import time
-import tomllib
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from rondel.runtime.journal.log import recipe
 from rondel.words.errors import ConfigError
+from rondel.words.files import writing
 
 PROJECT = "rondel"
 MOST, PARAMS = 6000, 100  # MLflow's limits: characters of a value, values of one call
@@ -42,8 +43,7 @@ class Tracker:
         self._told = self.folder / f"tracker-{self.kind}"
         words = self._told.read_text().split() if after >= 0 and self._told.is_file() else []
         self.id, self.known = (words[0], int(words[1])) if len(words) == 2 else ("", -1)
-        job = self.folder / "job.toml"
-        self.recipe = tomllib.loads(job.read_text(encoding="utf-8")) if job.is_file() else {}
+        self.recipe = recipe(self.folder)
         self._open()
 
     @property
@@ -55,7 +55,8 @@ class Tracker:
         if step <= self.known:
             return
         self._log(step, {name: float(v) for name, v in metrics.items() if math.isfinite(v)})
-        self._told.write_text(f"{self.id} {step}\n")
+        with writing(self._told):
+            self._told.write_text(f"{self.id} {step}\n")
 
     def close(self) -> None:
         raise NotImplementedError

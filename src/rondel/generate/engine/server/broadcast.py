@@ -25,6 +25,7 @@ from rondel.generate.engine.server.errors import Refusal
 from rondel.generate.engine.server.fields import Fields
 from rondel.generate.engine.server.told import done, fields_of, served, updating, version_of
 from rondel.models import names
+from rondel.words import sockets
 from rondel.words.errors import StalledError, SyncError
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _join(host: str, port: int, rank: int, size: int, name: str, wait: float, de
         for prefix in (name, f"{name}/", f"{device}/"):
             store = dist.PrefixStore(prefix, store)
         if device == "cpu":
-            return dist.ProcessGroupGloo(store, rank, size, limit)
+            return dist.ProcessGroupGloo(store, rank, size, sockets.gloo_at(host, wait))
         options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
         options._timeout = limit
         return dist.ProcessGroupNCCL(store, rank, size, options)  # type: ignore[attr-defined]

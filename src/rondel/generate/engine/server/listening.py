@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,11 +11,12 @@ import uvicorn
 from starlette.requests import Request
 
 from rondel.words.errors import UserError
+from rondel.words.sockets import is_loopback
 
 
 def bind(host: str, port: int, *, api_key: str) -> socket.socket:
     """Before anything is loaded: what cannot be bound is known at once. Port 0 takes a free one."""
-    if not api_key and not _is_loopback(host):
+    if not api_key and not is_loopback(host):
         raise UserError(f"--host {host} can be reached from elsewhere: give --api-key (or RONDEL_API_KEY), or keep 127.0.0.1")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -26,15 +26,6 @@ def bind(host: str, port: int, *, api_key: str) -> socket.socket:
     except (OSError, OverflowError, UnicodeError) as error:
         raise UserError(f"cannot listen at {host} port {port}: {error}; choose another --port, or 0 for any free one") from error
     return sock
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class Quiet(uvicorn.Server):

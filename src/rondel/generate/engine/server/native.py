@@ -13,6 +13,7 @@ from rondel.generate.engine.server.errors import Refusal
 from rondel.generate.engine.server.fields import Fields, shown
 from rondel.generate.engine.server.sampling import BIGGEST, read_draw, read_prompts, read_seed
 from rondel.generate.engine.server.service import Asked, Service
+from rondel.words.special_tokens import SPLIT
 
 HARMLESS = frozenset({"log_metrics", "priority", "data_parallel_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room"})
 NAMED = "image_data"
@@ -44,6 +45,7 @@ def read_generate(f: Fields, service: Service) -> Native:
     asked = Asked(
         prompts=prompts,
         images=_images(f, len(prompts), many=many),
+        split=f.flag(SPLIT, True),
         draw=draw,
         max_tokens=p.whole("max_new_tokens", 128, 1, BIGGEST),
         n=p.whole("n", 1, 1, service.limits.samples),

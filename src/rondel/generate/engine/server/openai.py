@@ -20,16 +20,18 @@ from rondel.generate.engine.server.sampling import BIGGEST, read_draw, read_prom
 from rondel.generate.engine.server.service import Asked, Service
 from rondel.generate.pictures import sent
 from rondel.words.errors import DataError
+from rondel.words.special_tokens import SPLIT
 
 HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_completion(f: Fields, service: Service) -> Reply:
-    """OpenAI's text completion: `prompt` is a string, token ids, or a list of either."""
+    """OpenAI's text completion: `prompt` is a string, token ids, or a list of either. Control tokens that a string spells are text, unless
+    it says split_special_tokens = false."""
     prompt = f.take("prompt")
     asked = _common(f, service, default_tokens=16)
-    asked.prompts = read_prompts(f, prompt)
+    asked.prompts, asked.split = read_prompts(f, prompt), f.flag(SPLIT, True)
     top = f.whole("logprobs", None, 0, 5)
     f.only("echo", False)
     f.only("suffix", "")

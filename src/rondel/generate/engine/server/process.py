@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 from collections.abc import Callable
 
@@ -12,12 +11,13 @@ import uvicorn
 from rondel.generate.engine.server.app import build
 from rondel.generate.engine.server.listening import Quiet
 from rondel.generate.engine.server.service import Service
+from rondel.words.signals import heard
 
 LAST = 5  # seconds for answers to leave after the drain's limit has cut them
 
 
 async def run(service: Service, sock: socket.socket, *, drain: float, ready: Callable[[], None]) -> None:
-    """Serve until SIGTERM or SIGINT; then nothing new, `drain` seconds for what runs, and partial answers for what is left."""
+    """Serve until it is asked to end; then nothing new, `drain` seconds for what runs, and partial answers for what is left."""
     config = uvicorn.Config(
         build(service),
         http="h11",
@@ -39,7 +39,7 @@ async def run(service: Service, sock: socket.socket, *, drain: float, ready: Cal
         service.draining = server.should_exit = True
         loop.call_later(drain, lambda: cut.add(asyncio.ensure_future(service.engine.abort(lambda _: True))))
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in heard():
         loop.add_signal_handler(number, stop)
     try:
         await server.serve([sock])

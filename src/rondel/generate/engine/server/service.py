@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rondel.generate.engine.builtin.text import Reader, split_stops
@@ -17,6 +18,7 @@ from rondel.generate.engine.server.metrics import Metrics
 from rondel.generate.pictures import TooLarge, all_seen, parted, placed
 from rondel.words.errors import DataError
 from rondel.words.media import Image, Placed, Sight
+from rondel.words.special_tokens import special_tokens
 from rondel.words.types import Request, Sampling, sample_key
 
 if TYPE_CHECKING:
@@ -44,10 +46,12 @@ class Asked:
     """What one request wants, whichever API it came by. `draw` are Sampling's fields but max_tokens: None is all the room there is.
 
     images   of each prompt, as data: URLs; of messages they are in them
+    split    whether control tokens that a prompt's text spells are text; in messages they always are
     """
 
     prompts: list[str | list[int]] = field(default_factory=list)
     images: list[list[str]] = field(default_factory=list)
+    split: bool = True
     messages: list[dict[str, Any]] | None = None
     tools: list[Any] | None = None
     draw: dict[str, Any] = field(default_factory=dict)
@@ -83,6 +87,8 @@ class Service:
         self.draining = False
         self.tokenizer = copy.deepcopy(engine.loaded.tokenizer)  # the engine decodes with its own; the two must not share a borrow
         self.plain = not getattr(self.tokenizer, "chat_template", None)
+        self.special = special_tokens(self.tokenizer)
+        self._image_marks = self.special.of_images(self.sight.placeholder) if self.sight else set[str]()
         self._longest = max(map(len, self.tokenizer.get_vocab()))
         self._text = ThreadPoolExecutor(1, "rondel-text")
 
@@ -120,8 +126,11 @@ class Service:
     async def samples(self, asked: Asked) -> Samples:
         """Prompts as tokens, checked against the room there is; nothing runs yet."""
         if asked.messages is None:
-            given = [await self._tokens(p) if isinstance(p, str) else p for p in asked.prompts]
-            sources = asked.images or [[] for _ in given]
+            sources = asked.images or [[] for _ in asked.prompts]
+            given = [
+                await self._tokens(p, self._image_marks if own else set(), split=asked.split) if isinstance(p, str) else p
+                for p, own in zip(asked.prompts, sources, strict=True)
+            ]
             prompts = [await self._placed(tokens, own) if own else (tokens, ()) for tokens, own in zip(given, sources, strict=True)]
         else:
             plain, shown = parted(asked.messages)
@@ -182,10 +191,12 @@ class Service:
             )
         return wanted or left
 
-    async def _tokens(self, text: str) -> list[int]:
+    async def _tokens(self, text: str, meant: set[str], *, split: bool) -> list[int]:
+        """Of a prompt's text; the control tokens `meant` stand for its images."""
         if len(text) > self._longest * self.room:  # found out before it costs the tokenizer's time
             raise Refusal(400, f"a prompt of {len(text)} characters; {self.room} tokens cannot hold it", code="context_length_exceeded")
-        return await self._off_loop(self.tokenizer.encode, text)
+        covered = self.special.cover_but(text, meant) if split else self.special.cover(text, split=False)
+        return await self._off_loop(partial(self.special.encode, covered, add_special_tokens=True))
 
     async def _off_loop(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._text, function, *args)
@@ -194,9 +205,12 @@ class Service:
         return self.engine.loaded.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[int]:
-        """The model's chat template. What it raises is the client's to read: it knows which roles and orders it takes."""
+        """The model's chat template, of messages in which no control token is meant. What it raises is the client's to read: it knows which
+        roles and orders it takes."""
         if self.plain:
             raise Refusal(400, f"'{self.name}' has no chat template: use /v1/completions", code="no_chat_template")
+
+        messages, tools = self.special.cover(messages), self.special.cover(tools)
 
         def render(**more: Any) -> str:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
@@ -211,9 +225,9 @@ class Service:
             raise Refusal(
                 400, f"the chat template refuses these messages: {type(error).__name__}: {str(error)[:300]}", param="messages"
             ) from None
-        if len(text) > self._longest * self.room:
-            raise Refusal(400, f"messages of {len(text)} characters; {self.room} tokens cannot hold them", code="context_length_exceeded")
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        if (size := len(self.special.uncover(text))) > self._longest * self.room:
+            raise Refusal(400, f"messages of {size} characters; {self.room} tokens cannot hold them", code="context_length_exceeded")
+        return self.special.encode(text)
 
 
 def _where(tokens: list[int], images: list[Image], sight: Sight) -> tuple[Placed, ...]:

@@ -21,6 +21,7 @@ from typing import Any
 from rondel.generate.envs.tools import on_a_thread
 from rondel.words.errors import ConfigError, EnvError
 from rondel.words.registry import imported
+from rondel.words.text import read_json, valid
 from rondel.words.types import Score, Task
 
 Agent = Callable[[Task, str, str], Awaitable[Any]]  # task, address, key -> what it says the episode was worth
@@ -111,8 +112,8 @@ async def _end_of(stream: asyncio.StreamReader | None) -> str:
 
 def _score_in(line: str) -> Any:
     try:
-        value = json.loads(line)
-    except ValueError:
+        value = read_json(line)
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, int | float | dict) else None
 
@@ -121,7 +122,7 @@ def score_of(returned: Any) -> Score | None:
     """None leaves it to the run's reward. Named parts are added up, or have a "total", as those of a reward."""
     if returned is None or isinstance(returned, Score):
         return returned
-    parts = returned if isinstance(returned, dict) else {"total": returned}
+    parts = valid(returned) if isinstance(returned, dict) else {"total": returned}
     wrong = next((v for v in parts.values() if not isinstance(v, Real) or not math.isfinite(v)), None if parts else returned)
     if wrong is not None:
         raise EnvError(f"the agent returned {returned!r:.200}; it may return nothing, a finite number, or a dict of such")

@@ -71,6 +71,8 @@ def function_of(tool: dict[str, Any]) -> dict[str, Any]:
 async def count_tokens(session: Session, f: Fields) -> dict[str, Any]:
     """Of a conversation as if it were new; nothing is asked of the policy."""
     said = read_messages(f.take("system", (str, list)), f.take("messages", list, []))
+    if not said:
+        raise Refusal(400, "there is nothing to count")
     return {"input_tokens": await session.size(said, functions(f.take("tools", list, []), function_of))}
 
 

@@ -63,10 +63,11 @@ def build(sessions: dict[str, Session], warn: Callable[[str, str], None]) -> Sta
             session = session_of(request)
             body = parse(await _body(request))
             fields = Fields(body, session.chat.sampling, warn)
+            options = fields.take("stream_options", dict, {})
             whole = await _while_it_waits(request, session, answer(session, fields))
             if not body.get("stream"):
                 return JSONResponse(whole)
-            stream = b"".join(chunks(whole, body.get("stream_options") or {}))
+            stream = b"".join(chunks(whole, options))
             return Response(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
         return handler

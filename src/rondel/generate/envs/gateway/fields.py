@@ -8,6 +8,7 @@ from typing import Any
 
 from rondel.generate.envs.gateway.asked import Asked
 from rondel.generate.envs.gateway.errors import Refusal
+from rondel.words.text import read_json
 from rondel.words.types import Sampling
 
 # What says nothing about the answer.
@@ -21,8 +22,9 @@ NOTHING: tuple[Any, ...] = (None, [], {}, {"type": "text"}, {"format": {"type": 
 
 
 def parse(raw: bytes) -> dict[str, Any]:
+    """The body as valid text: an agent passes on what tools and pages gave it."""
     try:
-        body = json.loads(raw)
+        body = read_json(raw)
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):

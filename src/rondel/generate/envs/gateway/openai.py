@@ -31,12 +31,18 @@ def read_messages(given: list[Any]) -> Messages:
             else content_of(message.get("content"), where),
         }
         if role == "assistant" and (calls := message.get("tool_calls")):
-            made = [(c.get("id"), c.get("function") or {}) for c in calls]
-            read["tool_calls"] = [call_of(id, f.get("name"), f.get("arguments")) for id, f in made]
+            read["tool_calls"] = _calls(calls, where)
         if role == "tool":
             read["tool_call_id"] = str(message.get("tool_call_id", ""))
         out.append(read)
     return out
+
+
+def _calls(given: Any, where: str) -> list[dict[str, Any]]:
+    """The calls in an assistant's message."""
+    if not isinstance(given, list) or not all(isinstance(call, dict) and isinstance(call.get("function"), dict) for call in given):
+        raise Refusal(400, f"{where}.tool_calls must be a list of objects, each with a function")
+    return [call_of(call.get("id"), call["function"].get("name"), call["function"].get("arguments")) for call in given]
 
 
 def function_of(tool: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def read_items(given: str | list[Any]) -> Messages:
         where, kind = f"input[{i}]", item.get("type", "message") if isinstance(item, dict) else type(item).__name__
         match kind:
             case "message":
-                role = ROLES.get(item.get("role"))
+                role = ROLES.get(str(item.get("role")))
                 if role is None:
                     raise Refusal(400, f"{where}.role must be one of {', '.join(ROLES)}")
                 out.append({"role": role, "content": (content_of if role == "user" else text_of)(item.get("content"), where)})

@@ -6,7 +6,8 @@ Tokens are never rendered from what the policy wrote, as long as the agent sends
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -51,8 +52,9 @@ class Session:
     async def size(self, messages: Messages, tools: list[dict[str, Any]]) -> int:
         """Tokens of a conversation that begins with these."""
         plain, sources = parted(canonical(messages))
-        seen = await beside(cells, sources, self.chat.sight) if sources and self.chat.sight else []
-        return len(self.chat.template.opening(plain, tools)) + sum(seen) - len(seen)
+        with _writing():
+            seen = await beside(cells, sources, self.chat.sight) if sources and self.chat.sight else []
+            return len(self.chat.template.opening(plain, tools)) + sum(seen) - len(seen)
 
     async def close(self) -> None:
         """Whatever is still asked for is given up."""
@@ -91,14 +93,13 @@ class Session:
         chat.key = lambda _: own.key(number)  # no two replies of an episode are drawn with the same noise
         chat.sampling = replace(s, max_tokens=limit, min_tokens=min(s.min_tokens, limit), stop=(*s.stop, *asked.stop))
         try:
-            if messages:
-                chat.give(await looked(messages[known:], chat.sight, chat.max_context), asked.tools)
-            else:
-                chat.give_tokens(self._plain(said[known:], turns))
+            with _writing():
+                if messages:
+                    chat.give(await looked(messages[known:], chat.sight, chat.max_context), asked.tools)
+                else:
+                    chat.give_tokens(self._plain(said[known:], turns))
         except TooLarge as error:
             raise TooLong(chat.max_context) from error
-        except Exception as error:  # a template refuses what it cannot write by raising whatever it likes
-            raise Refusal(400, f"these messages cannot be written as tokens: {error}") from error
         if chat.full:
             raise TooLong(chat.max_context)
         prompt = len(chat.trajectory.tokens)
@@ -114,7 +115,7 @@ class Session:
         if isinstance(said, list):
             return said
         said = said.removeprefix(turns[-1].tail) if turns else said
-        return list(self.chat.tokenizer.encode(said, add_special_tokens=not turns))
+        return self.chat.template.special.encode_text(said, add_special_tokens=not turns)
 
     def _read(self, done: Completion, chat: TokenChat, asked: Asked, prompt: int) -> Reply:
         """Tokens as an API tells them: text before the first call, and the calls. One that cannot be read is text."""
@@ -133,6 +134,17 @@ class Session:
             self._called += 1
             named.append((f"call_{self._called:06d}", call.name, call.arguments))
         return Reply(text, named, done, prompt, stopped)
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """What cannot be written as tokens is the request's fault."""
+    try:
+        yield
+    except TooLarge:
+        raise
+    except Exception as error:  # a template refuses what it cannot write by raising whatever it likes
+        raise Refusal(400, f"these messages cannot be written as tokens: {error}") from error
 
 
 def _spelled(said: Messages | str | list[int]) -> tuple[Messages, Any]:

@@ -6,9 +6,9 @@ What only the rollouts tell (parts of a reward, repetition) is read from the sto
 
 from __future__ import annotations
 
+import fcntl
 import math
 import statistics
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -16,13 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from rondel.runtime.journal import store
-from rondel.runtime.journal.log import history, settled
+from rondel.runtime.journal.log import history, recipe, settled
 from rondel.runtime.telemetry.accounts import seconds_of
 from rondel.runtime.telemetry.hacking import repetition, within
 from rondel.runtime.telemetry.metrics import StepMetrics
 from rondel.runtime.telemetry.scores import is_share, within_unit
 from rondel.words import events as words
-from rondel.words.errors import CheckpointError, boundary
 
 RECENT = 8  # steps that are "now"
 LEAST = 3  # steps before which nothing is said of a trend
@@ -155,10 +154,7 @@ def read_story(folder: str | Path) -> Story:
     """Of a run that ended, died, or still goes on."""
     folder = Path(folder)
     raw = history(folder)
-    path = folder / "job.toml"
-    with boundary(CheckpointError, f"reading {path}"):
-        job = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    story = Story(folder, job, alive=held(folder / ".lock"))
+    story = Story(folder, recipe(folder), alive=held(folder / ".lock"))
     story.lives = sum(e["kind"] == "RunStarted" for e in raw)
     story.resumes = [e["step"] for e in raw if e["kind"] == "Resumed"]
     if raw and not story.alive:
@@ -169,16 +165,15 @@ def read_story(folder: str | Path) -> Story:
 
 
 def held(lock: Path) -> bool:
-    """Whether a process trains in this folder."""
-    from filelock import FileLock, Timeout
-
-    if not lock.exists():
+    """Whether a process trains in this folder, which may be read-only for this one."""
+    if not lock.is_file():
         return False
-    try:
-        with FileLock(lock, timeout=0):
-            return False
-    except Timeout:
-        return True
+    with lock.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 def _fold(story: Story, events: list[dict[str, Any]]) -> None:

@@ -1,0 +1,91 @@
+"""What a run or a server listens on: every socket of every mode is listed here, and none can be reached from another machine unasked."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from run_kit import run
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the kernel does not list its sockets here")]
+
+SPLIT = {"place__kind": "split", "loop__steps": 2, "loop__warmup__steps": 1}
+TWO = {**SPLIT, "place__ranks": 2}
+MODES = {  # what is set, and how many sockets listen at once
+    "shared": ({"loop__steps": 2, "loop__warmup__steps": 1}, 0),
+    "split": (SPLIT, 0),
+    "split, weights by disk": ({**SPLIT, "sync__kind": "disk"}, 0),
+    "split, weights by torch.distributed": ({**SPLIT, "sync__kind": "distributed"}, 3),  # the store, and a pair a member
+    "two ranks": (TWO, 3),
+    "two ranks, weights by torch.distributed": ({**TWO, "sync__kind": "distributed"}, 6),
+    "gateway": ({"task__env": "gateway", "task__agent": "gateway_kit:three_turns", "loop__steps": 2, "loop__warmup__steps": 1}, 1),
+}
+
+
+def _family(process: int) -> set[int]:
+    """It and all that descend from it."""
+    above = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            above[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found, new = set(), {process}
+    while new:
+        found |= new
+        new = {child for child, parent in above.items() if parent in new} - found
+    return found
+
+
+def listening(process: int) -> set[tuple[str, int]]:
+    """(address, port) of what a process and its descendants listen on, in IPv4 and IPv6."""
+    inodes: dict[str, tuple[str, int]] = {}
+    for name, kind in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            local, state, inode = (line.split()[i] for i in (1, 3, 9))
+            if state == "0A":
+                address, _, port = local.partition(":")
+                words = bytes.fromhex(address)
+                raw = b"".join(struct.pack(">I", *struct.unpack("=I", words[i : i + 4])) for i in range(0, len(words), 4))
+                inodes[f"socket:[{inode}]"] = socket.inet_ntop(kind, raw), int(port, 16)
+    found = set()
+    for pid in _family(process):
+        for file in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                found |= {inodes[link]} if (link := os.readlink(file)) in inodes else set()
+            except OSError:
+                continue
+    return found
+
+
+@contextmanager
+def watched() -> Iterator[list[set[tuple[str, int]]]]:
+    """What this process and those it starts listen on, moment by moment, beside what it had before."""
+    before, seen, over = listening(os.getpid()), [], threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.1):
+            seen.append(listening(os.getpid()) - before)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        watcher.join()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_on_one_machine_listens_to_nobody_else(tmp_path, mode):
+    changes, number = MODES[mode]
+    with watched() as seen:
+        run(tmp_path, **changes)
+    assert {address for now in seen for address, _ in now} <= {"127.0.0.1", "::1"}, seen
+    assert max(map(len, seen)) == number, seen
