@@ -776,6 +776,9 @@ def test_a_key_limits_kill_restart_and_drain(folder, tmp_path):
         thread = threading.Thread(target=lambda: done.append(again.post("/generate", **ask)))
         thread.start()
         until(lambda: again.info()["running"] == 1, 20)
+        halves = [socket.create_connection(("127.0.0.1", again.port)) for _ in range(3)]
+        for half in halves:  # of a body, and they never send the rest
+            half.sendall(f"POST /generate HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 99\r\n\r\n{{".encode())
         assert again.stop(signal.SIGTERM) == 0, again.said()
         thread.join(10)
         assert done[0][0] == 200 and len(done[0][1]["output_ids"]) == 1500

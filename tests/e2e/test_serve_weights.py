@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import http.client
 import json
 import pickle
 import threading
+from unittest.mock import ANY
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
@@ -157,6 +161,57 @@ def test_what_does_not_fit_is_refused_before_anyone_waits(server, model):
     drawn(server, model)
     del client.group
     server.ok("/destroy_weights_update_group", group_name="second")
+
+
+def test_a_group_at_a_dead_address_holds_up_nobody(server, model):
+    body = {"master_address": "127.0.0.1", "master_port": _free_port(), "world_size": 2, "backend": "gloo", "group_name": "dead"}
+    told: list = []
+
+    def ask():
+        while not told or told[-1][0] == 409:  # the other one was there first
+            told.append(server.post("/init_weights_update_group", **body, timeout=4.0))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    again: list = []
+    serve_kit.until(lambda: again.append(server.post("/init_weights_update_group", **body, timeout=0.1)) or again[-1][0] == 409, 20)
+    assert "being joined" in again[-1][1]["message"]
+    assert server.post("/destroy_weights_update_group", group_name="nobody") == (400, ANY), "409 while another update is on its way"
+    asking.join(30)
+    status, reply = told[-1]
+    assert status == 400 and "nobody listens at 127.0.0.1" in reply["message"] and "waited 4 s" in reply["message"]
+    link = http.client.HTTPConnection("127.0.0.1", server.port)
+    link.request("POST", "/init_weights_update_group", json.dumps({**body, "timeout": 900.0}), serve_kit.JSON)
+    serve_kit.until(lambda: server.post("/init_weights_update_group", **body, timeout=0.1)[0] == 409, 20)
+    link.close()
+    serve_kit.until(lambda: server.post("/init_weights_update_group", **body, timeout=0.1)[0] == 400, 20)
+
+
+def test_an_older_version_and_whole_numbers_are_not_served_by_mistake(server, model, tmp_path):
+    serves = int(server.get("/get_weight_version")["weight_version"])
+    rows = {n: t.contiguous() for n, t in names.weights(model.model)}
+    server.ok("/update_weights_from_tensor", serialized_named_tensors=[_text(rows)], weight_version=serves + 5)
+    for path, body in (
+        ("/update_weights_from_tensor", {"serialized_named_tensors": [_text(rows)]}),
+        ("/update_weights_from_disk", {"model_path": str(tmp_path)}),
+    ):
+        status, told = server.post(path, **body, weight_version=serves + 4)
+        assert status == 409 and f"{serves + 5} serves" in told["message"] and "rollback = true" in told["message"]
+    octets, blob = {"Content-Type": "application/octet-stream"}, safetensors.torch.save(rows)
+    assert server.raw("POST", f"/update_weights_from_tensor?weight_version={serves}", blob, octets)[0] == 409
+    assert server.raw("POST", f"/update_weights_from_tensor?weight_version={serves}&rollback=true", blob, octets)[0] == 200
+    assert server.raw("POST", f"/update_weights_from_tensor?weight_version={serves}&rollback=yes", blob, octets)[0] == 400
+    codes = {n: (t * 100).to(torch.int32) for n, t in rows.items()}
+    (tmp_path / "codes").mkdir()
+    safetensors.torch.save_file(codes, tmp_path / "codes" / "model.safetensors", metadata={"format": "pt"})
+    status, told = server.post("/update_weights_from_disk", model_path=str(tmp_path / "codes"))
+    assert status == 400 and "is I32; weights are" in told["message"]
+    assert server.post("/update_weights_from_tensor", serialized_named_tensors=[_text(codes)])[0] == 400
+    assert drawn(server, model) == str(serves)
+
+
+def _text(tensors) -> str:
+    return base64.b64encode(safetensors.torch.save(tensors)).decode()
 
 
 def test_a_trainer_that_dies_leaves_the_old_version(server, model):

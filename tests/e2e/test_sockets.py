@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from engine_kit import tiny as tiny_model
 from run_kit import run
+
+from rondel.models.save import save
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the kernel does not list its sockets here")]
 
@@ -89,3 +94,22 @@ def test_a_run_on_one_machine_listens_to_nobody_else(tmp_path, mode):
         run(tmp_path, **changes)
     assert {address for now in seen for address, _ in now} <= {"127.0.0.1", "::1"}, seen
     assert max(map(len, seen)) == number, seen
+
+
+@pytest.mark.parametrize("command", ["serve", "dashboard"])
+def test_a_server_listens_at_one_port_of_this_machine(tmp_path, command):
+    folder = tmp_path / "it"
+    if command == "serve":
+        save(tiny_model("llama"), folder)
+    else:
+        run(folder, loop__steps=1)
+    words = [sys.executable, "-u", "-c", "from rondel.cli import main; main()", command, str(folder), "--port", "0"]
+    program = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    try:
+        assert program.stdout is not None
+        said = next(line for line in program.stdout if "http://127.0.0.1:" in line)
+        (there,) = listening(program.pid)
+        assert there[0] == "127.0.0.1" and f"http://127.0.0.1:{there[1]}" in said
+    finally:
+        program.kill()
+        program.wait(30)

@@ -309,10 +309,13 @@ def test_faults_name_the_address_what_came_back_and_the_remedy():
             lost.open(Sampling())
         with pytest.raises(ConfigError, match=r"engine\.url = 'gpu-7'; it is an address"):
             Sglang("gpu-7")
-        server, asked = scripted(Sglang("http://a"), {"/update_weights_from_disk": (200, {"success": False, "message": "no such folder"})})
-        with pytest.raises(EngineError, match="no such folder"):
-            await server.load("/weights/v-1", "1")
-        assert asked == [("/update_weights_from_disk", {"model_path": "/weights/v-1", "weight_version": "1", "flush_cache": True})]
+        replies = {"/update_weights_from_disk": (200, {"success": False, "message": "no such folder"})}
+        body = {"model_path": "/weights/v-1", "weight_version": "1", "flush_cache": True}
+        for serves, more in (("default", {}), ("0", {}), ("1", {}), ("2", {"rollback": True})):
+            server, asked = scripted(Sglang("http://a"), {**replies, "/get_model_info": (200, {"weight_version": serves})})
+            with pytest.raises(EngineError, match="no such folder"):
+                await server.load("/weights/v-1", "1")
+            assert asked == [("/get_model_info", None), ("/update_weights_from_disk", {**body, **more})]
 
     asyncio.run(work())
 

@@ -14,7 +14,7 @@ import uvicorn
 from rondel.dashboard.asking import Plan
 from rondel.dashboard.pages import Pages, build
 from rondel.dashboard.run import Run
-from rondel.generate.engine.server.listening import Quiet, bind
+from rondel.generate.engine.server.listening import Connection, Quiet, bind
 from rondel.runtime.ending import Ending
 from rondel.runtime.telemetry.diagnose.finding import Finding
 from rondel.runtime.telemetry.diagnose.story import Story
@@ -40,7 +40,7 @@ def serve(
         pages, closing = Pages(runs, plan, key), threading.Event()
         reader = threading.Thread(target=read_on, args=(pages, closing), name="reader", daemon=True)
         config = uvicorn.Config(
-            build(pages), http="h11", loop="asyncio", ws="none", lifespan="off", log_level="critical", access_log=False, server_header=False,
+            build(pages), http=Connection, loop="asyncio", ws="none", lifespan="off", log_level="critical", access_log=False, server_header=False,
             timeout_graceful_shutdown=LAST,
         )  # fmt: skip
         server = Quiet(config, lambda: ready(*sock.getsockname()[:2]))

@@ -65,7 +65,9 @@ class Sglang:
 
     async def load(self, folder: str, version: str) -> None:
         """The reply comes when they serve; the cache is flushed with it."""
-        body = {"model_path": folder, "weight_version": version, "flush_cache": True}
+        body: dict[str, Any] = {"model_path": folder, "weight_version": version, "flush_cache": True}
+        if (serves := await self.version()).isdecimal() and int(serves) > int(version):
+            body["rollback"] = True  # this run goes on from an earlier step: `rondel serve` wants that said
         told = await self.link.post("/update_weights_from_disk", body, deadline=None)
         if not told["success"]:
             raise EngineError(f"{self.link.url}/update_weights_from_disk: {told['message']}")

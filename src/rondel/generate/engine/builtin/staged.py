@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from rondel.generate.engine.builtin.engine import BuiltinEngine
     from rondel.models.load import Loaded
 
+FLOATS = {"F64", "F32", "F16", "BF16"}  # as safetensors calls what can be served without a scale beside it
 LOOKS = {
     "dtype",
     "torch_dtype",
@@ -46,6 +48,7 @@ def from_disk(loaded: Loaded, folder: str) -> dict[str, Tensor]:
                 f"'{folder}' is an adapter, and the model that serves has none: serve an adapter to replace it, or merge this one"
             )
         _same_architecture(loaded, path)
+        _of_floats(path)
         model, report = type(loaded.model).from_pretrained(
             path,
             config=copy.deepcopy(loaded.model.config),
@@ -72,6 +75,15 @@ def _same_architecture(loaded: Loaded, path: Path) -> None:
     if differ:
         k = differ[0]
         raise SyncError(f"'{path}' is another model: its config says {k} = {theirs.get(k)}, the one that serves {mine.get(k)}")
+
+
+def _of_floats(path: Path) -> None:
+    """transformers casts whatever it reads: whole numbers, such as codes of a quantised checkpoint, would be served as weights."""
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # no mapping
+                if (kind := tensors.get_slice(name).get_dtype()) not in FLOATS:
+                    raise SyncError(f"{file.name}: {name} is {kind}; weights are {', '.join(sorted(FLOATS))}")
 
 
 def from_bytes(loaded: Loaded, blob: bytes) -> dict[str, Tensor]:

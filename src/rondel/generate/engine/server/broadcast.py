@@ -10,6 +10,7 @@ So an update is whole or none (law 6), where SGLang serves what has come so far.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -23,7 +24,7 @@ from torch import Tensor
 from rondel.generate.engine.builtin import staged
 from rondel.generate.engine.server.errors import Refusal
 from rondel.generate.engine.server.fields import Fields
-from rondel.generate.engine.server.told import done, fields_of, served, updating, version_of
+from rondel.generate.engine.server.told import done, fields_of, here, refusing, served, updating, version_of
 from rondel.models import names
 from rondel.words import sockets
 from rondel.words.errors import StalledError, SyncError
@@ -32,12 +33,13 @@ if TYPE_CHECKING:
     from rondel.generate.engine.server.service import Service
 
 NAME, WAIT = "weight_update_group", 300.0  # SGLang's default name; seconds that either side waits for the other
+AGAIN = 0.2  # seconds between two looks whether the other side listens
 MOST = 1 << 16  # tensors of one call
 
 
 @dataclass(slots=True)
 class Group:
-    """What has been joined, and what came through it since the last commit."""
+    """What has been joined (None until then), and what came through it since the last commit."""
 
     group: Any
     device: str
@@ -60,15 +62,36 @@ async def init_weights_update_group(service: Service, request: Request) -> dict[
     if backend != (fits := "nccl" if device == "cuda" else "gloo"):
         raise f.wrong("backend", f"the weights of this server lie on a {device}: {fits}")
     if name in service.groups:
-        raise Refusal(409, f"group '{name}' is there already; /destroy_weights_update_group ends it")
-    async with updating(service):
-        service.groups[name] = Group(await asyncio.to_thread(_join, host, port, rank, size, name, wait, device), device)
+        raise Refusal(409, f"group '{name}' is there already, or is being joined; /destroy_weights_update_group ends it")
+    service.groups[name] = Group(None, device)  # nothing moves while it is joined: updates by other ways go on
+    try:
+        async with refusing(service), here(request):
+            end = time.monotonic() + wait
+            await _reach(host, port, end, wait)
+            service.groups[name].group = await asyncio.to_thread(_join, host, port, rank, size, name, end - time.monotonic(), device)
+    except BaseException:
+        del service.groups[name]
+        raise
     return done(f"rank {rank} of {size} in group '{name}'")
+
+
+async def _reach(host: str, port: int, end: float, wait: float) -> None:
+    """Until somebody listens there. torch's store asks a dead address past its own time-out, on a thread that nobody can stop."""
+    while True:
+        try:
+            async with asyncio.timeout(max(0.0, end - time.monotonic())):
+                _, writer = await asyncio.open_connection(host, port)
+            writer.close()
+            return
+        except (OSError, UnicodeError, OverflowError) as error:  # TimeoutError is an OSError
+            if time.monotonic() + AGAIN >= end:
+                raise StalledError(f"nobody listens at {host}:{port}: {error or 'no answer'} (waited {wait:g} s)") from error
+            await asyncio.sleep(AGAIN)
 
 
 def _join(host: str, port: int, rank: int, size: int, name: str, wait: float, device: str) -> Any:
     """The same keys in the same store as torch's own groups, of which the other side has one (its `_new_process_group_helper`)."""
-    limit = timedelta(seconds=wait)
+    limit = timedelta(seconds=max(wait, 0.1))
     try:
         store: Any = dist.TCPStore(host, port, size, is_master=False, timeout=limit)
         for prefix in (name, f"{name}/", f"{device}/"):
@@ -87,8 +110,9 @@ async def destroy_weights_update_group(service: Service, request: Request) -> di
     name = f.text("group_name", NAME)
     f.end()
     async with updating(service):
-        if service.groups.pop(str(name), None) is None:
+        if service.groups.get(str(name), Group(None, "")).group is None:
             raise Refusal(400, f"there is no group '{name}'", param="group_name")
+        del service.groups[str(name)]
     return done(f"group '{name}' is left")
 
 
@@ -100,7 +124,7 @@ async def update_weights_from_distributed(service: Service, request: Request) ->
     f.only("load_format", "flattened_bucket", "auto")
     version, keep, abort = version_of(service, f), not f.flag("flush_cache", True), f.flag("abort_all_requests")
     f.end()
-    if (group := service.groups.get(str(name))) is None:
+    if (group := service.groups.get(str(name))) is None or group.group is None:
         raise Refusal(400, f"there is no group '{name}': /init_weights_update_group makes one", param="group_name")
     if twice := sorted(group.arrived.keys() & {row[0] for row in rows}):
         group.arrived.clear()

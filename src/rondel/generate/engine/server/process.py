@@ -9,7 +9,7 @@ from collections.abc import Callable
 import uvicorn
 
 from rondel.generate.engine.server.app import build
-from rondel.generate.engine.server.listening import Quiet
+from rondel.generate.engine.server.listening import Connection, Quiet
 from rondel.generate.engine.server.service import Service
 from rondel.words.signals import heard
 
@@ -20,7 +20,7 @@ async def run(service: Service, sock: socket.socket, *, drain: float, ready: Cal
     """Serve until it is asked to end; then nothing new, `drain` seconds for what runs, and partial answers for what is left."""
     config = uvicorn.Config(
         build(service),
-        http="h11",
+        http=Connection,
         loop="asyncio",
         ws="none",
         lifespan="off",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from rondel.generate.engine.server.errors import Refusal
+from rondel.generate.engine.server.errors import GONE, Refusal
 from rondel.generate.engine.server.fields import Fields, read_fields
 from rondel.words.errors import RondelError
 
@@ -25,12 +26,18 @@ async def fields_of(service: Service, request: Request) -> Fields:
 
 
 def version_of(service: Service, f: Fields) -> int:
-    """SGLang's is a string; ours counts, so that staleness can be measured."""
+    """SGLang's is a string; ours counts, so that staleness can be measured. An older one is refused: it is late, unless `rollback` says it is meant."""
     given = f.take("weight_version", service.engine.version + 1)
     if isinstance(given, str) and given.isascii() and given.isdecimal() and len(given) < 16:
         given = int(given)
     if type(given) is not int or not 0 <= given < 1 << 53:
         raise f.wrong("weight_version", "it must be a whole number; left out it is the next one")
+    if not f.flag("rollback") and given < service.engine.version:
+        raise Refusal(
+            409,
+            f"weight_version = {given}, and {service.engine.version} serves: who goes back to an older version says so with rollback = true",
+            param="weight_version",
+        )
     return given
 
 
@@ -39,12 +46,41 @@ async def updating(service: Service) -> AsyncIterator[None]:
     """One at a time; what goes wrong is told with what serves now."""
     if service.updating.locked():
         raise Refusal(409, "another update is on its way; ask again when it is done")
-    async with service.updating:
-        try:
-            yield
-        except RondelError as error:
-            old = service.engine.state != "refusing"
-            raise Refusal(400 if old else 500, f"{error}{f'; version {service.engine.version} goes on serving' if old else ''}") from error
+    async with service.updating, refusing(service):
+        yield
+
+
+@asynccontextmanager
+async def refusing(service: Service) -> AsyncIterator[None]:
+    """What goes wrong is told with what serves now."""
+    try:
+        yield
+    except RondelError as error:
+        old = service.engine.state != "refusing"
+        raise Refusal(400 if old else 500, f"{error}{f'; version {service.engine.version} goes on serving' if old else ''}") from error
+
+
+@asynccontextmanager
+async def here(request: Request) -> AsyncIterator[None]:
+    """What is done inside ends with the client that asked for it."""
+    task = asyncio.current_task()
+    assert task is not None
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        task.cancel()
+
+    left = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not left.done():
+            raise  # by somebody else
+        task.uncancel()
+        raise Refusal(GONE, "the client left") from None
+    finally:
+        left.cancel()
 
 
 async def served(service: Service, deliver: Callable[[], Awaitable[int]], *, abort: bool) -> dict[str, Any]:

@@ -52,7 +52,9 @@ async def update_weights_from_tensor(service: Service, request: Request) -> dict
     body = await read_body(request, most + service.limits.body)
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind == "application/octet-stream":
-        f = Fields({k: v for k, v in request.query_params.items() if k == "weight_version"})
+        asked = request.query_params
+        back = asked.get("rollback")
+        f = Fields({"weight_version": asked.get("weight_version"), "rollback": back == "true" if back in ("true", "false") else back})
         return await _update(service, f, _from_bytes(service, body, version_of(service, f)))
     if kind != "application/json":
         raise Refusal(415, f"the body is '{kind or 'of no type'}'; send application/octet-stream, or JSON")

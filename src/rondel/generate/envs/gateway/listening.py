@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from rondel.generate.engine.server.listening import Connection
 from rondel.generate.envs.gateway.app import build
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Port:
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         config = uvicorn.Config(
             build(sessions, warn),
-            http="h11",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_level="critical",
