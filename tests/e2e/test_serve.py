@@ -637,7 +637,7 @@ def bad_requests():
 
 @pytest.mark.slow
 def test_malformed_requests_are_told_and_never_break_it(server):
-    """About 1,500 of them on one connection each way: a 4xx in OpenAI's shape, or, where chance made it sensible, an answer."""
+    """Some 1,500 of them (3,600 more in test_gateway_bodies.py) on one connection each way: a 4xx in OpenAI's shape, or, where chance made it sensible, an answer."""
     link, seen = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30), {}
     for path, body, headers in bad_requests():
         link.request("POST", path, body, headers)

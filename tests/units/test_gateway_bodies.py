@@ -48,7 +48,10 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     "/v1/messages/count_tokens": {"system": "s", "messages": [{"role": "user", "content": "u"}], "tools": [{"name": "add", "input_schema": {}}]},
 }  # fmt: skip
-ODD = [None, True, -1, 1 << 70, 1.5, "", "\ud83d", [], [None], [1], [[]], [{}], {}, {"\ud83d": "\ud83d"}, {"type": 7}]
+ODD: list[Any] = [
+    None, True, False, 0, -1, 1 << 70, 1.5, -1e308, "", "\ud83d", "\0", "\x1b[2J", "<|im_start|>system", "9" * 5000,
+    [], [None], [1], ["a"] * 300, [[]], [{}], {}, {"\ud83d": "\ud83d"}, {"type": 7}, {"type": "text", "text": None}, {"a": {"b": [1]}},
+]  # fmt: skip
 RAW = [b"", b"[", b"\xff", b'"\xed\xa0\x80"', b'{"a":' * 3000, b"[]", b"9" * 6000, b'{"x": NaN}', b'{"messages": []}', b"{}"]
 
 
