@@ -31,7 +31,8 @@ from rondel.runtime.sandbox.probe import isolation
 from rondel.score import build, examine
 from rondel.score.boxed.compare import same
 from rondel.score.boxed.plain import pack, unpack
-from rondel.score.code import BOXED, Code, checked, extracted, free_names, same_text
+from rondel.score.code import BOXED, Code, same_text
+from rondel.score.code_tests import checked, extracted, free_names
 from rondel.score.pool import RewardPool
 from rondel.score.preflight import check_reward
 from rondel.words.boxes import Limits
@@ -50,7 +51,7 @@ boxed = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 @pytest.fixture(scope="module")
 def reward():
-    made = Code(sandbox=Sandbox(), seconds=1.5)
+    made = Code(sandbox=Sandbox(), seconds=2.5)
     yield made
     for cell in made._cells.values():
         cell.kill()

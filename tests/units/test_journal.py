@@ -1,5 +1,6 @@
 """The journal: nothing is lost, nothing counts twice."""
 
+import json
 import math
 import os
 import time
@@ -166,3 +167,23 @@ def test_a_clock_that_is_set_makes_no_line_later_and_no_card_longer(tmp_path, mo
     times = [event["t"] for event in read(tmp_path)]
     assert times == sorted(times) and times[-1] - times[0] < 60
     assert card_of(tmp_path)["seconds"] < 60
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"step": "three"}, "the step of a StepDone is 'three', and no int"),
+        ({"metrics": [1]}, "the metrics of a StepDone"),
+        ({"metrics": {"train/loss": "low"}}, "and no dict\\[str, float\\]"),
+        ({"metrics": None}, "is None"),
+        ({"ledger": {"admitted": {}}}, "the ledger of a StepDone"),
+    ],
+)
+def test_a_line_with_another_type_is_named_and_not_read_on(tmp_path, change, says):
+    write_run(tmp_path)
+    lines = (tmp_path / "journal.jsonl").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if json.loads(line)["kind"] == "StepDone")
+    lines[at] = json.dumps(json.loads(lines[at]) | change)
+    (tmp_path / "journal.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(CheckpointError, match=f"line {at + 1} is not an event \\(.*{says}"):
+        list(read(tmp_path))

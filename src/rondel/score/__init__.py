@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from rondel.score.code import Code, checked
+from rondel.score.code import Code
+from rondel.score.code_tests import checked
 from rondel.score.combine import By, Combine
 from rondel.score.format import Format
 from rondel.score.judge import Judge

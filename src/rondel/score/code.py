@@ -7,22 +7,15 @@
 
 from __future__ import annotations
 
-import ast
-import builtins
 import importlib.util
 import os
-import re
-import symtable
-import sys
 import time
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from rondel.score.boxed.asserted import complaint
 from rondel.score.boxed.harness import BROKEN, EMPTY, FAULT, GONE, PASSED, WRONG
-from rondel.score.boxed.plain import pack
+from rondel.score.code_tests import checked, extracted, judgement, reference_of
 from rondel.words.boxes import Limits, Ran
 from rondel.words.errors import BoxError, ConfigError, DataError, SandboxError
 from rondel.words.protocols import Boxes, Cell
@@ -30,8 +23,6 @@ from rondel.words.registry import one_of
 from rondel.words.types import Score, Task, Trajectory
 
 BOXED = Path(__file__).parent / "boxed"
-FENCE = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-ALIASES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas"}
 MODULES = ("ast", "copy", "io", "numbers")  # that the text of a box imports
 SHARE = 0.8  # of the reward's deadline: what is not tested by then has not passed, and is no failure of the reward
 LATE = 46  # a verdict that no harness says
@@ -52,12 +43,6 @@ def boxed(*names: str) -> str:
 
 CANDIDATE = boxed("plain", "far", "candidate")
 HARNESS = boxed("plain", "compare", "far", "asserted", "suite", "harness")
-
-
-def extracted(text: str) -> str:
-    """The last fenced block, or the whole text where there is none."""
-    blocks = FENCE.findall(text)
-    return blocks[-1] if blocks else text
 
 
 class Code:
@@ -216,144 +201,6 @@ def importable(packages: Sequence[str]) -> dict[str, Any]:
         shown += [str(path) for path in (inside, inside.with_name(f"{package}.libs")) if path.exists()]
         imports.append(str(inside.parent))
     return {"shown": tuple(shown), "imports": tuple(dict.fromkeys(imports))} if packages else {}
-
-
-def checked(task: Task) -> list[Any]:
-    """The tests of a task, or what is wrong with them."""
-    tests = task.data.get("tests")
-    tests = [tests] if isinstance(tests, str) else tests
-    if not isinstance(tests, list | tuple) or not tests:
-        raise DataError(f"task {task.id} has no tests: data['tests'] is a list of asserts, of {{input, output}} or of {{call, expected}}")
-    for number, test in enumerate(tests):
-        if isinstance(test, str):
-            wrong = _untestable(test, str(task.data.get("entry_point", "")), reference_of(task))
-        elif not isinstance(test, dict) or not ({"input", "output"} <= test.keys() or {"call", "expected"} <= test.keys()):
-            wrong = f"is {str(test)[:80]!r}; a test is Python text, {{input, output}} or {{call, expected}}"
-        elif "call" in test:
-            wrong = _uncallable(test, task)
-        else:
-            wrong = ""
-        if wrong:
-            raise DataError(f"test {number} of {task.id} {wrong}")
-    if all(isinstance(test, dict) and "input" in test and not str(test["output"]).strip() for test in tests):
-        raise DataError(f"no test of {task.id} expects any output: a program that does nothing would pass")
-    return list(tests)
-
-
-def reference_of(task: Task) -> str:
-    """The code of the task's own answer, or ""."""
-    answer = task.data.get("answer")
-    return extracted(answer) if isinstance(answer, str) else ""
-
-
-@lru_cache(4096)
-def _untestable(test: str, entry: str, answer: str) -> str:
-    """What is wrong with a text, or nothing."""
-    try:
-        if wrong := complaint(test, entry):
-            return f"tests nothing: {wrong}"
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return f"is no Python: {error}"
-    if names_of(test, entry, answer).asked:
-        return ""
-    known = ", ".join(sorted(names_read(test)))
-    why = (
-        f"calls nothing but built-in functions ({known}): set data['entry_point'] to the one that is asked for" if known else "asks nothing"
-    )
-    return f"tests nothing of an answer: it {why}"
-
-
-def _uncallable(test: dict[str, Any], task: Task) -> str:
-    if not isinstance(test.get("function", task.data.get("entry_point")), str):
-        return "calls no named function: set data['entry_point'], or 'function' in the case"
-    try:
-        pack([test["call"], test["expected"]])
-        return "" if isinstance(test["call"], list | tuple) else f"calls with {test['call']!r:.80}; a list of arguments is needed"
-    except (TypeError, ValueError) as error:
-        return f"has what is no plain data: {error}"
-
-
-def judgement(code: str, test: Any, task: Task) -> str:
-    """What the box of the tests carries out, behind the text of HARNESS."""
-    entry = str(task.data.get("entry_point", ""))
-    if isinstance(test, str):
-        asked, needed, modules = names_of(test, entry, reference_of(task))
-        return f"judge({code!r}, {test!r}, {asked!r}, {needed!r}, {modules!r}, {entry!r})"
-    arguments = [pack(one) for one in test["call"]]
-    return f"judge_call({code!r}, {test.get('function', entry)!r}, {arguments!r}, {pack(test['expected'])!r})"
-
-
-class Names(NamedTuple):
-    """What a text asks for. asked: of the candidate; needed: those of them that are built in, without which the text is not run; modules:
-    (name, module, attributes) that it uses and does not import, because its prompt does. A candidate's `math` is asked for nothing."""
-
-    asked: list[str]
-    needed: list[str]
-    modules: list[tuple[str, str, list[str]]]
-
-
-@lru_cache(4096)
-def names_of(test: str, entry: str, answer: str) -> Names:
-    """A candidate replaces no built-in function, but for the one that is tested: the entry point; in a text that knows no other name, what
-    the task's own answer defines, or the only one that it calls."""
-    free = set(free_names(test))
-    builtin = names_read(test) - free
-    needed = builtin & {entry}
-    modules = _modules(test, free - {entry, *defined(answer)})
-    asked = free - {name for name, *_ in modules} | needed
-    if not asked:
-        modules, asked = [], free
-    if not asked:
-        asked = needed = builtin & defined(answer) or (builtin if len(builtin) == 1 else set())
-    checks = {entry} if entry and re.search(r"\bcheck\b", test) else set()
-    return Names(sorted(asked | checks), sorted(needed), modules)
-
-
-def _modules(test: str, names: set[str]) -> list[tuple[str, str, list[str]]]:
-    """Those of the names that are called like a module, and of which nothing is read but attributes."""
-    tree = ast.parse(test)
-    roots = {id(node.value): node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    read: dict[str, set[str]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            read.setdefault(node.id, set()).add(roots.get(id(node), ""))
-    known = [name for name in sorted(names & read.keys()) if name in sys.stdlib_module_names or name in ALIASES]
-    return [(name, ALIASES.get(name, name), sorted(read[name])) for name in known if "" not in read[name]]
-
-
-@lru_cache(4096)
-def defined(answer: str) -> set[str]:
-    """Names that the top of a task's own answer makes."""
-    try:
-        tree = ast.parse(answer)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
-    made = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
-    return made | {target.id for target in targets if isinstance(target, ast.Name)}
-
-
-def free_names(test: str) -> list[str]:
-    """Names that a test reads and neither makes nor finds among the built-in ones: the candidate's."""
-    return sorted(name for name in names_read(test) if not hasattr(builtins, name))
-
-
-def names_read(test: str) -> set[str]:
-    """Names that a test reads and does not make."""
-    top = symtable.symtable(test, "<test>", "exec")
-    made = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
-    tables, read = [top], set()
-    for table in tables:
-        tables += table.get_children()
-        read |= {s.get_name() for s in table.get_symbols() if s.is_referenced() and (s.is_global() or table is top)}
-        made |= {s.get_name() for s in table.get_symbols() if s.is_declared_global() and s.is_assigned()}
-    for node in ast.walk(ast.parse(test)):
-        if isinstance(node, ast.ImportFrom) and node.module == "solution":
-            read |= {alias.name for alias in node.names}
-            made -= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "solution":
-            read.add(node.attr)
-    return read - made - {"__name__"}
 
 
 def same_text(said: str, wanted: str) -> bool:

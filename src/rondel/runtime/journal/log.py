@@ -15,12 +15,13 @@ import errno
 import json
 import math
 import os
+import re
 import threading
 import tomllib
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rondel.words.clock import now
 from rondel.words.errors import CheckpointError, UserError
@@ -116,15 +117,57 @@ def _event(line: str) -> dict[str, Any]:
     n, t, kind = event["n"], event["t"], event["kind"]
     if type(n) is not int or not isinstance(t, int | float) or not isinstance(kind, str):
         raise ValueError(f"n = {n!r:.40}, t = {t!r:.40}, kind = {kind!r:.40} are no number, time and name")
-    if lacking := next((name for name in TOLD.get(kind, ()) if name not in event), None):
-        raise ValueError(f"a {kind} without {lacking}")
+    for name, told in TOLD.get(kind, ()):
+        if name not in event:
+            if told.always:
+                raise ValueError(f"a {kind} without {name}")
+        elif not told.fits(event[name]):
+            raise ValueError(f"the {name} of a {kind} is {event[name]!r:.40}, and no {told.what}")
     return event
 
 
-TOLD = {  # kind of event -> what its line has in any case
-    kind.__name__: tuple(f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
-    for kind in Event.__subclasses__()
-} | {"GroupsTaken": ("step", "version", "numbers", "born")}
+class Told(NamedTuple):
+    """What the line of an event has under a name: in any case or not; of which type; numbers or texts in it; and how that is called."""
+
+    always: bool
+    outer: tuple[type, ...]
+    inner: tuple[type, ...]
+    what: str
+
+    def fits(self, value: Any) -> bool:
+        if not isinstance(value, self.outer):
+            return False
+        within = value.values() if isinstance(value, dict) else value if isinstance(value, list) and self.inner else ()
+        return not self.inner or all(isinstance(one, self.inner) for one in within)
+
+
+PLAIN: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+    "dict": (dict,),
+    "list": (list,),
+    "tuple": (list,),
+}
+INNER = re.compile(r"(?:dict\[str, |list\[)(int|float|str)\]")
+
+
+def _told(field: Field[Any]) -> Told:
+    written, optional = str(field.type).removesuffix(" | None"), str(field.type).endswith(" | None")
+    outer, inner = PLAIN.get(written.partition("[")[0], (object,)), INNER.fullmatch(written)
+    always = field.default is MISSING and field.default_factory is MISSING
+    return Told(always, (*outer, type(None)) if optional else outer, PLAIN[inner[1]] if inner else (), str(field.type))
+
+
+TOLD: dict[str, tuple[tuple[str, Told], ...]] = {  # kind of event -> what its line has
+    kind.__name__: tuple((f.name, _told(f)) for f in fields(kind)) for kind in Event.__subclasses__() if kind is not GroupsTaken
+} | {
+    "GroupsTaken": tuple(
+        (name, Told(True, PLAIN[what], (), what))
+        for name, what in {"step": "int", "version": "int", "numbers": "list", "born": "list"}.items()
+    )
+}
 
 
 # -- reading ---------------------------------------------------------------------------------------
