@@ -42,7 +42,7 @@ class Later:
         self.tokens, self.logprobs = [10 + i % 512 for i in range(most)], [-self.draw.random() for _ in range(most)]
 
     async def generate(self, request: Any) -> Any:
-        from rondel.words.types import Completion
+        from rondel.core.types import Completion
 
         n = min(self.most, 1 + int(self.most / 512 * self.draw.lognormvariate(4.5, 0.8)))
         await asyncio.sleep(LONGEST * n / self.most)
@@ -51,7 +51,7 @@ class Later:
 
 class Trainer:
     async def step(self, batch: Any, algo: Any) -> Any:
-        from rondel.words.types import StepStats
+        from rondel.core.types import StepStats
 
         await asyncio.sleep(TRAIN)
         for sample in batch.samples:
@@ -71,10 +71,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(rollouts: int, seconds: float, tokens: int) -> dict[str, Any]:
+    from rondel.core.events import subscribe
     from rondel.runtime.journal.log import Journal
     from rondel.runtime.journal.store import RolloutStore
     from rondel.runtime.telemetry.metrics import StepMetrics
-    from rondel.words.events import subscribe
 
     seen = [0]
 
@@ -82,7 +82,7 @@ def measure(rollouts: int, seconds: float, tokens: int) -> dict[str, Any]:
         seen[0] += 1
 
     parts, tasks = made(rollouts, tokens)
-    importlib.import_module("rondel.assemble.running")  # the time that it takes is not the loop's
+    importlib.import_module("rondel.run.controller")  # the time that it takes is not the loop's
     with tempfile.TemporaryDirectory(prefix="controller-") as folder:
         journal = Journal(folder)
         stored = RolloutStore(Path(folder))
@@ -124,16 +124,16 @@ def slope(memory: list[tuple[float, float]]) -> float:
 
 def made(rollouts: int, tokens: int) -> tuple[SimpleNamespace, Any]:
     """What a run has when it begins; engines, trainer and reward are ours."""
-    from rondel.assemble.failures import Failures
-    from rondel.assemble.parts import judge_of, sampling_of
+    from rondel.assemble.components import judge_of, sampling_of
     from rondel.assemble.rows import rows_of
+    from rondel.core.config import Job
+    from rondel.core.types import Score
     from rondel.generate.engine.router import Router
     from rondel.generate.envs.order import Shuffled, stream
     from rondel.generate.envs.single_turn import SingleTurn
     from rondel.generate.envs.sources import load_tasks
     from rondel.models.load import load
-    from rondel.words.config import Job
-    from rondel.words.types import Score
+    from rondel.run.failure_budget import Failures
 
     changes = {
         "run.folder": "nowhere",
@@ -158,9 +158,9 @@ def made(rollouts: int, tokens: int) -> tuple[SimpleNamespace, Any]:
 async def drive(parts: Any, tasks: Any, rollouts: int, seconds: float, memory: list[tuple[float, float]], stored: Any) -> Any:
     """The loop as a run has it."""
     from rondel import loop as house
-    from rondel.assemble.phases import per_token
-    from rondel.assemble.rollouts import Rollouts, prepare
     from rondel.buffer import Buffer
+    from rondel.run.phases import per_token
+    from rondel.run.rollouts import Rollouts, prepare
 
     groups = max(1, rollouts // (GROUP * (STALENESS + 1)))
     buffer = Buffer(groups_per_step=groups, max_staleness=STALENESS)

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     from _work import median, opened, report
 
     from rondel.generate.engine.builtin.engine import BuiltinEngine
-    from rondel.models.graphs import serving_pass
+    from rondel.models.cuda_graphs import serving_pass
 
     device, loaded = opened(a.model, a.dtype, a.threads)
     sizes = [int(n) for n in a.running.split(",")]
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
 
 async def steps(engine: Any, running: int, context: int, new: int, seed: int) -> list[float]:
     """Seconds between the tokens of the first request, from where all requests have one."""
-    from rondel.words.types import Request, Sampling, sample_key
+    from rondel.core.types import Request, Sampling, sample_key
 
     vocab = engine.loaded.head.weight.shape[0]
     begun, told = set(), []

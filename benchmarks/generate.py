@@ -34,10 +34,10 @@ def main(argv: list[str] | None = None) -> None:
     from _work import gemm_peak, median, multiplications, opened, report
     from vllm_generate import work
 
+    from rondel.core.types import Request, Sampling, sample_key
     from rondel.generate.engine.builtin.engine import BuiltinEngine
-    from rondel.models.aligned import align
-    from rondel.models.graphs import serving_pass
-    from rondel.words.types import Request, Sampling, sample_key
+    from rondel.models.aligned_numerics import align
+    from rondel.models.cuda_graphs import serving_pass
 
     device, loaded = opened(a.model, a.dtype, a.threads)
     if a.numerics == "aligned":

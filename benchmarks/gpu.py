@@ -45,9 +45,9 @@ def main(argv: list[str] | None = None) -> None:
     from _work import median, multiplications, opened, report
     from decode import steps
 
+    from rondel.core.types import Request, Sampling, sample_key
     from rondel.generate.engine.builtin.engine import BuiltinEngine
-    from rondel.models.graphs import Graphs
-    from rondel.words.types import Request, Sampling, sample_key
+    from rondel.models.cuda_graphs import Graphs
 
     device, loaded = opened(a.model or {"random": "qwen2", "seed": 0, **SIZES[a.size]}, a.dtype, 0)
     gpu = loaded.device.type == "cuda"

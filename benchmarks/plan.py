@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from _work import SUFFIX, SUM_TASK, report
 
-    from rondel.words.config import Job
+    from rondel.core.config import Job
 
     adapter = {"kind": "qlora" if a.nf4 else "lora", "rank": a.lora} if a.lora else {"kind": "off"}
     if a.model:
@@ -58,10 +58,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def compared(job: Any) -> dict[str, Any]:
-    from rondel.assemble.calibrating import measured
+    from rondel.checks.calibration import measured
+    from rondel.core.events import Resident, subscribe
     from rondel.planner import cost
     from rondel.planner.memory import bills
-    from rondel.words.events import Resident, subscribe
 
     seen: list[Any] = []
 

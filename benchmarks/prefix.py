@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     from rondel.models.load import load
     from rondel.train.pack import Batch, Sample
     from rondel.train.step import LocalTrainer, Settings
-    from rondel.train.sums import Sums
+    from rondel.train.step_metrics import Sums
 
     device = Device("cpu", a.threads or None)
     loaded = device.call(lambda: load(a.model, dtype=a.dtype))

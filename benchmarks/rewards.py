@@ -30,9 +30,9 @@ def main(argv: list[str] | None = None) -> None:
 
     from _work import median, report
 
+    from rondel.core.types import Task, Trajectory
     from rondel.score import build
     from rondel.score.pool import RewardPool
-    from rondel.words.types import Task, Trajectory
 
     def written(number: int) -> Trajectory:
         trajectory = Trajectory(text=TEXTS[a.text].format(number))

@@ -30,12 +30,12 @@ def main(argv: list[str] | None = None) -> None:
 
     from _work import median, report
 
+    from rondel.core.types import Task, Trajectory
     from rondel.runtime.sandbox.box import Sandbox
     from rondel.runtime.sandbox.cell import PYTHON
     from rondel.runtime.sandbox.pool import Functions
     from rondel.runtime.sandbox.probe import isolation
     from rondel.score.code import Code
-    from rondel.words.types import Task, Trajectory
 
     sandbox = Sandbox(wall=a.wall)
 

@@ -59,12 +59,12 @@ def main(argv: list[str] | None = None) -> None:
 
     from _work import median, opened, report
 
+    from rondel.core.types import Request, Sampling, sample_key
     from rondel.generate.engine.builtin.draft import Draft
     from rondel.generate.engine.builtin.engine import BuiltinEngine
     from rondel.generate.engine.builtin.speculative import Speculation
     from rondel.generate.envs.template import Template
     from rondel.models.load import load
-    from rondel.words.types import Request, Sampling, sample_key
 
     device, loaded = opened(a.model, a.dtype, a.threads)
     other = device.call(lambda: load(a.draft, dtype=a.dtype, device=str(loaded.device))) if a.draft else None

@@ -34,9 +34,9 @@ def main(argv: list[str] | None = None) -> None:
     from _work import SUFFIX, SUM_TASK, gemm_peak, median, multiplications, report
 
     from rondel.assemble import train
-    from rondel.assemble.placing import cores
-    from rondel.words.config import Job
-    from rondel.words.events import StepDone, subscribe
+    from rondel.assemble.deployment import cores
+    from rondel.core.config import Job
+    from rondel.core.events import StepDone, subscribe
 
     parts, rows = [], []
 

@@ -63,8 +63,8 @@ def main(argv: list[str] | None = None) -> None:
 def measured(steps: int, staleness: int) -> dict[str, float]:
     """One run on a shared device."""
     from rondel.assemble import train
+    from rondel.core.config import Job
     from rondel.runtime.journal.log import read
-    from rondel.words.config import Job
 
     filled: list[int] = []
 

@@ -34,12 +34,12 @@ def main(argv: list[str] | None = None) -> None:
 
     from _work import report
 
-    from rondel.assemble import running
+    from rondel.core import time_account
+    from rondel.core.config import Job, parse_overrides
+    from rondel.core.events import StepDone, subscribe
+    from rondel.run import controller
     from rondel.runtime.journal import store
     from rondel.runtime.journal.log import read
-    from rondel.words import account
-    from rondel.words.config import Job, parse_overrides
-    from rondel.words.events import StepDone, subscribe
 
     spent: Counter[str] = Counter()  # of the RL steps: it begins anew when the warmup is over
     warm, marks = 0, []
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
 
         return run
 
-    plain, write, annotate = account.Account._lap, store.write_step, store.annotate_step
+    plain, write, annotate = time_account.Account._lap, store.write_step, store.annotate_step
 
     def lap(self: Any) -> None:
         began = time.thread_time()
@@ -86,12 +86,12 @@ def main(argv: list[str] | None = None) -> None:
         }
         job = Job.read(a.recipe, overrides)
         warm = job.loop.warmup.steps
-        before, running.subscribe, account.Account._lap = running.subscribe, timed, lap
+        before, controller.subscribe, time_account.Account._lap = controller.subscribe, timed, lap
         store.write_step, store.annotate_step = counted(write), counted(annotate)
         try:
-            running.train(job, quiet=True)
+            controller.train(job, quiet=True)
         finally:
-            running.subscribe, account.Account._lap = before, plain
+            controller.subscribe, time_account.Account._lap = before, plain
             store.write_step, store.annotate_step = write, annotate
         done = [e for e in read(scratch) if e["kind"] == "StepDone" and e["step"] > warm]
     seconds = marks[-1] - marks[0] if warm else marks[-1]

@@ -80,9 +80,9 @@ def measure(kind: str, size: str, updates: int, folder: str) -> dict[str, float]
     import torch
     from _work import median
 
+    from rondel.core.types import Route
     from rondel.models import names
     from rondel.sync import transport_of
-    from rondel.words.types import Route
 
     torch.set_num_threads(1)
     transport, g = transport_of(kind, folder=folder), torch.Generator().manual_seed(0)
@@ -152,9 +152,9 @@ def small(count: int = 1000, updates: int = 3) -> dict[str, float]:
     import torch
     from _work import median
 
+    from rondel.core.types import Route
     from rondel.models import names
     from rondel.sync.from_distributed import BUCKET, FromDistributed
-    from rondel.words.types import Route
 
     weights = {f"t{i}": torch.randn(1000) for i in range(count)}
     rows, out = list(names.described(weights.items())), {}
@@ -178,10 +178,10 @@ def after_a_step(model: str, lr: float) -> dict[str, float]:
     from _work import SUFFIX, SUM_TASK
 
     from rondel.assemble import train
+    from rondel.core.config import Job
+    from rondel.core.types import Route
     from rondel.models import names
     from rondel.sync.delta import Delta, bits, decode, encode
-    from rondel.words.config import Job
-    from rondel.words.types import Route
 
     parts, before = [], {}
 
@@ -232,12 +232,12 @@ def pause(model: str, updates: int) -> dict[str, float]:
 
     from _work import median, opened
 
+    from rondel.core.events import Synced, subscribe
+    from rondel.core.types import Request, Sampling
     from rondel.generate.engine.builtin.engine import BuiltinEngine
     from rondel.models import names
     from rondel.sync.from_ipc import FromIpc
     from rondel.sync.update import Update
-    from rondel.words.events import Synced, subscribe
-    from rondel.words.types import Request, Sampling
 
     device, loaded = opened(model, "bfloat16", 0)
     weights = {n: t.clone() for n, t in names.weights(loaded.model)}

@@ -1,4 +1,4 @@
-"""Writes the table of keys into docs/recipe.md from the models of words/config.py: `python docs/make_recipe.py`.
+"""Writes the table of keys into docs/recipe.md from the models of core/config.py: `python docs/make_recipe.py`.
 
 A test compares (tests/e2e/test_docs.py), so the page cannot rot. A key's meaning is its description in config.py; where that is
 left to the name, it stands here.
@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from rondel.words.config import Job, Section
+from rondel.core.config import Job, Section
 
 PAGE = Path(__file__).with_name("recipe.md")
 BEGIN, END = "<!-- keys: written by docs/make_recipe.py -->\n", "<!-- end of keys -->\n"
@@ -101,7 +101,7 @@ def table() -> str:
         if f"## {section}" not in lines:
             lines += ["", f"## {section}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
         told = MEANING.get(key) or field.description
-        assert told, f"{key} has neither a description in words/config.py nor one in docs/make_recipe.py"
+        assert told, f"{key} has neither a description in core/config.py nor one in docs/make_recipe.py"
         cells = (f"`{key}`", kind(field), default(field), told)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines[1:]) + "\n"

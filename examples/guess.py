@@ -3,7 +3,7 @@
 `env = "guess:Guess"`, with tasks of its own: `data = { kind = "guess:numbers" }`. Whoever halves what is left always wins.
 """
 
-from rondel.words.types import Score
+from rondel.core.types import Score
 
 
 def numbers(n=70):

@@ -4,7 +4,7 @@ the number. Each is half of what the episode earns. recipes/relay.toml gives the
 Who speaks is named before it does, so that the weights that play it write: `chat.trajectory.agent = ...`, `chat.beside("listener")`.
 """
 
-from rondel.words.types import Score
+from rondel.core.types import Score
 
 LETTERS = "ab"
 

@@ -5,12 +5,12 @@ without a network; the episode is worth 1 if the test passes in the end, as it w
 import asyncio
 import json
 
+from rondel.core.errors import EnvError, SandboxError
+from rondel.core.sandbox_types import Limits
+from rondel.core.types import Score, Task, Trajectory
 from rondel.generate.envs.tools import Tools
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.score.code import Code
-from rondel.words.boxes import Limits
-from rondel.words.errors import EnvError, SandboxError
-from rondel.words.types import Score, Task, Trajectory
 
 RUN = """import json, pathlib, runpy, sys
 for name, text in json.load(sys.stdin).items():

@@ -6,8 +6,8 @@ import os
 
 from openai import AsyncOpenAI
 
+from rondel.core.types import Score
 from rondel.generate.envs.tools import Tool, Tools
-from rondel.words.types import Score
 
 ITEMS = ("lamp", "chair", "clock", "kettle")
 

@@ -8,16 +8,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from rondel.algos.ahead import NOTHING, Ahead, ahead, counted, tokens_of
-from rondel.algos.bounded import ClippedWeight, DivergenceMask, GeometricMean
-from rondel.algos.chosen import ClipCov, KlCov
 from rondel.algos.correction import Importance
+from rondel.algos.masked_surrogates import ClipCov, KlCov
 from rondel.algos.objective import objective
-from rondel.algos.scored import Scored
+from rondel.algos.precompute import NOTHING, Ahead, ahead, counted, tokens_of
+from rondel.algos.scored_samples import Scored
 from rondel.algos.shaping import Overlong
 from rondel.algos.surrogate import Clip
 from rondel.algos.table import Algorithm
 from rondel.algos.tokens import Tokens
+from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean
 
 torch.set_num_threads(1)
 F64 = torch.float64

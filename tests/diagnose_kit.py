@@ -11,8 +11,8 @@ from typing import Any
 
 import tomli_w
 
+from rondel.core import events as words
 from rondel.runtime.journal.log import Journal
-from rondel.words import events as words
 
 JOB: dict[str, Any] = {
     "algo": {"group_size": 4}, "loop": {"steps": 24, "max_staleness": 0}, "engine": {"sampling": {"max_tokens": 128}},

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import torch
 
+from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.models.head import Head
 from rondel.models.load import Loaded, load
-from rondel.words.types import Request, Sampling, sample_key
 
 torch.set_num_threads(1)
 

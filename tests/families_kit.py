@@ -12,10 +12,10 @@ import torch
 from engine_kit import SIZE, all_of, ask, engine, idle, prompt, tiny
 from vision_kit import EYES
 
+from rondel.core.errors import ModelError
 from rondel.models.attention import PackedLayout, Segment
 from rondel.models.load import Loaded, load
-from rondel.models.tape import Tape
-from rondel.words.errors import ModelError
+from rondel.models.routing_tape import Tape
 
 HEAD, EXPERTS, WINDOW = {"head_dim": 16}, {"num_experts_per_tok": 2}, {"sliding_window": 8}
 ALONE = {k: v for k, v in SIZE.items() if k != "num_key_value_heads"}  # as many key heads as query heads

@@ -9,9 +9,9 @@ from typing import Any
 
 from units.chat_kit import chat, tokenizer
 
+from rondel.core.types import Completion, Task, Trajectory
 from rondel.generate.envs.gateway.agent import called
 from rondel.generate.envs.gateway.env import Gateway
-from rondel.words.types import Completion, Task, Trajectory
 
 TASK = Task("t/1", "gateway", {"prompt": "what is three plus four?", "answer": "7"})
 QWEN = (  # tools in the system message, calls as tagged JSON, results from the user

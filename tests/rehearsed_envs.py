@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from rondel.words.types import Score
+from rondel.core.types import Score
 
 
 class Good:

@@ -11,11 +11,11 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from rondel.core.config import Job
+from rondel.core.errors import Stopped
+from rondel.core.events import subscribe
 from rondel.runtime.journal import store
 from rondel.runtime.journal.log import read
-from rondel.words.config import Job
-from rondel.words.errors import Stopped
-from rondel.words.events import subscribe
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.toml"
 FAST = {
@@ -25,7 +25,7 @@ FAST = {
     "run.checkpoint.every": 3, "run.checkpoint.keep": 2, "run.sinks": [], "task.data.holdout": 10, "task.eval.every": 0,
 }  # fmt: skip
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["rondel.assemble.running", "run_kit"])
+context.set_forkserver_preload(["rondel.run.controller", "run_kit"])
 
 
 def tiny(folder: Path, **changes: Any) -> Job:

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from rondel.algos.table import Algorithm, resolve
+from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.generate.envs.episode import joined, rooted
 from rondel.models.load import Loaded, load
-from rondel.train.credit import credit
+from rondel.train.advantages import credit
 from rondel.train.critic import Critic
 from rondel.train.pack import Batch, batch_of
 from rondel.train.step import LocalTrainer, Settings
 from rondel.train.teachers import Teacher
-from rondel.words.types import Group, Score, Task, Trajectory
 
 torch.set_num_threads(1)
 SMALL = dict(

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from engine_kit import SIZE
 
+from rondel.core.media import Image, Placed
+from rondel.core.types import Group, Request, Sampling, Score, Task, Trajectory
 from rondel.models import vision
 from rondel.models.load import Loaded, load
-from rondel.words.media import Image, Placed
-from rondel.words.types import Group, Request, Sampling, Score, Task, Trajectory
 
 torch.set_num_threads(1)
 EYES = {

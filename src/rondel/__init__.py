@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rondel.core.types import Sampling as Sampling
     from rondel.generate.engine.notebook import Engine as Engine
-    from rondel.words.types import Sampling as Sampling
 
 _HOMES = {
-    "Sampling": "rondel.words.types",
-    "Task": "rondel.words.types",
-    "Trajectory": "rondel.words.types",
+    "Sampling": "rondel.core.types",
+    "Task": "rondel.core.types",
+    "Trajectory": "rondel.core.types",
     "Engine": "rondel.generate.engine.notebook",
 }
 
@@ -19,13 +19,13 @@ _HOMES = {
 def run(recipe: str, *, quiet: bool = False, **sections: dict[str, Any]) -> dict[str, Any]:
     """The whole loop in a notebook: `rondel.run("recipes/quickstart.toml", loop={"steps": 5})`. -> the run card.
 
-    Keyword arguments are sections of the recipe whose keys override it. Errors are `rondel.words.errors.RondelError`.
+    Keyword arguments are sections of the recipe whose keys override it. Errors are `rondel.core.errors.RondelError`.
     """
     from concurrent.futures import ThreadPoolExecutor
 
     from rondel.assemble import train
-    from rondel.words.config import Job
-    from rondel.words.errors import ungrouped
+    from rondel.core.config import Job
+    from rondel.core.errors import ungrouped
 
     overrides = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
     job = Job.read(recipe, overrides)

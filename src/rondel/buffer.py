@@ -23,11 +23,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 
-from rondel.words.errors import LawError, RewardError, UserError
-from rondel.words.events import Admitted, Warned, emit, stalled
-from rondel.words.protocols import Order
-from rondel.words.stored import decode, encode
-from rondel.words.types import Group, Slot, Task
+from rondel.buffer_state import decode, encode
+from rondel.core.errors import LawError, RewardError, UserError
+from rondel.core.events import Admitted, Warned, emit, stalled
+from rondel.core.protocols import Order
+from rondel.core.types import Group, Slot, Task
 
 LATE = "late"
 SHORT = -1  # instead of a group's number: the batch stays as short as it is

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 from rondel.buffer import Buffer
+from rondel.core.events import GroupFinished, GroupsTaken, StepDone, emit
+from rondel.core.types import Failed, Group, Slot, Task, Verdict
 from rondel.runtime.telemetry.spans import Laps
-from rondel.words.events import GroupFinished, GroupsTaken, StepDone, emit
-from rondel.words.types import Failed, Group, Slot, Task, Verdict
 
 
 async def feed(tasks: AsyncIterator[Task], buffer: Buffer) -> None:

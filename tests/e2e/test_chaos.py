@@ -14,9 +14,9 @@ import pytest
 from run_kit import check, events, run, run_and_die, tiny
 
 from rondel.assemble import train
-from rondel.runtime.cluster import nursery
-from rondel.words.errors import RondelError
-from rondel.words.events import Event, GroupFinished, GroupsTaken, StepDone, Synced, Warned, emit, subscribe
+from rondel.core.errors import RondelError
+from rondel.core.events import Event, GroupFinished, GroupsTaken, StepDone, Synced, Warned, emit, subscribe
+from rondel.runtime.cluster import forkserver
 
 pytestmark = pytest.mark.slow
 
@@ -32,11 +32,11 @@ def children(of: str) -> list[int]:
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file, open(f"/proc/{pid}/stat") as stat:
                 words, line = stat.read().rpartition(")")[2].split(), file.read()
-            if int(words[1]) not in (os.getpid(), nursery.pid()) or words[0] == "Z":
+            if int(words[1]) not in (os.getpid(), forkserver.pid()) or words[0] == "Z":
                 continue
             kind = (
                 os.readlink(f"/proc/{pid}/fd/1")
-                if b"rondel.runtime.cluster." in line and int(pid) != nursery.pid()
+                if b"rondel.runtime.cluster." in line and int(pid) != forkserver.pid()
                 else "reward"
                 if b"rondel.score.worker" in line
                 else None

@@ -15,9 +15,9 @@ import pytest
 from diagnose_kit import JOB, evaluated, healthy
 from units.synthetic import group
 
+from rondel.core import events as words
 from rondel.runtime.journal.log import Journal
 from rondel.runtime.journal.store import RolloutStore, annotate_step
-from rondel.words import events as words
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from _long import write_long

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from rondel.cli import VERBS, main
-from rondel.words.boxes import Ran
-from rondel.words.config import OF_GROUPS, Job, parse_overrides
+from rondel.core.config import OF_GROUPS, Job, parse_overrides
+from rondel.core.sandbox_types import Ran
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -9,8 +9,8 @@ from copy import deepcopy
 import pytest
 
 from rondel.cli import main
-from rondel.runtime.cluster.look import Lookout
-from rondel.runtime.cluster.nodes import Node, Seen, judge, look
+from rondel.runtime.cluster.cluster_check import Lookout
+from rondel.runtime.cluster.node_probe import Node, Seen, judge, look
 
 FACTS = {"host": "a", "resolves_to": "10.0.0.1", "versions": {"python": "3.11.7", "rondel": "0.1.0", "torch": "2.13.0"}, "gpus": 8}
 LINK = {"latency": 5e-5, "bandwidth": 10e9}

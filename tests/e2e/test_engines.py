@@ -12,6 +12,9 @@ from engine_kit import tiny as tiny_model
 from run_kit import balances, events, run, tiny
 
 from rondel.assemble import train
+from rondel.core.errors import ConfigError, EngineError, SyncError
+from rondel.core.events import StepDone, subscribe
+from rondel.core.types import TensorInfo
 from rondel.generate.engine.foreign import ForeignEngine
 from rondel.generate.engine.sglang import Sglang
 from rondel.models import linear, names
@@ -19,9 +22,6 @@ from rondel.models import load as loading
 from rondel.models.save import save
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.update import Update
-from rondel.words.errors import ConfigError, EngineError, SyncError
-from rondel.words.events import StepDone, subscribe
-from rondel.words.types import TensorInfo
 
 pytestmark = pytest.mark.slow
 
@@ -274,14 +274,14 @@ def test_engines_join_late_and_come_back_while_a_run_goes_on(folder, tmp_path):
 
 
 def test_a_run_that_cannot_be_joined_is_named_before_a_model_is_loaded(tmp_path):
-    from rondel.assemble.joining import check_run
-    from rondel.words.errors import UserError
+    from rondel.core.errors import UserError
+    from rondel.run.elastic_engines import check_run
 
     with pytest.raises(UserError, match="no run has begun there"):
         check_run(tmp_path, "127.0.0.1")
     import tomli_w
 
-    from rondel.assemble.running import _without_none
+    from rondel.run.controller import _without_none
 
     (tmp_path / "job.toml").write_text(tomli_w.dumps(_without_none(tiny(tmp_path).tree())))
     with pytest.raises(UserError, match=r'engine\.kind = "builtin"'):

@@ -11,9 +11,9 @@ import pytest
 from gateway_kit import ADD, AGAIN, ASK, TOOL, Policy, call, play, recorded, runs, tok
 from units.chat_kit import chat
 
+from rondel.core.types import Task
 from rondel.generate.envs.gateway.agent import called
 from rondel.generate.envs.gateway.env import Gateway
-from rondel.words.types import Task
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,10 @@ import pytest
 from engine_kit import SIZE, tiny
 from serve_kit import Server
 
+from rondel.core.types import Score, Task, Trajectory
 from rondel.models import load as loading
 from rondel.models.save import save
 from rondel.score.pool import RewardPool
-from rondel.words.types import Score, Task, Trajectory
 
 pytestmark = pytest.mark.slow
 

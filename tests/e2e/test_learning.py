@@ -10,8 +10,8 @@ from guess import Guess
 from run_kit import RECIPE
 
 from rondel.assemble import train
+from rondel.core.config import Job
 from rondel.runtime.journal.log import read
-from rondel.words.config import Job
 
 pytestmark = pytest.mark.slow
 ROWS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"]

@@ -6,8 +6,8 @@ import pytest
 from run_kit import RECIPE, check, events, final, run, tiny
 
 from rondel.assemble import train
+from rondel.core.events import Evaluated, subscribe
 from rondel.runtime.journal import store
-from rondel.words.events import Evaluated, subscribe
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +87,7 @@ def test_rows_that_look_along_time_are_whitened_over_the_step(tmp_path, kind):
 def test_ppo_learns_the_tiny_task(tmp_path):
     """A quarter of the recipe's prompts and two thirds of its steps: 0.64 where RL begins, more than 0.9 at its end; the whole has 0.97."""
     from rondel.assemble import train
-    from rondel.words.config import Job
+    from rondel.core.config import Job
 
     less = {"loop.groups_per_step": 128, "loop.steps": 40, "place.threads": 1}
     train(Job.read(RECIPE.with_name("ppo.toml"), {"run.folder": str(tmp_path), "run.sinks": [], **less}), quiet=True)

@@ -8,10 +8,10 @@ import threading
 import pytest
 from run_kit import run
 
+from rondel.core.errors import ConfigError
+from rondel.core.events import Admitted, GroupFinished, GroupsTaken, StepDone, Warned, subscribe
+from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.runtime.telemetry.otel import Traces, traces_of
-from rondel.words.errors import ConfigError
-from rondel.words.events import Admitted, GroupFinished, GroupsTaken, StepDone, Warned, subscribe
-from rondel.words.types import Group, Score, Task, Trajectory
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 ADDRESSES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")

@@ -12,9 +12,9 @@ import pytest
 import torch
 from run_kit import check, events, final, run, steps
 
-from rondel.runtime.cluster import nursery
+from rondel.core.errors import ConfigError
+from rondel.runtime.cluster import forkserver
 from rondel.runtime.journal import store
-from rondel.words.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +95,7 @@ def test_no_process_and_no_segment_is_left(tmp_path):
         for pid in filter(str.isdigit, os.listdir("/proc")):
             try:
                 with open(f"/proc/{pid}/cmdline", "rb") as file:
-                    if b"rondel.runtime.cluster." in file.read() and int(pid) != nursery.pid():
+                    if b"rondel.runtime.cluster." in file.read() and int(pid) != forkserver.pid():
                         found.add(int(pid))
             except OSError:
                 continue

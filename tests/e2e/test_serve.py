@@ -25,12 +25,12 @@ from engine_kit import SIZE, engine, plain_logits, plain_logprobs, tiny, twin
 from serve_kit import JSON, Server, until
 
 from rondel.cli import main
+from rondel.core.errors import UserError
+from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.engine.server.app import CONTROL, FACTS, GENERATING
 from rondel.models import load as loading
 from rondel.models import names
 from rondel.models.save import save
-from rondel.words.errors import UserError
-from rondel.words.types import Request, Sampling, sample_key
 
 pytestmark = pytest.mark.slow
 

@@ -17,10 +17,10 @@ import torch.distributed.distributed_c10d as c10d
 from engine_kit import SIZE, plain_logits, prompt, twin
 from engine_kit import tiny as tiny_model
 
+from rondel.core.types import Route
 from rondel.models import names
 from rondel.models.save import save
 from rondel.sync.from_ipc import FromIpc
-from rondel.words.types import Route
 
 pytestmark = pytest.mark.slow
 

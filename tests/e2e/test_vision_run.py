@@ -9,10 +9,10 @@ import torch
 from run_kit import context, events, final, steps
 
 from rondel.assemble import train
-from rondel.assemble.replaying import replay
+from rondel.core.config import Job
+from rondel.core.errors import ConfigError, DataError
+from rondel.run.replay import replay
 from rondel.runtime.journal import store
-from rondel.words.config import Job
-from rondel.words.errors import ConfigError, DataError
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "vision.toml"
 SMALL = {
@@ -29,7 +29,7 @@ def _dies(folder: Path, kind: str, n: int) -> None:
     import os
     import signal
 
-    from rondel.words.events import subscribe
+    from rondel.core.events import subscribe
 
     seen = 0
 

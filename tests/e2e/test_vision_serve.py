@@ -18,13 +18,13 @@ from PIL import Image as Pillow
 from serve_kit import JSON, Server
 from vision_kit import ask, image, model, own_logprobs, stream
 
+from rondel.core.errors import EngineError
+from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.engine.foreign import ForeignEngine
 from rondel.generate.engine.sglang import Sglang
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.pictures import url_of
 from rondel.models.save import save
-from rondel.words.errors import EngineError
-from rondel.words.types import Request, Sampling, sample_key
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from run_kit import balances, events
 from serve_kit import until
 
 from rondel.assemble import train
-from rondel.words.config import Job
+from rondel.core.config import Job
 
 PYTHON, MODEL = os.environ.get("RONDEL_VLLM_PYTHON", ""), os.environ.get("RONDEL_VLLM_MODEL", "")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not (PYTHON and MODEL), reason="RONDEL_VLLM_PYTHON and RONDEL_VLLM_MODEL are not set")]

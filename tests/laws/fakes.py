@@ -6,7 +6,7 @@ import asyncio
 import random
 from contextlib import asynccontextmanager
 
-from rondel.words.types import KEEP, Group, StepStats, Task, Trajectory, Verdict
+from rondel.core.types import KEEP, Group, StepStats, Task, Trajectory, Verdict
 
 
 async def endless():

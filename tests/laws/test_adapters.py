@@ -14,16 +14,16 @@ from safetensors.torch import load_file
 from test_sync_transaction import update
 from train_kit import awkward_groups, batch, model, row, step, trainer
 
+from rondel.core.errors import ConfigError, EngineError, ModelError, SyncError
 from rondel.models import adapters, linear, names
-from rondel.models.aligned import align
-from rondel.models.compiled import Compiled
+from rondel.models.aligned_numerics import align
+from rondel.models.compilation import Compiled
 from rondel.models.load import Loaded, load
 from rondel.models.merge import merge
 from rondel.models.save import save as save_model
 from rondel.sync.from_tensor import FromTensor
 from rondel.train.annotate import annotate
 from rondel.train.checkpoint import flaw, load_trainer, save_trainer
-from rondel.words.errors import ConfigError, EngineError, ModelError, SyncError
 
 peft = pytest.importorskip("peft")
 FAMILIES = {
@@ -69,8 +69,8 @@ def merged(loaded: Loaded) -> Loaded:
 
 def trained(loaded: Loaded, rows: list[list[int]]) -> list[list[float]]:
     """Logprobs of whole rows by the trainer's path, of every token after the first."""
+    from rondel.core.types import Group, Score, Task, Trajectory
     from rondel.train.pack import batch_of
-    from rondel.words.types import Group, Score, Task, Trajectory
 
     groups = []
     for i, tokens in enumerate(rows):
@@ -164,7 +164,7 @@ def test_aligned_numerics_have_it_with_the_same_bits(dtype):
 def test_the_proof_of_aligned_numerics_sees_a_fresh_adapter(monkeypatch):
     loaded = noise(adapted("llama"), size=0.0)
     seen = []
-    monkeypatch.setattr("rondel.models.aligned.prove", lambda of: seen.append(of.adapter.fresh))
+    monkeypatch.setattr("rondel.models.aligned_numerics.prove", lambda of: seen.append(of.adapter.fresh))
     align(loaded)
     assert seen == [False] and loaded.adapter.fresh
 
@@ -249,7 +249,7 @@ def test_the_gradient_is_that_of_the_merged_weights(kind):
 
 
 def _accumulate(t, b, algo):
-    from rondel.train.sums import Sums
+    from rondel.train.step_metrics import Sums
 
     t.weights.zero_grad()
     t._accumulate(b, algo, Sums(), proximal_noted=False)
@@ -527,7 +527,7 @@ def test_two_ranks_train_and_publish_the_adapter_of_one(whole, tmp_path):
 
 
 def test_eval_of_its_checkpoint_is_the_number_of_the_run(whole):
-    from rondel.assemble.evaluating import evaluate_checkpoint
+    from rondel.run.checkpoint_evaluation import evaluate_checkpoint
 
     last = events(whole, "Evaluated")[-1]
     for target in (whole, sorted((whole / "checkpoints").glob("step-*"))[-1]):
@@ -537,7 +537,7 @@ def test_eval_of_its_checkpoint_is_the_number_of_the_run(whole):
 
 
 def test_a_served_adapter_takes_the_next_one_from_disk(whole):
-    from rondel.generate.engine.builtin import staged
+    from rondel.generate.engine.builtin import staged_update
 
     first, second = sorted((whole / "checkpoints").glob("step-*"))[-2:]
     mine, theirs = (load(str(folder), dtype="bfloat16") for folder in (first, second))
@@ -547,8 +547,8 @@ def test_a_served_adapter_takes_the_next_one_from_disk(whole):
     async def inline(f, *args):
         return f(*args)
 
-    assert asyncio.run(staged.update(e, inline, staged.from_disk, str(second), version=1, keep=False)) == 1
+    assert asyncio.run(staged_update.update(e, inline, staged_update.from_disk, str(second), version=1, keep=False)) == 1
     assert trained(mine, [tokens]) == trained(theirs, [tokens])
     plain = engine(load(mine.path, dtype="bfloat16"))
     with pytest.raises(SyncError, match="the model that serves has none"):
-        asyncio.run(staged.update(plain, inline, staged.from_disk, str(second), version=1, keep=False))
+        asyncio.run(staged_update.update(plain, inline, staged_update.from_disk, str(second), version=1, keep=False))

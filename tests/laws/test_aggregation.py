@@ -16,9 +16,9 @@ from train_kit import row as row_of
 
 from rondel.algos import advantage, aggregate, correction, gae, kl, table
 from rondel.algos.entropy import EntropyBonus
+from rondel.core.errors import ConfigError
 from rondel.train.pack import Batch, batch_of
-from rondel.train.sums import Sums
-from rondel.words.errors import ConfigError
+from rondel.train.step_metrics import Sums
 
 AGGREGATES = [aggregate.TokenMean(), aggregate.SeqMeanTokenMean(), aggregate.SeqMeanTokenSum(), aggregate.FixedNorm(9)]
 COMPARING = [

@@ -12,14 +12,14 @@ from engine_kit import SIZE, all_of, ask, engine, idle, prompt
 from run_kit import run, steps
 from train_kit import batch, row
 
+from rondel.core.errors import ConfigError
+from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.speculative import Speculation
-from rondel.models.aligned import align
+from rondel.models.aligned_numerics import align
 from rondel.models.attention import PackedLayout, Segment
 from rondel.models.load import Loaded, load
 from rondel.train.annotate import annotate
-from rondel.words.errors import ConfigError
-from rondel.words.types import Group, Score, Task, Trajectory
 
 WIDE = SIZE | {"head_dim": 16}
 FAMILIES = {

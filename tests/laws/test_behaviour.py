@@ -10,9 +10,9 @@ import pytest
 import torch
 from engine_kit import SIZE, all_of, ask, engine, idle, plain_logits, plain_logprobs, prompt, tiny
 
+from rondel.core.errors import EngineError
+from rondel.core.types import Sampling, sample_key
 from rondel.generate.engine.builtin.sampler import _inverse_cdf, choose, uniform, weights
-from rondel.words.errors import EngineError
-from rondel.words.types import Sampling, sample_key
 
 WINDOW = dict(head_dim=16, sliding_window=12, layer_types=["sliding_attention", "full_attention"])
 FAMILIES = {
@@ -64,7 +64,7 @@ def test_greedy_takes_the_largest_and_states_its_plain_logprob():
 
 def test_score_is_a_plain_forward():
     model = tiny()
-    from rondel.words.types import Request
+    from rondel.core.types import Request
 
     for n in (1, 2, 40):
         scored = asyncio.run(engine(model, kv_pages=1).score(Request(prompt(2, n))))

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
+from rondel.core.errors import ConfigError, EnvError, SandboxError, UnknownOutcome, UserError
+from rondel.core.sandbox_types import BoxFileError, Limits, Ran
+from rondel.core.types import Task
 from rondel.generate.envs.python import python_tool
 from rondel.runtime.sandbox import images, probe, users
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.runtime.sandbox.cell import Cell
 from rondel.runtime.sandbox.pool import Functions
 from rondel.runtime.sandbox.session import opened
-from rondel.words.boxes import BoxFileError, Limits, Ran
-from rondel.words.errors import ConfigError, EnvError, SandboxError, UnknownOutcome, UserError
-from rondel.words.types import Task
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ CONTROLLER = """
 import asyncio, sys
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.runtime.sandbox.session import opened
-from rondel.words.errors import UnknownOutcome
+from rondel.core.errors import UnknownOutcome
 async def main():
     async with opened(Sandbox(), sys.argv[1], resume=True) as session:
         before = set(session.log.ran)

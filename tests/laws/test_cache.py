@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from engine_kit import all_of, ask, engine, idle, prompt, tiny, watched
 
-from rondel.words.errors import LawError, UserError
-from rondel.words.types import Begin, Commit, Route
+from rondel.core.errors import LawError, UserError
+from rondel.core.types import Begin, Commit, Route
 
 MODEL = tiny()
 

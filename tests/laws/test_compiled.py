@@ -1,4 +1,4 @@
-"""models/compiled.py: the compiled serving pass gives what the model gives, for every family, size and layout, and reads live weights."""
+"""models/compilation.py: the compiled serving pass gives what the model gives, for every family, size and layout, and reads live weights."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 from engine_kit import LLAMA, SIZE, ask, engine, idle, plain_logprobs, prompt, tiny
 
-from rondel.models import compiled as module
+from rondel.core.errors import ConfigError
+from rondel.models import compilation as module
 from rondel.models.attention import PackedLayout, Segment
-from rondel.models.compiled import Compiled
+from rondel.models.compilation import Compiled
 from rondel.models.load import load
-from rondel.words.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 KINDS = {"llama": SIZE, "gemma2": SIZE, "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}}

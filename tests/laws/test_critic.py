@@ -14,14 +14,14 @@ from train_kit import awkward_groups, batch, bits, model, row, step, trainer, tr
 from transformers import AutoModelForCausalLM
 
 from rondel.assemble import replay
+from rondel.core.errors import ConfigError
+from rondel.core.types import Group, Score, Task
 from rondel.models.save import save
 from rondel.runtime.journal import store
+from rondel.train.advantages import credit, kl_of_samples
 from rondel.train.checkpoint import load_trainer, save_trainer
-from rondel.train.credit import credit, kl_of_samples
 from rondel.train.pack import Batch, batch_of
-from rondel.train.sums import Sums
-from rondel.words.errors import ConfigError
-from rondel.words.types import Group, Score, Task
+from rondel.train.step_metrics import Sums
 
 PPO = row("ppo")
 CHARGED = row("ppo", kl={"coef": 0.3}, advantage={"gamma": 0.98, "lam": 0.9})

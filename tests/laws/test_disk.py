@@ -16,13 +16,13 @@ import torch
 from disk_kit import FullDisk, PowerCut, ReadOnlyDisk, apart, small_disk
 from run_kit import context, events, final, run
 
+from rondel.core.config import Job
+from rondel.core.errors import CheckpointError, RondelError, SyncError, leaves
+from rondel.core.events import Checkpointed, subscribe
 from rondel.sync.delta import Delta
 from rondel.sync.from_disk import FromDisk, versions
+from rondel.system.files import checkpoints_in, numbered
 from rondel.train.checkpoint import Checkpoints, flaw
-from rondel.words.config import Job
-from rondel.words.errors import CheckpointError, RondelError, SyncError, leaves
-from rondel.words.events import Checkpointed, subscribe
-from rondel.words.files import checkpoints_in, numbered
 
 SHORT = {
     "loop__warmup__steps": 0, "loop__steps": 8, "loop__groups_per_step": 2, "algo__group_size": 2, "run__checkpoint": {"every": 2, "keep": 1},
@@ -109,7 +109,7 @@ def test_versions_that_a_user_copied_are_neither_served_nor_deleted(tmp_path):
 
 
 def _published(transport, version):
-    from rondel.words.types import Route, TensorInfo
+    from rondel.core.types import Route, TensorInfo
 
     tensor = torch.full((4,), float(version))
     return Route("disk" if isinstance(transport, FromDisk) else "delta"), version, [(TensorInfo("a", (4,), "float32", "0"), tensor)]

@@ -11,15 +11,15 @@ from engine_kit import all_of, ask, engine
 from run_kit import events, run, tiny
 from train_kit import KINDS, SMALL, batch, model, row, step, trainer
 
-from rondel.algos.scored import Scored
-from rondel.assemble.parts import build
+from rondel.algos.scored_samples import Scored
+from rondel.assemble.components import build
+from rondel.core.errors import ConfigError, RondelError, TrainError
+from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.models.attention import PackedLayout, Segment
 from rondel.models.load import load
 from rondel.runtime.journal import store
 from rondel.train.pack import Batch
 from rondel.train.teachers import Teacher, Teachers
-from rondel.words.errors import ConfigError, RondelError, TrainError
-from rondel.words.types import Group, Score, Task, Trajectory
 
 V = 7
 

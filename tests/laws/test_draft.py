@@ -15,16 +15,16 @@ from test_speculative import LITTLE, MODEL, drafted, tiny
 from train_kit import awkward_groups, batch, bits, inline, model, row, step
 from train_kit import trainer as plain_trainer
 
+from rondel.core.config import Job
+from rondel.core.errors import ConfigError
+from rondel.core.events import Speculated, subscribe
+from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.models.attention import PackedLayout, Segment
 from rondel.runtime.journal import store
 from rondel.runtime.telemetry.metrics import from_guesses
 from rondel.train.checkpoint import bytes_needed, load_trainer, save_trainer
 from rondel.train.draft import DraftTrainer
 from rondel.train.step import LocalTrainer, Settings
-from rondel.words.config import Job
-from rondel.words.errors import ConfigError
-from rondel.words.events import Speculated, subscribe
-from rondel.words.types import Group, Score, Task, Trajectory
 
 SMALL = {"random": "llama", **LITTLE, "hidden_size": 32, "intermediate_size": 32, "seed": 2}
 

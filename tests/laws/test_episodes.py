@@ -10,13 +10,13 @@ from run_kit import events, run
 from test_split import apart, gradient
 from train_kit import batch, forked_group, model, row, trainer, trajectory
 
+from rondel.buffer_state import decode, encode
+from rondel.core.errors import ConfigError, EnvError
+from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.generate.envs.episode import joined, listed, rooted
 from rondel.runtime.journal import store
-from rondel.train.credit import credit
+from rondel.train.advantages import credit
 from rondel.train.pack import Batch, batch_of
-from rondel.words.errors import ConfigError, EnvError
-from rondel.words.stored import decode, encode
-from rondel.words.types import Group, Score, Task, Trajectory
 
 TASK = Task("t", "fake", {})
 

@@ -7,8 +7,8 @@ import torch
 from run_kit import events, run
 from train_kit import awkward_groups, batch, model, row, step, trainer
 
-from rondel.train.credit import credit
-from rondel.train.sums import Sums
+from rondel.train.advantages import credit
+from rondel.train.step_metrics import Sums
 
 ROW = {"kl": {"coef": 0.05}, "surrogate": {"high": 0.28}}
 HOW = {"lr": 1e-2, "micro_tokens": 40}

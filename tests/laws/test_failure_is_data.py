@@ -9,9 +9,9 @@ import time
 
 import pytest
 
+from rondel.core.events import Warned, subscribe
+from rondel.core.types import Failed, Group, Score, Task, Trajectory
 from rondel.score.pool import RewardPool
-from rondel.words.events import Warned, subscribe
-from rondel.words.types import Failed, Group, Score, Task, Trajectory
 
 TASK = Task("t/1", "single_turn", {"prompt": "3+4=", "answer": "7"})
 
@@ -113,7 +113,7 @@ def test_close_ends_busy_workers_and_what_they_started(theirs):
 def test_workers_end_with_a_parent_that_is_killed(theirs):
     parent = theirs / "parent.py"
     parent.write_text(
-        "import asyncio\nfrom rondel.score.pool import RewardPool\nfrom rondel.words.types import Task, Trajectory\n"
+        "import asyncio\nfrom rondel.score.pool import RewardPool\nfrom rondel.core.types import Task, Trajectory\n"
         f"asyncio.run(RewardPool('theirs:reward', timeout=60).score(Trajectory(text={HANG.format(theirs)!r}), Task('t', 'x', {{}})))\n"
     )
     process = subprocess.Popen([sys.executable, str(parent)], env=os.environ | {"PYTHONPATH": ":".join(sys.path)})

@@ -11,13 +11,13 @@ import run_kit
 from fakes import CountingTrainer, endless, loop_kit
 
 from rondel import loop
-from rondel.assemble.failures import Failures
-from rondel.assemble.rollouts import Rollouts
 from rondel.buffer import Buffer
+from rondel.core.errors import ConfigError, RewardError
+from rondel.core.failure_rate import LAST, LEAST
+from rondel.core.types import Failed, Sampling, Score, Slot, Task, Trajectory
 from rondel.filter.complete import Complete
-from rondel.words.errors import ConfigError, RewardError
-from rondel.words.recent import LAST, LEAST
-from rondel.words.types import Failed, Sampling, Score, Slot, Task, Trajectory
+from rondel.run.failure_budget import Failures
+from rondel.run.rollouts import Rollouts
 
 RIGHT = 0.3  # a bandit's chance: the mean of its rewards, in closed form
 
@@ -119,7 +119,7 @@ def test_a_run_stops_with_the_cause_and_a_checkpoint_and_goes_on(tmp_path, monke
         "run__checkpoint__every": 0,
         "task__eval__n": 4,
     }
-    from rondel.words.events import StepDone, subscribe
+    from rondel.core.events import StepDone, subscribe
 
     end = subscribe(lambda event: (tmp_path / "down").touch() if isinstance(event, StepDone) and event.step == 3 else None)
     try:

@@ -16,11 +16,11 @@ from train_kit import awkward_groups, batch, bits, model, row, step, trainer
 from rondel import loop
 from rondel.algos.surrogate import Surrogate
 from rondel.buffer import Buffer
-from rondel.generate.engine.builtin import staged
+from rondel.core.errors import SyncError, TrainError
+from rondel.core.events import StepDone, Warned, subscribe
+from rondel.core.types import StepStats
+from rondel.generate.engine.builtin import staged_update
 from rondel.models import names
-from rondel.words.errors import SyncError, TrainError
-from rondel.words.events import StepDone, Warned, subscribe
-from rondel.words.types import StepStats
 
 
 @dataclass(frozen=True)
@@ -232,4 +232,4 @@ def test_staged_weights_of_8_bits_are_looked_at():
         return {"weight": torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn)}
 
     with pytest.raises(SyncError, match="weight holds NaN or infinity"):
-        asyncio.run(staged.update(SimpleNamespace(loaded=None), inline, read, None, version=1, keep=False))
+        asyncio.run(staged_update.update(SimpleNamespace(loaded=None), inline, read, None, version=1, keep=False))

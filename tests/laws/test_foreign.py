@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 
+from rondel.core.errors import ConfigError, EngineError, StalledError, SyncError, UserError
+from rondel.core.media import Image, Placed
+from rondel.core.types import Abort, Begin, Commit, Manifest, Request, Route, Sampling, TensorInfo
 from rondel.generate.engine.foreign import ForeignEngine, Piece
 from rondel.generate.engine.http import Link
 from rondel.generate.engine.sglang import Sglang
@@ -21,9 +24,6 @@ from rondel.generate.engine.sglang import params as sglang_params
 from rondel.generate.engine.sglang import piece as sglang_piece
 from rondel.generate.engine.vllm import Vllm
 from rondel.generate.engine.vllm import piece as vllm_piece
-from rondel.words.errors import ConfigError, EngineError, StalledError, SyncError, UserError
-from rondel.words.media import Image, Placed
-from rondel.words.types import Abort, Begin, Commit, Manifest, Request, Route, Sampling, TensorInfo
 
 
 class Fake:

@@ -21,13 +21,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 from units.chat_kit import Engine, chat, tokenizer
 
-from rondel.assemble.rollouts import Rollouts
+from rondel.core.errors import DataError
+from rondel.core.types import Completion, EnvFault, Failed, Score, Task, Trajectory
 from rondel.generate.engine.server.fields import Fields, parse
 from rondel.generate.engine.server.native import read_generate
 from rondel.generate.engine.server.openai import read_chat, read_completion
 from rondel.generate.engine.server.service import Limits, Service
 from rondel.generate.envs.agents import Agents
-from rondel.generate.envs.demonstrate import Demonstrate
+from rondel.generate.envs.demonstrations import Demonstrate
 from rondel.generate.envs.gateway.app import build
 from rondel.generate.envs.gateway.session import Session
 from rondel.generate.envs.single_turn import SingleTurn
@@ -36,13 +37,12 @@ from rondel.generate.envs.template import Template
 from rondel.generate.envs.tools import Tools
 from rondel.models.load import character_tokenizer
 from rondel.models.vision import MARKS
+from rondel.run.rollouts import Rollouts
 from rondel.score.judge import Judge
 from rondel.score.remote import Remote
 from rondel.score.result import read
-from rondel.words.errors import DataError
-from rondel.words.special_tokens import SPLIT, STAND_IN, broken_up, special_tokens
-from rondel.words.text import valid
-from rondel.words.types import Completion, EnvFault, Failed, Score, Task, Trajectory
+from rondel.text.special_tokens import SPLIT, STAND_IN, broken_up, special_tokens
+from rondel.text.unicode import valid
 
 HARMLESS = "plain"
 TEXTS = {

@@ -1,4 +1,4 @@
-"""train/taught.py: the reverse KL over the whole vocabulary, from hidden states that were kept (SPEC T2)."""
+"""train/teacher_distributions.py: the reverse KL over the whole vocabulary, from hidden states that were kept (SPEC T2)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from run_kit import events, run
 from test_distill import TEACHER, reverse_kl, rollouts
 from train_kit import KINDS, SMALL, awkward_groups, batch, model, row, step, trainer
 
+from rondel.core.errors import ConfigError
 from rondel.models.head import Head
 from rondel.models.load import load
 from rondel.train import logprobs
-from rondel.train.credit import credit
-from rondel.train.sums import Sums
-from rondel.train.taught import Opinion, Taught
+from rondel.train.advantages import credit
+from rondel.train.step_metrics import Sums
+from rondel.train.teacher_distributions import Opinion, Taught
 from rondel.train.teachers import Teacher, Teachers
-from rondel.words.errors import ConfigError
 
 FULL = {"distill": {"kind": "full", "coef": 1.0}}
 
@@ -130,7 +130,7 @@ def test_a_run_comes_closer_to_its_teacher(tmp_path):
 def test_where_it_cannot_work_it_is_refused(tmp_path, changes, says):
     from run_kit import tiny
 
-    from rondel.assemble.parts import build
+    from rondel.assemble.components import build
 
     with pytest.raises(ConfigError, match=says):
         build(tiny(tmp_path, **{"algo__kind": "opd", "algo__distill": {"kind": "full"}, "model__teacher": TEACHER, **changes})).close()

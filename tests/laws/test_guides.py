@@ -12,14 +12,14 @@ from engine_kit import all_of, ask, engine
 from run_kit import events, run, tiny
 from train_kit import batch, bits, model, row, step, trainer
 
-from rondel.assemble.parts import build
-from rondel.assemble.rollouts import rollouts_of
+from rondel.assemble.components import build
+from rondel.core.errors import ConfigError
+from rondel.core.types import DATA, GREEDY, Failed, Group, Score, Slot, Task, Trajectory
 from rondel.filter.complete import Complete
 from rondel.models.attention import PackedLayout, Segment
+from rondel.run.rollouts import rollouts_of
 from rondel.runtime.journal import store
 from rondel.train.pack import batch_of
-from rondel.words.errors import ConfigError
-from rondel.words.types import DATA, GREEDY, Failed, Group, Score, Slot, Task, Trajectory
 
 PROMPTS = [[5 + i, 40, 17 + i] for i in range(4)]
 ANSWERS = [[60 + i, 80 - i, 33] for i in range(4)]

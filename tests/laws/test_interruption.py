@@ -10,12 +10,12 @@ import pytest
 import torch
 from engine_kit import all_of, ask, engine, idle, inline, plain_logprobs, prompt, tiny, twin
 
+from rondel.core.errors import EngineError, StalledError, SyncError, UserError
+from rondel.core.events import Warned, subscribe
+from rondel.core.types import Abort, Begin, Commit, Route
 from rondel.models import names
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import Update
-from rondel.words.errors import EngineError, StalledError, SyncError, UserError
-from rondel.words.events import Warned, subscribe
-from rondel.words.types import Abort, Begin, Commit, Route
 
 
 class Publisher:

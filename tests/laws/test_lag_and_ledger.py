@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from rondel import loop
 from rondel.buffer import Buffer
+from rondel.core.errors import LawError, RewardError, StalledError, UserError
+from rondel.core.types import KEEP, Failed, Group, Task, Trajectory, Verdict
 from rondel.filter.complete import Complete
-from rondel.words.errors import LawError, RewardError, StalledError, UserError
-from rondel.words.types import KEEP, Failed, Group, Task, Trajectory, Verdict
 
 
 def windows(p: int, s: int) -> list[int | None]:

@@ -10,11 +10,11 @@ import tracemalloc
 import pytest
 from run_kit import events, run
 
+from rondel.core.errors import WorkerError
+from rondel.core.events import WorkerTime
 from rondel.runtime.memory import ran_out, report
 from rondel.runtime.stacks import Stacks
-from rondel.words.errors import WorkerError
-from rondel.words.events import WorkerTime
-from rondel.words.resident import resident
+from rondel.system.process_memory import resident
 
 
 def test_the_kernel_counts_what_is_touched():

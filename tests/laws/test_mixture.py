@@ -11,14 +11,14 @@ from run_kit import events, run, tiny
 from train_kit import awkward_groups, batch, model, row, step, trainer
 
 from rondel.algos.mixture import Mixture
-from rondel.assemble.parts import build
-from rondel.assemble.rollouts import prepare_of
+from rondel.assemble.components import build
+from rondel.core.errors import UserError
+from rondel.core.types import Group, Score, Trajectory
+from rondel.run.rollouts import prepare_of
 from rondel.runtime.journal import store
-from rondel.train.credit import credit
+from rondel.train.advantages import credit
 from rondel.train.pack import Batch
-from rondel.train.sums import Sums
-from rondel.words.errors import UserError
-from rondel.words.types import Group, Score, Trajectory
+from rondel.train.step_metrics import Sums
 
 TOLERANCE = 1e-6
 

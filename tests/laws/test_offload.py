@@ -16,14 +16,14 @@ from run_kit import events, final, run, run_and_die, steps
 from train_kit import awkward_groups, batch, bits, inline, model, row
 from units.test_reward_model import saved
 
+from rondel.core.errors import ConfigError, EngineError, LawError, TrainError
+from rondel.core.events import Resident, subscribe
 from rondel.runtime.devices import OneAtATime, Shared
 from rondel.sync.from_tensor import FromTensor
 from rondel.train.critic import Critic
 from rondel.train.draft import DraftTrainer
 from rondel.train.step import LocalTrainer, Settings
 from rondel.train.teachers import Teacher
-from rondel.words.errors import ConfigError, EngineError, LawError, TrainError
-from rondel.words.events import Resident, subscribe
 
 ALL = row("ppo", kl={"coef": 0.1}, distill={"coef": 0.1})
 OPTIMIZER = ("masters", "moments", "gradients", "critic", "reference", "teacher")

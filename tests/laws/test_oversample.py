@@ -12,13 +12,13 @@ from fakes import CountingTrainer, Rollouts, endless, loop_kit
 from run_kit import check, events, run, tiny
 
 from rondel import loop
-from rondel.assemble.phases import in_time
 from rondel.buffer import Buffer
+from rondel.core.errors import ConfigError
+from rondel.core.events import Admitted, Event, GroupFinished, subscribe
+from rondel.core.types import Group, Task, Trajectory
+from rondel.run.phases import in_time
 from rondel.runtime.journal import store
 from rondel.runtime.telemetry.metrics import LateBias, StepMetrics
-from rondel.words.errors import ConfigError
-from rondel.words.events import Admitted, Event, GroupFinished, subscribe
-from rondel.words.types import Group, Task, Trajectory
 
 
 class Heard:

@@ -1,4 +1,4 @@
-"""models/paged.py and models/graphs.py, the serving path of a GPU: Triton's interpreter computes what the layouts of models/attention.py do, a whole engine
+"""models/paged_attention.py and models/cuda_graphs.py, the serving path of a GPU: Triton's interpreter computes what the layouts of models/attention.py do, a whole engine
 on it draws the same tokens, and a recorded step reads nothing but its inputs. On a GPU the same tests run on the card."""
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import pytest
 import torch
 from engine_kit import ask, engine, idle, plain_logprobs, prompt, tiny
 
+from rondel.core.errors import ConfigError
 from rondel.generate.engine.builtin import runner
 from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.models.attention import Chunk, Decoding, PagedLayout
-from rondel.models.graphs import Graphs, sizes_upto
-from rondel.words.errors import ConfigError
+from rondel.models.cuda_graphs import Graphs, sizes_upto
 
 pytest.importorskip("triton", reason="pip install triton")
-from rondel.models import paged
-from rondel.models.paged import Fed, Feeds
+from rondel.models import paged_attention
+from rondel.models.paged_attention import Fed, Feeds
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -85,7 +85,7 @@ def test_a_row_has_the_same_bits_in_every_batch():
 @pytest.fixture
 def on_gpu(monkeypatch):
     """The engine takes the paged kernel, wherever it is; in two splits, because every program takes an interpreter milliseconds."""
-    monkeypatch.setattr(paged, "SPLITS", 2)
+    monkeypatch.setattr(paged_attention, "SPLITS", 2)
     monkeypatch.setattr(runner, "has_kernel", lambda loaded: not loaded.aligned)
 
 
@@ -193,18 +193,18 @@ def test_it_compiles_for_cards_that_are_not_here():
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
-from rondel.models import paged
+from rondel.models import paged_attention
 cases = ("bf16", 2, 128, 6, 1, 8), ("bf16", 2, 128, 6, 512, 1), ("fp32", 4, 256, 2, 512, 1)
 for capability, those in ((80, cases[:1]), (86, cases), (90, cases[:2])):
     for dtype, element, size, repeats, new, splits in those:
-        names = paged._attend.arg_names
+        names = paged_attention._attend.arg_names
         kinds = dict.fromkeys(("q", "keys", "values"), "*" + dtype) | dict.fromkeys(("table", "feeds", "tiles"), "*i32")
         kinds |= dict.fromkeys(("out", "lse"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
         signature = {name: "constexpr" if name.isupper() else kinds.get(name, "i32") for name in names}
-        shape, power = paged.Shape.of(repeats, new, size, size, element), paged._power(size)
+        shape, power = paged_attention.Shape.of(repeats, new, size, size, element), paged_attention._power(size)
         fixed = dict(REPEATS=repeats, QUERIES=shape.queries, ROWS=shape.rows, BLOCK=shape.block, SIZE=size, WIDE=size)
         fixed |= dict(SIZE_P=power, WIDE_P=power, SPLITS=splits)
-        made = triton.compile(ASTSource(paged._attend, signature, fixed), target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4, num_stages=2))
+        made = triton.compile(ASTSource(paged_attention._attend, signature, fixed), target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4, num_stages=2))
         assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 99 * 1024, (capability, dtype, made.metadata.shared)
         assert dtype != "bf16" or "mma" in made.asm["ptx"]
 print("compiled")

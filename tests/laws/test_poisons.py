@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from poisons import POISONS, SLOW
 
-from rondel.assemble.parts import LENDS
+from rondel.assemble.components import LENDS
+from rondel.core.errors import SandboxError
+from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.runtime.sandbox.probe import isolation
 from rondel.score.pool import RewardPool
-from rondel.words.errors import SandboxError
-from rondel.words.types import Failed, Score, Task, Trajectory
 
 pytestmark = pytest.mark.slow
 

@@ -19,24 +19,24 @@ from transformers import AutoModelForCausalLM
 
 import rondel
 from rondel.assemble import check as check_recipe
-from rondel.assemble.evaluating import evaluate_checkpoint
 from rondel.assemble.facts import devices_of, planned
-from rondel.generate.engine.policies import Policies
+from rondel.core.config import Job
+from rondel.core.errors import ConfigError, DataError, EngineError, LawError, SyncError
+from rondel.core.types import Commit, Completion, Group, Manifest, Route, Sampling, Score, Task, TensorInfo
+from rondel.generate.engine.multi_policy import Policies
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.episode import joined, rooted
 from rondel.planner.memory import bills
 from rondel.planner.setting import of_job
+from rondel.run.checkpoint_evaluation import evaluate_checkpoint
 from rondel.runtime.journal import store
 from rondel.runtime.telemetry.metrics import SCHEMA, meaning
 from rondel.sync.from_disk import FromDisk
-from rondel.sync.several import Several
+from rondel.sync.multi_policy import Several
 from rondel.sync.update import Update
+from rondel.train.multi_policy import Trainers
 from rondel.train.pack import Batch
-from rondel.train.policies import Trainers
-from rondel.words.config import Job
-from rondel.words.errors import ConfigError, DataError, EngineError, LawError, SyncError
-from rondel.words.types import Commit, Completion, Group, Manifest, Route, Sampling, Score, Task, TensorInfo
 
 ROOT = Path(__file__).parents[2]
 ONLY = [{"agent": "only", "says": "{prompt}"}]
@@ -384,7 +384,7 @@ class Unnamed(Agents):
 
 
 def test_what_is_not_carried_is_refused_by_name_before_anything_is_loaded(tmp_path):
-    from rondel.assemble.parts import build
+    from rondel.assemble.components import build
 
     for changes, said in [
         ({"task__env": "single_turn", "task__agents": []}, 'has one agent, without a name.*use env = "agents"'),

@@ -13,12 +13,12 @@ import time
 import numpy as np
 import pytest
 
-from rondel.runtime.cluster import nursery
+from rondel.core.errors import ConfigError, SilentError, StalledError, WorkerError
+from rondel.core.events import Warned, emit, subscribe
+from rondel.core.time_account import Account  # of ours, so made in the nursery
+from rondel.runtime.cluster import forkserver
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device
-from rondel.words.account import Account  # of ours, so made in the nursery
-from rondel.words.errors import ConfigError, SilentError, StalledError, WorkerError
-from rondel.words.events import Warned, emit, subscribe
 
 
 class Part:
@@ -270,7 +270,9 @@ def exists(pid: int) -> bool:
         return False
 
 
-@pytest.mark.skipif(sys.platform != "linux" or any(map(os.path.exists, nursery.ACCELERATORS)), reason="workers are forked on Linux's CPUs")
+@pytest.mark.skipif(
+    sys.platform != "linux" or any(map(os.path.exists, forkserver.ACCELERATORS)), reason="workers are forked on Linux's CPUs"
+)
 class TestNursery:
     def test_workers_are_forked_where_the_imports_are(self, cluster, tmp_path, monkeypatch):
         """Processes of their own, with the controller's folder and path of that moment."""
@@ -282,9 +284,9 @@ class TestNursery:
         assert len({worker.pid for worker in workers} | {os.getpid()}) == 3
         for worker in workers:
             with open(f"/proc/{worker.pid}/stat") as file:
-                assert int(file.read().rpartition(")")[2].split()[1]) == nursery.pid()
+                assert int(file.read().rpartition(")")[2].split()[1]) == forkserver.pid()
             assert os.readlink(f"/proc/{worker.pid}/cwd") == str(tmp_path)
-        assert cluster.spawn("path", nursery._path).now("copy")[0] == str(tmp_path / "mine")
+        assert cluster.spawn("path", forkserver._path).now("copy")[0] == str(tmp_path / "mine")
 
     def test_how_it_ended_is_told(self, cluster):
         worker = cluster.spawn("part", Account, "x")
@@ -296,7 +298,7 @@ class TestNursery:
     def test_a_dead_nursery_takes_its_workers_along_and_the_next_has_another(self, cluster):
         worker = cluster.spawn("part", Account, "x")
         worker.now()
-        before = nursery.pid()
+        before = forkserver.pid()
         os.kill(before, signal.SIGKILL)
         with pytest.raises(WorkerError, match=r"worker part .* was ended by SIGKILL"):
             for _ in range(100):
@@ -308,22 +310,22 @@ class TestNursery:
             time.sleep(0.05)
         assert not exists(worker.pid)
         cluster.spawn("next", Account, "x").now()
-        assert nursery.pid() not in (None, before)
+        assert forkserver.pid() not in (None, before)
 
     def test_without_one_a_worker_starts_in_the_ordinary_way(self, cluster, monkeypatch):
-        monkeypatch.setattr(nursery, "ACCELERATORS", ("/",))
+        monkeypatch.setattr(forkserver, "ACCELERATORS", ("/",))
         worker = cluster.spawn("part", Account, "x")
         worker.now()
         with open(f"/proc/{worker.pid}/cmdline", "rb") as file:
-            assert b"rondel.runtime.cluster.child" in file.read()
+            assert b"rondel.runtime.cluster.worker_main" in file.read()
 
     def test_it_ends_with_a_killed_controller(self, tmp_path):
         """Law 14: nursery and workers."""
         import subprocess
 
         code = (
-            "import time; from rondel.words.account import Account; from rondel.runtime.cluster import nursery, process\n"
-            "w = process.ProcessCluster().spawn('part', Account, 'x'); w.now(); print(w.pid, nursery.pid(), flush=True); time.sleep(60)"
+            "import time; from rondel.core.time_account import Account; from rondel.runtime.cluster import nursery, process\n"
+            "w = process.ProcessCluster().spawn('part', Account, 'x'); w.now(); print(w.pid, forkserver.pid(), flush=True); time.sleep(60)"
         )
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as controller:
             pids = [int(word) for word in controller.stdout.readline().split()]

@@ -18,17 +18,17 @@ from test_adapters import noise, publisher, trained
 from test_sync_transaction import update
 from train_kit import awkward_groups, batch, row, step, trainer
 
+from rondel.core.config import Job
+from rondel.core.errors import ConfigError, ModelError, SyncError
 from rondel.models import adapters, names, nf4
-from rondel.models.aligned import align
-from rondel.models.compiled import Compiled
+from rondel.models.aligned_numerics import align
+from rondel.models.compilation import Compiled
 from rondel.models.head import Head
 from rondel.models.load import Loaded, load
 from rondel.models.merge import merge
 from rondel.models.save import save as save_model
 from rondel.planner.setting import of_job, what_if
 from rondel.planner.shapes import Shape, shape
-from rondel.words.config import Job
-from rondel.words.errors import ConfigError, ModelError, SyncError
 
 pytest.importorskip("bitsandbytes")
 WHOLE = SIZE | {"intermediate_size": 128}  # rows of whole blocks, which bitsandbytes' own product on a CPU wants
@@ -406,7 +406,7 @@ def test_a_recipe_that_names_the_other_base_is_refused(whole, tmp_path):
 
 
 def test_eval_of_its_checkpoint_is_the_number_of_the_run(whole):
-    from rondel.assemble.evaluating import evaluate_checkpoint
+    from rondel.run.checkpoint_evaluation import evaluate_checkpoint
 
     last = events(whole, "Evaluated")[-1]
     found = evaluate_checkpoint(str(whole), None, {})

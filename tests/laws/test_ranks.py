@@ -16,18 +16,18 @@ from vision_kit import EYES, groups_with_images
 from vision_kit import model as looking
 
 from rondel.algos.table import TABLE
+from rondel.core.types import Route, Score
 from rondel.models import adapters, names
 from rondel.models.load import Loaded
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.sync.from_tensor import FromTensor
-from rondel.train.credit import credit
+from rondel.train.advantages import credit
 from rondel.train.critic import Critic
 from rondel.train.fsdp import Meeting, Sharded
 from rondel.train.parallel import ALONE
 from rondel.train.step import LocalTrainer, Settings
-from rondel.train.sums import Sums
+from rondel.train.step_metrics import Sums
 from rondel.train.teachers import Teacher
-from rondel.words.types import Route, Score
 
 MODELS = ("llama", "tied", "qwen3", "gemma3_text")
 

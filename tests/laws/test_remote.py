@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from rondel.assemble.remote import RemoteEngine
+from rondel.assemble.remote_workers import RemoteEngine
+from rondel.core.errors import StalledError, SyncError, WorkerError
+from rondel.core.types import Completion, EngineStatus, Manifest, Request, Route, Scored
 from rondel.sync.update import Update
-from rondel.words.errors import StalledError, SyncError, WorkerError
-from rondel.words.types import Completion, EngineStatus, Manifest, Request, Route, Scored
 
 
 class Worker:

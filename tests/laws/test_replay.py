@@ -14,13 +14,13 @@ from engine_kit import tiny as tiny_model
 from run_kit import events, final, run, tiny
 from test_interruption import Publisher
 
-from rondel.assemble import replaying
-from rondel.generate.engine.resumed import resumed
-from rondel.models.aligned import align
+from rondel.core.errors import ConfigError, LawError, UserError
+from rondel.generate.engine.resumption import resumed
+from rondel.models.aligned_numerics import align
+from rondel.run import replay
 from rondel.runtime.journal import store
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import Update
-from rondel.words.errors import ConfigError, LawError, UserError
 
 pytestmark = pytest.mark.slow
 
@@ -61,9 +61,9 @@ def record(folder: Path, seed: int, **changes) -> list[dict]:
 def again(folder: Path, into: Path, seed: int | None = None) -> None:
     from rondel.assemble import train
 
-    job, schedule = replaying.again(folder, into)
+    job, schedule = replay.again(folder, into)
     train(job, quiet=True, built=None if seed is None else delays(seed), schedule=schedule)
-    assert replaying.differences(folder, into) == []
+    assert replay.differences(folder, into) == []
     one, other = final(folder), final(into)
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -76,7 +76,7 @@ def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, staleness):
     if staleness == 1:
         again(tmp_path / "run", tmp_path / "and again")
         record(tmp_path / "other", 9, **SPLIT)  # or the law would hold of runs that nothing disturbs
-        assert replaying.differences(tmp_path / "run", tmp_path / "other")
+        assert replay.differences(tmp_path / "run", tmp_path / "other")
 
 
 @pytest.mark.parametrize("how", ["drain", "abort"])
@@ -112,7 +112,7 @@ def test_groups_that_were_given_up_are_given_up_again(tmp_path, late):
     again(folder, tmp_path / "again", seed=7)
     if late == "retry":
         record(tmp_path / "other", 9, **changes)
-        assert replaying.differences(folder, tmp_path / "other")
+        assert replay.differences(folder, tmp_path / "other")
 
 
 def test_trainer_ranks_are_replayed_as_so_many(tmp_path):

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
+from rondel.core.errors import SyncError
 from rondel.sync.reshard import Cut, join, split
-from rondel.words.errors import SyncError
 
 H, K, D, E, F, V = 8, 2, 3, 10, 12, 101  # query heads, key heads, head size, inputs, feed-forward, vocabulary
 QKV = Cut(parts=((H * D, Cut(heads=H)), (K * D, Cut(heads=K)), (K * D, Cut(heads=K))))

@@ -8,10 +8,10 @@ import pytest
 import torch
 from engine_kit import all_of, ask, engine, idle, prompt, tiny
 
+from rondel.core.errors import EngineError
 from rondel.models import linear
-from rondel.models.graphs import Graphs
+from rondel.models.cuda_graphs import Graphs
 from rondel.sync.from_tensor import FromTensor
-from rondel.words.errors import EngineError
 
 REQUESTS = [ask(prompt(i, 12), key=i, n=6) for i in range(3)]
 TAGS = ("kv_cache", "weights", "cuda_graph")

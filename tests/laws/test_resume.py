@@ -17,10 +17,10 @@ import torch
 from run_kit import FAST, RECIPE, balances, events, final, run, run_and_die, steps
 from train_kit import awkward_groups, batch, bits, model, row, step, trainer
 
+from rondel.core.errors import CheckpointError, ConfigError
+from rondel.core.events import subscribe
 from rondel.runtime.journal import store
 from rondel.train.checkpoint import Checkpoints, flaw, load_trainer, save_trainer
-from rondel.words.errors import CheckpointError, ConfigError
-from rondel.words.events import subscribe
 
 pytestmark = pytest.mark.slow
 

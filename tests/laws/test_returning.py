@@ -1,4 +1,4 @@
-"""assemble/returning.py: groups that come back (SPEC A15), each once, never older than the limit (law 2), the same after a resume."""
+"""run/replay_buffer.py: groups that come back (SPEC A15), each once, never older than the limit (law 2), the same after a resume."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 from run_kit import balances, events, run, tiny
 
 from rondel.assemble import replay
-from rondel.assemble.returning import Returning
-from rondel.words.errors import ConfigError
-from rondel.words.types import Group, Task
+from rondel.core.errors import ConfigError
+from rondel.core.types import Group, Task
+from rondel.run.replay_buffer import Returning
 
 
 def steps_of(p: int, s: int, n: int):

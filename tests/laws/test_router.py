@@ -11,11 +11,11 @@ from engine_kit import ask, engine, idle, prompt, tiny, twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rondel.core.errors import EngineError, LawError, StalledError, SyncError, UserError, WorkerError
+from rondel.core.types import Abort, Begin, Commit, Completion, EngineStatus, Manifest, Request, Route, Sampling, Scored
 from rondel.generate.engine.router import Router
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.update import Update
-from rondel.words.errors import EngineError, LawError, StalledError, SyncError, UserError, WorkerError
-from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, Manifest, Request, Route, Sampling, Scored
 
 CAP = 3
 WRONG = 999  # the key of a request that no engine can serve
@@ -372,8 +372,8 @@ def test_two_real_engines_draw_what_one_draws_through_a_death_and_an_update(tmp_
         version = 3
 
         async def publish(self, route):
+            from rondel.core.types import TensorInfo
             from rondel.models import names
-            from rondel.words.types import TensorInfo
 
             other = {n: t * 1.01 for n, t in names.weights(twin(loaded).model)}
             rows = [(TensorInfo(n, tuple(t.shape), "float32", names.digest(t)), t) for n, t in other.items()]

@@ -12,14 +12,14 @@ import pytest
 import torch
 from engine_kit import SIZE, all_of, ask, engine, idle, prompt, tiny
 
+from rondel.core.errors import LawError, ModelError, TrainError, UserError
+from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.models.attention import PackedLayout, Segment
 from rondel.models.head import Head
 from rondel.models.load import Loaded, load
-from rondel.models.tape import Tape
+from rondel.models.routing_tape import Tape
 from rondel.train import annotate
 from rondel.train.pack import batch_of, micro_batches
-from rondel.words.errors import LawError, ModelError, TrainError, UserError
-from rondel.words.types import Group, Score, Task, Trajectory
 
 EXPERTS = {"num_experts_per_tok": 2}
 LATENT = dict(
@@ -161,8 +161,8 @@ def test_who_cannot_record_says_so():
     with pytest.raises(UserError, match="routes=True"):
         asyncio.run(engine(model("mixtral")).generate(replace(ask([5, 6]), wants=frozenset({"experts"}))))
     with pytest.raises(ModelError, match="no router of the kind"):
-        from rondel.models import tape
+        from rondel.models import routing_tape
 
         strange = load({"random": "llama", **SIZE}, dtype="float32").model
         strange.config.num_experts = 4
-        tape.arm(strange)
+        routing_tape.arm(strange)

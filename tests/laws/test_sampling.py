@@ -22,12 +22,12 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+from rondel.core.errors import ConfigError, UserError
+from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.engine.builtin.request import Live
 from rondel.generate.engine.builtin.sampler import uniform, weights
 from rondel.generate.engine.builtin.shaping import shape
 from rondel.generate.engine.builtin.text import open_reader, split_stops
-from rondel.words.errors import ConfigError, UserError
-from rondel.words.types import Request, Sampling, sample_key
 
 MODEL = tiny()
 END = 0  # <eos> of the character tokenizer
@@ -277,8 +277,8 @@ def test_what_cannot_be_trained_is_named():
 
 def test_training_refuses_what_evaluation_may_use():
     from rondel.assemble.refusals import refuse_untrainable
-    from rondel.evaluate import profile
-    from rondel.words.config import Evaluation
+    from rondel.core.config import Evaluation
+    from rondel.run.evaluation import profile
 
     more = {"top_p": 0.9, "logit_bias": {"5": 1.0}, "repetition_penalty": 1.1, "stop": ["x", 7]}
     s = profile(Evaluation(temperature=0.5, sampling=more), Sampling(max_tokens=9, stop=("y",)))

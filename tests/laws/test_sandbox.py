@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from attacks import ATTACKS, PRELUDE
 
+from rondel.core.errors import SandboxError
+from rondel.core.sandbox_types import BoxFileError, Limits
 from rondel.runtime.sandbox.cell import Cell
 from rondel.runtime.sandbox.inside import groups
 from rondel.runtime.sandbox.probe import WALLS, tried
-from rondel.words.boxes import BoxFileError, Limits
-from rondel.words.errors import SandboxError
 
 pytestmark = pytest.mark.slow
 
@@ -175,7 +175,7 @@ KEPT = "import os, time\nfor _ in range(3):\n    os.fork()\ntime.sleep(600)"
 STARTS = """
 import sys, threading, time
 from rondel.runtime.sandbox.cell import Cell
-from rondel.words.boxes import BoxFileError, Limits
+from rondel.core.sandbox_types import BoxFileError, Limits
 cell = Cell(Limits(wall=600), sys.argv[1])
 print(cell.process.pid, flush=True)
 cell.call(sys.argv[2])

@@ -6,8 +6,9 @@ import pytest
 import torch
 from run_kit import tiny
 
-from rondel.assemble import check, checking
-from rondel.assemble import self_test as room
+from rondel.assemble import check
+from rondel.checks import recipe_check
+from rondel.checks import self_test as room
 from rondel.train import annotate
 from rondel.train.optim import MasterWeights
 
@@ -69,5 +70,5 @@ def test_a_pass_that_is_not_the_same_twice_is_found(tmp_path, monkeypatch):
 def test_a_large_model_is_stepped_only_when_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(room, "SMALL", 10)
     assert lines(tmp_path)["lr = 0"][0]
-    found = {f.what for f in checking.check(tiny(tmp_path / "asked", **SMALL), asked=True)}
+    found = {f.what for f in recipe_check.check(tiny(tmp_path / "asked", **SMALL), asked=True)}
     assert found >= LINES

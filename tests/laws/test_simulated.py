@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from rondel.core.errors import UserError
 from rondel.planner import split
 from rondel.planner.setting import what_if
 from rondel.simulate import World, simulate, world_of
 from rondel.simulate.clock import VirtualLoop
 from rondel.simulate.lengths import log_normal, recorded, tailed
-from rondel.words.errors import UserError
 
 pytestmark = pytest.mark.slow
 

@@ -9,9 +9,9 @@ import pytest
 from run_kit import events, tiny
 
 from rondel.assemble import train
+from rondel.core.errors import CheckpointError
+from rondel.core.events import Event, RunStarted, StepDone, Warned, dispensable, emit, subscribe, warn_aloud
 from rondel.runtime.journal.log import Journal
-from rondel.words.errors import CheckpointError
-from rondel.words.events import Event, RunStarted, StepDone, Warned, dispensable, emit, subscribe, warn_aloud
 
 SINKS = """
 class Sink:

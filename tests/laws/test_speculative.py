@@ -15,13 +15,13 @@ from test_behaviour import chi_square
 from test_behaviour import reference as truncated
 from test_routing import MOES, own_routes
 
+from rondel.core.errors import ConfigError
+from rondel.core.events import Warned, subscribe
+from rondel.core.types import Begin, Commit, Route, Sampling, sample_key
 from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.sampler import choose, uniform
 from rondel.generate.engine.builtin.speculative import PROBE, Grams, Pays, Speculation, accepts, agreeing, expected, leftover
 from rondel.models import names
-from rondel.words.errors import ConfigError
-from rondel.words.events import Warned, subscribe
-from rondel.words.types import Begin, Commit, Route, Sampling, sample_key
 
 MODEL = tiny()
 

@@ -12,10 +12,10 @@ from train_kit import awkward_groups, batch, model, row, step, trainer
 from transformers import AutoModelForCausalLM
 
 from rondel.algos.table import TABLE
-from rondel.train.credit import credit
+from rondel.core.types import Score, Trajectory
+from rondel.train.advantages import credit
 from rondel.train.pack import Batch, batch_of, micro_batches
-from rondel.train.sums import Sums
-from rondel.words.types import Score, Trajectory
+from rondel.train.step_metrics import Sums
 
 TOLERANCE = 1e-6
 ROWS = {

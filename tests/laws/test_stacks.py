@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rondel.assemble.remote import RemoteTrainer
+from rondel.assemble.remote_workers import RemoteTrainer
 from rondel.buffer import Buffer
+from rondel.core.errors import StalledError, WorkerError
+from rondel.core.events import subscribe
 from rondel.runtime.cluster.process import ProcessCluster
-from rondel.runtime.ending import ONE
 from rondel.runtime.stacks import SIGNAL, Stacks
+from rondel.runtime.termination import ONE
 from rondel.train.fsdp import Meeting, Sharded
-from rondel.words.errors import StalledError, WorkerError
-from rondel.words.events import subscribe
 
 
 class Rank:
@@ -119,7 +119,7 @@ def said(log, word: str) -> str:
 
 ASKED = """
 import asyncio, sys
-from rondel.runtime.ending import Ending
+from rondel.runtime.termination import Ending
 
 async def work(ending):
     asyncio.get_running_loop().call_soon(lambda: print("works", flush=True))  # once it waits

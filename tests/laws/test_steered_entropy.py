@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from train_kit import awkward_groups, batch, model, row, step, trainer
 
+from rondel.core.errors import ConfigError
 from rondel.train.checkpoint import load_trainer, save_trainer
-from rondel.words.errors import ConfigError
 
 
 def test_the_weight_follows_the_entropy_and_outlives_a_resume(tmp_path):

@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM
 
 from rondel.assemble import replay
 from rondel.assemble.refusals import WIDEST, refuse_untrainable, refuse_wide, refuse_without_support
+from rondel.buffer_state import decode, encode
+from rondel.core.errors import ConfigError, DataError
+from rondel.core.types import DATA, Group, Sampling, Score, Task, Trajectory
 from rondel.models.head import Head
 from rondel.runtime.journal import store
 from rondel.train.annotate import annotate
-from rondel.train.kept import Kept
 from rondel.train.logprobs import LOGITS, logprob_and_entropy
-from rondel.words.errors import ConfigError, DataError
-from rondel.words.stored import decode, encode
-from rondel.words.types import DATA, Group, Sampling, Score, Task, Trajectory
+from rondel.train.sampling_mask import Kept
 
 CUTS = {
     "top-p": {"top_p": 0.8},

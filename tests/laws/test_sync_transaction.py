@@ -12,12 +12,12 @@ import torch
 from engine_kit import ask, engine, idle, plain_logprobs, prompt, tiny, twin
 from test_interruption import Publisher, wrote
 
+from rondel.core.errors import EngineError, SyncError
+from rondel.core.events import Synced, subscribe
+from rondel.core.types import Abort, Begin, Commit, Manifest, Route, Scored
 from rondel.models import names
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import Update
-from rondel.words.errors import EngineError, SyncError
-from rondel.words.events import Synced, subscribe
-from rondel.words.types import Abort, Begin, Commit, Manifest, Route, Scored
 
 PROBE = prompt(0, 16)
 

@@ -6,8 +6,8 @@ import time
 import pytest
 from run_kit import events, run
 
-from rondel.words.account import Account
-from rondel.words.events import WorkerTime, subscribe
+from rondel.core.events import WorkerTime, subscribe
+from rondel.core.time_account import Account
 
 pytestmark = pytest.mark.slow
 

@@ -29,11 +29,14 @@ from transport_kit import bits, left_behind, remote, same
 from vision_kit import EYES
 from vision_kit import model as looking
 
+from rondel.core.errors import EngineError, StalledError, SyncError
+from rondel.core.events import Synced, subscribe
+from rondel.core.types import Begin, Commit, Manifest, Route, TensorInfo
 from rondel.generate.engine.server import broadcast
 from rondel.generate.engine.server.errors import Refusal
 from rondel.generate.engine.server.fields import Fields
 from rondel.models import names
-from rondel.models.compiled import Compiled
+from rondel.models.compilation import Compiled
 from rondel.models.load import load
 from rondel.sync import delta, from_disk, from_distributed, from_ipc
 from rondel.sync.delta import Delta
@@ -44,9 +47,6 @@ from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import Update
 from rondel.train.parallel import Alone
 from rondel.train.step import LocalTrainer, Settings
-from rondel.words.errors import EngineError, StalledError, SyncError
-from rondel.words.events import Synced, subscribe
-from rondel.words.types import Begin, Commit, Manifest, Route, TensorInfo
 
 KINDS = ["tensor", "ipc", "named", "disk", "delta", "distributed"]
 BESIDE = ["ipc", "named", "disk", "delta"]

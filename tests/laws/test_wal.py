@@ -14,11 +14,11 @@ import torch
 from engine_kit import SIZE, all_of, ask, engine, prompt, tiny
 from run_kit import run, run_and_die
 
-from rondel.generate.engine.resumed import resumed
+from rondel.core.types import Begin, Commit, Request, Route, sample_key
+from rondel.generate.engine.resumption import resumed
 from rondel.models import names
 from rondel.runtime.journal import store
 from rondel.runtime.journal.wal import TokenLog
-from rondel.words.types import Begin, Commit, Request, Route, sample_key
 
 BIG = 2**128 - 9  # keys use all their bits
 

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 import torch
 
+from rondel.core.types import Request, Sampling
 from rondel.generate.engine.builtin import runner
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.models.attention import Decoding
 from rondel.models.load import load
-from rondel.words.types import Request, Sampling
 
 torch.set_num_threads(1)
 PAGES, K, H, D = 200, 2, 6, 8

@@ -13,9 +13,9 @@ from families_kit import FAMILIES, REFUSED, measure, model, own, refusal
 from families_kit import row as line_of
 from transformers import AutoConfig
 
+from rondel.core.errors import ModelError
 from rondel.models.attention import PackedLayout, Segment
 from rondel.models.load import _max_context, load, refuse
-from rondel.words.errors import ModelError
 
 LINES = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8").splitlines()
 

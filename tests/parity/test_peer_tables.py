@@ -13,13 +13,13 @@ import pytest
 
 from rondel.algos.table import resolve
 from rondel.cli.import_ import Table
-from rondel.planner.importing.openrlhf import OPENRLHF
-from rondel.planner.importing.peer import Peer
-from rondel.planner.importing.read import read
-from rondel.planner.importing.translate import nested, translate
-from rondel.planner.importing.trl import TRL
-from rondel.planner.importing.verl import VERL
-from rondel.words.config import Job
+from rondel.core.config import Job
+from rondel.importing.openrlhf import OPENRLHF
+from rondel.importing.peer import Peer
+from rondel.importing.read import read
+from rondel.importing.translate import nested, translate
+from rondel.importing.trl import TRL
+from rondel.importing.verl import VERL
 
 
 def installed(peer: Peer) -> Path:

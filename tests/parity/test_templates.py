@@ -14,9 +14,9 @@ import pytest
 from tokenizers import AddedToken
 from units.chat_kit import Engine, chat, tokenizer
 
+from rondel.core.errors import DataError, RondelError
 from rondel.generate.envs.template import Template
-from rondel.words.errors import DataError, RondelError
-from rondel.words.special_tokens import special_tokens
+from rondel.text.special_tokens import special_tokens
 
 trl = pytest.importorskip("trl", reason="make parity installs it")
 HOME = Path(trl.__file__).parent / "chat_templates"

@@ -13,18 +13,18 @@ from PIL import Image as Pillow
 from train_kit import row, trainer
 from vision_kit import EYES, ask, groups_with_images, image, model, own_logprobs, recipe, stream, trajectory
 
+from rondel.core.errors import ModelError, UserError
+from rondel.core.media import positions
+from rondel.core.types import Group, Sampling, Score, Task
 from rondel.generate.envs.chat import TokenChat
 from rondel.models import vision
-from rondel.models.aligned import align
+from rondel.models.aligned_numerics import align
 from rondel.models.load import load
 from rondel.train import annotate as notes
 from rondel.train import pack as packing
-from rondel.train.credit import credit
+from rondel.train.advantages import credit
 from rondel.train.pack import Batch, batch_of, pack
-from rondel.train.sums import Sums
-from rondel.words.errors import ModelError, UserError
-from rondel.words.media import positions
-from rondel.words.types import Group, Sampling, Score, Task
+from rondel.train.step_metrics import Sums
 
 KINDS = sorted(EYES)
 LIMIT = 1e-4
@@ -141,8 +141,8 @@ def test_another_picture_is_another_prefix_and_the_same_one_is_shared():
 
 def test_what_was_seen_is_forgotten_with_the_weights_that_saw_it():
     """Parked in the middle of its prompt and of its answer; the tower learns; the sample goes on under what serves then."""
+    from rondel.core.types import Begin, Commit, Route
     from rondel.models import names
-    from rondel.words.types import Begin, Commit, Route
 
     m = model()
     tokens, media = stream(m, 3, image(m, 1, 3, 3), 4)

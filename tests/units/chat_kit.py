@@ -7,8 +7,8 @@ from functools import lru_cache
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rondel.core.types import Completion, Sampling
 from rondel.generate.envs.chat import TokenChat
-from rondel.words.types import Completion, Sampling
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -6,9 +6,7 @@ import math
 import random
 from pathlib import Path
 
-from rondel.runtime.journal.log import Journal
-from rondel.runtime.journal.store import RolloutStore, annotate_step
-from rondel.words.events import (
+from rondel.core.events import (
     Admitted,
     Checkpointed,
     Evaluated,
@@ -21,7 +19,9 @@ from rondel.words.events import (
     Synced,
     Warned,
 )
-from rondel.words.types import Failed, Group, Score, Task, Trajectory
+from rondel.core.types import Failed, Group, Score, Task, Trajectory
+from rondel.runtime.journal.log import Journal
+from rondel.runtime.journal.store import RolloutStore, annotate_step
 
 JOB = """[model]
 path = "smollm2-135m"

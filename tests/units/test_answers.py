@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rondel.core.types import Completion
 from rondel.generate.engine.builtin.text import Reader
 from rondel.generate.engine.server.answers import Answer
-from rondel.words.types import Completion
 
 BYTES = st.lists(st.sampled_from(list("abcé€🎉 ".encode())), max_size=40)  # halves of characters and nonsense among them
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from rondel import loop
 from rondel.buffer import Buffer
-from rondel.words.errors import LawError
-from rondel.words.stored import decode, encode
-from rondel.words.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, Task, Trajectory
+from rondel.buffer_state import decode, encode
+from rondel.core.errors import LawError
+from rondel.core.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, Task, Trajectory
 
 text = st.text(max_size=8)
 number = st.floats(allow_nan=False, allow_infinity=False)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rondel.assemble.calibrating import LARGE, SMALL, Paced, fitted, job_of, measured, solved
+from rondel.checks.calibration import LARGE, SMALL, Paced, fitted, job_of, measured, solved
 from rondel.planner import cost
 from rondel.planner.hardware import DEVICES
 from rondel.planner.setting import of_job

@@ -12,13 +12,13 @@ from units.synthetic import write_run
 from rondel.assemble.facts import devices_of, digest
 from rondel.cli import main
 from rondel.cli.train import ending
+from rondel.core.errors import UserError
+from rondel.core.types import Task
 from rondel.dashboard.rollouts import answer, table
 from rondel.runtime.journal.log import history
 from rondel.runtime.telemetry.card import normal, sparkline, wilson, write_card
-from rondel.runtime.telemetry.comparing import compare, comparison
+from rondel.runtime.telemetry.comparison import compare, comparison
 from rondel.runtime.telemetry.scores import is_share
-from rondel.words.errors import UserError
-from rondel.words.types import Task
 
 
 @pytest.mark.parametrize(

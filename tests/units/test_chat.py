@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from units.chat_kit import PREAMBLE, TEMPLATES, Engine, chat, tokenizer
 
-from rondel.generate.envs.demonstrate import Demonstrate
+from rondel.core.errors import DataError, EnvError
+from rondel.core.types import Task
+from rondel.generate.envs.demonstrations import Demonstrate
 from rondel.generate.envs.single_turn import SingleTurn
-from rondel.words.errors import DataError, EnvError
-from rondel.words.types import Task
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ASK = [{"role": "user", "content": "what is three plus four?"}]

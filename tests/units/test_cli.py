@@ -16,10 +16,10 @@ from units.synthetic import evaluated, group, write_run
 from rondel import cli, run
 from rondel.cli import VERBS, ending, main
 from rondel.cli.view import gap, tokenizer
+from rondel.core.config import ORIGIN, SYNONYMS, Job
+from rondel.core.errors import EngineError, UserError
+from rondel.core.registry import imported, located
 from rondel.runtime.journal.store import path_of, write_step
-from rondel.words.config import ORIGIN, SYNONYMS, Job
-from rondel.words.errors import EngineError, UserError
-from rondel.words.registry import imported, located
 
 RECIPE = """[model]
 path = "tiny"
@@ -169,9 +169,9 @@ def test_check_exits_1_if_anything_is_wrong(rondel, recipe, assemble):
 
 def test_eval_as_a_sentence_and_as_json(rondel, monkeypatch, recipe):
     calls = []
-    module = ModuleType("rondel.assemble.evaluating")
+    module = ModuleType("rondel.run.checkpoint_evaluation")
     module.evaluate_checkpoint = lambda *words: calls.append(words) or evaluated(4, 4, 0.6)
-    monkeypatch.setitem(sys.modules, "rondel.assemble.evaluating", module)
+    monkeypatch.setitem(sys.modules, "rondel.run.checkpoint_evaluation", module)
     code, out, _ = rondel("eval", "runs/x", "--n", "48", "--engine.sampling.max_tokens=9")
     assert code == 0 and "runs/x: score 60.0% on 48 held-out tasks, 95 % interval 50.0% to 70.0%" in out
     assert json.loads(rondel("eval", "model", recipe, "--json")[1])["score"] == 0.6

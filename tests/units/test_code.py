@@ -17,15 +17,18 @@ from poisons import PROTOCOL
 from run_kit import tiny
 from units.chat_kit import Engine, chat, tokenizer
 
-from rondel.assemble import parts as parts_module
-from rondel.assemble.checking import _boxes as boxes_of
-from rondel.assemble.checking import check
-from rondel.assemble.parts import LENDS, env_of
-from rondel.assemble.parts import build as build_parts
-from rondel.assemble.running import train
+from rondel.assemble import components as parts_module
+from rondel.assemble.components import LENDS, env_of
+from rondel.assemble.components import build as build_parts
+from rondel.checks.recipe_check import _boxes as boxes_of
+from rondel.checks.recipe_check import check
+from rondel.core.errors import BoxError, ConfigError, DataError, EnvError, SandboxError
+from rondel.core.sandbox_types import Limits
+from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.generate.envs import python as tool
 from rondel.generate.envs.sources import TaskSet
 from rondel.generate.envs.tools import Tools
+from rondel.run.controller import train
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.runtime.sandbox.probe import isolation
 from rondel.score import build, examine
@@ -35,9 +38,6 @@ from rondel.score.code import BOXED, Code, same_text
 from rondel.score.code_tests import checked, extracted, free_names
 from rondel.score.pool import RewardPool
 from rondel.score.preflight import check_reward
-from rondel.words.boxes import Limits
-from rondel.words.errors import BoxError, ConfigError, DataError, EnvError, SandboxError
-from rondel.words.types import Failed, Score, Task, Trajectory
 
 pytestmark = pytest.mark.slow
 

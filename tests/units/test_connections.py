@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 import uvicorn
 
-from rondel.generate.engine.server.listening import Connection, Quiet, bind
+from rondel.system.http import Connection, Quiet, bind
 
 WHOLE = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 

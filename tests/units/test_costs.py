@@ -8,10 +8,10 @@ import random
 import numpy as np
 import pytest
 
+from rondel.core.errors import DataError
 from rondel.simulate import World, simulate
 from rondel.simulate.costs import Timers, costs_of, least
 from rondel.simulate.lengths import recorded
-from rondel.words.errors import DataError
 
 STEP, REQUEST, READ, FIXED, TRAIN, HOST, ANSWER, SYNC, PAUSE = 2e-3, 5e-5, 1e-4, 0.05, 2e-4, 0.01, 1e-3, 0.03, 0.004
 PROMPT, GROUP = 10, 4

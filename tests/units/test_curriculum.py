@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_kit import events, final, run, run_and_die
 
+from rondel.core.errors import ConfigError, DataError
+from rondel.core.events import GroupFinished, StepDone
+from rondel.core.types import Task
 from rondel.generate.envs.curriculum import EasyFirst, admissions, band, priority
 from rondel.generate.envs.order import Mixed, Pure, Shuffled
 from rondel.generate.envs.sources import load_tasks
-from rondel.words.errors import ConfigError, DataError
-from rondel.words.events import GroupFinished, StepDone
-from rondel.words.types import Task
 
 TASKS = [Task(f"t{i}", "e", {"prompt": f"{i}", "level": (7 * i) % 10}) for i in range(10)]
 

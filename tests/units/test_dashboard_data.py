@@ -13,7 +13,9 @@ from diagnose_kit import FAULTS, write
 from starlette.testclient import TestClient
 from units.synthetic import write_run
 
-from rondel.dashboard import asking, rollouts
+from rondel.core.errors import UserError
+from rondel.core.events import Resident, WorkerTime
+from rondel.dashboard import plan_api, rollouts
 from rondel.dashboard.columns import Columns, Grid, Row
 from rondel.dashboard.pages import Pages, build
 from rondel.dashboard.run import Run
@@ -24,8 +26,6 @@ from rondel.planner.plan import plan
 from rondel.planner.setting import what_if
 from rondel.runtime.journal.store import annotate_step
 from rondel.runtime.telemetry.diagnose import diagnose, findings, read_story
-from rondel.words.errors import UserError
-from rondel.words.events import Resident, WorkerTime
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = '<img src=x onerror="window.pwned=1"></script><b>&amp;\u202e'
@@ -234,12 +234,12 @@ def test_a_task_at_two_steps(tmp_path):
 
 
 def test_the_sliders_ask_the_planner(tmp_path):
-    assert asking.ask({"model": "14b", "gpus": "8", "place": "split"}, plan)["plan"] == plan(
+    assert plan_api.ask({"model": "14b", "gpus": "8", "place": "split"}, plan)["plan"] == plan(
         what_if(["model=14b", "hardware=h100", "gpus=8", "place=split"])
     )
     for wrong in ({"model": "/etc"}, {"hardware": "abacus"}, {"gpus": "0"}, {"trainers": "a"}):
         with pytest.raises(UserError):
-            asking.ask(wrong, plan)
+            plan_api.ask(wrong, plan)
 
 
 # -- the server ----------------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ from diagnose_kit import FAULTS, engine, healthy, write
 from filelock import FileLock
 
 from rondel.cli import main
+from rondel.core import events as words
+from rondel.core.events import Advised, StepDone, subscribe
 from rondel.runtime.journal.log import Journal
 from rondel.runtime.telemetry import diagnose
 from rondel.runtime.telemetry.advice import Advisor, Place, advise
 from rondel.runtime.telemetry.diagnose import RULES, read_story
-from rondel.words import events as words
-from rondel.words.events import Advised, StepDone, subscribe
 
 SEEDS = (0, 1, 2)
 

@@ -9,10 +9,10 @@ import time
 import pytest
 from units.chat_kit import Engine, chat, tokenizer
 
+from rondel.core.types import Task
 from rondel.generate.envs.calls import JsonCalls, TaggedCalls, read_off
 from rondel.generate.envs.dialects import BracedCalls, Call, ChannelCalls, KeyedCalls, PythonCalls
 from rondel.generate.envs.tools import Tools
-from rondel.words.types import Task
 
 SHOWS = "{% if tools %}[tools {{ tools | tojson }}]{% endif %}{% for m in messages %}"
 GLM = SHOWS + (  # the mark of the next message is what ends a turn

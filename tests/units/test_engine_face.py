@@ -10,7 +10,7 @@ import torch
 from engine_kit import SIZE, plain_logprobs
 
 import rondel
-from rondel.words.errors import EngineError, UserError
+from rondel.core.errors import EngineError, UserError
 
 
 @pytest.fixture(scope="module")

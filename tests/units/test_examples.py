@@ -13,13 +13,13 @@ import pytest
 from gateway_kit import Policy, call, recorded, tok
 from units.chat_kit import chat
 
+from rondel.core.types import Task
 from rondel.generate.envs.python import python_tool
 from rondel.generate.envs.sources import load_tasks
 from rondel.generate.envs.tools import Tools
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.runtime.sandbox.probe import isolation
 from rondel.score import build
-from rondel.words.types import Task
 
 pytestmark = pytest.mark.slow
 

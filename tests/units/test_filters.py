@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
+from rondel.core.errors import ConfigError
+from rondel.core.types import KEEP, EnvFault, Failed, Group, Score, Task, Trajectory, Verdict
 from rondel.filter import FILTERS, chain
 from rondel.filter.complete import Complete
 from rondel.filter.length import truncated
 from rondel.filter.repetition import Repetition
 from rondel.filter.signal import signal
-from rondel.words.errors import ConfigError
-from rondel.words.repeats import repeated
-from rondel.words.types import KEEP, EnvFault, Failed, Group, Score, Task, Trajectory, Verdict
+from rondel.text.repetition import repeated
 
 
 def group(*trajectories: Trajectory) -> Group:

@@ -12,7 +12,7 @@ import pytest
 from gateway_kit import AGAIN, ASK, TOOL, Policy, call, recorded, runs, tok
 from units.chat_kit import Engine, chat, tokenizer
 
-from rondel.generate.envs.gateway.asked import Asked
+from rondel.generate.envs.gateway.chat_request import Asked
 from rondel.generate.envs.gateway.errors import Refusal
 from rondel.generate.envs.gateway.openai import read_messages
 from rondel.generate.envs.gateway.session import Session

@@ -17,12 +17,12 @@ import pytest
 from gateway_kit import AGAIN, ASK, TASK, Policy, play, recorded, runs, tok
 from units.chat_kit import chat
 
+from rondel.core.errors import ConfigError, EngineError, EnvError
+from rondel.core.events import Warned, subscribe
+from rondel.core.types import Score
 from rondel.generate.envs.gateway.agent import agent_of, called, command, score_of
 from rondel.generate.envs.gateway.env import Gateway
 from rondel.generate.envs.gateway.session import Session
-from rondel.words.errors import ConfigError, EngineError, EnvError
-from rondel.words.events import Warned, subscribe
-from rondel.words.types import Score
 
 
 def speak(base_url, api_key, messages=ASK, **more):

@@ -9,11 +9,11 @@ from graded_answers import HOSTILE, KNOWN, MATH, NUMBER, REFUSED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score import build
+from rondel.score.answer_text import plain, said, wild
 from rondel.score.pool import RewardPool
 from rondel.score.result import read
-from rondel.score.said import plain, said, wild
-from rondel.words.types import Failed, Score, Task, Trajectory
 
 
 def task(gold):

@@ -15,12 +15,12 @@ import torch
 from engine_kit import SIZE, all_of, ask, engine, idle, plain_logits, prompt, tiny
 from test_behaviour import chi_square, draw
 
+from rondel.core.errors import EngineError, UserError
+from rondel.core.types import Request, Sampling
 from rondel.generate.engine.builtin.grammar import Grammars
 from rondel.generate.engine.builtin.request import Live
 from rondel.generate.engine.builtin.sampler import uniform
 from rondel.generate.engine.builtin.shaping import shape
-from rondel.words.errors import EngineError, UserError
-from rondel.words.types import Request, Sampling
 
 pytest.importorskip("llguidance")
 MODEL = tiny()

@@ -12,10 +12,10 @@ from gateway_kit import Policy, recorded, runs, tok
 from run_kit import check, run
 from units.chat_kit import chat
 
+from rondel.core.errors import ConfigError, EnvError
+from rondel.core.types import Task
 from rondel.generate.envs.gym import Gym
 from rondel.generate.envs.sources import load_tasks
-from rondel.words.errors import ConfigError, EnvError
-from rondel.words.types import Task
 
 gymnasium = pytest.importorskip("gymnasium")
 
@@ -112,8 +112,8 @@ def test_a_run_of_the_example(tmp_path, monkeypatch):
 
 
 def test_levels_of_reasoning_gym_come_easy_first():
+    from rondel.core.errors import ConfigError, DataError
     from rondel.generate.envs.curriculum import admissions
-    from rondel.words.errors import ConfigError, DataError
 
     pytest.importorskip("reasoning_gym")
     data = {"kind": "reasoning_gym", "name": "chain_sum", "size": 31, "levels": [0, 2, 4]}

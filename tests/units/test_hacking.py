@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from rondel.runtime.telemetry.hacking import SPAN, Hacking, from_scored
+from rondel.core.events import GroupsTaken, StepDone, Warned, subscribe
+from rondel.core.types import Failed, Group, Score, Task, Trajectory
 from rondel.runtime.telemetry.metrics import StepMetrics, meaning
-from rondel.words.events import GroupsTaken, StepDone, Warned, subscribe
-from rondel.words.types import Failed, Group, Score, Task, Trajectory
+from rondel.runtime.telemetry.reward_hacking import SPAN, Hacking, from_scored
 
 
 def warned(rows):

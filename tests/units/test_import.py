@@ -19,19 +19,19 @@ from hypothesis import strategies as st
 from rondel.algos.table import FAMILIES, resolve
 from rondel.cli import main
 from rondel.cli.import_ import Table, imported
+from rondel.core.config import Job
+from rondel.core.errors import ConfigError
 from rondel.generate.envs.sources import load_tasks
-from rondel.planner.importing import openrlhf, trl, verl
-from rondel.planner.importing.openrlhf import OPENRLHF
-from rondel.planner.importing.peer import SINKS
-from rondel.planner.importing.read import overrides, read, scalar
-from rondel.planner.importing.render import lists, recipe
-from rondel.planner.importing.shell import commands
-from rondel.planner.importing.translate import nested, translate
-from rondel.planner.importing.trl import TRL
-from rondel.planner.importing.verl import VERL
+from rondel.importing import openrlhf, trl, verl
+from rondel.importing.openrlhf import OPENRLHF
+from rondel.importing.peer import SINKS
+from rondel.importing.read import overrides, read, scalar
+from rondel.importing.render import lists, recipe
+from rondel.importing.shell import commands
+from rondel.importing.translate import nested, translate
+from rondel.importing.trl import TRL
+from rondel.importing.verl import VERL
 from rondel.runtime.telemetry.sinks import SINKS as TRACKERS
-from rondel.words.config import Job
-from rondel.words.errors import ConfigError
 
 PEERS = {peer.name: peer for peer in (TRL, VERL, OPENRLHF)}
 EXAMPLES = Path(__file__).parents[2] / "examples" / "peers"

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from units.synthetic import group, step_events, write_run
 
+from rondel.core.errors import CheckpointError, UserError
+from rondel.core.events import Admitted, Checkpointed, Generating, GroupFinished, GroupsTaken, Resumed, StepDone, Warned
 from rondel.runtime.journal.log import Journal, decode, encode, history, read
 from rondel.runtime.telemetry.card import card_of
-from rondel.words.errors import CheckpointError, UserError
-from rondel.words.events import Admitted, Checkpointed, Generating, GroupFinished, GroupsTaken, Resumed, StepDone, Warned
 
 TREES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

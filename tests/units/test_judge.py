@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from judge_kit import Fake, chat
 
+from rondel.core.errors import ConfigError
+from rondel.core.events import RewardCounts, subscribe
+from rondel.core.types import Failed, Score, Task, Trajectory, Turn
 from rondel.score import build
 from rondel.score.pool import RewardPool
-from rondel.words.errors import ConfigError
-from rondel.words.events import RewardCounts, subscribe
-from rondel.words.types import Failed, Score, Task, Trajectory, Turn
 
 
 def task(number=1):

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from rondel.cli import main, read_job
-from rondel.planner.launching import Layout, kuberay, slurm
-from rondel.words.config import Job
-from rondel.words.errors import UserError
+from rondel.core.config import Job
+from rondel.core.errors import UserError
+from rondel.planner.cluster_jobs import Layout, kuberay, slurm
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "quickstart.toml"

@@ -12,12 +12,12 @@ import torch
 from engine_kit import SIZE, plain_logits, prompt, tiny
 from safetensors import safe_open
 
+from rondel.core.errors import ModelError
 from rondel.models import load as loading
 from rondel.models import names
 from rondel.models.load import load
 from rondel.models.save import save
 from rondel.planner import setting
-from rondel.words.errors import ModelError
 
 
 @pytest.mark.parametrize(

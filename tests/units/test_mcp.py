@@ -14,8 +14,8 @@ import pytest
 from gateway_kit import call, tok
 from units.chat_kit import Engine, chat
 
-from rondel.words.errors import ConfigError, EnvError
-from rondel.words.types import Completion, Sampling, Task
+from rondel.core.errors import ConfigError, EnvError
+from rondel.core.types import Completion, Sampling, Task
 
 pytest.importorskip("mcp")
 from rondel.generate.envs.mcp import Mcp

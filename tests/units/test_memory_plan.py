@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from rondel.core.config import Job
+from rondel.core.errors import ConfigError
 from rondel.planner import cost, memory
 from rondel.planner.advice import helps, words, worst
 from rondel.planner.hardware import GB, hardware
 from rondel.planner.memory import FSDP2, MIXED, PHASES, RONDEL, RONDEL32, account, bills, kv_advice, kv_room
 from rondel.planner.setting import Setting, of_job, what_if
 from rondel.planner.shapes import shape
-from rondel.words.config import Job
-from rondel.words.errors import ConfigError
 
 
 def test_the_account_of_seventy_billion():
@@ -134,7 +134,7 @@ def test_the_bill_of_a_model_that_sees_is_what_a_run_holds(tmp_path, tower):
     from run_kit import events
 
     from rondel.assemble import train
-    from rondel.words.config import Job
+    from rondel.core.config import Job
 
     small = {
         "loop.warmup.steps": 0, "loop.steps": 2, "loop.groups_per_step": 2, "algo.group_size": 2, "task.data.size": 12, "task.data.holdout": 4,
@@ -220,9 +220,9 @@ def test_the_bill_of_a_run_is_its_resident_memory(tmp_path):
 
     program = (
         "import os, sys\n"
-        "from rondel.assemble import train\nfrom rondel.words.config import Job\n"
+        "from rondel.assemble import train\nfrom rondel.core.config import Job\n"
         "train(Job.read(sys.argv[1], {'run.folder': sys.argv[2], 'loop.steps': 2, 'loop.warmup.steps': 1, 'run.sinks': [], 'place.threads': 1}), quiet=True)\n"
-        "from rondel.words.resident import resident\n"
+        "from rondel.system.process_memory import resident\n"
         "print('PEAK', resident(os.getpid())['peak'])"  # not ru_maxrss, which begins with that of whoever started the process
     )
     recipe = Path(__file__).parents[2] / "recipes" / "tiny.toml"

@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 from units.synthetic import evaluated, finished, group, step_events
 
+from rondel.core.errors import ConfigError
+from rondel.core.events import Generating, GroupFinished, GroupsTaken, Resumed, RunEnded, RunStarted, StepDone, Warned
 from rondel.runtime.telemetry.metrics import SCHEMA, StepMetrics, from_groups, from_taken, meaning
 from rondel.runtime.telemetry.progress import Progress
 from rondel.runtime.telemetry.sinks import open_sinks
-from rondel.words.errors import ConfigError
-from rondel.words.events import Generating, GroupFinished, GroupsTaken, Resumed, RunEnded, RunStarted, StepDone, Warned
 
 
 def test_one_step_by_hand():

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from train_kit import forked_group, model, trajectory
 
+from rondel.core.types import Failed, Group, Task, Trajectory
 from rondel.train.annotate import forward, gather, note
 from rondel.train.balance import Families, balanced
 from rondel.train.pack import Batch, Packed, Sample, batch_of, micro_batches, pack
-from rondel.words.types import Failed, Group, Task, Trajectory
 
 piece = st.tuples(st.integers(1, 6), st.booleans())
 sample = st.tuples(st.integers(0, 3), st.lists(piece, min_size=0, max_size=4), st.integers(1, 5))

@@ -15,7 +15,10 @@ from engine_kit import engine
 from PIL import Image as Pillow
 from vision_kit import image, model, stream, trajectory
 
+from rondel.buffer_state import decode, encode
 from rondel.cli.view import trajectory as card
+from rondel.core.errors import CheckpointError, DataError
+from rondel.core.types import Completion, Group, Sampling, Score, Task
 from rondel.generate import pictures
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.gateway import anthropic, responses
@@ -26,9 +29,6 @@ from rondel.generate.envs.gateway.openai import read_messages
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import asked, load_tasks
 from rondel.runtime.journal.store import groups_of, read_step, write_step
-from rondel.words.errors import CheckpointError, DataError
-from rondel.words.stored import decode, encode
-from rondel.words.types import Completion, Group, Sampling, Score, Task
 
 QWEN = (  # of Qwen2.5-VL, without its videos
     "{% set image_count = namespace(value=0) %}{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"

@@ -17,12 +17,12 @@ from run_kit import RECIPE
 
 import rondel
 from rondel.cli import main
+from rondel.core.config import Job, Section, place
 from rondel.planner.advice import changes
 from rondel.planner.hardware import DEVICES, calibration_file, remember, this_machine
 from rondel.planner.plan import plan
 from rondel.planner.setting import what_if
 from rondel.planner.shapes import shape
-from rondel.words.config import Job, Section, place
 
 
 def ask(capsys, *words):
@@ -140,7 +140,7 @@ def test_what_was_measured_is_used(tmp_path, monkeypatch):
         this_machine()
 
 
-KEYS_OF_OTHERS = ("planner/importing", "algos/table.py", "engine/notebook.py")  # those of peers, a row's own, a method
+KEYS_OF_OTHERS = ("rondel/importing", "algos/table.py", "engine/notebook.py")  # those of peers, a row's own, a method
 
 
 def is_a_key(dotted):

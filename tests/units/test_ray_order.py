@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 from run_kit import tiny
 
-from rondel.assemble.hosts import TrainerHost
-from rondel.assemble.parts import sampling_of
-from rondel.assemble.placing import _spawned
+from rondel.assemble.components import sampling_of
+from rondel.assemble.deployment import _spawned
 from rondel.assemble.rows import rows_of
+from rondel.assemble.workers import TrainerHost
+from rondel.core.events import subscribe
 from rondel.sync.from_distributed import FromDistributed
-from rondel.words.events import subscribe
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +75,7 @@ def test_weights_are_broadcast_from_the_address_that_others_reach(tmp_path):
         host.join()
 
         async def published():
-            from rondel.words.types import Route
+            from rondel.core.types import Route
 
             return await host.publish(Route("distributed", (1, 1)))
 

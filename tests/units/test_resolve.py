@@ -7,16 +7,16 @@ import json
 import pytest
 from run_kit import events, tiny
 
-from rondel.assemble import build, placing, train
-from rondel.assemble.parts import _prompt_counter, with_steps
+from rondel.assemble import build, deployment, train
+from rondel.assemble.components import _prompt_counter, with_steps
+from rondel.core.config import Job
+from rondel.core.errors import ConfigError, DataError
+from rondel.core.events import Warned, subscribe
+from rondel.core.types import Sampling
 from rondel.planner import cost, memory
 from rondel.planner.hardware import hardware
 from rondel.planner.resolve import SPARE, engine_reserve, kv_pages, transport
 from rondel.planner.setting import what_if
-from rondel.words.config import Job
-from rondel.words.errors import ConfigError, DataError
-from rondel.words.events import Warned, subscribe
-from rondel.words.types import Sampling
 
 GB = 10**9
 
@@ -128,9 +128,9 @@ def test_a_run_asks_for_the_room_that_its_weights_need(room, kind, monkeypatch):
     model = {"random": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
     tree = {"model": {"path": model}, "task": {"data": {}}, "loop": {"steps": 1}, "run": {"folder": "x"}}
     job = Job.parse({**tree, "place": {"kind": "split", "cluster": "process", "device": "cpu"}})
-    monkeypatch.setattr(placing.planner, "shared_memory", lambda: room)
-    plan = placing.Plan(job, frozenset(), Sampling(), lambda known: 8, None)
-    assert plan.kind == kind and 4e5 < placing.bytes_sent(job) < 1e6
+    monkeypatch.setattr(deployment.planner, "shared_memory", lambda: room)
+    plan = deployment.Plan(job, frozenset(), Sampling(), lambda known: 8, None)
+    assert plan.kind == kind and 4e5 < deployment.bytes_sent(job) < 1e6
 
 
 def test_an_engine_on_its_own_device_gives_the_cache_what_is_left():

@@ -11,13 +11,13 @@ import transformers
 from engine_kit import SIZE, tiny
 from units.chat_kit import tokenizer as chat_tokenizer
 
+from rondel.core.errors import ConfigError, RewardError
+from rondel.core.types import Completion, Failed, Sampling, Score, Task, Trajectory
 from rondel.generate.envs.chat import TokenChat
 from rondel.score import build
+from rondel.score.answer_text import asked_of, turns_of
 from rondel.score.pool import RewardPool
 from rondel.score.process import steps_of
-from rondel.score.said import asked_of, turns_of
-from rondel.words.errors import ConfigError, RewardError
-from rondel.words.types import Completion, Failed, Sampling, Score, Task, Trajectory
 
 TEMPLATE = "{question}\n{answer}"
 FAMILIES = {
@@ -146,7 +146,7 @@ def test_through_the_pool_in_batches_and_the_main_process_stays_without(tmp_path
     saved(tmp_path)
     script = (
         "import asyncio, json, sys\n"
-        "from rondel.score.pool import RewardPool\nfrom rondel.words.types import Task, Trajectory\n"
+        "from rondel.score.pool import RewardPool\nfrom rondel.core.types import Task, Trajectory\n"
         f"spec = {{'kind': 'model', 'path': {str(tmp_path)!r}, 'template': {TEMPLATE!r}, 'tokens': 300}}\n"
         f"texts = {TEXTS!r} * 5\n"
         "async def main():\n"

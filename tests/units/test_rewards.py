@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rondel.core.errors import ConfigError, DataError
+from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score import build
 from rondel.score.number import last_number
 from rondel.score.pool import RewardPool
 from rondel.score.preflight import check_reward
 from rondel.score.result import placed, read
-from rondel.words.errors import ConfigError, DataError
-from rondel.words.types import Failed, Score, Task, Trajectory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -291,7 +291,7 @@ def test_workers_run_beside_each_other_and_beside_the_loop(tmp_path, monkeypatch
 def test_an_unguarded_script_does_not_start_itself_again(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import asyncio\nprint('started')\nfrom rondel.score.pool import RewardPool\nfrom rondel.words.types import Task, Trajectory\n"
+        "import asyncio\nprint('started')\nfrom rondel.score.pool import RewardPool\nfrom rondel.core.types import Task, Trajectory\n"
         "pool = RewardPool('number')\nprint(asyncio.run(pool.score(Trajectory(text='7'), Task('t', 'x', {'answer': '7'}))))\n"
     )
     run = subprocess.run(

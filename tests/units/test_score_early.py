@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import run_kit
 
-from rondel.assemble.failures import Failures
-from rondel.assemble.rollouts import Rollouts
-from rondel.words.types import EnvFault, Failed, PolicyFault, Sampling, Score, Slot, Task, Trajectory
+from rondel.core.types import EnvFault, Failed, PolicyFault, Sampling, Score, Slot, Task, Trajectory
+from rondel.run.failure_budget import Failures
+from rondel.run.rollouts import Rollouts
 
 
 class Quiet(Rollouts):

@@ -7,10 +7,10 @@ import json
 import pytest
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from rondel.core.errors import ModelError
 from rondel.planner import tower
 from rondel.planner.families import DEFAULTS, MODELS, PUBLIC
 from rondel.planner.shapes import of_config, shape
-from rondel.words.errors import ModelError
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 105}
 LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4}

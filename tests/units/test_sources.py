@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from rondel.assemble.checking import _tasks
+from rondel.checks.recipe_check import _tasks
+from rondel.core.errors import ConfigError, DataError
+from rondel.core.types import Task
 from rondel.generate.envs.holdout import content_key
 from rondel.generate.envs.order import Shuffled, stream
 from rondel.generate.envs.sources import TaskSet, load_tasks
-from rondel.words.errors import ConfigError, DataError
-from rondel.words.types import Task
 
 
 def load(**data):

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from units.synthetic import group, write_run
 
+from rondel.core.errors import CheckpointError, UserError
+from rondel.core.events import GroupsTaken, Resumed
+from rondel.core.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, Task, Trajectory
 from rondel.runtime.journal.store import RolloutStore, annotate_step, groups_of, path_of, read_step, steps, write_step
-from rondel.words.errors import CheckpointError, UserError
-from rondel.words.events import GroupsTaken, Resumed
-from rondel.words.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, Task, Trajectory
 
 logprobs = st.floats(max_value=0.0, width=32, allow_nan=False, allow_infinity=False)  # a token of probability 0 is never drawn
 numbers = st.floats(allow_nan=False)

@@ -12,9 +12,9 @@ from rich.console import Console
 from units.synthetic import step_events, write_run
 
 from rondel.cli import main
+from rondel.core.events import Advised
 from rondel.runtime.telemetry.progress import Progress
-from rondel.words.events import Advised
-from rondel.words.streams import PatientStream
+from rondel.system.streams import PatientStream
 
 
 def left() -> io.TextIOWrapper:

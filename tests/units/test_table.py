@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rondel.algos import advantage, aggregate, bounded, chosen, correction, kl, ratio, shaping, surrogate
+from rondel.algos import advantage, aggregate, correction, kl, masked_surrogates, ratio, shaping, surrogate, trust_region_surrogates
 from rondel.algos.table import DAPO, DR_GRPO, FAMILIES, GRPO, REINFORCE, RLOO, SFT, TABLE, resolve
-from rondel.words.errors import ConfigError
+from rondel.core.errors import ConfigError
 
 # -- rows -----------------------------------------------------------------------------------------------------------------
 
@@ -24,9 +24,14 @@ def test_the_rows_are_what_their_papers_say():
     assert RLOO.advantage == advantage.LeaveOneOut() and RLOO.surrogate == REINFORCE.surrogate == surrogate.PolicyGradient()
     assert SFT.surrogate == surrogate.LogLikelihood() and SFT.aggregate == aggregate.TokenMean()
     assert TABLE["gspo"].surrogate == surrogate.Clip(3e-4, 4e-4) and TABLE["gspo"].aggregate == aggregate.SeqMeanTokenMean()
-    assert TABLE["gmpo"].surrogate == bounded.GeometricMean(0.4, 0.4) and TABLE["sapo"].surrogate == bounded.SoftGate(1.0, 1.05)
-    assert TABLE["clip_cov"].surrogate == chosen.ClipCov(share=2e-4, least=1.0, most=5.0) and TABLE["m2po"].surrogate.threshold == 0.04
-    assert TABLE["forking"].surrogate == chosen.Forking(0.2, 0.28, top=0.2) and TABLE["luffy"].surrogate.gamma == 0.1
+    assert TABLE["gmpo"].surrogate == trust_region_surrogates.GeometricMean(0.4, 0.4) and TABLE[
+        "sapo"
+    ].surrogate == trust_region_surrogates.SoftGate(1.0, 1.05)
+    assert (
+        TABLE["clip_cov"].surrogate == masked_surrogates.ClipCov(share=2e-4, least=1.0, most=5.0)
+        and TABLE["m2po"].surrogate.threshold == 0.04
+    )
+    assert TABLE["forking"].surrogate == masked_surrogates.Forking(0.2, 0.28, top=0.2) and TABLE["luffy"].surrogate.gamma == 0.1
     assert TABLE["topr"].surrogate.level == "trajectory" and TABLE["kimi"].shaping == shaping.KimiLength()
 
 
@@ -224,4 +229,4 @@ def test_the_public_import_needs_torch_and_words_only():
         "print(*sorted({'.'.join(m.split('.')[:2]) for m in sys.modules if m.startswith('rondel.')}))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert set(found.stdout.split()) == {"rondel.algos", "rondel.words"}
+    assert set(found.stdout.split()) == {"rondel.algos", "rondel.core"}

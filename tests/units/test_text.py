@@ -14,13 +14,13 @@ from units.synthetic import finished, group, step_events, write_run
 
 from rondel.cli import main
 from rondel.cli.check_env import show
+from rondel.core.events import GroupsTaken, Warned
+from rondel.core.types import Trajectory
 from rondel.runtime.journal.log import Journal, encode, history
 from rondel.runtime.journal.store import RolloutStore
 from rondel.runtime.telemetry.progress import Progress
 from rondel.score.preflight import Finding
-from rondel.words.events import GroupsTaken, Warned
-from rondel.words.text import read_json, valid, visible
-from rondel.words.types import Trajectory
+from rondel.text.unicode import read_json, valid, visible
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \u202egnp.exe \r overwritten \ud83d"
 OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -9,12 +9,12 @@ import threading
 import pytest
 from units.chat_kit import Engine, chat, tokenizer
 
+from rondel.core.errors import ConfigError, EnvError
+from rondel.core.sandbox_types import BoxFileError
+from rondel.core.types import Task
 from rondel.generate.envs.calls import HERMES, JsonCalls, TaggedCalls, read_off
 from rondel.generate.envs.toolbox import calculator
 from rondel.generate.envs.tools import Tool, Tools
-from rondel.words.boxes import BoxFileError
-from rondel.words.errors import ConfigError, EnvError
-from rondel.words.types import Task
 
 TASK = Task("t", "tools", {"prompt": "what is three plus four?"})
 QWEN = (  # tools in the system message, calls as tagged JSON, results from the user

@@ -8,8 +8,8 @@ from diagnose_kit import write
 from run_kit import events, run
 
 from rondel.cli import main
+from rondel.core import events as words
 from rondel.runtime.telemetry.trace import trace
-from rondel.words import events as words
 
 pytestmark = pytest.mark.slow
 

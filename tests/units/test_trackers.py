@@ -10,9 +10,9 @@ import pytest
 from run_kit import run
 from units.synthetic import write_run
 
-from rondel.runtime.telemetry.scraped import Scraped
+from rondel.core.errors import ConfigError
+from rondel.runtime.telemetry.prometheus import Scraped
 from rondel.runtime.telemetry.sinks import open_sinks
-from rondel.words.errors import ConfigError
 
 ROW = {"score/reward_mean": 0.5, "train/loss": float("nan"), "time/step": 2.0}
 
@@ -124,7 +124,7 @@ def test_prometheus_finds_the_newest_row():
 def test_a_run_is_scraped_while_it_goes_on(tmp_path):
     import socket
 
-    from rondel.words.events import Checkpointed, subscribe
+    from rondel.core.events import Checkpointed, subscribe
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -10,10 +10,10 @@ from run_kit import check, run
 from units.chat_kit import chat
 
 pytest.importorskip("verifiers.legacy", reason="verifiers 0.3 is not installed: pip install 'verifiers>=0.3,<0.4'")
+from rondel.core.errors import ConfigError, EnvError
 from rondel.generate.envs.gateway.env import Gateway
 from rondel.generate.envs.sources import load_tasks
 from rondel.generate.envs.verifiers import agent_of_verifiers
-from rondel.words.errors import ConfigError, EnvError
 
 
 def play(name: str, *says: str):

@@ -11,11 +11,11 @@ import pytest
 from gateway_kit import Policy, recorded, tok
 from units.chat_kit import chat
 
+from rondel.core.errors import ConfigError, EnvError
+from rondel.core.types import Task
+from rondel.generate.envs.external_envs import OpenEnv
 from rondel.generate.envs.gym import Gym, maker
 from rondel.generate.envs.sources import load_tasks
-from rondel.generate.envs.worlds import OpenEnv
-from rondel.words.errors import ConfigError, EnvError
-from rondel.words.types import Task
 
 websockets = pytest.importorskip("websockets.sync.server")
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rondel.algos.grouping import deviations, over_group, sizes, spreads
-from rondel.algos.scored import Scored
+from rondel.algos.scored_samples import Scored
 from rondel.algos.tensors import Tensor, torch
-from rondel.words.errors import ConfigError
+from rondel.core.errors import ConfigError
 
 
 def standardised(rewards_N: Tensor, group_N: Tensor, eps: float) -> Tensor:

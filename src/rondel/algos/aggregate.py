@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from rondel.algos.tensors import Tensor, torch
-from rondel.words.errors import ConfigError
+from rondel.core.errors import ConfigError
 
 
 def _share(counted_N: Tensor, denominator: Tensor | int) -> Tensor:

@@ -19,8 +19,8 @@ from typing import ClassVar
 from rondel.algos.exponent import bounded_exp
 from rondel.algos.grouping import over_group, sizes
 from rondel.algos.tensors import Tensor, torch
-from rondel.words.errors import ConfigError
-from rondel.words.registry import one_of
+from rondel.core.errors import ConfigError
+from rondel.core.registry import one_of
 
 LEVELS = ("token", "sequence", "geometric")
 DENOMINATORS = ("all", "kept", "accepted")

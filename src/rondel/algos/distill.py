@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rondel.algos.tensors import Tensor
-from rondel.words.errors import ConfigError
+from rondel.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rondel.algos.tensors import Tensor, torch
-from rondel.words.errors import ConfigError
+from rondel.core.errors import ConfigError
 
 
 def highest(values_T: Tensor, share: float) -> Tensor:

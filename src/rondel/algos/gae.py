@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rondel.algos.advantage import whitened
-from rondel.algos.scored import Scored
+from rondel.algos.scored_samples import Scored
 from rondel.algos.tensors import Tensor, torch
-from rondel.words.errors import ConfigError
+from rondel.core.errors import ConfigError
 
 CHUNK = 128  # tokens that one matrix product carries at once
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.tensors import Tensor, torch
-from rondel.words.errors import ConfigError
-from rondel.words.registry import one_of
+from rondel.core.errors import ConfigError
+from rondel.core.registry import one_of
 
 
 def k1(x_T: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from dataclasses import fields
 from inspect import cleandoc
 from typing import TYPE_CHECKING
 
-from rondel.algos.ahead import NOTHING, Ahead, tokens_of
 from rondel.algos.exponent import bounded_exp
+from rondel.algos.precompute import NOTHING, Ahead, tokens_of
 from rondel.algos.tensors import Tensor
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from dataclasses import fields, is_dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from rondel.words.errors import ConfigError
-from rondel.words.registry import find, nearest
+from rondel.core.errors import ConfigError
+from rondel.core.registry import find, nearest
 
 NUMBERS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false", dict[str, float]: "a table of numbers by name"}
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rondel.algos.grouping import over_group
 from rondel.algos.tensors import Tensor
-from rondel.words.registry import one_of
+from rondel.core.registry import one_of
 
 ANCHORS = ("proximal", "behavior")
 

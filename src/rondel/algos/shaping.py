@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rondel.algos.grouping import over_group
-from rondel.algos.scored import Scored
+from rondel.algos.scored_samples import Scored
 from rondel.algos.tensors import Tensor, torch
-from rondel.words.errors import ConfigError
+from rondel.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

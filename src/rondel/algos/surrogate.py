@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.tensors import Tensor, torch
 from rondel.algos.tokens import Tokens
-from rondel.words.errors import ConfigError
+from rondel.core.errors import ConfigError
 
 
 class Surrogate(NamedTuple):

@@ -23,24 +23,24 @@ from rondel.algos.advantage import (
     WhitenedCenter,
 )
 from rondel.algos.aggregate import FixedNorm, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
-from rondel.algos.bounded import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
-from rondel.algos.chosen import ClipCov, Forking, KlCov
 from rondel.algos.correction import Importance, NoCorrection, OffPolicyMask
 from rondel.algos.distill import Distill, FullDistill
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.gae import Gae, Returns, returns
 from rondel.algos.kl import Kl
-from rondel.algos.offpolicy import CappedWeight, Guided, SecondMoment, Tapered
+from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
+from rondel.algos.off_policy_surrogates import CappedWeight, Guided, SecondMoment, Tapered
 from rondel.algos.override import override
 from rondel.algos.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
-from rondel.algos.scored import Scored
+from rondel.algos.scored_samples import Scored
 from rondel.algos.shaping import ClipReward, KimiLength, NoShaping, Overlong
 from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient, Surrogate
 from rondel.algos.tensors import Tensor
 from rondel.algos.tokens import Tokens
+from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
 from rondel.algos.value import ClippedValue
-from rondel.words.errors import ConfigError
-from rondel.words.registry import find, nearest
+from rondel.core.errors import ConfigError
+from rondel.core.registry import find, nearest
 
 FAMILIES: dict[str, dict[str, type]] = {
     "shaping": {"none": NoShaping, "clip": ClipReward, "overlong": Overlong, "kimi_length": KimiLength},

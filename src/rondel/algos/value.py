@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rondel.algos.tensors import Tensor, torch
-from rondel.words.errors import ConfigError
+from rondel.core.errors import ConfigError
 
 
 class ValueTerms(NamedTuple):

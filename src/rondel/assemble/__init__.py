@@ -1,19 +1,19 @@
-"""Job -> parts -> a run. The only place that may name concrete classes."""
+"""Builds a run from its recipe: components, deployment, workers, refusals. The only place that names concrete classes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-VERBS = {  # each lives in a file of another name, and is imported when it is asked for
-    "build": "parts",
-    "train": "running",
-    "check": "checking",
-    "check_env": "rehearsal",
-    "replay": "replaying",
-    "again": "replaying",
-    "differences": "replaying",
-    "evaluate_checkpoint": "evaluating",
-    "rate": "evaluating",
+VERBS = {  # imported when they are asked for
+    "build": "assemble.components",
+    "train": "run.controller",
+    "check": "checks.recipe_check",
+    "check_env": "checks.environment_check",
+    "replay": "run.replay",
+    "again": "run.replay",
+    "differences": "run.replay",
+    "evaluate_checkpoint": "run.checkpoint_evaluation",
+    "rate": "run.checkpoint_evaluation",
 }
 
 
@@ -22,4 +22,4 @@ def __getattr__(name: str) -> Any:
 
     if name not in VERBS:
         raise AttributeError(name)
-    return getattr(importlib.import_module(f"rondel.assemble.{VERBS[name]}"), name)
+    return getattr(importlib.import_module(f"rondel.{VERBS[name]}"), name)

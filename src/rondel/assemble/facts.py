@@ -11,16 +11,16 @@ import torch
 import transformers
 
 from rondel.algos.objective import explain
+from rondel.core.config import Job
+from rondel.core.errors import ConfigError, UserError
+from rondel.core.types import POLICY, Task
 from rondel.planner.memory import bills
 from rondel.planner.setting import of_job
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.journal.log import encode
-from rondel.words.config import Job
-from rondel.words.errors import ConfigError, UserError
-from rondel.words.types import POLICY, Task
 
 if TYPE_CHECKING:
-    from rondel.assemble.parts import Parts
+    from rondel.assemble.components import Parts
 
 
 def facts_of(parts: Parts) -> dict[str, Any]:

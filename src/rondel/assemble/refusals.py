@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rondel.core.config import Critic, Evaluation, Job
+from rondel.core.errors import ConfigError, DataError
+from rondel.core.registry import nearest
+from rondel.core.types import DATA, GREEDY, POLICY, Sampling, Task, Trajectory
 from rondel.generate.envs.holdout import content_key
-from rondel.words.config import Critic, Evaluation, Job
-from rondel.words.errors import ConfigError, DataError
-from rondel.words.registry import nearest
-from rondel.words.types import DATA, GREEDY, POLICY, Sampling, Task, Trajectory
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rondel.algos.table import Algorithm, resolve
-from rondel.words.config import OF_GROUPS, Job
-from rondel.words.errors import ConfigError
-from rondel.words.registry import nearest
-from rondel.words.types import Task
+from rondel.core.config import OF_GROUPS, Job
+from rondel.core.errors import ConfigError
+from rondel.core.registry import nearest
+from rondel.core.types import Task
 
 ALONE = {  # what a row may ask of the whole run, and so of the main row only
     "values": "it needs a critic, which learns from every sample",

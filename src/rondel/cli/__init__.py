@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rondel.words.errors import FULL, ConfigError, RondelError, Stopped, leaves, refusal, root_cause
-from rondel.words.streams import forgive, silence
-from rondel.words.text import visible
+from rondel.core.errors import FULL, ConfigError, RondelError, Stopped, leaves, refusal, root_cause
+from rondel.system.streams import forgive, silence
+from rondel.text.unicode import visible
 
 VERBS = (
     "train", "eval", "serve", "check", "check-env", "explain", "plan", "simulate", "import", "view", "replay", "diagnose", "trace", "card", "dashboard",
@@ -82,7 +82,7 @@ def _guarded(run: Callable[..., Any], debug: bool) -> Callable[..., Any]:
 
 def sort_words(*words: str) -> tuple[list[str], dict[str, Any]]:
     """("RUN.toml", "--loop.steps=5"), in any order -> (["RUN.toml"], {"loop.steps": 5})."""
-    from rondel.words.config import parse_overrides
+    from rondel.core.config import parse_overrides
 
     overrides = parse_overrides([word for word in words if word.startswith("--")])
     return [word for word in words if word and not word.startswith("--")], overrides
@@ -90,7 +90,7 @@ def sort_words(*words: str) -> tuple[list[str], dict[str, Any]]:
 
 def read_job(*words: str) -> tuple[Any, dict[str, Any]]:
     """The Job that one recipe and its overrides mean, and the overrides."""
-    from rondel.words.config import Job
+    from rondel.core.config import Job
 
     paths, overrides = sort_words(*words)
     if len(paths) != 1:

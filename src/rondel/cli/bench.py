@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from rondel.words.errors import UserError
-from rondel.words.registry import nearest
+from rondel.core.errors import UserError
+from rondel.core.registry import nearest
 
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 HOMES = (Path(__file__).parents[3] / "benchmarks", Path(__file__).parents[1] / "benchmarks")  # source tree, installed wheel

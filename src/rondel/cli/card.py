@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rondel.words.text import visible
+from rondel.text.unicode import visible
 
 
 def run(
@@ -20,10 +20,10 @@ def run(
 
     Writes card.md and card.json into the run folder, if it can be written to, and prints the card.
     """
+    from rondel.core.errors import CheckpointError, UserError
     from rondel.runtime.journal.log import encode
     from rondel.runtime.telemetry.card import card_of, markdown, save_card
-    from rondel.runtime.telemetry.comparing import compare, comparison
-    from rondel.words.errors import CheckpointError, UserError
+    from rondel.runtime.telemetry.comparison import compare, comparison
 
     if diff != bool(other):
         raise UserError("two run folders and --diff go together: rondel card --diff RUN RUN2")

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from rondel.cli import OVERRIDES, sort_words
-from rondel.words.errors import UserError
-from rondel.words.text import visible
+from rondel.core.errors import UserError
+from rondel.text.unicode import visible
 
 SETTINGS = OVERRIDES
 ALONE: dict[str, Any] = {  # an environment without a recipe
@@ -57,7 +57,7 @@ def show(findings: list[Any]) -> None:
 
 
 def _job(target: str, data: str, words: list[str]) -> Any:
-    from rondel.words.config import Job, parse_overrides, place
+    from rondel.core.config import Job, parse_overrides, place
 
     names, overrides = sort_words(target, *words)
     if len(names) != 1:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rondel.words.errors import UserError
+from rondel.core.errors import UserError
 
 
 def run(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from rondel.words.text import visible
+from rondel.text.unicode import visible
 
 
 def run(

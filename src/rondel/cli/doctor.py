@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from rondel.words.errors import ConfigError, SandboxError
+from rondel.core.errors import ConfigError, SandboxError
 
 MINIMUM = {"torch": (2, 11), "transformers": (5, 17)}
 NEEDED = ("safetensors", "pydantic", "numpy", "pyarrow", "tensorboard", "jinja2", "filelock", "tomli_w")
@@ -70,8 +70,8 @@ def between(address: str, folder: str) -> Iterator[Sign]:
     """The nodes of a Ray cluster; where none runs and none is named, two processes of this machine."""
     import asyncio
 
-    from rondel.runtime.cluster.look import Lookout
-    from rondel.runtime.cluster.nodes import judge, look
+    from rondel.runtime.cluster.cluster_check import Lookout
+    from rondel.runtime.cluster.node_probe import judge, look
 
     several: Any
     asks = None

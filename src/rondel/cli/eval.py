@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from rondel.cli import OVERRIDES, sort_words
-from rondel.words.errors import UserError
-from rondel.words.files import write_text
-from rondel.words.text import visible
+from rondel.core.errors import UserError
+from rondel.system.files import write_text
+from rondel.text.unicode import visible
 
 SETTINGS = OVERRIDES
 

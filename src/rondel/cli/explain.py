@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from rondel.cli import OVERRIDES, read_job
-from rondel.words.text import visible
+from rondel.text.unicode import visible
 
 SETTINGS = OVERRIDES
 
@@ -23,7 +23,7 @@ def run(
     said, overrides = read_job(recipe, *ctx.args)
     job, why = said, ""
     if said.loop.passes is not None:  # counting the tasks takes the data, and with it torch
-        from rondel.assemble.parts import with_steps
+        from rondel.assemble.components import with_steps
 
         job, why = with_steps(said)
     rows = values(said, set(overrides))
@@ -39,7 +39,7 @@ def run(
 
 def values(section: Any, overridden: set[str], prefix: str = "") -> list[tuple[str, Any, str]]:
     """(dotted key, final value, "recipe" | "command line" | "default") of every leaf."""
-    from rondel.words.config import Section
+    from rondel.core.config import Section
 
     rows = []
     for name in type(section).model_fields:

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rondel.words.errors import ConfigError
-from rondel.words.files import make_folder, write_text
-from rondel.words.registry import nearest
+from rondel.core.errors import ConfigError
+from rondel.core.registry import nearest
+from rondel.system.files import make_folder, write_text
 
 
 class Framework(StrEnum):
@@ -36,9 +36,9 @@ def run(
 
     Each line names the key it comes from. What has no equivalent, another default or must be decided is listed on stderr.
     """
-    from rondel.planner.importing.render import lists, recipe
-    from rondel.planner.importing.translate import nested
-    from rondel.words.config import Job
+    from rondel.core.config import Job
+    from rondel.importing.render import lists, recipe
+    from rondel.importing.translate import nested
 
     report, source = imported(framework.value, config)
     Job.parse(nested(report.lines), source)
@@ -62,11 +62,11 @@ def run(
 
 def imported(framework: str, config: str) -> tuple[Any, str]:
     """(the report, a name for where the config came from)."""
-    from rondel.planner.importing.openrlhf import OPENRLHF
-    from rondel.planner.importing.read import read
-    from rondel.planner.importing.translate import translate
-    from rondel.planner.importing.trl import TRL
-    from rondel.planner.importing.verl import VERL
+    from rondel.importing.openrlhf import OPENRLHF
+    from rondel.importing.read import read
+    from rondel.importing.translate import translate
+    from rondel.importing.trl import TRL
+    from rondel.importing.verl import VERL
 
     path = Path(config)
     peer = {"trl": TRL, "verl": VERL, "openrlhf": OPENRLHF}[framework]

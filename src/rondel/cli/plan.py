@@ -27,7 +27,7 @@ def run(
     The bill of memory by tenant and phase, how long a step takes, which pool waits, how weights travel, what to change first.
     """
     if calibrate:
-        from rondel.assemble.calibrating import calibrate as measure
+        from rondel.checks.calibration import calibrate as measure
 
         print(measure(), file=sys.stderr, flush=True)
         if not (recipe or what_if or ctx.args):

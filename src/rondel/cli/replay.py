@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rondel.words.text import visible
+from rondel.text.unicode import visible
 
 
 def run(
@@ -28,8 +28,8 @@ def run(
     if into is not None:
         return _whole(Path(folder), into, as_json)
     assert step is not None
+    from rondel.core.errors import UserError
     from rondel.runtime.journal.log import read
-    from rondel.words.errors import UserError
 
     done = {e["step"]: e["metrics"] for e in read(folder) if e["kind"] == "StepDone"}
     if step not in done:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from rondel.words.errors import UserError
-from rondel.words.files import replace_file
+from rondel.core.errors import UserError
+from rondel.system.files import replace_file
 
 
 def run(
@@ -41,8 +41,8 @@ def run(
     OpenAI's completions and chat, and SGLang's control endpoints for trainers.
     """
     try:
-        from rondel.assemble.joining import check_run, register
-        from rondel.assemble.serving import Limits, Settings, serve
+        from rondel.assemble.server import Limits, Settings, serve
+        from rondel.run.elastic_engines import check_run, register
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("starlette", "uvicorn", "prometheus_client"):
             raise

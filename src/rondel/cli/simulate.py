@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from rondel.cli import OVERRIDES, setting_of
-from rondel.words.errors import ConfigError
-from rondel.words.files import write_text
+from rondel.core.errors import ConfigError
+from rondel.system.files import write_text
 
 SETTINGS = OVERRIDES
 
@@ -58,7 +58,7 @@ def run(
         raise ConfigError("--picture draws the chain: add --chain")
     setting = setting_of([recipe, what_if, *ctx.args])
     if in_flight:
-        from rondel.words.registry import one_of
+        from rondel.core.registry import one_of
 
         one_of("--in-flight", in_flight, ("hold", "drain", "abort"))
         setting = replace(setting, in_flight=in_flight)

@@ -17,7 +17,7 @@ def run(
     """
     from rondel.runtime.journal.log import encode
     from rondel.runtime.telemetry.trace import trace
-    from rondel.words.files import write_text
+    from rondel.system.files import write_text
 
     told = trace(folder)
     write_text(output, encode(told) + "\n")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from rondel.cli import OVERRIDES, read_job
-from rondel.words.text import visible
+from rondel.text.unicode import visible
 
 SETTINGS = OVERRIDES
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rondel.words.files import checkpoints_in, write_text
-from rondel.words.text import visible
-from rondel.words.types import DATA, GREEDY, POLICY
+from rondel.core.types import DATA, GREEDY, POLICY
+from rondel.system.files import checkpoints_in, write_text
+from rondel.text.unicode import visible
 
 
 def run(
@@ -24,8 +24,8 @@ def run(
 ) -> None:
     """Show what the policy read and wrote."""
     from rondel.cli.page import page
+    from rondel.core.errors import UserError
     from rondel.runtime.journal.store import read_step, steps
-    from rondel.words.errors import UserError
 
     stored = steps(folder)
     if step is None and stored:
@@ -118,7 +118,7 @@ def pieces(row: dict[str, Any], read_tokens: Any) -> list[tuple[bool, str]]:
 
 
 def prompt(data: dict[str, Any]) -> str:
-    from rondel.words.media import worded
+    from rondel.core.media import worded
 
     if "messages" in data:
         return "\n".join(f"{m.get('role', '')}: {worded(m.get('content', ''))}" for m in data["messages"])

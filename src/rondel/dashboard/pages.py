@@ -20,10 +20,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from rondel.dashboard import asking, rollouts, views
+from rondel.core.errors import RondelError, UserError
+from rondel.dashboard import plan_api, rollouts, views
+from rondel.dashboard.auth import Door
 from rondel.dashboard.columns import Grid
-from rondel.dashboard.door import Door
-from rondel.words.errors import RondelError, UserError
 
 if TYPE_CHECKING:
     from rondel.dashboard.run import Run
@@ -37,7 +37,7 @@ POLL, BEAT = 0.25, 10.0  # seconds between two looks for news, and between two s
 class Pages:
     """What the routes share: the runs, and whether the server is about to end."""
 
-    def __init__(self, runs: list[Run], plan: asking.Plan, key: str = "") -> None:
+    def __init__(self, runs: list[Run], plan: plan_api.Plan, key: str = "") -> None:
         self.runs, self.planned, self.key, self.closing = runs, plan, key, False
         self.opened = 0.0  # when somebody last did, by time.monotonic
 
@@ -101,7 +101,7 @@ class Pages:
     def plan(self, request: Request) -> Any:
         words = dict(request.query_params)
         folder = self.run(request).folder if words.get("run", "") != "" else None
-        return asking.ask(words, self.planned, folder) | {"choices": asking.choices()}
+        return plan_api.ask(words, self.planned, folder) | {"choices": plan_api.choices()}
 
     # -- what is new -----------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rondel.cli.view import gap, prompt, supervised_steps, tokenizer, tokenizer_file, trajectory
+from rondel.core.errors import UserError
 from rondel.runtime.journal.store import path_of, read_step, steps
-from rondel.words.errors import UserError
 
 EXCERPT = 80  # characters of a prompt in the table
 PAGE = 1500  # tokens that are sent at once

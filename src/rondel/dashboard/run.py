@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rondel.core.errors import CheckpointError, UserError
 from rondel.dashboard.columns import Columns, Row
 from rondel.dashboard.sample import READ, sample
 from rondel.dashboard.tail import Tail, kind_of
@@ -21,10 +22,9 @@ from rondel.runtime.journal.log import FILE, decode, recipe
 from rondel.runtime.telemetry.accounts import CONTROLLER
 from rondel.runtime.telemetry.diagnose.finding import Finding
 from rondel.runtime.telemetry.diagnose.story import EVALUATED, RECENT, Step, Story, event_of, held
-from rondel.runtime.telemetry.hacking import within
 from rondel.runtime.telemetry.metrics import StepMetrics
+from rondel.runtime.telemetry.reward_hacking import within
 from rondel.runtime.telemetry.scores import is_share, within_unit
-from rondel.words.errors import CheckpointError, UserError
 
 LONG = 8 << 20  # bytes from which a journal is sampled first
 NEWEST = 6000  # lines that are kept as they are, for the timeline

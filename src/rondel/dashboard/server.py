@@ -11,13 +11,13 @@ from pathlib import Path
 
 import uvicorn
 
-from rondel.dashboard.asking import Plan
 from rondel.dashboard.pages import Pages, build
+from rondel.dashboard.plan_api import Plan
 from rondel.dashboard.run import Run
-from rondel.generate.engine.server.listening import Connection, Quiet, bind
-from rondel.runtime.ending import Ending
 from rondel.runtime.telemetry.diagnose.finding import Finding
 from rondel.runtime.telemetry.diagnose.story import Story
+from rondel.runtime.termination import Ending
+from rondel.system.http import Connection, Quiet, bind
 
 REST, TURN = 0.2, 0.0005  # seconds between two looks at files that stand still; and for which the reading thread may keep the interpreter
 LATELY = 1.0  # seconds after a page was opened in which it has the processor: what is shown by a sample can wait

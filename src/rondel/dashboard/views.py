@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from rondel.core.errors import UserError
 from rondel.runtime.journal.log import history
 from rondel.runtime.telemetry.accounts import KINDS, shares
 from rondel.runtime.telemetry.card import summary
 from rondel.runtime.telemetry.diagnose.story import differing
 from rondel.runtime.telemetry.metrics import meaning
 from rondel.runtime.telemetry.trace import PID, TRACKS, drawn
-from rondel.words.errors import UserError
 
 if TYPE_CHECKING:
     from rondel.dashboard.run import Run

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from rondel.core.protocols import Filter
+from rondel.core.types import KEEP, Group, Verdict
 from rondel.filter.complete import Complete
 from rondel.filter.length import truncated
 from rondel.filter.repetition import Repetition
 from rondel.filter.signal import signal
-from rondel.words.protocols import Filter
-from rondel.words.types import KEEP, Group, Verdict
 
 FILTERS: dict[str, Callable[..., Filter]] = {
     "complete": Complete,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from rondel.words.errors import ConfigError
-from rondel.words.types import KEEP, EnvFault, Failed, Group, Trajectory, Verdict
+from rondel.core.errors import ConfigError
+from rondel.core.types import KEEP, EnvFault, Failed, Group, Trajectory, Verdict
 
 
 @dataclass(frozen=True)

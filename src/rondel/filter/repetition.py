@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rondel.words.errors import ConfigError
-from rondel.words.repeats import repeated
-from rondel.words.types import KEEP, Group, Verdict
+from rondel.core.errors import ConfigError
+from rondel.core.types import KEEP, Group, Verdict
+from rondel.text.repetition import repeated
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rondel.words.types import KEEP, Group, Verdict
+from rondel.core.types import KEEP, Group, Verdict
 
 
 def signal(group: Group) -> Verdict:

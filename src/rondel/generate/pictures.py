@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from rondel.words.errors import DataError
-from rondel.words.media import Image, Placed, Sight
+from rondel.core.errors import DataError
+from rondel.core.media import Image, Placed, Sight
 
 Messages = list[dict[str, Any]]
 PIXELS = 1 << 26  # of a picture before it is scaled: 64 megapixels; a small file may hold more than any memory

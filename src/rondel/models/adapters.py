@@ -25,10 +25,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from rondel.core.errors import ConfigError, ModelError, boundary
+from rondel.core.registry import nearest
 from rondel.models import linear, names, nf4
 from rondel.models.attention import PackedLayout, Segment
-from rondel.words.errors import ConfigError, ModelError, boundary
-from rondel.words.registry import nearest
 
 if TYPE_CHECKING:
     from rondel.models.load import Loaded

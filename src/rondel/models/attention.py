@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from rondel.core.errors import ModelError
 from rondel.models.linear import LIBRARY
-from rondel.words.errors import ModelError
 
 NAME = "rondel"
 

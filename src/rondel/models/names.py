@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rondel.words.errors import ModelError
-from rondel.words.types import Manifest, TensorInfo
+from rondel.core.errors import ModelError
+from rondel.core.types import Manifest, TensorInfo
 
 _ROW = 1023  # words; odd, so that flipping the highest bit of every word of a row shows
 _ROWS = 128  # at a time: 1 MB, which the second pass finds in the cache

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from rondel.core.errors import ConfigError, ModelError
 from rondel.models import linear
-from rondel.words.errors import ConfigError, ModelError
 
 BLOCK, OUTER = 64, 256  # weights of one scale, scales of one float32
 EXTRA = "pip install 'rondel[qlora]'"

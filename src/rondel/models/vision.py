@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from rondel.words.errors import ModelError
-from rondel.words.media import Image, Placed, Sight
+from rondel.core.errors import ModelError
+from rondel.core.media import Image, Placed, Sight
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)

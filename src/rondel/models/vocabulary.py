@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from rondel.words.errors import ConfigError
+from rondel.core.errors import ConfigError
 
 
 class Named(Protocol):

@@ -11,9 +11,9 @@ import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rondel.words.errors import ConfigError
-from rondel.words.files import make_folder, replace_file
-from rondel.words.registry import nearest
+from rondel.core.errors import ConfigError
+from rondel.core.registry import nearest
+from rondel.system.files import make_folder, replace_file
 
 GB, TERA = 10**9, 10**12
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, Literal, NamedTuple
 
-from rondel.words.errors import ConfigError
+from rondel.core.errors import ConfigError
 
 Apart = Literal["module", "device", "process", "machine", "server"]  # what trainer and engine do not share
 

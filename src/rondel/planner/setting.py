@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from rondel.core.errors import ConfigError, UserError
+from rondel.core.registry import nearest
 from rondel.planner.hardware import Hardware, hardware
 from rondel.planner.shapes import Shape, hub_cache, of_recipe, shape
-from rondel.words.errors import ConfigError, UserError
-from rondel.words.registry import nearest
 
 if TYPE_CHECKING:
-    from rondel.words.config import Job
+    from rondel.core.config import Job
 
 CRITICS, TEACHERS, REFERENCES = {"ppo"}, {"opd"}, {"online_dpo"}  # rows of the table that need one as they stand
 IMAGE = 1024  # tokens of an image whose size nobody says: some 900 x 900 pixels

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rondel.core.errors import ModelError
+from rondel.core.registry import nearest
 from rondel.planner import tower
 from rondel.planner.families import DEFAULTS, MODELS, PUBLIC
 from rondel.planner.tower import Tower
-from rondel.words.errors import ModelError
-from rondel.words.registry import nearest
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from rondel.core.errors import ConfigError, LawError
+from rondel.core.events import Resident, emit
+from rondel.core.protocols import Engine, Interrupt
 from rondel.runtime.busy import working
-from rondel.words.errors import ConfigError, LawError
-from rondel.words.events import Resident, emit
-from rondel.words.protocols import Engine, Interrupt
 
 
 def pick_device(wanted: str) -> str:

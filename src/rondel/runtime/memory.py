@@ -14,7 +14,7 @@ import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 
-from rondel.words.resident import resident
+from rondel.system.process_memory import resident
 
 OUT = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
 LINES = 10  # of Python's own allocations, where they are traced

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
+from rondel.core.events import Event, Stalled, WorkerTime
 from rondel.runtime.memory import report, write_device_snapshot
-from rondel.words.events import Event, Stalled, WorkerTime
 
 SIGNAL = signal.SIGUSR1
 

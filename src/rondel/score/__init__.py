@@ -7,6 +7,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from rondel.core.errors import ConfigError
+from rondel.core.registry import find, refuse_uncallable
+from rondel.core.types import Task
 from rondel.score.code import Code
 from rondel.score.code_tests import checked
 from rondel.score.combine import By, Combine
@@ -18,9 +21,6 @@ from rondel.score.number import Number
 from rondel.score.process import Process
 from rondel.score.reasoning_gym import ReasoningGym
 from rondel.score.remote import Remote
-from rondel.words.errors import ConfigError
-from rondel.words.registry import find, refuse_uncallable
-from rondel.words.types import Task
 
 Spec = str | dict[str, Any]
 Lent = dict[str, Callable[[], Any]]

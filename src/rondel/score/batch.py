@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Any, NamedTuple
 
+from rondel.core.errors import RewardError
 from rondel.score.clock import stopped
-from rondel.words.errors import RewardError
 
 
 class Waiting(NamedTuple):

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rondel.core.errors import BoxError, ConfigError, DataError, SandboxError
+from rondel.core.protocols import Boxes, Cell
+from rondel.core.registry import one_of
+from rondel.core.sandbox_types import Limits, Ran
+from rondel.core.types import Score, Task, Trajectory
 from rondel.score.boxed.harness import BROKEN, EMPTY, FAULT, GONE, PASSED, WRONG
 from rondel.score.code_tests import checked, extracted, judgement, reference_of
-from rondel.words.boxes import Limits, Ran
-from rondel.words.errors import BoxError, ConfigError, DataError, SandboxError
-from rondel.words.protocols import Boxes, Cell
-from rondel.words.registry import one_of
-from rondel.words.types import Score, Task, Trajectory
 
 BOXED = Path(__file__).parent / "boxed"
 MODULES = ("ast", "copy", "io", "numbers")  # that the text of a box imports
@@ -42,7 +42,7 @@ def boxed(*names: str) -> str:
 
 
 CANDIDATE = boxed("plain", "far", "candidate")
-HARNESS = boxed("plain", "compare", "far", "asserted", "suite", "harness")
+HARNESS = boxed("plain", "compare", "far", "assertions", "suite", "harness")
 
 
 class Code:

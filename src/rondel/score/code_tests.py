@@ -10,10 +10,10 @@ import sys
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from rondel.score.boxed.asserted import complaint
+from rondel.core.errors import DataError
+from rondel.core.types import Task
+from rondel.score.boxed.assertions import complaint
 from rondel.score.boxed.plain import pack
-from rondel.words.errors import DataError
-from rondel.words.types import Task
 
 FENCE = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 ALIASES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas"}

@@ -7,10 +7,10 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rondel.core.errors import ConfigError, DataError
+from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score.clock import called
 from rondel.score.result import read
-from rondel.words.errors import ConfigError, DataError
-from rondel.words.types import Failed, Score, Task, Trajectory
 
 
 class Several:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from rondel.words.errors import ConfigError
-from rondel.words.types import Task, Trajectory
+from rondel.core.errors import ConfigError
+from rondel.core.types import Task, Trajectory
 
 
 class Format:

@@ -9,9 +9,9 @@ import time
 from collections import defaultdict
 from typing import Any
 
+from rondel.core.errors import ConfigError, RewardError
 from rondel.score.clock import stopped
-from rondel.words.errors import ConfigError, RewardError
-from rondel.words.text import read_json
+from rondel.text.unicode import read_json
 
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 SHOWN = 200  # characters of a body that an error shows

@@ -7,9 +7,9 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from rondel.score.said import plain, said, wild
-from rondel.words.errors import ConfigError
-from rondel.words.types import Task, Trajectory
+from rondel.core.errors import ConfigError
+from rondel.core.types import Task, Trajectory
+from rondel.score.answer_text import plain, said, wild
 
 SEVERAL = re.compile(r"\\\{|\\(?:cup|pm)\b|,(?![0-9]{3}(?:[^0-9]|$))")  # a gold answer of several values may come in several boxes
 ONE = re.compile(r"[(\[][^()\[\]]*[)\]]")  # a point or an interval is one value, with its comma

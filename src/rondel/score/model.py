@@ -12,14 +12,14 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from rondel.core.errors import ConfigError, RewardError
+from rondel.core.registry import one_of
+from rondel.core.types import Failed, Score, Task, Trajectory, Turn
+from rondel.score.answer_text import asked_of, turns_of
 from rondel.score.batch import Batcher
-from rondel.score.naps import Naps
-from rondel.score.said import asked_of, turns_of
-from rondel.words.errors import ConfigError, RewardError
-from rondel.words.registry import one_of
-from rondel.words.special_tokens import special_tokens
-from rondel.words.text import valid
-from rondel.words.types import Failed, Score, Task, Trajectory, Turn
+from rondel.score.offload import Naps
+from rondel.text.special_tokens import special_tokens
+from rondel.text.unicode import valid
 
 CLOSE = 1e-4  # a packed score and one computed alone, relative to the larger of it and 1; bfloat16 gets more
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from rondel.words.types import Task, Trajectory
+from rondel.core.types import Task, Trajectory
 
 # A minus is a sign unless something to subtract from stands right before it: "5-3" ends in 3, "= -3" in -3.
 # The exponent and the digits are bounded, because a policy that writes 9e999999999 must cost nothing.

@@ -21,12 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rondel.score.killable import Worker
+from rondel.core.errors import ConfigError, RewardError, UserError
+from rondel.core.events import RewardCounts, Warned, emit
+from rondel.core.failure_rate import Recent
+from rondel.core.types import Failed, Score, Task, Trajectory
+from rondel.score.killable_process import Worker
 from rondel.score.shared import GRACE, Shared
-from rondel.words.errors import ConfigError, RewardError, UserError
-from rondel.words.events import RewardCounts, Warned, emit
-from rondel.words.recent import Recent
-from rondel.words.types import Failed, Score, Task, Trajectory
 
 if TYPE_CHECKING:
     from rondel.score import Spec

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score import addresses
 from rondel.score.number import last_number
 from rondel.score.pool import RewardPool
-from rondel.words.types import Failed, Score, Task, Trajectory
 
 GROUPS = 6  # that a check rolls out to measure the signal
 Scores = dict[str, list[tuple[Task, str, Score]]]  # "gold", "empty", "wrong" -> what was answered, and what it was worth

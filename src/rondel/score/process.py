@@ -9,12 +9,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rondel.core.errors import ConfigError
+from rondel.core.registry import imported, one_of
+from rondel.core.types import Failed, Score, Task, Trajectory, Turn
+from rondel.score.answer_text import asked_of, turns_of
 from rondel.score.model import Model
-from rondel.score.said import asked_of, turns_of
-from rondel.words.errors import ConfigError
-from rondel.words.registry import imported, one_of
-from rondel.words.text import valid
-from rondel.words.types import Failed, Score, Task, Trajectory, Turn
+from rondel.text.unicode import valid
 
 AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
     "min": min,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from rondel.core.errors import ConfigError
+from rondel.core.types import Task, Trajectory
 from rondel.score.number import NUMBER
-from rondel.words.errors import ConfigError
-from rondel.words.types import Task, Trajectory
 
 
 def raw(text: str) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from rondel.core.errors import ConfigError, RewardError
+from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score.batch import Batcher
 from rondel.score.http import Post
 from rondel.score.result import read
-from rondel.words.errors import ConfigError, RewardError
-from rondel.words.types import Failed, Score, Task, Trajectory
 
 
 class Remote:

@@ -6,8 +6,8 @@ import math
 from numbers import Integral, Real
 from typing import Any
 
-from rondel.words.text import valid
-from rondel.words.types import Failed, Score, Trajectory
+from rondel.core.types import Failed, Score, Trajectory
+from rondel.text.unicode import valid
 
 
 def read(returned: Any) -> Score | Failed:

@@ -24,11 +24,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rondel.words.errors import ConfigError
-from rondel.words.types import Failed, Score, Task, Trajectory
+from rondel.core.errors import ConfigError
+from rondel.core.types import Failed, Score, Task, Trajectory
 
 if TYPE_CHECKING:
-    from rondel.score.killable import Worker
+    from rondel.score.killable_process import Worker
 
 GRACE = 5.0  # seconds beside the timeout that a silent worker has
 

@@ -24,12 +24,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from rondel.core.registry import imported
+from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score import Lent, build
 from rondel.score.clock import CLOCK, CLOCKS, Clocks, called
 from rondel.score.result import placed, read
-from rondel.words.registry import imported
-from rondel.words.signals import leave_to_controller
-from rondel.words.types import Failed, Score, Task, Trajectory
+from rondel.system.signals import leave_to_controller
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from rondel.core.errors import DataError
 from rondel.runtime.journal.log import read
 from rondel.simulate.run import World
-from rondel.words.errors import DataError
 
 FIRST = 2  # steps of a run that are not counted: everything is touched for the first time
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from rondel.words.errors import ConfigError, DataError
+from rondel.core.errors import ConfigError, DataError
 
 Lengths = Callable[[random.Random], float]
 

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rondel.words.errors import UserError
+from rondel.core.errors import UserError
 
 
 @dataclass(slots=True)

@@ -12,12 +12,12 @@ from typing import Any
 
 from rondel import loop as house
 from rondel.buffer import Buffer
+from rondel.core.types import KEEP, Group, Slot, StepStats, Task, Verdict
 from rondel.planner import cost
 from rondel.planner.setting import Setting
 from rondel.simulate.clock import VirtualLoop
 from rondel.simulate.lengths import Lengths, log_normal
 from rondel.simulate.pool import Pool
-from rondel.words.types import KEEP, Group, Slot, StepStats, Task, Verdict
 
 FOREVER = 1e12  # virtual seconds
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rondel.core.protocols import Transport
+from rondel.core.registry import find
 from rondel.sync.delta import Delta
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.from_distributed import FromDistributed
 from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
-from rondel.words.protocols import Transport
-from rondel.words.registry import find
 
 
 def transport_of(kind: str, *, folder: str | Path, one_module: bool = False) -> Transport:

@@ -19,11 +19,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rondel.core.errors import SyncError, boundary
+from rondel.core.protocols import Engine, Tensors, Trainer, Weights
+from rondel.core.types import Manifest, Route
 from rondel.sync.from_disk import outdated
-from rondel.words.errors import SyncError, boundary
-from rondel.words.files import numbered, writing
-from rondel.words.protocols import Engine, Tensors, Trainer, Weights
-from rondel.words.types import Manifest, Route
+from rondel.system.files import numbered, writing
 
 PIECE = 1 << 18  # elements at a time: what is compared stays in the cache
 LEVEL = 1  # of zlib: 6 makes 7 % less of random positions and takes five times as long

@@ -18,11 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rondel.core.errors import SyncError, boundary
+from rondel.core.protocols import Engine, Tensors, Trainer, Weights
+from rondel.core.types import Manifest, Route, TensorInfo
 from rondel.sync.from_ipc import size_of
-from rondel.words.errors import SyncError, boundary
-from rondel.words.files import numbered, writing
-from rondel.words.protocols import Engine, Tensors, Trainer, Weights
-from rondel.words.types import Manifest, Route, TensorInfo
+from rondel.system.files import numbered, writing
 
 
 class FromDisk:

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rondel.core.errors import StalledError, SyncError
+from rondel.core.protocols import Engine, Tensors, Trainer, Weights
+from rondel.core.types import Manifest, Route, TensorInfo
 from rondel.sync.from_ipc import size_of
-from rondel.words import sockets
-from rondel.words.errors import StalledError, SyncError
-from rondel.words.protocols import Engine, Tensors, Trainer, Weights
-from rondel.words.types import Manifest, Route, TensorInfo
+from rondel.system import sockets
 
 BUCKET = 64 << 20  # bytes; a larger tensor has a bucket of its own
 ALIGN = 64

@@ -30,10 +30,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rondel.words.errors import SyncError, boundary
-from rondel.words.files import writing
-from rondel.words.protocols import Engine, Tensors, Trainer, Weights
-from rondel.words.types import Manifest, Route, TensorInfo
+from rondel.core.errors import SyncError, boundary
+from rondel.core.protocols import Engine, Tensors, Trainer, Weights
+from rondel.core.types import Manifest, Route, TensorInfo
+from rondel.system.files import writing
 
 HEAD, ALIGN = 4096, 64  # bytes: of the first words; of where a tensor may begin
 SEGMENT = re.compile(r"/proc/\d+/fd/\d+|/dev/shm/rondel-[\w-]+", re.ASCII)

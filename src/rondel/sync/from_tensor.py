@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from rondel.words.protocols import Engine, Tensors, Trainer, Weights
-from rondel.words.types import Manifest, Route
+from rondel.core.protocols import Engine, Tensors, Trainer, Weights
+from rondel.core.types import Manifest, Route
 
 
 class FromTensor:

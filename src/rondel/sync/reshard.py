@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rondel.words.errors import SyncError
+from rondel.core.errors import SyncError
 
 
 @dataclass(frozen=True, slots=True)

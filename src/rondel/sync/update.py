@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from rondel.words.errors import SyncError
-from rondel.words.events import Synced, Warned, emit, stalled
-from rondel.words.protocols import Engine, Interrupt, Trainer, Transport
-from rondel.words.types import POLICY, Abort, Begin, Commit, EngineStatus, Manifest, Message, Request, Route
+from rondel.core.errors import SyncError
+from rondel.core.events import Synced, Warned, emit, stalled
+from rondel.core.protocols import Engine, Interrupt, Trainer, Transport
+from rondel.core.types import POLICY, Abort, Begin, Commit, EngineStatus, Manifest, Message, Request, Route
 
 CLEAR, HALF = 8, 0.5  # so many times the noise is a movement that an engine with the same weights shows, at least by half
 GROWN, SHARE = 10, 0.02  # a gap so many times the first one, and such a part of what an update moves, is doubted

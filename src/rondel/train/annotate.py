@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rondel.core.errors import TrainError
 from rondel.models.attention import PackedLayout, Segment
 from rondel.models.head import Head
-from rondel.models.tape import Tape
-from rondel.train.kept import Kept
+from rondel.models.routing_tape import Tape
 from rondel.train.logprobs import logprob_and_entropy, logprob_entropy_and_kl
 from rondel.train.pack import Batch, Packed, Sample, micro_batches
 from rondel.train.parallel import ALONE, Alone
-from rondel.train.taught import Taught
-from rondel.words.errors import TrainError
+from rondel.train.sampling_mask import Kept
+from rondel.train.teacher_distributions import Taught
 
 if TYPE_CHECKING:
     from rondel.models.load import Loaded

@@ -27,11 +27,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rondel.core.errors import CheckpointError, boundary, size_text
+from rondel.core.events import Warned, emit
 from rondel.models import adapters, names
 from rondel.models.save import readable, save
-from rondel.words.errors import CheckpointError, boundary, size_text
-from rondel.words.events import Warned, emit
-from rondel.words.files import checkpoints_in, make_folder, numbered, step_of, sync_folder, sync_tree, writing
+from rondel.system.files import checkpoints_in, make_folder, numbered, step_of, sync_folder, sync_tree, writing
 
 if TYPE_CHECKING:
     from rondel.train.optim import MasterWeights

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
     from rondel.models.load import Loaded
     from rondel.train.step import Settings
-    from rondel.train.sums import Sums
+    from rondel.train.step_metrics import Sums
 
 
 class Critic:

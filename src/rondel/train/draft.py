@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rondel.core.events import Warned, emit
 from rondel.train import annotate as notes
 from rondel.train.optim import MasterWeights
 from rondel.train.pack import Batch, micro_batches
-from rondel.words.events import Warned, emit
 
 if TYPE_CHECKING:
     from rondel.models.load import Loaded

@@ -25,13 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from rondel.core.errors import StalledError
 from rondel.models import linear, names, vision
 from rondel.models.head import Head
 from rondel.models.load import Loaded
+from rondel.system import sockets
 from rondel.train.optim import MasterWeights
 from rondel.train.parallel import Alone
-from rondel.words import sockets
-from rondel.words.errors import StalledError
 
 
 class Meeting:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rondel.models.head import Head, chosen
 from rondel.models.linear import matmul
-from rondel.train.kept import Kept
-from rondel.train.taught import Taught
+from rondel.train.sampling_mask import Kept
+from rondel.train.teacher_distributions import Taught
 
 LOGITS = 1 << 25  # entries of a chunk of logits: 128 MB in fp32
 

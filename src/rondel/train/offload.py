@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from rondel.core.errors import TrainError
 from rondel.models.host import Host
-from rondel.words.errors import TrainError
 
 if TYPE_CHECKING:
+    from rondel.core.protocols import Claim
     from rondel.models.load import Loaded
     from rondel.train.optim import MasterWeights
-    from rondel.words.protocols import Claim
 
 
 class Offload:

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from rondel.algos.mixture import Mixture
-from rondel.algos.scored import Scored
+from rondel.algos.scored_samples import Scored
+from rondel.core import media
+from rondel.core.media import Image, Placed
+from rondel.core.types import GREEDY, POLICY, Group, Score, Trajectory
 from rondel.models.attention import PackedLayout, Segment
 from rondel.models.vision import Seen
 from rondel.train.balance import Families, balanced, in_order
-from rondel.train.kept import Kept
-from rondel.words import media
-from rondel.words.media import Image, Placed
-from rondel.words.types import GREEDY, POLICY, Group, Score, Trajectory
+from rondel.train.sampling_mask import Kept
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm

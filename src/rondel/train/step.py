@@ -15,32 +15,32 @@ import torch
 from torch import Tensor
 
 from rondel.algos.aggregate import masked_scale
-from rondel.algos.ahead import NOTHING, Ahead, ahead, counted, tokens_of
 from rondel.algos.kl import k3
 from rondel.algos.mixture import Mixture
 from rondel.algos.objective import objective
+from rondel.algos.precompute import NOTHING, Ahead, ahead, counted, tokens_of
+from rondel.core.errors import TrainError
+from rondel.core.events import Warned, emit
+from rondel.core.time_account import Account
+from rondel.core.types import Manifest, Route, StepStats
 from rondel.models import linear, names
 from rondel.train import annotate as notes
 from rondel.train import checkpoint
-from rondel.train.credit import credit, kl_of_samples
+from rondel.train.advantages import credit, kl_of_samples
 from rondel.train.mismatch import Alarm, measure
 from rondel.train.offload import Offload
 from rondel.train.optim import learning_rate
 from rondel.train.pack import Batch, Packed, micro_batches
 from rondel.train.parallel import ALONE, Alone
-from rondel.train.sums import Sums
+from rondel.train.step_metrics import Sums
 from rondel.train.teachers import Teacher, Teachers, said
-from rondel.words.account import Account
-from rondel.words.errors import TrainError
-from rondel.words.events import Warned, emit
-from rondel.words.types import Manifest, Route, StepStats
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
+    from rondel.core.protocols import Claim, Transport
     from rondel.models.load import Loaded
     from rondel.train.critic import Critic
     from rondel.train.draft import DraftTrainer
-    from rondel.words.protocols import Claim, Transport
 
 
 @dataclass(frozen=True, slots=True)

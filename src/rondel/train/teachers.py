@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from rondel.core.errors import TrainError
 from rondel.train.pack import Batch, Packed, Sample
-from rondel.train.taught import Opinion, Taught
-from rondel.words.errors import TrainError
+from rondel.train.teacher_distributions import Opinion, Taught
 
 if TYPE_CHECKING:
     from rondel.models.load import Loaded

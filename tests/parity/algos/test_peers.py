@@ -21,8 +21,8 @@ from algos_oracle import VERL as VERL_CASES
 from torch import Tensor
 
 from rondel.algos import advantage, aggregate, correction, gae, kl, ratio, surrogate, table
-from rondel.algos.bounded import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
-from rondel.algos.chosen import ClipCov, Forking, KlCov
+from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
+from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate
 from rondel.algos.value import ClippedValue
 
 LENGTHS = [3, 7, 1, 10, 5, 2, 8, 4]

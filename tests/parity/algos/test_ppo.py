@@ -12,10 +12,10 @@ from algos_kit import F64, near, slope, tensor
 from rondel.algos import kl, table
 from rondel.algos.gae import Gae, Returns
 from rondel.algos.objective import explain, objective
-from rondel.algos.scored import Scored
+from rondel.algos.scored_samples import Scored
 from rondel.algos.shaping import ClipReward
 from rondel.algos.value import ClippedValue, explained_variance
-from rondel.words.errors import ConfigError
+from rondel.core.errors import ConfigError
 
 LENGTHS = [3, 0, 7, 1, 10, 5, 2, 300]
 REWARDS = [1.0, 0.5, -8.0, 1.0, 6.0, 2.0, 0.7, 0.0]

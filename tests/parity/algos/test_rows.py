@@ -11,13 +11,13 @@ from algos_kit import F64, Ragged, lively, near, slope, tensor
 from algos_oracle import naive
 
 from rondel.algos import correction, kl, table
-from rondel.algos.ahead import Ahead
-from rondel.algos.bounded import DivergenceMask, MirrorDescent
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.objective import objective
-from rondel.algos.offpolicy import Tapered
+from rondel.algos.off_policy_surrogates import Tapered
+from rondel.algos.precompute import Ahead
 from rondel.algos.ratio import SequenceRatio, TokenRatio
 from rondel.algos.surrogate import Clip
+from rondel.algos.trust_region_surrogates import DivergenceMask, MirrorDescent
 
 LENGTHS = [3, 0, 7, 1, 10, 5, 2, 8, 4]
 KLS = [kl.Kl(kind, 0.05) for kind in kl.ESTIMATORS] + [

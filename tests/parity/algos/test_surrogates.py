@@ -9,9 +9,9 @@ import torch
 from algos_kit import F64, near, tensor, tokens
 
 from rondel.algos import ratio, surrogate
-from rondel.algos.bounded import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate, binary_kl, binary_tv
-from rondel.algos.chosen import ClipCov, Forking, KlCov
-from rondel.algos.offpolicy import CappedWeight, Guided, SecondMoment, Tapered
+from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
+from rondel.algos.off_policy_surrogates import CappedWeight, Guided, SecondMoment, Tapered
+from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate, binary_kl, binary_tv
 
 GOLDEN = [  # r, A, loss, dloss/dlogp, clipped; low 0.2, high 0.28, dual 3
     (1.00, +2.0, -2.00, -2.0, False),

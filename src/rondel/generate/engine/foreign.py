@@ -21,11 +21,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-from rondel.words.errors import EngineError, SyncError, UserError, boundary
-from rondel.words.events import stalled
-from rondel.words.media import Placed
-from rondel.words.protocols import Interrupt, Tags
-from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Message, Request, Route, Sampling, Scored
+from rondel.core.errors import EngineError, SyncError, UserError, boundary
+from rondel.core.events import stalled
+from rondel.core.media import Placed
+from rondel.core.protocols import Interrupt, Tags
+from rondel.core.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Message, Request, Route, Sampling, Scored
 
 Media = Sequence[Placed]
 ROUNDING = 1e-3  # nats by which a log-probability may lie above 0

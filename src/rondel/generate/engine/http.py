@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from rondel.words.errors import ConfigError, EngineError, StalledError
-from rondel.words.text import read_json
+from rondel.core.errors import ConfigError, EngineError, StalledError
+from rondel.text.unicode import read_json
 
 DEADLINE = 60.0  # seconds for an answer that nothing is computed for
 IDLE = 2.0  # seconds that a connection waits for its next request: less than servers wait, or both would act at once

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
+from rondel.core.errors import EngineError, UserError
+from rondel.core.types import Completion, Request, Sampling, sample_key
 from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import Speculation
-from rondel.models.aligned import align
-from rondel.models.graphs import serving_pass
+from rondel.models.aligned_numerics import align
+from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import Loaded, load
-from rondel.words.errors import EngineError, UserError
-from rondel.words.special_tokens import special_tokens
-from rondel.words.text import valid
-from rondel.words.types import Completion, Request, Sampling, sample_key
+from rondel.text.special_tokens import special_tokens
+from rondel.text.unicode import valid
 
 GUESSES = 4  # at most, of a request in one step
 

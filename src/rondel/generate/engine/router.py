@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from rondel.core.errors import EngineError, LawError, StalledError, WorkerError
+from rondel.core.events import Advised, Warned, emit, stalled
+from rondel.core.protocols import Engine, Interrupt, Tags
+from rondel.core.types import Abort, Begin, Commit, Completion, EngineStatus, Message, Request, Scored
 from rondel.generate.engine.concurrency import Concurrency
-from rondel.words.errors import EngineError, LawError, StalledError, WorkerError
-from rondel.words.events import Advised, Warned, emit, stalled
-from rondel.words.protocols import Engine, Interrupt, Tags
-from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, Message, Request, Scored
 
 REMEMBERED = 10_000  # groups whose replica is known
 STATES = ("serving", "held", "asleep", "refusing")  # of several, the first that one of them is in

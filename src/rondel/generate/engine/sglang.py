@@ -13,11 +13,11 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
+from rondel.core.errors import EngineError
+from rondel.core.types import FinishReason, Sampling
 from rondel.generate.engine.foreign import Media, Piece, common
 from rondel.generate.engine.http import DEADLINE, Link
 from rondel.generate.pictures import beside, url_of
-from rondel.words.errors import EngineError
-from rondel.words.types import FinishReason, Sampling
 
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 

@@ -11,10 +11,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rondel.core.errors import ConfigError, EngineError
+from rondel.core.types import FinishReason, Sampling
 from rondel.generate.engine.foreign import Media, Piece, common
 from rondel.generate.engine.http import Link, Refused
-from rondel.words.errors import ConfigError, EngineError
-from rondel.words.types import FinishReason, Sampling
 
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 PROCESSED = "processed_logprobs"

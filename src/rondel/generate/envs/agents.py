@@ -18,13 +18,13 @@ from graphlib import CycleError, TopologicalSorter
 from string import Formatter
 from typing import Any
 
+from rondel.core.errors import ConfigError, DataError, ungrouped
+from rondel.core.media import worded
+from rondel.core.registry import nearest
+from rondel.core.types import Task, Trajectory
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.single_turn import opening
 from rondel.generate.envs.template import Messages, Schemas
-from rondel.words.errors import ConfigError, DataError, ungrouped
-from rondel.words.media import worded
-from rondel.words.registry import nearest
-from rondel.words.types import Task, Trajectory
 
 PROMPT = "prompt"  # in `says`: what task.data's "prompt" or "messages" ask
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rondel.core.errors import DataError
 from rondel.generate.envs.dialects import Call, Dialect, given, spoken
-from rondel.words.errors import DataError
 
 NAME, KEY, VALUE = "probe_name", "probe_key", "probe value"
 PROBE: dict[str, Any] = {

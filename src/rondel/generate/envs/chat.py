@@ -14,14 +14,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rondel.core.errors import DataError, EnvError
+from rondel.core.media import Placed, Sight, worded
+from rondel.core.types import POLICY, Completion, FinishReason, Request, Sampling, Trajectory, Turn
 from rondel.generate.envs.calls import Call
 from rondel.generate.envs.template import Messages, Schemas, Template
 from rondel.generate.pictures import parted, placed, seen
-from rondel.words.clock import now
-from rondel.words.errors import DataError, EnvError
-from rondel.words.media import Placed, Sight, worded
-from rondel.words.text import valid
-from rondel.words.types import POLICY, Completion, FinishReason, Request, Sampling, Trajectory, Turn
+from rondel.system.clock import now
+from rondel.text.unicode import valid
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class TokenChat:
     def give(self, messages: Messages, tools: Schemas = ()) -> None:
         """Render once, append, mask 0. `tools` are offered with the first messages, once for the whole conversation.
 
-        Whoever wrote them, they come in here: as valid text, in which control tokens are only spelled (words/special_tokens.py).
+        Whoever wrote them, they come in here: as valid text, in which control tokens are only spelled (text/special_tokens.py).
         """
         if self._open:
             raise EnvError("give() twice without a reply() between: hand over all messages in one call")

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from rondel.core.errors import ConfigError, DataError
+from rondel.core.events import Event, GroupFinished, StepDone
+from rondel.core.registry import find
+from rondel.core.types import Task
 from rondel.generate.envs.order import Admissions, Pure, Shuffled
-from rondel.words.errors import ConfigError, DataError
-from rondel.words.events import Event, GroupFinished, StepDone
-from rondel.words.registry import find
-from rondel.words.types import Task
 
 DECAY = 0.5  # of what a task's earlier visits say, at each new one: the policy has moved since
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from rondel.words.errors import EnvError, UserError, ungrouped
-from rondel.words.protocols import Chat
-from rondel.words.types import Score, Task, Trajectory
+from rondel.core.errors import EnvError, UserError, ungrouped
+from rondel.core.protocols import Chat
+from rondel.core.types import Score, Task, Trajectory
 
 
 async def episode_of(env: Any, task: Task, chat: Chat) -> list[Trajectory]:

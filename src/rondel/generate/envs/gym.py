@@ -14,12 +14,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from rondel.core.errors import ConfigError, EnvError
+from rondel.core.protocols import Chat
+from rondel.core.registry import imported
+from rondel.core.types import Score, Task, Trajectory
+from rondel.generate.envs.external_envs import OpenEnv, TextArena
 from rondel.generate.envs.tools import on_a_thread
-from rondel.generate.envs.worlds import OpenEnv, TextArena
-from rondel.words.errors import ConfigError, EnvError
-from rondel.words.protocols import Chat
-from rondel.words.registry import imported
-from rondel.words.types import Score, Task, Trajectory
 
 
 def maker(name: str) -> Callable[..., Any]:

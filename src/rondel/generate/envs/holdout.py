@@ -11,9 +11,9 @@ import re
 from collections import Counter
 from hashlib import blake2b
 
-from rondel.words.errors import ConfigError
-from rondel.words.media import worded
-from rondel.words.types import Task
+from rondel.core.errors import ConfigError
+from rondel.core.media import worded
+from rondel.core.types import Task
 
 GRAM, COMMON = (
     13,

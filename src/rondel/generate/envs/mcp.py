@@ -19,11 +19,11 @@ import threading
 from contextlib import AsyncExitStack
 from typing import Any
 
+from rondel.core.errors import ConfigError, DataError, EnvError, root_cause
+from rondel.core.types import Task
 from rondel.generate.envs.gateway.agent import DIES_WITH_US
 from rondel.generate.envs.tools import Tool
 from rondel.generate.pictures import beside, opened
-from rondel.words.errors import ConfigError, DataError, EnvError, root_cause
-from rondel.words.types import Task
 
 BEGINS = 30.0  # seconds until a server must have introduced itself
 ASKED_WRONGLY = (-32601, -32602)  # JSON-RPC: no such method, invalid parameters

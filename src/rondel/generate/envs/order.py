@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
-from rondel.words.events import Event
-from rondel.words.types import Task
+from rondel.core.events import Event
+from rondel.core.types import Task
 
 PERIOD = 1000  # admissions after which the sources of a mixture repeat, at most
 

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rondel.words.boxes import Limits
-from rondel.words.errors import EnvError, SandboxError
-from rondel.words.protocols import Boxes, Cell
-from rondel.words.types import Task
+from rondel.core.errors import EnvError, SandboxError
+from rondel.core.protocols import Boxes, Cell
+from rondel.core.sandbox_types import Limits
+from rondel.core.types import Task
 
 SECONDS = 10.0  # one call
 MOST = 4000  # characters that the policy reads of one call

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rondel.words.errors import DataError, boundary, refusal
-from rondel.words.registry import located, nearest, places
+from rondel.core.errors import DataError, boundary, refusal
+from rondel.core.registry import located, nearest, places
 
 
 class Row(NamedTuple):

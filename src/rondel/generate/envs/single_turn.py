@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rondel.core.errors import DataError
+from rondel.core.protocols import Chat
+from rondel.core.types import Task, Trajectory
 from rondel.generate.envs.template import Messages, Schemas
-from rondel.words.errors import DataError
-from rondel.words.protocols import Chat
-from rondel.words.special_tokens import SPLIT
-from rondel.words.types import Task, Trajectory
+from rondel.text.special_tokens import SPLIT
 
 Example = dict[str, str]  # {"prompt": "2 + 2 =", "answer": "4"}
 

@@ -15,15 +15,15 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from rondel.core.errors import ConfigError, DataError, RondelError
+from rondel.core.media import worded
+from rondel.core.registry import find, located, nearest
+from rondel.core.types import Task
 from rondel.generate.envs.holdout import GRAM, content_key, hold_out, overlapping
 from rondel.generate.envs.rows import KINDS, Row
 from rondel.generate.pictures import is_image, is_picture, shown, source_of, stored
-from rondel.words.errors import ConfigError, DataError, RondelError
-from rondel.words.media import worded
-from rondel.words.registry import find, located, nearest
-from rondel.words.special_tokens import SPLIT, SpecialTokens
-from rondel.words.text import valid
-from rondel.words.types import Task
+from rondel.text.special_tokens import SPLIT, SpecialTokens
+from rondel.text.unicode import valid
 
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 Found = dict[str, tuple[str, Task]]  # task id -> (content, task)

@@ -15,8 +15,8 @@ from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from rondel.words.errors import ConfigError, EnvError, boundary
-from rondel.words.types import Score, Task
+from rondel.core.errors import ConfigError, EnvError, boundary
+from rondel.core.types import Score, Task
 
 if TYPE_CHECKING:
     from rondel.generate.envs.gateway.agent import Agent

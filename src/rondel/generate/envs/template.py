@@ -7,7 +7,7 @@ tokens are cut off again (SPEC G2). What the policy wrote is never part of what 
     later     encode(tpl(D + messages, gen_prompt=True))[len(encode(tpl(D))):]
     tail      what the template puts after an assistant's content: "<|im_end|>\\n" as tokens
 
-Messages are covered when they come in (words/special_tokens.py): control tokens are the template's alone, and what a message spells is text.
+Messages are covered when they come in (text/special_tokens.py): control tokens are the template's alone, and what a message spells is text.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from functools import cached_property, lru_cache
 from itertools import groupby, takewhile
 from typing import Any
 
+from rondel.core.errors import DataError, RondelError, TemplateError
 from rondel.generate.envs.calls import HERMES, PROBE, TOLD, CallFormat, read_off
-from rondel.words.errors import DataError, RondelError, TemplateError
-from rondel.words.special_tokens import special_tokens
+from rondel.text.special_tokens import special_tokens
 
 Messages = list[dict[str, Any]]
 Schemas = Sequence[dict[str, Any]]  # of tools, as OpenAI's `tools` has them

@@ -23,16 +23,16 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, ValidationError, create_model
 
+from rondel.core.errors import ConfigError, EnvError
+from rondel.core.media import worded
+from rondel.core.protocols import Chat
+from rondel.core.sandbox_types import BoxFileError
+from rondel.core.types import Task, Trajectory
 from rondel.generate.envs.calls import Call
 from rondel.generate.envs.single_turn import opening
 from rondel.generate.envs.template import Messages, Schemas
 from rondel.generate.pictures import observed
-from rondel.words.boxes import BoxFileError
-from rondel.words.clock import now
-from rondel.words.errors import ConfigError, EnvError
-from rondel.words.media import worded
-from rondel.words.protocols import Chat
-from rondel.words.types import Task, Trajectory
+from rondel.system.clock import now
 
 
 class Tool:

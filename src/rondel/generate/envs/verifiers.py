@@ -15,10 +15,10 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from rondel.core.errors import ConfigError, EnvError, boundary
+from rondel.core.registry import imported
+from rondel.core.types import Score, Task
 from rondel.generate.envs import tasksets
-from rondel.words.errors import ConfigError, EnvError, boundary
-from rondel.words.registry import imported
-from rondel.words.types import Score, Task
 
 if TYPE_CHECKING:
     from rondel.generate.envs.gateway.agent import Agent

@@ -25,11 +25,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-from rondel.runtime.cluster import nursery
+from rondel.core.errors import SilentError
+from rondel.runtime.cluster import forkserver
 from rondel.runtime.cluster.worker import PULSE, Worker
 from rondel.runtime.stacks import SIGNAL
-from rondel.words.errors import SilentError
-from rondel.words.files import make_folder, writing
+from rondel.system.files import make_folder, writing
 
 GRACE = 5.0  # that one may take to end when it is asked to
 DUMP = 2.0  # that one may take to write its stacks
@@ -93,8 +93,8 @@ class ProcessWorker(Worker):
         ours, theirs = socket.socketpair()
         environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
         with theirs, _opened(log or Path(os.devnull)) as out:
-            self._process = nursery.bear(make, theirs.fileno(), out.fileno(), environment) or subprocess.Popen(
-                [sys.executable, "-m", "rondel.runtime.cluster.child", str(theirs.fileno()), str(os.getpid())],
+            self._process = forkserver.bear(make, theirs.fileno(), out.fileno(), environment) or subprocess.Popen(
+                [sys.executable, "-m", "rondel.runtime.cluster.worker_main", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -215,6 +215,6 @@ def _opened(log: Path) -> IO[bytes]:
         return log.open("ab")
 
 
-def _end(process: subprocess.Popen | nursery.Process) -> None:
+def _end(process: subprocess.Popen | forkserver.Process) -> None:
     process.kill()
     process.wait()

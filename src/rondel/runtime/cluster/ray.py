@@ -28,12 +28,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rondel.runtime.cluster.child import portable
+from rondel.core.errors import ConfigError, SilentError, WorkerError
+from rondel.core.events import Warned, emit, subscribe
 from rondel.runtime.cluster.progress import Progress
 from rondel.runtime.cluster.worker import START, Worker
-from rondel.words.errors import ConfigError, SilentError, WorkerError
-from rondel.words.events import Warned, emit, subscribe
-from rondel.words.signals import ENDING
+from rondel.runtime.cluster.worker_main import portable
+from rondel.system.signals import ENDING
 
 RESERVE = 120.0  # seconds that the cluster may take to find room for all workers
 
@@ -178,7 +178,7 @@ def warn_if_open() -> None:
 
 @contextlib.contextmanager
 def own_signals() -> Iterator[None]:
-    """Ray takes SIGTERM for itself, prints a stack and leaves; a run that is asked to end keeps a checkpoint first (runtime/ending.py)."""
+    """Ray takes SIGTERM for itself, prints a stack and leaves; a run that is asked to end keeps a checkpoint first (runtime/termination.py)."""
     before = {number: signal.getsignal(number) for number in ENDING}
     try:
         yield

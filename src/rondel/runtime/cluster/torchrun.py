@@ -19,8 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rondel.words.errors import ConfigError
-from rondel.words.signals import leave_to_controller
+from rondel.core.errors import ConfigError
+from rondel.system.signals import leave_to_controller
 
 PATIENCE = datetime.timedelta(days=30)  # a follower waits for the next call for as long as the leader's loop takes
 

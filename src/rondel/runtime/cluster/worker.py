@@ -10,8 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from rondel.words.errors import WorkerError
-from rondel.words.events import Event, WorkerTime, emit
+from rondel.core.errors import WorkerError
+from rondel.core.events import Event, WorkerTime, emit
 
 PULSE = 1.0  # seconds between two signs of life
 START = 120.0  # seconds that a worker may be silent while it imports and loads

@@ -23,11 +23,11 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from rondel.words.clock import now
-from rondel.words.errors import CheckpointError, UserError
-from rondel.words.events import Checkpointed, Event, Generating, GroupsTaken, RunEnded, StepDone
-from rondel.words.files import make_folder, sync_folder, writing
-from rondel.words.text import read_json, valid
+from rondel.core.errors import CheckpointError, UserError
+from rondel.core.events import Checkpointed, Event, Generating, GroupsTaken, RunEnded, StepDone
+from rondel.system.clock import now
+from rondel.system.files import make_folder, sync_folder, writing
+from rondel.text.unicode import read_json, valid
 
 FILE = "journal.jsonl"
 MEND = "Put a copy of it back, or move it away: the run then goes on from its last checkpoint, without what it told before"

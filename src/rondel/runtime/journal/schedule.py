@@ -16,11 +16,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from rondel.core.errors import CheckpointError, LawError, StalledError, UserError, boundary
+from rondel.core.events import Warned, emit
+from rondel.core.types import Completion, Request, Stint
 from rondel.runtime.journal.log import decode, encode
-from rondel.words.errors import CheckpointError, LawError, StalledError, UserError, boundary
-from rondel.words.events import Warned, emit
-from rondel.words.files import writing
-from rondel.words.types import Completion, Request, Stint
+from rondel.system.files import writing
 
 FILE = "schedule.jsonl"
 PATIENCE = 1800.0  # seconds

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from rondel.runtime.journal.album import Album
+from rondel.core.errors import CheckpointError, UserError, boundary
+from rondel.core.events import Event, GroupsTaken, Resumed
+from rondel.core.types import EnvFault, Failed, Group, Ok, Outcome, PolicyFault, Score, Task, Trajectory
+from rondel.runtime.journal.image_store import Album
 from rondel.runtime.journal.log import decode, encode
-from rondel.words.errors import CheckpointError, UserError, boundary
-from rondel.words.events import Event, GroupsTaken, Resumed
-from rondel.words.files import make_folder, numbered, replace_file, writing
-from rondel.words.types import EnvFault, Failed, Group, Ok, Outcome, PolicyFault, Score, Task, Trajectory
+from rondel.system.files import make_folder, numbered, replace_file, writing
 
 PerToken = Mapping[tuple[int, int], Any]  # (group id, sample index) -> one number for each of the T tokens
 OUTCOMES: dict[str, type] = {"ok": Ok, "env_fault": EnvFault, "policy_fault": PolicyFault}

@@ -25,7 +25,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from rondel.words.files import make_folder, numbered, writing
+from rondel.system.files import make_folder, numbered, writing
 
 ROW = np.dtype([("key", "V16"), ("index", "<u4"), ("prompt", "<u4"), ("logprob", "<f8"), ("token", "<i4"), ("version", "<i4")])
 HEAD = np.dtype([("magic", "<u4"), ("rows", "<u4"), ("crc", "<u4")])

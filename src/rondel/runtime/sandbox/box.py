@@ -23,11 +23,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from rondel.core.registry import one_of
+from rondel.core.sandbox_types import Limits, Ran
 from rondel.runtime.sandbox.cell import Cell
 from rondel.runtime.sandbox.images import container, machine, micro
 from rondel.runtime.sandbox.probe import isolation
-from rondel.words.boxes import Limits, Ran
-from rondel.words.registry import one_of
 
 STANDARD = Limits()
 

@@ -20,10 +20,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from rondel.core.errors import BoxError, SandboxError, UserError
+from rondel.core.sandbox_types import BoxFileError, Limits, Ran
 from rondel.runtime.sandbox.talk import Talk
 from rondel.runtime.sandbox.users import owner_of, rooted, somebody
-from rondel.words.boxes import BoxFileError, Limits, Ran
-from rondel.words.errors import BoxError, SandboxError, UserError
 
 HOME = "/box"
 BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from rondel.runtime.sandbox.inside.wall import main; main()"

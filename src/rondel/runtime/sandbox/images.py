@@ -21,8 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rondel.words.boxes import BoxFileError, Limits, Ran
-from rondel.words.errors import ConfigError, SandboxError
+from rondel.core.errors import ConfigError, SandboxError
+from rondel.core.sandbox_types import BoxFileError, Limits, Ran
 
 HOME = "/box"
 

@@ -7,9 +7,9 @@ import threading
 import weakref
 from typing import Any
 
+from rondel.core.errors import SandboxError, UserError
+from rondel.core.sandbox_types import Limits, Ran
 from rondel.runtime.sandbox.box import Sandbox, on_a_thread
-from rondel.words.boxes import Limits, Ran
-from rondel.words.errors import SandboxError, UserError
 
 
 class Functions:

@@ -11,9 +11,9 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
+from rondel.core.errors import SandboxError
+from rondel.core.sandbox_types import Limits
 from rondel.runtime.sandbox.cell import Cell
-from rondel.words.boxes import Limits
-from rondel.words.errors import SandboxError
 
 WALLS = ("native", "bubblewrap")  # in this order: ours also holds the number of files and hides the kernel's pages of /proc
 REQUIRED = ("files", "network", "processes")

@@ -21,9 +21,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from rondel.core.errors import SandboxError, UnknownOutcome, UserError
+from rondel.core.sandbox_types import Limits, Ran
 from rondel.runtime.sandbox.box import Box, Sandbox
-from rondel.words.boxes import Limits, Ran
-from rondel.words.errors import SandboxError, UnknownOutcome, UserError
 
 
 class Log:

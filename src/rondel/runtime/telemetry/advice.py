@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rondel.words.events import Advised, Event, StepDone, WorkerTime, emit
+from rondel.core.events import Advised, Event, StepDone, WorkerTime, emit
 
 MUCH = 0.3  # of the step that somebody waits before it is said
 GAIN = 1.1  # of the loop that is worth a change

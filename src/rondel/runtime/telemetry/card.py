@@ -8,11 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rondel.core.errors import UserError
 from rondel.runtime.journal.log import encode, history, recipe, settled
 from rondel.runtime.telemetry.accounts import seconds_of, shares
 from rondel.runtime.telemetry.scores import interval_text, is_share, score_text, within_unit
-from rondel.words.errors import UserError
-from rondel.words.files import replace_file
+from rondel.system.files import replace_file
 
 Events = list[dict[str, Any]]
 EVAL = ("score", "low", "high", "n", "step", "version", "profile", "request")

@@ -6,8 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from rondel.runtime.telemetry.hacking import from_scored
-from rondel.words.events import (
+from rondel.core.events import (
     Evaluated,
     Event,
     GroupFinished,
@@ -23,6 +22,7 @@ from rondel.words.events import (
     WorkerTime,
     emit,
 )
+from rondel.runtime.telemetry.reward_hacking import from_scored
 
 SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "score/reward_mean": ("reward", "mean over the scored trajectories that finished since the last step, dropped groups included"),

@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
-from rondel.words import clock
-from rondel.words.errors import ConfigError
-from rondel.words.events import (
+from rondel.core.errors import ConfigError
+from rondel.core.events import (
     Admitted,
     Checkpointed,
     Evaluated,
@@ -33,7 +32,8 @@ from rondel.words.events import (
     Warned,
     emit,
 )
-from rondel.words.types import Group, Trajectory
+from rondel.core.types import Group, Trajectory
+from rondel.system import clock
 
 INSTALL = 'pip install "rondel[observe]"'
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")  # OpenTelemetry's own contract

@@ -16,9 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from rondel.runtime.telemetry.metrics import StepMetrics
-from rondel.runtime.telemetry.scores import interval_text, is_share, score_text, within_unit
-from rondel.words.events import (
+from rondel.core.events import (
     Advised,
     Checkpointed,
     Evaluated,
@@ -32,9 +30,11 @@ from rondel.words.events import (
     StepDone,
     Warned,
 )
-from rondel.words.streams import PatientStream
-from rondel.words.text import visible
-from rondel.words.types import POLICY
+from rondel.core.types import POLICY
+from rondel.runtime.telemetry.metrics import StepMetrics
+from rondel.runtime.telemetry.scores import interval_text, is_share, score_text, within_unit
+from rondel.system.streams import PatientStream
+from rondel.text.unicode import visible
 
 LEGEND = (
     "reward: mean score · signal: groups whose rewards differ, only these teach · KL: distance to the start\n"

@@ -14,12 +14,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rondel.core.errors import ConfigError, RondelError, refusal
+from rondel.core.protocols import Sink
+from rondel.core.registry import find
 from rondel.runtime.journal.log import decode, encode
 from rondel.runtime.telemetry.trackers import MLflow, Trackio, WandB
-from rondel.words.errors import ConfigError, RondelError, refusal
-from rondel.words.files import make_folder, replace_file, writing
-from rondel.words.protocols import Sink
-from rondel.words.registry import find
+from rondel.system.files import make_folder, replace_file, writing
 
 
 class TensorBoard:

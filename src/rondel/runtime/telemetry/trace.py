@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rondel.core.errors import UserError
 from rondel.runtime.journal.log import history
-from rondel.words.errors import UserError
 
 PID = 1
 TRACKS = {"controller": 1, "groups": 2}  # further workers come behind

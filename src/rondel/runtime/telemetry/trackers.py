@@ -13,9 +13,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from rondel.core.errors import ConfigError
 from rondel.runtime.journal.log import recipe
-from rondel.words.errors import ConfigError
-from rondel.words.files import writing
+from rondel.system.files import writing
 
 PROJECT = "rondel"
 MOST, PARAMS = 6000, 100  # MLflow's limits: characters of a value, values of one call

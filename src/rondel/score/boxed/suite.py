@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from rondel.score.boxed.asserted import CAUGHT, MADE, MAKES, counted
+from rondel.score.boxed.assertions import CAUGHT, MADE, MAKES, counted
 from rondel.score.boxed.far import Proxy
 
 

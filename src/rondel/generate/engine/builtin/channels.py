@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rondel.words.errors import UserError
+from rondel.core.errors import UserError
 
 
 @dataclass(slots=True)

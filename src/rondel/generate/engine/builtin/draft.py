@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rondel.core.errors import ConfigError, EngineError
+from rondel.core.events import Warned, emit
 from rondel.generate.engine.builtin.pages import Layers
 from rondel.generate.engine.builtin.request import Live
 from rondel.generate.engine.builtin.sampler import choose, uniform, weights
 from rondel.generate.engine.builtin.speculative import accepts, leftover
 from rondel.models.vocabulary import same_words
-from rondel.words.errors import ConfigError, EngineError
-from rondel.words.events import Warned, emit
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.runner import Runner

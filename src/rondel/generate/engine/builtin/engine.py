@@ -16,29 +16,29 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from rondel.generate.engine.builtin.arrivals import Arrivals
+from rondel.core.errors import EngineError, LawError, SyncError, UserError
+from rondel.core.events import Advised, Generating, Speculated, Warned, emit, stalled
+from rondel.core.protocols import Claim, Interrupt, Tags, Transport
+from rondel.core.time_account import Account
+from rondel.core.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Message, Request, Route, Scored
 from rondel.generate.engine.builtin.channels import open_channels
-from rondel.generate.engine.builtin.eyes import Gaze
 from rondel.generate.engine.builtin.grammar import Grammars
+from rondel.generate.engine.builtin.memory_release import Resting
 from rondel.generate.engine.builtin.pages import Layers, Pages
 from rondel.generate.engine.builtin.request import Heard, Live
-from rondel.generate.engine.builtin.resting import Resting
 from rondel.generate.engine.builtin.runner import Runner
 from rondel.generate.engine.builtin.scheduler import Scheduler
 from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.generate.engine.builtin.text import open_reader, split_stops
+from rondel.generate.engine.builtin.vision_encoder import Gaze
+from rondel.generate.engine.builtin.weight_receiver import Arrivals
 from rondel.generate.engine.concurrency import Concurrency
 from rondel.models import linear
-from rondel.words.account import Account
-from rondel.words.errors import EngineError, LawError, SyncError, UserError
-from rondel.words.events import Advised, Generating, Speculated, Warned, emit, stalled
-from rondel.words.protocols import Claim, Interrupt, Tags, Transport
-from rondel.words.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Message, Request, Route, Scored
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.draft import Draft
-    from rondel.models.compiled import Compiled
-    from rondel.models.graphs import Graphs
+    from rondel.models.compilation import Compiled
+    from rondel.models.cuda_graphs import Graphs
     from rondel.models.load import Loaded
     from rondel.runtime.journal.wal import Drawn, Routes, TokenLog
 

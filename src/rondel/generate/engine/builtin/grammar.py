@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rondel.words.errors import EngineError, UserError
+from rondel.core.errors import EngineError, UserError
 
 if TYPE_CHECKING:
     from rondel.models.load import Loaded

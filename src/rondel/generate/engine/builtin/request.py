@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rondel.core.types import Completion, FinishReason, Request, Stint
 from rondel.generate.engine.builtin.radix import Node, Root
-from rondel.words.types import Completion, FinishReason, Request, Stint
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.channels import Channels
-    from rondel.generate.engine.builtin.eyes import Gaze
     from rondel.generate.engine.builtin.grammar import Constraint
     from rondel.generate.engine.builtin.speculative import Grams
     from rondel.generate.engine.builtin.text import Reader
+    from rondel.generate.engine.builtin.vision_encoder import Gaze
 
 Heard = Callable[[int, float, int, list[tuple[int, float]] | None], None]  # (token, logprob, version, the likeliest if they are wanted)
 

@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 
 from rondel.generate.engine.builtin.channels import Channels, note_raw
-from rondel.generate.engine.builtin.eyes import Eyes, Gaze
 from rondel.generate.engine.builtin.pages import Layers, Pages
 from rondel.generate.engine.builtin.request import Live
 from rondel.generate.engine.builtin.sampler import choose, uniform, weights
 from rondel.generate.engine.builtin.scheduler import Plan
 from rondel.generate.engine.builtin.shaping import shape
 from rondel.generate.engine.builtin.speculative import agreeing
+from rondel.generate.engine.builtin.vision_encoder import Eyes, Gaze
 from rondel.models.attention import Chunk, Decoding, PagedLayout
-from rondel.models.compiled import Compiled
+from rondel.models.compilation import Compiled
 from rondel.models.head import chosen
-from rondel.models.tape import Tape
+from rondel.models.routing_tape import Tape
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.draft import Draft
-    from rondel.models.graphs import Graphs
+    from rondel.models.cuda_graphs import Graphs
     from rondel.models.load import Loaded
-    from rondel.models.paged import Fed, Lines
+    from rondel.models.paged_attention import Fed, Lines
 
 SHARE = 0.7  # of the keys that whole contexts would read; beyond it the bookkeeping of families costs more than it saves
 ROWS = 512  # logits are made for at most so many rows at once
@@ -227,7 +227,7 @@ def lines_of(loaded: Loaded, rows: int, pages: int) -> Lines | None:
     """A GPU reads contexts by the paged kernel; aligned numerics have an order of their own, and without Triton there is no kernel."""
     if not has_kernel(loaded):
         return None
-    from rondel.models.paged import Lines
+    from rondel.models.paged_attention import Lines
 
     return Lines(rows, min(loaded.max_context, pages), loaded.device)
 
@@ -237,7 +237,7 @@ def has_kernel(loaded: Loaded) -> bool:
 
 
 def _fed(feeds: list[Feed]) -> list[Fed]:
-    from rondel.models.paged import Fed
+    from rondel.models.paged_attention import Fed
 
     rows = accumulate((f.n for f in feeds), initial=0)
     return [Fed(f.live.row, row, f.n, f.first + f.n) for f, row in zip(feeds, rows)]

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rondel.words.errors import EngineError
-from rondel.words.types import Sampling
+from rondel.core.errors import EngineError
+from rondel.core.types import Sampling
 
 BLOCK = 256
 LIKELY = 1024  # top-p sorts so many of a row first, and the whole row only where they do not suffice

@@ -11,10 +11,10 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import chain, islice, takewhile
 
+from rondel.core.errors import LawError
 from rondel.generate.engine.builtin.pages import Pages
 from rondel.generate.engine.builtin.radix import RadixTree, Root
 from rondel.generate.engine.builtin.request import Live
-from rondel.words.errors import LawError
 
 LOOKED, OVERTAKEN = 32, 16  # waiting requests among which the cached ones go first; how many may be admitted before one that came earlier
 CACHED = 0.75  # of a prompt

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rondel.words.errors import UserError
+from rondel.core.errors import UserError
 
 HALF = "\ufffd"  # how a decoder shows bytes that are not yet a character
 PATIENCE = 8  # tokens; a character has at most 4 bytes, so what is not one by then never will be

@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from rondel.core.types import Completion, Request
 from rondel.generate.engine.builtin.text import Reader, first_stop
-from rondel.words.types import Completion, Request
 
 
 @dataclass(slots=True)

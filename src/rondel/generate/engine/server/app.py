@@ -17,13 +17,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from rondel.core.errors import StalledError
 from rondel.generate.engine.server import broadcast, control, native, openai, weights
 from rondel.generate.engine.server.answers import Samples
 from rondel.generate.engine.server.errors import GONE, Refusal, refusal
 from rondel.generate.engine.server.fields import read_fields
-from rondel.generate.engine.server.listening import from_a_web_page
 from rondel.generate.engine.server.service import Asked, Service
-from rondel.words.errors import StalledError
+from rondel.system.http import from_a_web_page
 
 Handler = Callable[[Service, Request], Awaitable[Any]]
 GENERATING = {

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from starlette.requests import Request
 from torch import Tensor
 
-from rondel.generate.engine.builtin import staged
+from rondel.core.errors import StalledError, SyncError
+from rondel.generate.engine.builtin import staged_update
 from rondel.generate.engine.server.errors import Refusal
 from rondel.generate.engine.server.fields import Fields
 from rondel.generate.engine.server.told import done, fields_of, here, refusing, served, updating, version_of
 from rondel.models import names
-from rondel.words import sockets
-from rondel.words.errors import StalledError, SyncError
+from rondel.system import sockets
 
 if TYPE_CHECKING:
     from rondel.generate.engine.server.service import Service
@@ -146,7 +146,7 @@ async def update_weights_from_distributed(service: Service, request: Request) ->
             said = f"{len(came)} tensors wait for the {missing} that are still to come"
             return done(said, weight_version=str(service.engine.version))
         whole, group.arrived = group.arrived, {}
-        deliver = partial(staged.update, service.engine, service.run, lambda _, found: found, whole, version=version, keep=keep)
+        deliver = partial(staged_update.update, service.engine, service.run, lambda _, found: found, whole, version=version, keep=keep)
         return await served(service, deliver, abort=abort)
 
 

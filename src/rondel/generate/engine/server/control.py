@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from rondel.core.errors import RondelError
 from rondel.generate.engine.server.errors import Refusal
 from rondel.generate.engine.server.fields import Fields
 from rondel.generate.engine.server.told import done, fields_of
-from rondel.words.errors import RondelError
 
 if TYPE_CHECKING:
     from rondel.generate.engine.server.service import Service

@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from rondel.words.errors import EngineError, RondelError, StalledError, UserError
+from rondel.core.errors import EngineError, RondelError, StalledError, UserError
 
 TYPES = {
     401: "authentication_error",

@@ -13,8 +13,8 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
+from rondel.core.registry import nearest
 from rondel.generate.engine.server.errors import GONE, Refusal
-from rondel.words.registry import nearest
 
 READING = 60.0  # seconds in which a body must have arrived
 

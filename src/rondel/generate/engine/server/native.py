@@ -13,7 +13,7 @@ from rondel.generate.engine.server.errors import Refusal
 from rondel.generate.engine.server.fields import Fields, shown
 from rondel.generate.engine.server.sampling import BIGGEST, read_draw, read_prompts, read_seed
 from rondel.generate.engine.server.service import Asked, Service
-from rondel.words.special_tokens import SPLIT
+from rondel.text.special_tokens import SPLIT
 
 HARMLESS = frozenset({"log_metrics", "priority", "data_parallel_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room"})
 NAMED = "image_data"

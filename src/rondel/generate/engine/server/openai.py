@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+from rondel.core.errors import DataError
 from rondel.generate.engine.builtin.text import HALF
 from rondel.generate.engine.server.answers import Answer, Piece
 from rondel.generate.engine.server.errors import Refusal
@@ -19,8 +20,7 @@ from rondel.generate.engine.server.fields import Fields, shown
 from rondel.generate.engine.server.sampling import BIGGEST, read_draw, read_prompts, read_seed
 from rondel.generate.engine.server.service import Asked, Service
 from rondel.generate.pictures import sent
-from rondel.words.errors import DataError
-from rondel.words.special_tokens import SPLIT
+from rondel.text.special_tokens import SPLIT
 
 HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 ROLES = ("system", "developer", "user", "assistant", "tool")

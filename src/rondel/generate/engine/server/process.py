@@ -9,9 +9,9 @@ from collections.abc import Callable
 import uvicorn
 
 from rondel.generate.engine.server.app import build
-from rondel.generate.engine.server.listening import Connection, Quiet
 from rondel.generate.engine.server.service import Service
-from rondel.words.signals import heard
+from rondel.system.http import Connection, Quiet
+from rondel.system.signals import heard
 
 LAST = 5  # seconds for answers to leave after the drain's limit has cut them
 

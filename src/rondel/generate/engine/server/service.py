@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rondel.core.errors import DataError
+from rondel.core.media import Image, Placed, Sight
+from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.engine.builtin.text import Reader, split_stops
 from rondel.generate.engine.server.answers import Answer, Samples
 from rondel.generate.engine.server.errors import Refusal
 from rondel.generate.engine.server.metrics import Metrics
 from rondel.generate.pictures import TooLarge, all_seen, parted, placed
-from rondel.words.errors import DataError
-from rondel.words.media import Image, Placed, Sight
-from rondel.words.special_tokens import special_tokens
-from rondel.words.types import Request, Sampling, sample_key
+from rondel.text.special_tokens import special_tokens
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.engine import BuiltinEngine

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from rondel.core.errors import RondelError
 from rondel.generate.engine.server.errors import GONE, Refusal
 from rondel.generate.engine.server.fields import Fields, read_fields
-from rondel.words.errors import RondelError
 
 if TYPE_CHECKING:
     from rondel.generate.engine.server.service import Service

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from rondel.generate.engine.builtin import staged
+from rondel.core.types import Manifest, Route
+from rondel.generate.engine.builtin import staged_update
 from rondel.generate.engine.server.errors import Refusal
 from rondel.generate.engine.server.fields import Fields, parse, read_body
 from rondel.generate.engine.server.told import fields_of, served, updating, version_of
-from rondel.words.types import Manifest, Route
 
 if TYPE_CHECKING:
     from rondel.generate.engine.server.service import Service
@@ -43,7 +43,9 @@ async def update_weights_from_disk(service: Service, request: Request) -> dict[s
     f.whole("token_step", 0, 0, 1 << 53)
     if not path or "\0" in path or len(path) > 4096:
         raise f.wrong("model_path", "it must name a folder")
-    return await _update(service, f, partial(staged.update, service.engine, service.run, staged.from_disk, path, version=version))
+    return await _update(
+        service, f, partial(staged_update.update, service.engine, service.run, staged_update.from_disk, path, version=version)
+    )
 
 
 async def update_weights_from_tensor(service: Service, request: Request) -> dict[str, Any]:
@@ -76,7 +78,7 @@ async def update_weights_from_tensor(service: Service, request: Request) -> dict
 
 
 def _from_bytes(service: Service, blob: bytes, version: int) -> Callable[..., Awaitable[int]]:
-    return partial(staged.update, service.engine, service.run, staged.from_bytes, blob, version=version)
+    return partial(staged_update.update, service.engine, service.run, staged_update.from_bytes, blob, version=version)
 
 
 async def update_weights_from_ipc(service: Service, request: Request) -> dict[str, Any]:
@@ -98,6 +100,6 @@ async def update_weights_from_ipc(service: Service, request: Request) -> dict[st
         raise f.wrong("manifest", str(error)) from None
 
     async def deliver(*, keep: bool) -> int:
-        return await staged.deliver(service.engine, manifest, Route("ipc", segment(path, size, number)), keep=keep)
+        return await staged_update.deliver(service.engine, manifest, Route("ipc", segment(path, size, number)), keep=keep)
 
     return await _update(service, f, deliver)

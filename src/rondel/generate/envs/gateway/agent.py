@@ -18,11 +18,11 @@ from dataclasses import asdict
 from numbers import Real
 from typing import Any
 
+from rondel.core.errors import ConfigError, EnvError
+from rondel.core.registry import imported
+from rondel.core.types import Score, Task
 from rondel.generate.envs.tools import on_a_thread
-from rondel.words.errors import ConfigError, EnvError
-from rondel.words.registry import imported
-from rondel.words.text import read_json, valid
-from rondel.words.types import Score, Task
+from rondel.text.unicode import read_json, valid
 
 Agent = Callable[[Task, str, str], Awaitable[Any]]  # task, address, key -> what it says the episode was worth
 KEPT = 1 << 16  # bytes of what a command prints

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 
+from rondel.core.errors import ConfigError, EnvError, ungrouped
+from rondel.core.events import Warned, emit
+from rondel.core.types import Task, Trajectory
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.gateway.agent import Agent, score_of
 from rondel.generate.envs.gateway.session import Session
 from rondel.generate.envs.single_turn import opening
 from rondel.generate.envs.template import Messages, Schemas
-from rondel.words.errors import ConfigError, EnvError, ungrouped
-from rondel.words.events import Warned, emit
-from rondel.words.types import Task, Trajectory
 
 
 class Gateway:
@@ -28,7 +28,7 @@ class Gateway:
         self.agent, self.timeout = agent, timeout
         self._told: set[str] = set()
         try:
-            from rondel.generate.envs.gateway.listening import Listening
+            from rondel.generate.envs.gateway.port import Listening
         except ModuleNotFoundError as error:
             raise ConfigError(f"task.env = 'gateway' needs {error.name}, which is not installed: pip install 'rondel[serve]'") from error
         self.listening = Listening(self._warn)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rondel.words.errors import UserError
+from rondel.core.errors import UserError
 
 OPENAI = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
 ANTHROPIC = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "api_error"}

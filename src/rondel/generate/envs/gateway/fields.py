@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from rondel.generate.envs.gateway.asked import Asked
+from rondel.core.types import Sampling
+from rondel.generate.envs.gateway.chat_request import Asked
 from rondel.generate.envs.gateway.errors import Refusal
-from rondel.words.text import read_json
-from rondel.words.types import Sampling
+from rondel.text.unicode import read_json
 
 # What says nothing about the answer.
 SILENT = frozenset(

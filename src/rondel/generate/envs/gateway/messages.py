@@ -16,9 +16,9 @@ from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
+from rondel.core.errors import DataError
 from rondel.generate.envs.gateway.errors import Refusal
 from rondel.generate.pictures import sent
-from rondel.words.errors import DataError
 
 Messages = list[dict[str, Any]]
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}  # OpenAI's, and ours

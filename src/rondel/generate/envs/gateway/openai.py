@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from rondel.generate.envs.gateway.asked import Asked, Reply
+from rondel.generate.envs.gateway.chat_request import Asked, Reply
 from rondel.generate.envs.gateway.errors import Refusal
 from rondel.generate.envs.gateway.fields import Fields, event, functions
 from rondel.generate.envs.gateway.messages import ROLES, Messages, call_of, content_of, text_of

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from rondel.core.types import Completion
 from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.gateway.asked import Asked, Reply
+from rondel.generate.envs.gateway.chat_request import Asked, Reply
+from rondel.generate.envs.gateway.conversation_tree import Forest, Turn
 from rondel.generate.envs.gateway.errors import Refusal, TooLong
-from rondel.generate.envs.gateway.forest import Forest, Turn
 from rondel.generate.envs.gateway.messages import canonical, key_of
 from rondel.generate.envs.template import Messages
 from rondel.generate.pictures import TooLarge, beside, cells, looked, parted
-from rondel.words.types import Completion
 
 
 class Session:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from rondel.runtime.telemetry.diagnose.finding import Finding
 from rondel.runtime.telemetry.diagnose.story import LEAST, RECENT, Story
-from rondel.runtime.telemetry.hacking import PAID, Hacking
+from rondel.runtime.telemetry.reward_hacking import PAID, Hacking
 from rondel.runtime.telemetry.scores import score_text
 
 NONE, LITTLE = 0.1, 0.2  # share of groups with a signal

@@ -15,13 +15,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from rondel.core import events as words
 from rondel.runtime.journal import store
 from rondel.runtime.journal.log import history, recipe, settled
 from rondel.runtime.telemetry.accounts import seconds_of
-from rondel.runtime.telemetry.hacking import repetition, within
 from rondel.runtime.telemetry.metrics import StepMetrics
+from rondel.runtime.telemetry.reward_hacking import repetition, within
 from rondel.runtime.telemetry.scores import is_share, within_unit
-from rondel.words import events as words
 
 RECENT = 8  # steps that are "now"
 LEAST = 3  # steps before which nothing is said of a trend

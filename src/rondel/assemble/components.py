@@ -1,0 +1,411 @@
+"""Job -> the concrete parts of a run, built in the order in which they can fail cheaply: recipe, data, reward, model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rondel.algos.mixture import Mixture
+from rondel.algos.table import Algorithm
+from rondel.assemble.deployment import ENGINES, TOLERANCE, Placed, place
+from rondel.assemble.refusals import refuse, refuse_idle_evaluation, refuse_shown_tasks, refuse_unanswered, refuse_unplayed
+from rondel.assemble.rows import Rows, refuse_unknown_sources, rows_beside, rows_of
+from rondel.assemble.workers import Known, mismatch_bound, replays
+from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_deaf_template, refuse_idle_split
+from rondel.core.config import Job
+from rondel.core.errors import ConfigError, DataError, SandboxError, TemplateError, boundary
+from rondel.core.events import Warned, emit
+from rondel.core.registry import find, one_of, refuse_uncallable
+from rondel.core.types import POLICY, Completion, Group, Request, Sampling, Task, Trajectory, Verdict
+from rondel.filter import FILTERS, chain
+from rondel.filter.complete import Complete
+from rondel.generate.envs.agents import Agents
+from rondel.generate.envs.chat import TokenChat
+from rondel.generate.envs.curriculum import admissions
+from rondel.generate.envs.gateway.agent import agent_of
+from rondel.generate.envs.gateway.env import Gateway
+from rondel.generate.envs.gym import Gym, maker
+from rondel.generate.envs.mcp import Mcp
+from rondel.generate.envs.order import Admissions, Mixed
+from rondel.generate.envs.python import GRACE, SECONDS, python_tool
+from rondel.generate.envs.single_turn import SingleTurn
+from rondel.generate.envs.sources import TaskSet, asked, load_tasks
+from rondel.generate.envs.template import Template
+from rondel.generate.envs.toolbox import calculator
+from rondel.generate.envs.tools import Tools
+from rondel.generate.envs.verifiers import agent_of_verifiers
+from rondel.models import adapters, nf4
+from rondel.models.load import tokenizer_of
+from rondel.models.vision import Sight
+from rondel.run.failure_budget import Failures
+from rondel.run.remote_teachers import Served, served
+from rondel.run.replay_buffer import Returning
+from rondel.run.rollouts import Shown, shown_of
+from rondel.runtime.sandbox.box import Sandbox
+from rondel.runtime.sandbox.probe import isolation
+from rondel.score import examine
+from rondel.score.pool import RewardPool
+from rondel.sync.update import Update
+
+ENVS = {
+    "single_turn": SingleTurn,
+    "tools": Tools,
+    "gateway": Gateway,
+    "agents": Agents,
+    "verifiers": agent_of_verifiers,
+    "gym": Gym,
+}
+TOOLS: dict[str, Any] = {"calculator": calculator, "python": python_tool(Sandbox)}
+EXAMINED = 2000  # tasks that are looked at before a run: all, or so many evenly among them
+LENDS = {"sandbox": "rondel.runtime.sandbox.box:Sandbox"}  # by name: a worker that wants none imports none
+PROBE = 24  # tokens of the first prompt that are scored on both sides after every sync
+
+
+@dataclass
+class Parts:
+    """Everything one process needs for one run."""
+
+    job: Job
+    rows: Rows
+    tasks: TaskSet
+    order: Admissions
+    sampling: Sampling
+    pool: RewardPool
+    placed: Placed
+    sync: Update
+    judge: Callable[[Group], Verdict]
+    env: Any
+    resolved: dict[str, str]
+    shown: list[Shown]
+    teachers: Served | None
+    returning: Returning | None
+    close: Callable[[], None]
+    failures: Failures
+
+    @property
+    def algo(self) -> Algorithm | Mixture:
+        """What the loop trains: the row, or a mixture of it, of those that sources have, and of what is shown beside."""
+        streams = self.rows.of | {s.stream: (s.row, s.weight) for s in self.shown}
+        return Mixture(self.row, streams) if streams else self.row
+
+    @property
+    def row(self) -> Algorithm:
+        return self.rows.main
+
+    @property
+    def known(self) -> Known:
+        return self.placed.known
+
+    @property
+    def engine(self) -> Any:
+        return self.placed.engine
+
+    @property
+    def trainer(self) -> Any:
+        return self.placed.trainer
+
+    @property
+    def routes(self) -> bool:
+        """Whether the trainer replays the engine's choice of experts."""
+        return replays(self.job, self.known)
+
+    @property
+    def mismatch_bound(self) -> float:
+        """K3 of fresh tokens, in nats a token, above which trainer and engine disagree."""
+        return mismatch_bound(self.job, self.known)
+
+
+def build(job: Job, folder: Path | None = None) -> Parts:
+    """Every fault that can be known before the model is loaded is raised before. `folder`: of a run that may be continued after a crash."""
+    job, _ = with_steps(job)
+    find("engine", job.engine.kind, ENGINES)
+    one_of("trainer.kind", job.trainer.kind, ["fsdp"])
+    rows, sampling = rows_of(job), sampling_of(job)
+    refuse(job, rows, sampling)
+    for row in rows.all:
+        if row.entropy.coef < 0:
+            emit(
+                Warned(
+                    f"algo.entropy.coef = {row.entropy.coef:g} in {row.name} is negative: the policy is paid for being certain, and the answers of a "
+                    "group become equal sooner. A bonus for entropy is positive"
+                )
+            )
+    if job.model.adapter.kind != "off":
+        adapters.require()
+    if job.model.adapter.kind == "qlora":
+        nf4.require()
+    tasks = load_tasks(job.task.data, env=job.task.env)
+    for key, shows in (("algo.guides", job.algo.guides), ("loop.warmup", job.loop.warmup.steps)):
+        if shows:
+            refuse_unanswered(key, tasks.train)
+    refuse_unknown_sources(job, rows, tasks.train)
+    refuse_idle_evaluation(job, tasks.held_out)
+    refuse_shown_tasks(job, tasks.held_out)
+    env = env_of(job, tasks)
+    tasks = _that_fit(job, tasks, env)
+    if tasks.too_long:
+        emit(
+            Warned(
+                f"{tasks.too_long} tasks are left out: their prompts are longer than task.max_prompt_tokens = {job.task.max_prompt_tokens}"
+            )
+        )
+    order = order_of(job, tasks)
+    refuse_unplayed(job, env)
+    shown = shown_of(job, tasks, rows_beside(job))
+    with ExitStack() as ends:
+        t = job.task
+        pool = RewardPool(t.reward, workers=t.reward_workers, timeout=t.reward_timeout, folder=folder, lends=LENDS)
+        ends.callback(pool.close)
+        every = [*tasks.train, *tasks.held_out]
+        for task in every[:: 1 + len(every) // EXAMINED]:
+            examine(t.reward, task)
+        placed = place(
+            job, rows.needs, sampling, lambda known: encoded(job, tasks, shown, env, known, sampling), folder, pool if pool.naps else None
+        )
+        ends.callback(placed.close)
+        sync = sync_of(job, placed)
+        for name, remote in placed.remotes.items():
+            remote.catch_up = placed.catches_up(name, sync)
+        return Parts(
+            job,
+            rows,
+            tasks,
+            order,
+            sampling,
+            pool,
+            placed,
+            sync,
+            judge_of(job, rows),
+            env,
+            placed.resolved,
+            shown,
+            served(job, placed.known.tokenizer, ENGINES, rows.taught, lambda: longest(job, tasks, env, placed.known, sampling)),
+            Returning(job.loop.replays, job.loop.max_staleness, job.loop.seed) if job.loop.replays else None,
+            ends.pop_all().close,
+            Failures(job.task.max_failures, job.task.patience),
+        )
+
+
+def sampling_of(job: Job) -> Sampling:
+    section = job.engine.sampling
+    section._read.update(type(section).model_fields)
+    with boundary(ConfigError, "engine.sampling"):
+        return Sampling(**{**section.model_dump(), "stop": tuple(section.stop)})
+
+
+def order_of(job: Job, tasks: TaskSet) -> Admissions:
+    """Each source of a mixture in an order of its own."""
+    seed, spec = job.loop.seed, job.task.curriculum
+    if not tasks.sources:
+        return admissions(tasks.train, seed, spec)
+    return Mixed([(weight, admissions(own, seed + i, spec)) for i, (weight, own) in enumerate(tasks.sources)])
+
+
+def env_of(job: Job, tasks: TaskSet) -> Any:
+    """That of the run, or where the sources of a mixture name their own, the one that each task names."""
+    tables = job.task.data.get("sources", []) if tasks.sources else []
+    named = {table["env"]: table for table in tables if "env" in table}
+    if sum(table.get("env") == "verifiers" for table in tables) > 1:
+        raise ConfigError('task.data.sources: one of them may have env = "verifiers", whose tasks say nothing of the package they are from')
+    if not named:
+        return _env(job, job.task.env, job.task.data)
+    return ByTask({name: _env(job, name, named.get(name, {})) for name in {task.env for task in [*tasks.train, *tasks.held_out]}})
+
+
+def _env(job: Job, name: str, data: dict[str, Any]) -> Any:
+    """One of ours, a class of the user's, or the user's async function of (task, chat)."""
+    found = find("environment", name, ENVS)
+    t = job.task
+    if found is SingleTurn:
+        return SingleTurn(suffix=t.suffix, system=t.system, examples=t.shown_examples)
+    if found is Tools:
+        if not t.tools:
+            raise ConfigError('task.env = "tools" has none: set task.tools = ["calculator", "my_module:my_function"]')
+        if "python" in t.tools:
+            _python_can_run(t.tool_timeout)
+        tools = [Mcp(name) if name.startswith(("mcp:", "mcp+shared:")) else find("tool", name, TOOLS) for name in t.tools]
+        return Tools(tools, turns=t.turns, timeout=t.tool_timeout, suffix=t.suffix, system=t.system)
+    if found is Gym:
+        if data.get("kind") != "gym":
+            raise ConfigError(
+                'task.env = "gym" plays the worlds of its tasks: set task.data = { kind = "gym", name = "my_module:make", n = 100 }'
+            )
+        maker(str(data.get("name", "")))  # the first episode would be late
+        return Gym(turns=t.turns, timeout=t.tool_timeout, suffix=t.suffix, system=t.system)
+    if found is Gateway:
+        if t.agent is None:
+            raise ConfigError('task.env = "gateway" has no agent: set task.agent = "my_module:my_function", or a command')
+        return Gateway(agent_of(t.agent), timeout=t.agent_timeout)
+    if found is Agents:
+        if not t.agents:
+            raise ConfigError('task.env = "agents" has none: set task.agents = [{ agent = "writer", says = "{prompt}" }, ...]')
+        return Agents(t.agents, suffix=t.suffix, system=t.system)
+    if found is agent_of_verifiers:
+        return Gateway(agent_of_verifiers(data), timeout=t.agent_timeout)
+    if isinstance(found, type):
+        with boundary(ConfigError, f"task.env: making '{name}'"):
+            return found()
+    refuse_uncallable(f"environment '{name}'", found, "task", "chat")
+    return AsFunction(found)
+
+
+def _python_can_run(timeout: float) -> None:
+    """The python tool has the time that its own calls take, and a box."""
+    if timeout <= SECONDS + GRACE:
+        raise ConfigError(
+            f"task.tool_timeout = {timeout:g}: the python tool ends its own calls after {SECONDS + GRACE:g} s, and a call that the "
+            "environment gives up first would count as the world's fault; set it above, or leave it out"
+        )
+    try:
+        isolation()
+    except SandboxError as error:
+        raise ConfigError(f'task.tools has "python": {error}') from error
+
+
+@dataclass
+class AsFunction:
+    function: Callable[[Task, Any], Awaitable[Trajectory]]
+
+    async def run(self, task: Task, chat: Any) -> Trajectory:
+        return await self.function(task, chat)
+
+
+@dataclass
+class ByTask:
+    """Several environments in one run; `turns` is the most that any takes."""
+
+    envs: dict[str, Any]
+
+    @property
+    def turns(self) -> int:
+        return max(getattr(env, "turns", 1) for env in self.envs.values())
+
+    def prompt(self, task: Task) -> Any:
+        env = self.envs[task.env]
+        return env.prompt(task) if hasattr(env, "prompt") else SingleTurn().prompt(task)
+
+    async def run(self, task: Task, chat: Any) -> Any:
+        return await self.envs[task.env].run(task, chat)
+
+
+def _filter(name: str) -> Any:
+    with boundary(ConfigError, f"task.filters: making '{name}'"):
+        return find("filter", name, FILTERS)()
+
+
+def judge_of(job: Job, rows: Rows) -> Callable[[Group], Verdict]:
+    """A group passes the filters of its own row, and those of the task."""
+
+    def one(row: Algorithm) -> Callable[[Group], Verdict]:
+        names = list(dict.fromkeys([*row.filters, *job.task.filters]))
+        return chain([Complete(min(2, job.algo.group_size), greedy="greedy" in row.needs), *map(_filter, names)])
+
+    main, of = one(rows.main), {source: one(row) for source, (row, _) in rows.of.items()}
+    return lambda group: of.get(group.task.stream, main)(group)
+
+
+def with_steps(job: Job) -> tuple[Job, str]:
+    """The job with its number of steps, and how passes over the data became that number; "" where the recipe says it itself."""
+    passes, groups = job.loop.passes, job.loop.groups_per_step
+    if passes is None:
+        return job, ""
+    tasks = load_tasks(job.task.data, env=job.task.env)
+    n = len(_that_fit(job, tasks, env_of(job, tasks)).train if job.task.max_prompt_tokens else tasks.train)
+    steps = max(1, math.ceil(round(passes * n / groups, 9)))
+    why = f"{passes:g} pass{'es' * (passes != 1)} over {n} training tasks, {groups} a step: {passes:g} · {n} / {groups}, rounded up"
+    return job.model_copy(update={"loop": job.loop.model_copy(update={"steps": steps, "passes": None})}), why
+
+
+def _that_fit(job: Job, tasks: TaskSet, env: Any) -> TaskSet:
+    """Those whose prompts have at most task.max_prompt_tokens."""
+    most = job.task.max_prompt_tokens
+    if most is None:
+        return tasks
+    tokenizer, _, sight = tokenizer_of(job.model.path)
+    count = _prompt_counter(job, env, tokenizer, sight, most, sampling_of(job))
+    fits = {id(task) for task in [*tasks.train, *tasks.held_out] if count(task) <= most}
+    train, held_out = ([task for task in own if id(task) in fits] for own in (tasks.train, tasks.held_out))
+    if not train or (tasks.held_out and not held_out):
+        whom = "training" if not train else "held-out"
+        raise DataError(f"task.max_prompt_tokens = {most} leaves no {whom} task: every prompt is longer; raise it")
+    sources = tuple((weight, [task for task in own if id(task) in fits]) for weight, own in tasks.sources)
+    if empty := [i for i, (_, own) in enumerate(sources, 1) if not own]:
+        raise DataError(f"task.max_prompt_tokens = {most} leaves no task of task.data.sources[{empty[0]}]; raise it, or remove the source")
+    gone = len(tasks.train) + len(tasks.held_out) - len(train) - len(held_out)
+    return replace(tasks, train=train, held_out=held_out, sources=sources, too_long=gone)
+
+
+def _prompt_counter(job: Job, env: Any, tokenizer: Any, sight: Sight | None, max_context: int, sampling: Sampling) -> Callable[[Task], int]:
+    """Task -> tokens of its rendered prompt."""
+
+    async def silent(request: Request) -> Completion:
+        raise AssertionError("only prompts are rendered here")
+
+    prompt = env.prompt if hasattr(env, "prompt") else SingleTurn(suffix=job.task.suffix).prompt
+
+    def count(task: Task) -> int:
+        chat = TokenChat(
+            tokenizer, silent, sampling=sampling, key=lambda turn: 0, max_context=max_context, system=job.task.system, sight=sight
+        )
+        try:
+            chat.give(*prompt(task))
+        except TemplateError as error:
+            raise DataError(f"task {task.id}: {error}") from error
+        return len(chat.trajectory.tokens)
+
+    return count
+
+
+def encoded(job: Job, tasks: TaskSet, shown: list[Shown], env: Any, known: Known, sampling: Sampling) -> int:
+    """What is wrong with the tasks or the chat template as tokens is said here, before the weights are loaded. -> `longest`."""
+    everything = all_tasks(tasks, shown)
+    refuse_idle_split(everything, known.tokenizer)
+    refuse_deaf_template(env, known.tokenizer)
+    if told := read_as_text(everything, known.tokenizer):
+        emit(Warned(told))
+    return longest(job, tasks, env, known, sampling)
+
+
+def longest(job: Job, tasks: TaskSet, env: Any, known: Known, sampling: Sampling) -> int:
+    """Tokens of the longest conversation. Renders the prompts that look longest: one that leaves no room for its answer is an error now,
+    not at step 120."""
+
+    def size(task: Task) -> int:
+        """Characters, and for each cell of an image as many as a token has."""
+        parts = [part for m in task.data.get("messages", ()) for part in (m["content"] if isinstance(m["content"], list) else ())]
+        cells = [math.prod(part["size"]) // known.sight.cell**2 for part in parts if known.sight and "size" in part]
+        return len(asked(task)) + 4 * sum(cells)
+
+    count, most = _prompt_counter(job, env, known.tokenizer, known.sight, known.max_context, sampling), 0
+    for task in sorted([*tasks.train, *tasks.held_out], key=size)[-32:]:
+        n = count(task)
+        if n + sampling.max_tokens > known.max_context:
+            raise DataError(
+                f"the prompt of task {task.id} has {n} tokens; with engine.sampling.max_tokens = {sampling.max_tokens} that exceeds the model's context of "
+                f"{known.max_context}: {_shorter(known.max_context - sampling.max_tokens)}lower max_tokens"
+            )
+        most = max(most, n)
+    return min(known.max_context, most + getattr(env, "turns", 1) * sampling.max_tokens)
+
+
+def _shorter(room: int) -> str:
+    return f"leave out what is too long with task.max_prompt_tokens = {room}, or " if room > 0 else ""
+
+
+def sync_of(job: Job, placed: Placed) -> Update:
+    """The same probe through engine and trainer after every update."""
+    known = placed.known
+    probe = Template(known.tokenizer).opening([{"role": "user", "content": "One, two, three."}])[:PROBE] if job.sync.probe else []
+    others = {name: trainer.logprobs for name, trainer in placed.trainers.items() if name != POLICY}
+    return Update(
+        placed.transport,
+        probe=probe,
+        score=placed.trainer.logprobs,
+        others=others,
+        tolerance=TOLERANCE[known.dtype],
+        how=job.loop.in_flight,
+    )

@@ -1,0 +1,406 @@
+"""Where engine and trainer of a run live: on one device, on two of this process, or in processes of their own.
+
+place.kind   place.cluster
+shared       local            one device, one module, 0 bytes move
+split        local            two devices of this process, a module each
+split        process          place.ranks + place.engines processes of this machine, each on cores (or a GPU) of its own
+split        torchrun         the ranks that torchrun started; the first one has the loop, and the engines as processes of its own
+split        ray              the same as actors of a Ray cluster, on any of its machines
+
+An engine of others is where its url says; then only the trainer's ranks are processes of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rondel.assemble.refusals import refuse_routes_of, refuse_unrepeatable
+from rondel.assemble.remote_workers import RemoteEngine, RemoteTrainer
+from rondel.assemble.workers import EngineHost, Known, TrainerHost, collective_patience, engine_of, policy_of, speculation_of, trainer_of
+from rondel.core.config import Job
+from rondel.core.errors import ConfigError, UserError, WorkerError
+from rondel.core.protocols import Cluster, Transport
+from rondel.core.registry import find
+from rondel.core.types import POLICY, Sampling
+from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.generate.engine.concurrency import Concurrency
+from rondel.generate.engine.foreign import ForeignEngine
+from rondel.generate.engine.multi_policy import Policies
+from rondel.generate.engine.router import Router
+from rondel.generate.engine.sglang import Sglang
+from rondel.generate.engine.vllm import Vllm
+from rondel.planner import resolve as planner
+from rondel.planner.shapes import hub_cache, of_recipe
+from rondel.run.multi_policy import joined
+from rondel.runtime.cluster import torchrun
+from rondel.runtime.cluster.process import ProcessCluster
+from rondel.runtime.devices import Device, OneAtATime, Shared, Split, pick_device
+from rondel.sync import transport_of
+from rondel.sync.update import Update
+from rondel.train.checkpoint import bytes_needed
+from rondel.train.multi_policy import FOLDER, Trainers
+
+ENGINES = {"builtin": BuiltinEngine, "sglang": Sglang, "vllm": Vllm}
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # mean nats a token of what two sides score
+
+
+def bytes_sent(job: Job) -> int:
+    """Of one version of the weights on a CPU; 0 where only an adapter is sent, and where the model must be fetched before its size is known."""
+    if job.model.adapter.kind != "off":
+        return 0
+    try:
+        return of_recipe(job.model.path, hub_cache()).parameters * (2 if job.model.dtype == "bfloat16" else 4)
+    except UserError:
+        return 0
+
+
+async def _nobody() -> None:
+    """A trainer in this process is there as long as we are."""
+
+
+@dataclass
+class Placed:
+    """Engine and trainer as the loop calls them, wherever they are."""
+
+    known: Known
+    engine: Any
+    trainer: Any
+    devices: Shared | Split
+    resolved: dict[str, str]
+    where: str
+    checkpoint_bytes: int
+    transport: Transport
+    remotes: dict[str, RemoteEngine] = field(default_factory=dict)  # engines that may end and be started again
+    reach: Callable[[str], ForeignEngine] | None = None  # an engine of others by its address, if it can carry this run
+    lost: Callable[[], Awaitable[WorkerError | None]] = _nobody  # a rank of the trainer that has ended
+    dump: Callable[[], None] = lambda: None  # makes the workers write their stacks
+    pids: Callable[[], dict[str, int]] = dict  # of those on this machine
+    close: Callable[[], None] = lambda: None
+    others: dict[str, Known] = field(default_factory=dict)  # policies beside the main one
+
+    @property
+    def trainers(self) -> dict[str, Any]:
+        """That of each policy that is trained."""
+        return self.trainer.each if isinstance(self.trainer, Trainers) else {POLICY: self.trainer}
+
+    def catches_up(self, worker: str, sync: Update) -> Callable[[Any], Awaitable[int]] | None:
+        """What brings an engine that was started again the weights that serve: of several policies those of its own, if they are trained."""
+        if not isinstance(self.engine, Policies):
+            return sync.catch_up
+        [name] = [name for name, engine in self.engine.each.items() if engine is self.remotes[worker]]
+        return (lambda fresh: sync.catch_up(Policies({name: fresh}))) if name in self.engine.trained else None
+
+    async def heal(self) -> bool:
+        """Start again the engines that have ended; one that a router has lost joins again. -> was there any?"""
+        healed = False
+        for name, remote in self.remotes.items():
+            healed |= await remote.whole()
+            if isinstance(self.engine, Router) and name in self.engine.lost:
+                await self.engine.join(name, remote, remote.caught_up)
+                healed = True
+        return healed
+
+
+@dataclass
+class Plan:
+    """What all placements are made from.
+
+    needs     what the rows of the run ask of the trainer
+    longest   the most tokens of a request, once the tokenizer is known
+    folder    of the run, for what survives a crash; None keeps nothing
+    policy    whose weights, where there are several: the main one's, or the name of another
+    frozen    nothing trains them: an engine is all they need
+    before    workers of the policies that were placed before this one, of `workers` in all; their cores and GPUs are taken
+    beside    the device of a shared placement, once it is there
+    reward    whose model is on that device, too, and sleeps while the trainer works
+    """
+
+    job: Job
+    needs: frozenset[str]
+    sampling: Sampling
+    longest: Callable[[Known], int]
+    folder: Path | None
+    policy: str = POLICY
+    frozen: bool = False
+    before: int = 0
+    workers: int = 0
+    beside: Device | None = None
+    reward: Any = None
+    ends: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        where = self.job.place
+        self.device = pick_device(where.device)
+        if self.job.run.record:
+            refuse_unrepeatable(self.job, self.device, torchrun.rank_and_size()[1] if where.cluster == "torchrun" else where.ranks)
+        self.threads = None if where.threads == "auto" else where.threads
+        of: dict[str, planner.Apart] = {"local": "device", "ray": "machine"}
+        apart: planner.Apart = "module" if where.kind == "shared" else of.get(where.cluster, "process")
+        if self.job.engine.kind != "builtin":
+            apart = "server"
+        weights = bytes_sent(self.job) if apart == "process" and self.device == "cpu" else 0  # those of a GPU are read where they lie
+        way = planner.transport(self.job.sync.kind, apart=apart, weights=weights, room=planner.shared_memory())
+        self.kind, self.resolved = way.value, {"sync.kind": f"{way.value} ({way.why})"}
+
+    def transport(self) -> Transport:
+        """Driver, trainer and engine have an instance each."""
+        folder = (self.folder or Path(tempfile.gettempdir()) / f"rondel-{os.getpid()}").resolve()  # others read it from where they are
+        return transport_of(self.kind, folder=folder / "weights", one_module=self.job.place.kind == "shared")
+
+    def cluster(self, workers: int, threads: int | None) -> Cluster:
+        """What starts the workers."""
+        where = self.job.place
+        if where.cluster != "ray":
+            return ProcessCluster(self.folder / "logs" if self.folder else None, patience=where.patience)
+        try:
+            from rondel.runtime.cluster.ray import RayCluster
+        except ImportError as error:
+            raise ConfigError('place.cluster = "ray" needs Ray: pip install "rondel[cluster]"') from error
+        return RayCluster(workers, cpus=threads or 1, gpus=self.device != "cpu", address=where.address, patience=where.patience)
+
+    def names(self, workers: int) -> list[str]:
+        """The device of each worker; a Ray actor sees only its own."""
+        if self.job.place.cluster == "ray":
+            return [self.device.partition(":")[0]] * workers
+        return _names(self.device, self.before + workers)[self.before :]
+
+    def called(self, role: str, number: int) -> str:
+        """engine-0, or engine-critic-0."""
+        return f"{role}-{number}" if self.policy == POLICY else f"{role}-{self.policy}-{number}"
+
+    def log(self, engine: int = 0) -> Path | None:
+        return self.folder / "wal" / f"engine-{engine}" if self.folder else None
+
+
+def place(
+    job: Job, needs: frozenset[str], sampling: Sampling, longest: Callable[[Known], int], folder: Path | None, reward: Any = None
+) -> Placed:
+    """The parts of a run; of several policies each as if it were alone, and then joined."""
+    if reward is not None and (job.place.kind != "shared" or job.policies):
+        raise ConfigError(
+            "task.reward: offload = true is for one policy with place.kind = 'shared', whose trainer wants the reward model's device: "
+            "leave it out, and give it a device of its own"
+        )
+    if not job.policies:
+        return placed(Plan(job, needs, sampling, longest, folder, reward=reward))
+    frozen = {name for name, policy in job.policies.items() if policy.frozen}
+    workers = {name: 1 if name in frozen else 2 for name in (POLICY, *job.policies)}
+    each: dict[str, Placed] = {}
+    with ExitStack() as ends:
+        where, beside = job.place, None
+        device = pick_device(where.device)
+        if where.kind == "shared":
+            beside = Device(device, None if where.threads == "auto" else where.threads)
+            ends.callback(beside.close)
+        for name in workers:
+            plan = Plan(job.of_policy(name), needs, sampling, longest, folder and (folder if name == POLICY else folder / FOLDER / name))
+            plan.policy, plan.frozen, plan.beside = name, name in frozen, beside
+            plan.before, plan.workers = sum(workers[other] for other in each), sum(workers.values())
+            each[name] = placed(plan)
+            ends.callback(each[name].close)
+        whole = joined(job, each, device)
+        whole.close = ends.pop_all().close
+        return whole
+
+
+def placed(plan: Plan) -> Placed:
+    where = plan.job.place
+    with plan.ends as ends:
+        if plan.frozen:
+            placed = _alone(plan) if where.cluster == "process" else _alone_here(plan)
+        else:
+            placed = (_shared if where.kind == "shared" else _split_here if where.cluster == "local" else _split)(plan)
+        placed.resolved |= plan.resolved
+        placed.close = ends.pop_all().close
+        return placed
+
+
+def _shared(plan: Plan) -> Placed:
+    job, device = plan.job, plan.beside or Device(plan.device, plan.threads)
+    if plan.beside is None:
+        plan.ends.callback(device.close)
+    loaded = device.call(policy_of, job, plan.device)
+    known, speculation, transport = Known.of(loaded), device.call(speculation_of, job, plan.device), plan.transport()
+    draft = speculation.draft if speculation else None
+    claim = OneAtATime("engine") if job.trainer.offload else None
+    engine, ours = engine_of(job, loaded, device, plan.longest(known), speculation, transports={}, log=plan.log(), claim=claim)
+    trainer, theirs = trainer_of(job, plan.needs, plan.sampling, loaded, device, draft=draft, transport=transport, claim=claim)
+    where = f"one process, {_threads(device.threads)} on {plan.device} for engine and trainer"
+    devices = Shared(engine, trainer, how=job.loop.in_flight, offload=job.trainer.offload, device=plan.device, beside=plan.reward)
+    return Placed(known, engine, trainer, devices, ours | theirs, where, bytes_needed(trainer), transport)
+
+
+def _split_here(plan: Plan) -> Placed:
+    each = plan.threads or max(1, len(cores()) // 2)
+    first, second = plan.names(2)
+    trainer = TrainerHost(plan.job, plan.needs, plan.sampling, first, each, plan.transport())
+    plan.ends.callback(trainer.close)
+    engine = EngineHost(plan.job, second, each, {plan.kind: plan.transport()}, plan.log())
+    plan.ends.callback(engine.close)
+    known, resolved, size = trainer.join()
+    resolved |= engine.open(plan.longest(known))
+    where = f"one process, {_threads(each)} each for engine and trainer"
+    return Placed(known, engine.engine, trainer.trainer, Split(), resolved, where, size, plan.transport())
+
+
+def _split(plan: Plan) -> Placed:
+    job, mine, led = plan.job, plan.job.engine.kind == "builtin", plan.job.place.cluster == "torchrun"
+    ranks = torchrun.rank_and_size()[1] if led else job.place.ranks
+    if led and job.place.ranks not in (1, ranks):
+        raise ConfigError(f"place.ranks = {job.place.ranks}, but torchrun started {ranks}: leave it out, torchrun says how many there are")
+    ours = [job.engine, job.engine.speculative] if mine else []
+    for section in (job.model, job.model.adapter, job.trainer, job.trainer.critic, *ours):
+        section._read.update(type(section).model_fields)  # by the hosts
+    engines = job.place.engines if mine else 0
+    workers = ranks + engines
+    here = torchrun.ranks_here() if led else ranks  # under torchrun the others are on machines of their own
+    on_cpu, names = plan.device == "cpu", plan.names(here + engines)
+    in_all = plan.workers or workers
+    shares: list[tuple[int, ...]] = _shares(in_all)[plan.before :] if on_cpu and not led else [()] * workers
+    each = plan.threads or (max(1, len(cores()) // in_all) if on_cpu else None)
+    cluster = plan.cluster(workers, each)
+    plan.ends.callback(cluster.close)
+
+    def start(i: int) -> Any:
+        made_of = (job, names[here + i], each, {plan.kind: plan.transport()}, plan.log(i))
+        return cluster.spawn(plan.called("engine", i), EngineHost, *made_of, cores=shares[ranks + i])
+
+    hosts = [start(i) for i in range(engines)]
+    trainers, (known, resolved, size) = _led(plan, ranks, names[0], each) if led else _spawned(plan, cluster, names[:ranks], shares, each)
+    for worker in hosts:
+        worker.now()
+    longest = plan.longest(known)
+    for worker in hosts:
+        resolved |= worker.now("open", longest)
+    where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {engines} of the engine"
+    remotes = {plan.called("engine", i): RemoteEngine(worker, partial(start, i), longest) for i, worker in enumerate(hosts)}
+    if not mine:
+        refuse_routes_of(job, known.routers)
+    reach = None if mine else partial(_reach, job, plan.sampling, longest)
+    others = {url: reach(url) for url in job.engine.urls} if reach else {}
+    if others:
+        where += f", which is {job.engine.kind} at {', '.join(others)}"
+    engine = remotes[plan.called("engine", 0)] if mine and engines == 1 else _routed(remotes | others, job, known)
+    trainer, way = RemoteTrainer(trainers), plan.transport()
+    return Placed(
+        known, engine, trainer, Split(), resolved, where, size, way, remotes, reach, lost=trainer.lost, dump=cluster.dump, pids=cluster.pids
+    )
+
+
+def _alone_here(plan: Plan) -> Placed:
+    """Weights that nothing trains, on the device that others share or on one of their own. Asked again, they draw the same tokens again,
+    so they need no token log."""
+    shared = plan.job.place.kind == "shared"
+    device = plan.beside if shared and plan.beside else Device(plan.device if shared else plan.names(1)[0], plan.threads)
+    if device is not plan.beside:
+        plan.ends.callback(device.close)
+    loaded, speculation = device.call(policy_of, plan.job, device.name), device.call(speculation_of, plan.job, device.name)
+    known = Known.of(loaded)
+    engine, resolved = engine_of(plan.job, loaded, device, plan.longest(known), speculation, transports={})
+    return Placed(known, engine, None, Split(), resolved, f"an engine on {device.name}", 0, plan.transport())
+
+
+def _alone(plan: Plan) -> Placed:
+    """The same in a process of its own."""
+    cluster, [name] = plan.cluster(1, plan.threads), plan.names(1)
+    plan.ends.callback(cluster.close)
+    on_cpu = plan.device == "cpu"
+    each = plan.threads or (max(1, len(cores()) // plan.workers) if on_cpu else None)
+    [share, *_] = _shares(plan.workers)[plan.before :] if on_cpu else [()]
+
+    def start() -> Any:
+        return cluster.spawn(plan.called("engine", 0), EngineHost, plan.job, name, each, {}, None, cores=share)
+
+    worker = start()
+    worker.now()
+    known = worker.now("known")
+    longest = plan.longest(known)
+    resolved = worker.now("open", longest)
+    remotes = {plan.called("engine", 0): RemoteEngine(worker, start, longest)}
+    engine = remotes[plan.called("engine", 0)]
+    return Placed(
+        known, engine, None, Split(), resolved, f"a process of its own with {_threads(each)}", 0, plan.transport(), remotes, dump=cluster.dump, pids=cluster.pids
+    )  # fmt: skip
+
+
+def _spawned(plan: Plan, cluster: Cluster, names: list[str], shares: list[tuple[int, ...]], each: int | None) -> tuple[list[Any], Any]:
+    """The trainer's ranks as workers of the cluster. -> they, and what the first one says of itself."""
+    made_of = (plan.job, plan.needs, plan.sampling)
+    trainers = [
+        cluster.spawn(
+            plan.called("trainer", rank), TrainerHost, *made_of, name, each, plan.transport(), cores=shares[rank], tells=rank == 0
+        )
+        for rank, name in enumerate(names)
+    ]
+    for worker in trainers:
+        worker.now()
+    address = trainers[0].now("meet", trainers[0].host, len(names))
+    joined = [trainer.ask("join", rank, len(names), address) for rank, trainer in enumerate(trainers)]
+    told, *_ = [answer.result() for answer in joined]
+    return trainers, told
+
+
+def _led(plan: Plan, ranks: int, device: str, each: int | None) -> tuple[list[Any], Any]:
+    """This process is the first rank, the others follow it."""
+    host = TrainerHost(plan.job, plan.needs, plan.sampling, device, each, plan.transport())
+    calls = host.device.call(torchrun.joined, host.device.name, collective_patience(plan.job))
+    told = host.join(0, ranks)
+    leader = torchrun.Leader(host, calls)
+    plan.ends.callback(leader.close)
+    return [leader], told
+
+
+def _reach(job: Job, sampling: Sampling, longest: int, url: str) -> ForeignEngine:
+    """An engine of others, asked whether it can carry this run."""
+    server = find("engine", job.engine.kind, ENGINES)(url)
+    if (room := server.open(sampling)) < longest:
+        raise ConfigError(
+            f"the longest prompt and its answer have {longest} tokens, and {job.engine.kind} at {url} carries {room}: "
+            "start it with a longer context, or lower engine.sampling.max_tokens"
+        )
+    return ForeignEngine(server)
+
+
+def _routed(engines: Mapping[str, Any], job: Job, known: Known) -> Router:
+    auto = job.engine.concurrency == "auto" and job.engine.kind != "builtin"  # ours find it themselves
+    concurrency = Concurrency(job.engine.max_running) if auto else None
+    return Router(
+        engines, max_inflight=job.engine.max_running, concurrency=concurrency, apart=TOLERANCE[known.dtype], patience=job.place.patience
+    )
+
+
+def cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def _shares(workers: int) -> list[tuple[int, ...]]:
+    """Cores of its own for each worker, as long as there are enough: two OpenMP pools on one core wait for each other."""
+    mine = cores()
+    each = len(mine) // workers
+    return [tuple(mine[i * each : (i + 1) * each]) for i in range(workers)] if each else [()] * workers
+
+
+def _names(device: str, workers: int) -> list[str]:
+    """One device each, in the order of their numbers: the trainer's ranks first."""
+    if device == "cpu":
+        return ["cpu"] * workers
+    first = int(device.partition(":")[2] or 0)
+    if first + workers > torch.cuda.device_count():
+        raise ConfigError(
+            f"place.kind = 'split' asks for {workers} GPUs from number {first} on, but this machine has {torch.cuda.device_count()}. "
+            "Use place.kind = 'shared', or fewer place.engines and place.ranks"
+        )
+    return [f"cuda:{first + i}" for i in range(workers)]
+
+
+def _threads(n: int | None) -> str:
+    return f"{n or 'all'} thread{'s' * (n != 1)}"

@@ -1,0 +1,97 @@
+"""`rondel serve`: a model, its device and its engine behind HTTP, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rondel.assemble.workers import pages_of
+from rondel.core.events import Event, Warned, dispensable, subscribe
+from rondel.core.protocols import Transport
+from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.generate.engine.notebook import speculation_of
+from rondel.generate.engine.server.process import run
+from rondel.generate.engine.server.service import Limits, Service
+from rondel.models.cuda_graphs import serving_pass
+from rondel.models.load import load
+from rondel.runtime.devices import Device, keep_memory, pick_device
+from rondel.sync.from_ipc import FromIpc
+from rondel.system.http import bind
+from rondel.text.unicode import visible
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `rondel serve` was asked."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str = ""
+    name: str = ""
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    kv_pages: int | str = "auto"
+    max_running: int = 64
+    prefill_tokens: int = 2048
+    speculative: str = "off"
+    compile: bool = False
+    drain: float = 30.0
+    limits: Limits = field(default_factory=Limits)
+
+
+def serve(model: str | dict[str, Any], settings: Settings, *, ready: Callable[[str, int, str], None]) -> None:
+    """Returns after a drain. `ready(host, port, what)` is called when it listens."""
+    keep_memory()
+    device_name = pick_device(settings.device)
+    sock = bind(settings.host, settings.port, api_key=settings.api_key)
+    device = Device(device_name, settings.threads)
+    try:
+        loaded = device.call(lambda: load(model, dtype=settings.dtype, device=device_name))
+        speculation = device.call(lambda: speculation_of(settings.speculative, dtype=settings.dtype, device=device_name))
+        draft = speculation.draft if speculation else None
+        pages = pages_of(
+            [loaded, draft.loaded] if draft else [loaded],
+            wanted=settings.kv_pages,
+            max_running=settings.max_running,
+            longest=loaded.max_context,
+            prefill=settings.prefill_tokens,
+            own=device_name.startswith("cuda"),
+            staged=True,
+        )
+        transports: dict[str, Transport] = {"ipc": FromIpc()}
+        engine = BuiltinEngine(
+            loaded,
+            run=device.run,
+            kv_pages=pages.value,
+            max_running=settings.max_running,
+            prefill_tokens=settings.prefill_tokens,
+            speculation=speculation,
+            compiled=device.call(serving_pass, loaded, settings.max_running) if settings.compile else None,
+            transports=transports,
+        )
+        name = settings.name or (Path(model).name if isinstance(model, str) and Path(model).is_dir() else loaded.name)
+        what = f"{name}, {str(loaded.dtype).removeprefix('torch.')} on {device_name}, {pages.value} cache pages"
+        host, port = sock.getsockname()[:2]
+
+        async def main() -> None:
+            service = Service(engine, run=device.run, name=name, limits=settings.limits, api_key=settings.api_key, segment=FromIpc.place)
+            await run(service, sock, drain=settings.drain, ready=lambda: ready(host, port, what))
+
+        stop = subscribe(dispensable("the log of warnings", _warn))
+        try:
+            asyncio.run(main())
+        finally:
+            stop()
+    finally:
+        sock.close()
+        device.close()
+
+
+def _warn(event: Event) -> None:
+    if isinstance(event, Warned):
+        print(visible(f"warning: {event.message}"), file=sys.stderr, flush=True)

@@ -1,0 +1,446 @@
+"""Engine and trainer of one run, each with what it needs: in one process, or as hosts that can live anywhere.
+
+shared    one device and one module for both
+split     EngineHost and TrainerHost: a device and weights of their own, in this process or in another, on this machine or another
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from inspect import iscoroutinefunction
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rondel.assemble.refusals import refuse_without_routes
+from rondel.core.config import Job
+from rondel.core.errors import ConfigError
+from rondel.core.media import Sight
+from rondel.core.protocols import Claim, Transport
+from rondel.core.types import Sampling, StepStats
+from rondel.generate.engine.builtin.draft import Draft
+from rondel.generate.engine.builtin.engine import BuiltinEngine
+from rondel.generate.engine.builtin.speculative import Speculation
+from rondel.generate.engine.concurrency import Concurrency
+from rondel.models import adapters, names, nf4, vision
+from rondel.models.aligned_numerics import align
+from rondel.models.cuda_graphs import serving_pass
+from rondel.models.load import Loaded, load
+from rondel.models.vocabulary import same_words
+from rondel.planner import resolve as planner
+from rondel.runtime.cluster import torchrun
+from rondel.runtime.devices import Device
+from rondel.runtime.journal.wal import TokenLog
+from rondel.sync.from_distributed import FromDistributed
+from rondel.sync.from_tensor import FromTensor
+from rondel.train.checkpoint import bytes_needed
+from rondel.train.critic import Critic
+from rondel.train.draft import DraftTrainer
+from rondel.train.fsdp import Meeting, Sharded
+from rondel.train.mismatch import bound_of
+from rondel.train.pack import Batch
+from rondel.train.parallel import ALONE, Alone
+from rondel.train.step import LocalTrainer, Settings
+from rondel.train.teachers import Teacher
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a process without the weights knows of the model."""
+
+    name: str
+    tokenizer: Any
+    max_context: int
+    routers: int
+    sight: Sight | None  # how it looks at pictures
+    parameters: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.parameters * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, loaded: Loaded) -> Known:
+        return cls(loaded.name, loaded.tokenizer, loaded.max_context, loaded.routers, loaded.sight, loaded.numbers, loaded.dtype)
+
+
+def engine_of(
+    job: Job,
+    loaded: Loaded,
+    device: Device,
+    longest: int,
+    speculation: Speculation | None,
+    *,
+    transports: dict[str, Transport],
+    log: Path | None = None,
+    claim: Claim | None = None,
+) -> tuple[BuiltinEngine, dict[str, str]]:
+    """`log`: where drawn tokens are kept for a life after a crash. -> the engine, and what was resolved for it."""
+    draft = speculation.draft if speculation else None
+    own = device.name.startswith("cuda") and (job.place.kind == "split" or (job.trainer.offload and not job.policies))
+    pages = pages_of(
+        [loaded, draft.loaded] if draft else [loaded],
+        wanted=job.engine.kv_pages,
+        max_running=job.engine.max_running,
+        longest=longest,
+        prefill=job.engine.prefill_tokens,
+        own=own,
+        staged="ipc" in transports,
+    )
+    engine = BuiltinEngine(
+        loaded,
+        run=device.run,
+        kv_pages=pages.value,
+        max_running=job.engine.max_running,
+        prefill_tokens=job.engine.prefill_tokens,
+        routes=replays(job, loaded),
+        speculation=speculation,
+        compiled=device.call(serving_pass, loaded, job.engine.max_running) if job.engine.compile else None,
+        transports=transports,
+        concurrency=Concurrency(job.engine.max_running) if job.engine.concurrency == "auto" else None,
+        log=TokenLog(log, durable=job.run.durability == "disk", beside=log.parent.glob("engine-*")) if log else None,
+        claim=claim,
+    )
+    return engine, {
+        "engine.kv_pages": f"{pages.value} ({pages.why})",
+        "engine.numerics": job.engine.numerics,
+        "engine.concurrency": job.engine.concurrency,
+        "engine.compile": "on" if job.engine.compile else "off",
+        "engine.speculative": speculation_fact(job, draft),
+    }
+
+
+def trainer_of(
+    job: Job,
+    needs: frozenset[str],
+    sampling: Sampling,
+    loaded: Loaded,
+    device: Device,
+    *,
+    draft: Draft | None = None,
+    ranks: Alone = ALONE,
+    transport: Transport,
+    claim: Claim | None = None,
+) -> tuple[LocalTrainer, dict[str, str]]:
+    """-> the trainer, and what was resolved for it."""
+    micro = planner.micro_tokens(job.trainer.micro_tokens, on_gpu=device.name.startswith("cuda"))
+    settings = settings_of(job, sampling, micro.value, replay_routes=replays(job, loaded), mismatch_bound=mismatch_bound(job, loaded))
+
+    def make() -> LocalTrainer:
+        return LocalTrainer(
+            loaded,
+            settings,
+            run=device.run,
+            needs=needs,
+            draft=pupil_of(job, draft) if draft else None,
+            critic=critic_of(job, loaded, settings, ranks) if "values" in needs else None,
+            teachers=teachers_of(job, loaded, full="teacher_hidden" in needs),
+            warmup=warmup_settings(job, settings) if job.loop.warmup.steps else None,
+            ranks=ranks,
+            transport=transport,
+            claim=claim,
+        )
+
+    trainer = device.call(make)
+    return trainer, {
+        "trainer.micro_tokens": f"{micro.value} ({micro.why})",
+        "routing_replay": replay_fact(job, loaded),
+        "model.adapter": adapter_fact(loaded),
+        "model.teacher": teachers_fact(job),
+        "trainer.critic": critic_fact(job) if trainer.critic else "none",
+    }
+
+
+class EngineHost:
+    """An engine with a device and weights of its own; its verbs are the engine's."""
+
+    def __init__(self, job: Job, device: str, threads: int | None, transports: dict[str, Transport], log: Path | None) -> None:
+        self.job, self.device, self.transports, self.log = job, Device(device, threads), transports, log
+        self.loaded = self.device.call(policy_of, job, device)
+
+    def known(self) -> Known:
+        return Known.of(self.loaded)
+
+    def open(self, longest: int) -> dict[str, str]:
+        """Ready for requests of at most `longest` tokens. -> what was resolved."""
+        speculation = self.device.call(speculation_of, self.job, self.device.name)
+        self.engine, resolved = engine_of(
+            self.job, self.loaded, self.device, longest, speculation, transports=self.transports, log=self.log
+        )
+        return resolved
+
+    def __getattr__(self, verb: str) -> Any:
+        if verb == "engine":
+            raise AttributeError("open() comes first")
+        return getattr(self.engine, verb)
+
+    def close(self) -> None:
+        self.device.close()
+
+
+def follow(job: Job, needs: frozenset[str], sampling: Sampling, device: str, threads: int | None) -> None:
+    """A rank that torchrun started beside the one with the loop: does what that one calls."""
+    rank, size = torchrun.rank_and_size()
+    host = TrainerHost(job, needs, sampling, device, threads, FromTensor())  # it gives its shards and sends nothing itself
+    calls = host.device.call(torchrun.joined, device, collective_patience(job))
+    host.join(rank, size)
+    torchrun.follow(host, calls)
+
+
+class TrainerHost:
+    """One rank of the trainer with a device and weights of its own. What it learns of a batch is told, for the batch came as a copy."""
+
+    def __init__(
+        self,
+        job: Job,
+        needs: frozenset[str],
+        sampling: Sampling,
+        device: str,
+        threads: int | None,
+        transport: Transport,
+    ) -> None:
+        self.device, self.ranks = Device(device, threads), ALONE
+        self.loaded = self.device.call(policy_of, job, device)
+        self.job, self.needs, self.sampling, self.transport = job, needs, sampling, transport
+
+    def meet(self, host: str, ranks: int) -> tuple[str, int] | None:
+        """`host`: where other workers reach this one, the first of `ranks`. -> where the others find it, if there are any."""
+        if isinstance(self.transport, FromDistributed):
+            self.transport.host = host
+        if ranks == 1:
+            return None
+        self.meeting = Meeting(host)
+        return self.meeting.address
+
+    def join(self, rank: int = 0, size: int = 1, address: tuple[str, int] | None = None) -> tuple[Known, dict[str, str], int]:
+        """Returns when all ranks have. -> facts of the model, what was resolved, and the size of a checkpoint."""
+        known = Known.of(self.loaded)
+        if size > 1:
+            meeting = None if address is None else self.meeting if rank == 0 else Meeting.at(address)  # None: torchrun has joined them
+            patience = collective_patience(self.job)
+            self.ranks = self.device.call(lambda: Sharded(rank, size, meeting, device=self.device.name, patience=patience))
+        self.trainer, resolved = trainer_of(
+            self.job, self.needs, self.sampling, self.loaded, self.device, ranks=self.ranks, transport=self.transport
+        )
+        return known, resolved, bytes_needed(self.trainer)
+
+    async def annotate(self, batch: Batch, needs: frozenset[str]) -> list[dict[str, Any]]:
+        with self.ranks.together("annotate"):
+            await self.trainer.annotate(batch, needs)
+        return self._told(batch)
+
+    async def step(self, batch: Batch, algo: Any) -> tuple[StepStats, bool, list[dict[str, Any]]]:
+        with self.ranks.together("step"):
+            stats = await self.trainer.step(batch, algo)
+        return stats, self.trainer.moved, self._told(batch)
+
+    def _told(self, batch: Batch) -> list[dict[str, Any]]:
+        return [{"notes": s.notes, "advantages": s.advantages} for s in batch.samples] if self.ranks.leads else []
+
+    def __getattr__(self, verb: str) -> Any:
+        if verb == "trainer":
+            raise AttributeError(verb)
+        found = getattr(self.trainer, verb)
+        return self._together(verb, found) if iscoroutinefunction(found) else found
+
+    def _together(self, verb: str, found: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: Any) -> Any:
+            with self.ranks.together(verb):
+                return await found(*args)
+
+        return call
+
+    def close(self) -> None:
+        self.ranks.close()
+        self.device.close()
+
+
+def collective_patience(job: Job) -> float:
+    """Seconds that one rank waits for another: they compute side by side, but one of them writes the checkpoints."""
+    return 10 * job.place.patience
+
+
+# -- what they are made of -------------------------------------------------------------------------
+
+
+def policy_of(job: Job, device: str) -> Loaded:
+    """As the recipe wants it: adapted, aligned."""
+    wanted = job.model.adapter
+    loaded = load(job.model.path, dtype=job.model.dtype, device=device, four_bits=wanted.kind == "qlora")
+    wanted._read.update(type(wanted).model_fields)  # what has no effect was refused when the recipe was read
+    loaded.sight = sight_within(job, loaded.sight, loaded.name)
+    if loaded.sight is not None and job.model.tower == "frozen":
+        vision.tower(loaded.model).requires_grad_(False)
+    if wanted.kind != "off":
+        nf4.refuse_other(loaded.model, loaded.name, wanted=wanted.kind == "qlora")
+        adapters.adapt(loaded, rank=wanted.rank, alpha=wanted.alpha, targets=wanted.targets, seed=job.loop.seed)
+    if job.engine.numerics == "aligned":
+        align(loaded)
+    return loaded
+
+
+def sight_within(job: Job, sight: Sight | None, name: str) -> Sight | None:
+    """How the model looks, with images of at most model.image_tokens."""
+    m, plain = job.model, type(job.model).model_fields
+    if sight is None and (odd := [key for key in ("tower", "image_tokens") if getattr(m, key) != plain[key].default]):
+        raise ConfigError(
+            f"model.{odd[0]} = {getattr(m, odd[0])!r}, but '{name}' reads text alone: leave it out, or take a vision-language model"
+        )
+    if m.tower == "trained" and (m.adapter.kind != "off" or job.place.ranks > 1):
+        what = (
+            "model.adapter, which alone is trained"
+            if m.adapter.kind != "off"
+            else "place.ranks > 1, whose ranks see images at different times"
+        )
+        raise ConfigError(f"model.tower = 'trained' beside {what}: leave the tower frozen")
+    if sight is None or m.image_tokens == "auto":
+        return sight
+    if m.image_tokens < 1:
+        raise ConfigError(f"model.image_tokens = {m.image_tokens}; an image takes at least 1 token")
+    most = m.image_tokens * sight.cell**2
+    return replace(sight, most=most, least=min(sight.least, most))
+
+
+def adapter_fact(loaded: Loaded) -> str:
+    if (adapter := loaded.adapter) is None:
+        return "none: every weight is trained"
+    whole, packed = loaded.numbers, nf4.described(loaded.model)
+    return (
+        f"lora of rank {adapter.config.r}, alpha {adapter.config.lora_alpha}, on {len(adapter.layers)} layers: "
+        f"{adapter.numbers} of {whole} numbers are trained ({adapter.numbers / whole:.1%})" + (f"; base: {packed}" if packed else "")
+    )
+
+
+def replays(job: Job, loaded: Loaded | Known) -> bool:
+    """Whether the trainer sends every token to the experts that the engine sent it to."""
+    wanted = job.trainer.routing_replay
+    if wanted is True and not loaded.routers:
+        raise ConfigError(f"trainer.routing_replay = true, but '{loaded.name}' is dense: it has no routers. Leave it at \"auto\"")
+    if not loaded.routers or wanted is False:
+        return False
+    refuse_without_routes(job)
+    return True
+
+
+def replay_fact(job: Job, loaded: Loaded) -> str:
+    if not loaded.routers:
+        return "none: a dense model"
+    return f"{'on' if replays(job, loaded) else 'OFF by trainer.routing_replay'}: {loaded.routers} routers"
+
+
+def speculation_of(job: Job, device: str) -> Speculation | None:
+    """What guesses ahead, if anything; the engine refuses a draft with other words."""
+    wanted = job.engine.speculative
+    wanted._read.update(type(wanted).model_fields)  # what has no effect was refused when the recipe was read
+    if wanted.kind == "off":
+        return None
+    if wanted.model is None:
+        return Speculation(wanted.k)
+    return Speculation(wanted.k, Draft(load(wanted.model, dtype=job.model.dtype, device=device)))
+
+
+def pupil_of(job: Job, draft: Draft) -> DraftTrainer | None:
+    lr = job.engine.speculative.lr
+    return DraftTrainer(draft.loaded, lr=lr) if lr else None
+
+
+def speculation_fact(job: Job, draft: Draft | None) -> str:
+    wanted = job.engine.speculative
+    if draft is None:
+        return wanted.kind if wanted.kind == "off" else f"{wanted.kind}, at most {wanted.k} guesses"
+    return f"draft {draft.loaded.name}, at most {wanted.k} guesses, " + (f"trained with lr {wanted.lr:g}" if wanted.lr else "frozen")
+
+
+def mismatch_bound(job: Job, loaded: Loaded | Known) -> float:
+    return bound_of(loaded.dtype, mixture=bool(loaded.routers), foreign=job.engine.kind != "builtin")
+
+
+def settings_of(job: Job, sampling: Sampling, micro_tokens: int, *, replay_routes: bool, mismatch_bound: float) -> Settings:
+    t = job.trainer
+    return Settings(
+        lr=t.lr, temperature=sampling.temperature, schedule=t.schedule, warmup_steps=t.warmup_steps, steps=job.steps, clip=t.clip,
+        weight_decay=t.weight_decay, betas=t.betas, micro_tokens=micro_tokens, updates_per_step=job.loop.updates_per_step,
+        epochs=job.loop.epochs,
+        max_bad_steps=t.max_bad_steps, first_step=job.loop.warmup.steps, replay_routes=replay_routes,
+        critic_lr=t.critic.lr, critic_warmup=t.critic.warmup, mismatch_bound=mismatch_bound,
+    )  # fmt: skip
+
+
+def warmup_settings(job: Job, settings: Settings) -> Settings:
+    """The supervised phase: its own learning rate, constant."""
+    return replace(
+        settings, lr=job.loop.warmup.lr, schedule="constant", warmup_steps=0, updates_per_step=1, epochs=1, first_step=0, start_probe=0, replay_routes=False
+    )  # fmt: skip
+
+
+def critic_of(job: Job, loaded: Loaded, settings: Settings, ranks: Alone) -> Critic:
+    """A copy of the policy as it will be at the critic's first step, or a model of its own that reads the same tokens."""
+    path = job.trainer.critic.path
+    if path is None:
+        return Critic(loaded, settings, ranks=ranks)
+    other = load(path, dtype=job.model.dtype, device=str(loaded.device))
+    same_words(loaded, other, who=f"trainer.critic.path = {path!r}", remedy="It must read the same tokens: take a model of the same family")
+    return Critic(other, settings, follows=False, ranks=ranks)
+
+
+def teachers_of(job: Job, loaded: Loaded, *, full: bool) -> list[Teacher]:
+    """Any models that read the same tokens; nothing trains them. Those behind a url are asked by the driver. `full`: logit by logit."""
+
+    def local(path: str | dict[str, Any]) -> Loaded:
+        teacher = load(path, dtype=job.model.dtype, device=str(loaded.device))
+        remedy = "It cannot say how likely the policy's tokens are: take a teacher of the same family"
+        same_words(loaded, teacher, who=f"model.teacher = {path!r}", remedy=remedy)
+        if full and (ours := len(loaded.head.weight)) != (theirs := len(teacher.head.weight)):
+            raise ConfigError(
+                f"model.teacher = {path!r} has {theirs} logits a token and the policy {ours}: whole distributions cannot be compared. "
+                "Use algo.distill.kind = 'distill', which reads the drawn tokens"
+            )
+        teacher.model.requires_grad_(False)
+        return teacher
+
+    return [Teacher(None if t.path is None else local(t.path), t.weight, t.source) for t in job.model.teachers]
+
+
+def teachers_fact(job: Job) -> str:
+    told = [
+        f"{t.name}{f' for {t.source}' if t.source else ''}{f', weight {t.weight:g}' if t.weight != 1 else ''}" for t in job.model.teachers
+    ]
+    return "; ".join(told) or "none"
+
+
+def critic_fact(job: Job) -> str:
+    c = job.trainer.critic
+    first = f", alone for {c.warmup} steps" if c.warmup else ""
+    return f"{c.path or 'a copy of the policy at its first step'}, lr {c.lr:g}{first}"
+
+
+def pages_of(
+    models: list[Loaded], *, wanted: int | str, max_running: int, longest: int, prefill: int, own: bool, staged: bool
+) -> planner.Resolved:
+    """Cache pages for requests of at most `longest` tokens, whose keys and values all these models keep. `own`: the device is a GPU with nobody else on it while the engine generates;
+    `staged`: new weights lie there beside the old ones."""
+    loaded, reserve = models[0], None
+    free, memory = torch.cuda.mem_get_info(loaded.device) if loaded.device.type == "cuda" else (planner.free_memory(), 0)
+    if own:
+        vocab, hidden = loaded.head.weight.shape
+        version = sum(t.nbytes for _, t in names.weights(loaded.model)) if staged else 0
+        reserve = planner.engine_reserve(
+            memory=memory,
+            hidden=hidden,
+            vocab=vocab,
+            width=loaded.dtype.itemsize,
+            prefill=prefill,
+            max_running=max_running,
+            staged=version,
+        )
+    return planner.kv_pages(
+        wanted,
+        max_running=max_running,
+        longest=longest,
+        page_bytes=sum(m.cached for m in models),
+        free_bytes=free,
+        reserve_bytes=reserve,
+    )

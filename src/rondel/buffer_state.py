@@ -1,0 +1,52 @@
+"""A finished group as JSON-shaped data, for the state of a buffer; pictures once for each that there is."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+
+from rondel.core.media import Image, Placed
+from rondel.core.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, Task, Trajectory, Turn
+
+
+def encode(group: Group) -> dict[str, Any]:
+    """A finished group as JSON-shaped data; `decode` gives it back."""
+    row = _shallow(group) | {"task": asdict(group.task), "trajectories": [_shallow(whole) for whole in group.trajectories]}
+    if any(whole.media for whole in group.trajectories):
+        row["images"] = {place.image.digest: place.image.stored for whole in group.trajectories for place in whole.media}
+    for plain, whole in zip(row["trajectories"], group.trajectories):
+        plain["media"] = [[place.start, place.image.digest] for place in whole.media]
+        plain["score"] = None if whole.score is None else [type(whole.score).__name__, asdict(whole.score)]
+        if isinstance(whole.score, Score):
+            plain["score"][1]["steps"] = [list(step) for step in whole.score.steps]
+        if whole.support is not None:
+            plain["support"] = [None if ids is None else [int(i) for i in ids] for ids in whole.support]
+        if whole.experts is not None:
+            plain["experts"] = [str(whole.experts.dtype), whole.experts.tolist()]
+        plain["outcome"] = [type(whole.outcome).__name__, asdict(whole.outcome)]
+    return row
+
+
+def _shallow(of: Any) -> dict[str, Any]:
+    """Its fields, lists and trees copied; `asdict` would look into every token, which takes seconds for a million of them."""
+    return {f.name: value.copy() if isinstance(value := getattr(of, f.name), list | dict) else value for f in fields(of)}
+
+
+def decode(row: dict[str, Any]) -> Group:
+    kinds = {"Score": Score, "Failed": Failed, "Ok": Ok, "EnvFault": EnvFault, "PolicyFault": PolicyFault}
+    images: dict[str, Any] = {}
+    if "images" in row:
+        images = {digest: Image.restored(stored) for digest, stored in row["images"].items()}
+
+    def whole(plain: dict[str, Any]) -> Trajectory:
+        given = {key: kinds[plain[key][0]](**plain[key][1]) for key in ("score", "outcome") if plain[key] is not None}
+        given["media"] = [Placed(start, images[digest]) for start, digest in plain.get("media", ())]
+        given["conversation"] = [Turn(*turn) for turn in plain.get("conversation", ())]
+        if plain["experts"] is not None:
+            dtype, routes = plain["experts"]
+            given["experts"] = np.asarray(routes, dtype)
+        return Trajectory(**{**plain, **given})
+
+    return Group(row["id"], Task(**row["task"]), [whole(t) for t in row["trajectories"]], row["born"], row.get("supervised", False))

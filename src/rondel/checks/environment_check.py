@@ -1,0 +1,272 @@
+"""`rondel check-env`: is an environment fit to be trained in? Scripts play it, at a policy's best and worst, before a model does."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rondel.assemble.components import LENDS, env_of, sampling_of
+from rondel.assemble.workers import sight_within
+from rondel.checks.scripted_policy import Meeting, Played, Script, Stage, scripts
+from rondel.core.config import Job
+from rondel.core.errors import RondelError
+from rondel.core.types import Failed, Score, Task
+from rondel.generate.envs.sources import load_tasks
+from rondel.generate.envs.tools import Tools
+from rondel.models.load import tokenizer_of
+from rondel.run.event_loop_watchdog import Stalls
+from rondel.score import addresses
+from rondel.score.pool import RewardPool
+from rondel.score.preflight import PAID, Finding, Scores, judged, p95
+from rondel.score.result import placed, read
+
+JUDGED = ("gold", "empty", "wrong")
+ODD = 5  # tasks for scripts that no answer deserves
+TOGETHER = 4  # episodes at once
+SHORT = 0.02  # seconds of them all: what is below is noise
+PATIENCE = 5.0  # seconds for the slowest of them to ask, once another has
+
+
+@dataclass
+class Checked:
+    """What was found, and what was measured: seconds as figures["env_median_s"], a share as figures["together"]."""
+
+    findings: list[Finding]
+    figures: dict[str, float]
+
+    @property
+    def ok(self) -> bool:
+        return all(finding.ok for finding in self.findings)
+
+
+def check_env(job: Job, *, n: int = 20, timeout: float = 60.0, patience: float = PATIENCE) -> Checked:
+    """The first n tasks of a recipe in its environment, under its reward. A fault of the recipe is a finding, too."""
+    try:
+        found = load_tasks(job.task.data, env=job.task.env)
+        env, tasks = env_of(job, found), found.train[: min(n, PAID) if addresses(job.task.reward) else n]
+        tokenizer, context, sight = tokenizer_of(job.model.path)
+        sight = sight_within(job, sight, str(job.model.path))
+        stage = Stage(env, tokenizer, sampling_of(job), context, job.task.system, timeout, sight)
+    except RondelError as error:
+        return Checked([Finding("recipe", False, str(error), "see the message")], {})
+    pool: list[RewardPool] = []
+    try:
+        return asyncio.run(_Check(job, stage, tasks, patience, pool).run())
+    except RondelError as error:  # a reward that cannot be made
+        return Checked([Finding("reward", False, str(error), "see the message")], {})
+    finally:
+        for one in pool:
+            one.close()
+
+
+class _Check:
+    def __init__(self, job: Job, stage: Stage, tasks: Sequence[Task], patience: float, pool: list[RewardPool]) -> None:
+        self.job, self.stage, self.tasks, self.patience, self.pool = job, stage, tasks, patience, pool
+        self.scripts = scripts(stage.tokenizer, tasks, stage.env)
+        self.figures: dict[str, float] = {"tasks": len(tasks)}
+        self.own = 0  # episodes that the environment scored itself
+        self.rewards: list[float] = []  # seconds of its calls
+
+    async def run(self) -> Checked:
+        opened = _counted(self.stage.env)
+        with Stalls() as stalls:
+            played = await self._all_of_them()
+            again, together, alone, at_once = await self._at_once()
+            await self.stage.play("dies", self.tasks[0], self.scripts["empty"], dies=True)
+        left = await _left()
+        everything = [*played, *again, *at_once]
+        found = [self._runs(everything), _record(everything), self._budget(everything)]
+        found += await self._scores(played)
+        found += [
+            _closed(opened, left),
+            Finding(
+                "blocking",
+                not stalls.longest,
+                f"the event loop stood still for {stalls.longest:.2f} s at {stalls.where}"
+                if stalls.longest
+                else "other episodes go on meanwhile",
+                "await what waits, or call it through asyncio.to_thread: one that blocks stops every episode of the run",
+            ),
+            self._together(together, alone, at_once),
+            self._same(played, again),
+            *self._times(played),
+        ]
+        self.figures["stall_s"] = stalls.longest
+        return Checked(found, self.figures)
+
+    async def _all_of_them(self) -> list[Played]:
+        """Every script on every task that it suits, a few episodes at a time."""
+        lanes = asyncio.Semaphore(TOGETHER)
+
+        async def one(name: str, task: Task, script: Script) -> Played:
+            async with lanes:
+                return await self.stage.play(name, task, script)
+
+        asked = []
+        for name, script in self.scripts.items():
+            tasks = self.tasks if name in JUDGED else self.tasks[:ODD]
+            asked += [one(name, task, script) for task in tasks if name != "gold" or self._has_gold(task)]
+        return list(await asyncio.gather(*asked))
+
+    def _has_gold(self, task: Task) -> bool:
+        return hasattr(self.stage.env, "gold") or task.data.get("answer") not in (None, "")
+
+    async def _at_once(self) -> tuple[list[Played], int, float, list[Played]]:
+        """The same few episodes one after the other, and at once. -> the former, how many met, the seconds of one, the latter."""
+        loop, few = asyncio.get_running_loop(), self.tasks[:TOGETHER]
+        began = loop.time()
+        again = [await self.stage.play("wrong", task, self.scripts["wrong"]) for task in few]
+        alone = loop.time() - began
+        began = loop.time()
+        await asyncio.gather(*(self.stage.play("wrong", task, self.scripts["wrong"]) for task in few))
+        self.figures["together"] = (loop.time() - began) / max(alone, 1e-9)
+        meeting = Meeting(len(few), self.patience)
+        met = await asyncio.gather(*(self.stage.play("wrong", task, self.scripts["wrong"], meeting=meeting) for task in few))
+        return again, meeting.most, alone, list(met)
+
+    def _runs(self, played: list[Played]) -> Finding:
+        faults = [p for p in played if p.fault]
+        if not faults:
+            return Finding("runs", True, f"{len(played)} episodes of {len(self.scripts)} scripts ended without a fault")
+        message = f"{len(faults)} of {len(played)} episodes broke; {faults[0].where}: {faults[0].fault}"
+        return Finding(
+            "runs", False, message, "whatever the policy writes is an answer to read or to score; raise only when the world breaks"
+        )
+
+    def _budget(self, played: list[Played]) -> Finding:
+        rule = "give messages through chat.give alone, and end the episode when reply() says 'length' or the turns are over"
+        for p in played:
+            longest = max((len(t.tokens) for t in p.trajectories), default=0)
+            if longest > self.stage.max_context:
+                return Finding("budget", False, f"{p.where}: {longest} tokens, the context holds {self.stage.max_context}", rule)
+            if any(r.sampling.max_tokens > self.stage.sampling.max_tokens for r, _ in p.actor.drawn):
+                return Finding("budget", False, f"{p.where}: it asks for more than engine.sampling.max_tokens", rule)
+            if p.actor.asked > self.stage.most or f"of at most {self.stage.most}" in p.fault:
+                return Finding("budget", False, f"{p.where}: more than {self.stage.most} replies", rule)
+        turns = max(p.actor.asked for p in played)
+        longest = max((len(t.tokens) for p in played for t in p.trajectories), default=0)
+        self.figures |= {"turns": turns, "tokens": longest}
+        return Finding("budget", True, f"at most {turns} replies and {longest} tokens an episode, of {self.stage.max_context}")
+
+    async def _scores(self, played: list[Played]) -> list[Finding]:
+        scores: Scores = {name: [] for name in JUDGED}
+        failed: list[tuple[str, Task, Failed]] = []
+        values: list[float] = []
+        ended = [p for p in played if p.trajectories and not p.fault]
+        for p in ended:
+            score = await self._score(p)
+            if isinstance(score, Failed):
+                failed.append((p.script, p.task, score))
+                continue
+            values.append(score.value)
+            if p.script in scores:
+                scores[p.script].append((p.task, p.trajectories[0].text, score))
+        by = "the environment" if self.own else "the reward"
+        if values:
+            self.figures |= {"score_min": min(values), "score_max": max(values)}
+        where = f"of {len(values)} episodes {by} scores between {min(values):g} and {max(values):g}" if values else "no episode has a score"
+        found = [Finding("scores", bool(values), where, "set chat.trajectory.score, or task.reward")]
+        if not any(p.script == "gold" for p in played):
+            told = "no task has an 'answer' and the environment no gold(task), so gold was not tried"
+            return [*found, Finding("gold", True, told), *judged({"gold": [], "empty": [], "wrong": []}, failed, len(ended))[:1]]
+        return found + judged(scores, failed, len(ended))
+
+    async def _score(self, played: Played) -> Score | Failed:
+        root = played.trajectories[0]
+        if root.score is not None:
+            self.own += 1
+            return placed(root.score if isinstance(root.score, Failed) else read(root.score), root)
+        if not self.pool:
+            t = self.job.task
+            self.pool.append(RewardPool(t.reward, workers=t.reward_workers, timeout=t.reward_timeout, lends=LENDS))
+        began = asyncio.get_running_loop().time()
+        score = await self.pool[0].score(root, played.task)
+        self.rewards.append(asyncio.get_running_loop().time() - began)
+        return score
+
+    def _together(self, met: int, alone: float, at_once: list[Played]) -> Finding:
+        n, ratio = len(at_once), self.figures["together"]
+        if met < n:
+            message = f"of {n} episodes begun at once {met} asked the policy; the others waited for these to end"
+            return Finding("together", False, message, "no lock around an episode: give each a world of its own")
+        took = f"they take {ratio:.2f} of the time of one after the other" if alone > SHORT else "they are too short to compare their times"
+        return Finding("together", True, f"{n} episodes at once ask side by side; {took}")
+
+    def _same(self, played: list[Played], again: list[Played]) -> Finding:
+        """Told, and not required: the world may draw."""
+        first = {p.task.id: p.told for p in played if p.script == "wrong"}
+        other = sum(first[p.task.id] != p.told for p in again)
+        self.figures["differ"] = other
+        said = (
+            f"{other} of {len(again)} differ in what the environment gives: a resumed run will not be bit-equal"
+            if other
+            else "the same tokens"
+        )
+        return Finding("same twice", True, said)
+
+    def _times(self, played: list[Played]) -> list[Finding]:
+        def told(what: str, seconds: list[float]) -> Finding:
+            self.figures |= {f"{what}_median_s": statistics.median(seconds), f"{what}_p95_s": p95(seconds)}
+            return Finding(
+                f"time: {what}", True, f"{statistics.median(seconds) * 1e3:.1f} ms a call, 95 % within {p95(seconds) * 1e3:.1f} ms"
+            )
+
+        calls = [p.seconds / max(1, p.actor.asked) for p in played]
+        return [told("env", calls), *([told("reward", self.rewards)] if self.rewards else [])]
+
+
+def _record(played: list[Played]) -> Finding:
+    wrong = [(p, said) for p in played if (said := p.misrecorded())]
+    if not wrong:
+        return Finding("record", True, "every token is masked as given, or is one that the policy drew there")
+    p, said = wrong[0]
+    return Finding("record", False, f"{p.where}: {said}", "leave chat.trajectory to the chat: give() and reply() write it")
+
+
+def _counted(env: Any) -> dict[str, list[int]]:
+    """Tools of a class are made and closed under count: name -> [made, closed]."""
+    counts: dict[str, list[int]] = {}
+    if not isinstance(env, Tools):
+        return counts
+    for place, one in enumerate(env.classes):
+        if isinstance(one, type) and hasattr(one, "close"):
+            env.classes[place] = _counting(one, counts.setdefault(one.__name__, [0, 0]))
+    return counts
+
+
+def _counting(one: type, count: list[int]) -> type:
+    class Counted(one):  # type: ignore[misc]
+        def __init__(self, task: Task) -> None:
+            super().__init__(task)
+            count[0] += 1
+
+        def close(self) -> Any:
+            count[1] += 1
+            return super().close()
+
+    Counted.__name__ = one.__name__
+    return Counted
+
+
+async def _left() -> int:
+    """Tasks of the event loop that outlive their episodes."""
+    for _ in range(60):
+        left = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        if not left:
+            break
+        await asyncio.sleep(0.05)
+    return len(left)
+
+
+def _closed(opened: dict[str, list[int]], left: int) -> Finding:
+    open_still = {name: made - closed for name, (made, closed) in opened.items() if made != closed}
+    if open_still or left:
+        what = ", ".join([*(f"{n} {name}" for name, n in open_still.items()), *([f"{left} tasks of the event loop"] if left else [])])
+        return Finding(
+            "closed", False, f"left open behind the last episode: {what}", "end what an episode began in a finally, or in close()"
+        )
+    tools = ", ".join(f"{made} {name}" for name, (made, _) in opened.items())
+    return Finding("closed", True, f"nothing is left open{f'; closed: {tools}' if tools else ''}")

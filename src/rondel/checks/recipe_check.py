@@ -1,0 +1,174 @@
+"""`rondel check`: all that can be wrong before an hour is spent."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+
+from rondel.assemble.components import TOOLS, Parts, build
+from rondel.assemble.facts import batch_line
+from rondel.checks.self_test import self_test
+from rondel.checks.special_token_check import all_tasks, read_as_text
+from rondel.core.config import Job
+from rondel.core.errors import CheckpointError, EnvError, RondelError
+from rondel.core.types import Failed, Group, Slot, Task
+from rondel.planner.resolve import free_memory
+from rondel.run.rollouts import prepare, rollouts_of
+from rondel.runtime.devices import keep_memory
+from rondel.runtime.sandbox.probe import isolation
+from rondel.score import kinds
+from rondel.score.preflight import GROUPS, Finding, check_reward
+from rondel.train.checkpoint import Checkpoints
+
+
+def check(job: Job, *, asked: bool = False) -> list[Finding]:
+    """The recipe, its data, the reward on gold, empty and wrong answers, the signal, memory, disk, and a few steps at lr = 0.
+
+    The steps are taken if the model is small, or `asked` for.
+    """
+    keep_memory()
+    try:
+        parts = build(job.on_one_device())
+    except RondelError as error:
+        return [Finding("recipe", False, str(error))]
+    try:
+        found = [Finding("recipe", True, f"{parts.row.name} on {parts.known.name}: {batch_line(job)}"), _tasks(parts)]
+        if told := read_as_text(all_tasks(parts.tasks, parts.shown), parts.known.tokenizer):
+            found.append(Finding("control tokens", True, told))
+        found += [Finding(f"policy {name}", True, _policy(parts, name)) for name in job.policies]
+        found += _boxes(job)
+        found += asyncio.run(_live(parts, asked=asked))
+        return [*found, _memory(parts), _disk(parts)]
+    finally:
+        parts.close()
+
+
+def _policy(parts: Parts, name: str) -> str:
+    """Who plays it, and what becomes of it."""
+    agents = ", ".join(agent for agent, plays in parts.job.cast.items() if plays == name)
+    lr = parts.job.of_policy(name).trainer.lr
+    return f"plays {agents} with {parts.placed.others[name].name}, " + ("frozen" if parts.job.policies[name].frozen else f"lr {lr:g}")
+
+
+def _tasks(parts: Parts) -> Finding:
+    t = parts.tasks
+    dropped = {
+        f"duplicate{'s' * (t.duplicates != 1)}": t.duplicates,
+        "that the evaluation contains": t.leaked,
+        "with too long a prompt": t.too_long,
+    }
+    left_out = ", ".join(f"{n} {why}" for why, n in dropped.items() if n) or "none"
+    message = f"{len(t.train)} to train on, {len(t.held_out)} held out; left out: {left_out}"
+    if t.held_out:
+        return Finding("tasks", True, message)
+    return Finding("tasks", False, f"{message}: nothing to measure progress with", "set task.data.holdout = 50, or eval_path for files")
+
+
+def _boxes(job: Job) -> list[Finding]:
+    """Whether code of the policy runs, and behind what; a recipe that has none for it was not built."""
+    python = "python" in job.task.tools
+    if not python and "code" not in kinds(job.task.reward):
+        return []
+    found = [Finding("sandbox", True, isolation().line())]
+    return [*found, _python_tool()] if python else found
+
+
+def _python_tool() -> Finding:
+    tool = TOOLS["python"](Task("check", "tools", {}))
+    began = time.perf_counter()
+    try:
+        said = tool.python("6 * 7").strip()
+    except EnvError as error:
+        said = str(error)
+    finally:
+        tool.close()
+    if said == "42":
+        return Finding("python tool", True, f"answers, the first call in {1e3 * (time.perf_counter() - began):.0f} ms")
+    return Finding("python tool", False, f"6 * 7 is answered with {said!r:.200}", "see `rondel doctor` for what the sandbox needs")
+
+
+async def _live(parts: Parts, *, asked: bool) -> list[Finding]:
+    rewards = await check_reward(parts.pool, parts.tasks.train)
+    found = [Finding(f"reward: {f.what}", f.ok, f.message, f.remedy) for f in rewards]
+    await parts.sync(parts.trainer, parts.engine)
+    rollouts = rollouts_of(parts)
+    tasks = parts.tasks.train[:GROUPS]
+
+    async def one(number: int) -> Group:
+        group = await rollouts.attempt(Slot(number, tasks[number], 0))
+        await rollouts.score(group)
+        return group
+
+    groups = list(await asyncio.gather(*(one(n) for n in range(len(tasks)))))
+    return [*found, *_signal(parts, groups), *await self_test(parts, groups, prepare, asked=asked)]
+
+
+def _signal(parts: Parts, groups: list[Group]) -> list[Finding]:
+    answers = [t for g in groups for t in g.trajectories]
+    silent = parts.job.policies.keys() - {t.policy for t in answers}
+    failed = [t.score for t in answers if isinstance(t.score, Failed)]
+    mixed = sum(len(set(g.rewards)) > 1 for g in groups)
+    mean = sum(sum(g.rewards) for g in groups) / max(1, sum(len(g.rewards) for g in groups))
+    cut = sum(t.finish_reason == "length" for t in answers) / len(answers)
+    warm = parts.job.loop.warmup.steps
+    found = [
+        Finding(
+            "signal",
+            mixed > 0 or warm > 0,
+            f"{mixed} of {len(groups)} groups have mixed rewards, mean reward {mean:.2f}" + " (before the supervised phase)" * (warm > 0),
+            "an easier or harder task, a larger group_size, or a supervised phase first (loop.warmup)",
+        ),
+        Finding(
+            "length",
+            cut < 0.9 or warm > 0,
+            f"{cut:.0%} of the answers hit engine.sampling.max_tokens",
+            "raise engine.sampling.max_tokens, or ask for shorter answers",
+        ),
+    ]
+    found += [
+        Finding(
+            f"policy {name}",
+            False,
+            "no agent that it plays wrote anything",
+            f"name its agents as the environment does: policies.{name}.agents",
+        )
+        for name in sorted(silent)
+    ]
+    if failed:
+        found.append(
+            Finding(
+                "rollouts", False, f"{len(failed)} of {len(answers)} answers could not be scored: {failed[0].reason} {failed[0].detail}"
+            )
+        )
+    return found
+
+
+def _memory(parts: Parts) -> Finding:
+    trainers = parts.placed.trainers.values()
+    owners = [owner for t in trainers for owner in (t.weights, *([t.critic.weights] if t.critic else []))]
+    held = parts.trainer.offload.memory()
+    loaded = sum(held.get(name, 0) for name in ("weights", "critic"))  # a frozen base included
+    loaded += sum(parts.placed.others[name].bytes for name, policy in parts.job.policies.items() if policy.frozen)
+    needed = sum(4 * m.numel() * (4 if m is not p else 3) for owner in owners for p, m in zip(owner.compute, owner.masters))
+    free = free_memory()  # beside the copy that computes: master, gradient, two moments
+    several = f" of {len(trainers)} policies" if len(trainers) > 1 else ""
+    message = f"weights{several} {_size(loaded)}; training needs {_size(needed)} more, {_size(free)} are free"
+    return Finding("memory", needed < free, message, "a smaller model, or a machine with more memory")
+
+
+def _disk(parts: Parts) -> Finding:
+    folder = Path(parts.job.run.folder)
+    existing = next((p for p in [folder, *folder.parents] if p.is_dir()), Path(tempfile.gettempdir()))
+    needed = parts.placed.checkpoint_bytes
+    try:
+        Checkpoints(existing, parts.job.run.checkpoint.keep).check_disk(needed)
+    except CheckpointError as error:
+        return Finding("disk", False, str(error))
+    return Finding("disk", True, f"a checkpoint takes {_size(needed)}; the newest {parts.job.run.checkpoint.keep} are kept")
+
+
+def _size(n: float) -> str:
+    """1.4e6 -> "1.4 MB": a small model's weights are not 0.00 GB."""
+    return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"

@@ -1,0 +1,1 @@
+"""What crosses a room: types, protocols, events, errors, registry, recipe. No torch."""

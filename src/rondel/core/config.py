@@ -1,0 +1,727 @@
+"""Job: the whole recipe as one frozen tree. TOML plus dotted overrides; an unknown key, or a set key nobody read, is an error."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from copy import deepcopy
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+
+from rondel.core.errors import ConfigError, refusal
+from rondel.core.registry import look_beside, nearest
+from rondel.core.types import DATA, GREEDY, POLICY, UNTRAINABLE
+
+CLOSED = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+LONGEST = 1e7  # seconds that a setting may ask to wait: four months
+MOST_ANSWERS = 1_000_000  # of one step
+Count = Annotated[int, Field(ge=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Frozen, closed, and it notes which of its keys were read (law 12)."""
+
+    model_config = CLOSED
+    _read: set[str] = PrivateAttr(default_factory=set)
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if not name.startswith(("_", "model_")) and name in type(self).model_fields:
+            self._read.add(name)
+        return value
+
+    def unread(self, prefix: str = "") -> list[str]:
+        """Dotted names of keys that were set to other than their defaults, but that no part of the run looked at."""
+        out = []
+        for name in self.model_fields_set:
+            value = self.__dict__.get(name)
+            if isinstance(value, Section):
+                out += value.unread(f"{prefix}{name}.")
+            elif name not in self._read and value != type(self).model_fields[name].get_default(call_default_factory=True):
+                out.append(f"{prefix}{name}")
+        return sorted(out)
+
+
+class Adapter(Section):
+    """Few new numbers beside the model's own, which stay as they are: they alone are trained, published and stored."""
+
+    kind: Literal["off", "lora", "qlora"] = Field(
+        "off", description="`lora`: y = W x + alpha/rank · B (A x); `qlora`: over a base in 4 bits (nf4, double quantisation)"
+    )
+    rank: int = Field(16, ge=1, le=1 << 16, description="rows of A and columns of B")
+    alpha: int = Field(32, ge=1, description="the adapter counts alpha/rank times")
+    targets: str | list[str] = Field("all-linear", description='names of linear layers, or "all-linear": all but the head')
+    dropout: float = Field(0.0, description="only 0: with it the trainer could not recompute what the engine drew from")
+
+    @model_validator(mode="after")
+    def _what_is_carried(self) -> Adapter:
+        mine = self.__dict__
+        if mine["dropout"]:
+            raise ValueError(
+                f"dropout = {mine['dropout']} would train other logprobs than those that the engine drew from; "
+                "set it to 0, and use algo.kl or a lower rank against overfitting"
+            )
+        if isinstance(mine["targets"], str) and mine["targets"] != "all-linear":
+            raise ValueError(f'targets = "{mine["targets"]}": it is "all-linear" or a list of names, ["q_proj", "v_proj"]')
+        for name, field in type(self).model_fields.items():
+            if mine["kind"] == "off" and mine[name] != field.default:
+                raise ValueError(f'{name} has no effect without a kind: set kind = "lora", or remove it')
+        return self
+
+
+class Teacher(BaseModel):
+    """One of several: `{ path = "big-math", source = "math" }`, or one that is served: `{ url = "http://127.0.0.1:30000" }`."""
+
+    model_config = CLOSED
+    path: str | dict[str, Any] | None = None
+    url: str | None = None
+    kind: Literal["sglang", "vllm"] = "sglang"
+    weight: float = Field(1.0, gt=0)
+    source: str | None = None
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Teacher:
+        if (self.path is None) == (self.url is None):
+            raise ValueError(
+                'a teacher has either a path, and is loaded here, or a url, where it is served: { url = "http://127.0.0.1:30000" }'
+            )
+        return self
+
+    @property
+    def name(self) -> str:
+        return self.url or str(self.path)
+
+
+class Model(Section):
+    path: str | dict[str, Any] = Field(description='folder, hub id, GGUF file, "smollm2-135m", or { random = "llama", ... }')
+    teacher: str | dict[str, Any] | list[Teacher] | None = Field(
+        None, description="as path; or several: { path, weight, source }, or { url, kind } for one that is served"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="compute dtype; master weights are always float32")
+    adapter: Adapter = Adapter()
+    tower: Literal["frozen", "trained"] = Field(
+        "frozen", description="of a vision-language model: whether what encodes images learns, too; frozen, it costs no gradient"
+    )
+    image_tokens: Count | Literal["auto"] = Field(
+        "auto", description="most tokens of one image, which is scaled down to it; auto: what the model's own settings say"
+    )
+
+    @property
+    def teachers(self) -> list[Teacher]:
+        told = self.teacher
+        return told if isinstance(told, list) else [] if told is None else [Teacher(path=told)]
+
+
+class Evaluation(Section):
+    every: int = Field(0, ge=0, description="evaluate every so many steps; 0 is only before and after")
+    n: int = Field(0, ge=0, description="how many held-out tasks; 0 is all")
+    temperature: float = Field(0.0, ge=0)
+    max_tokens: int | None = Field(None, ge=1, description="None is the engine's sampling.max_tokens")
+    sampling: dict[str, Any] = Field({}, description="any other field of `Sampling`: top_p, repetition_penalty, grammar, stop, ...")
+
+
+class Example(BaseModel):
+    """One solved question: `{ prompt = "2 + 2 =", answer = "4" }`."""
+
+    model_config = CLOSED
+    prompt: str = Field(min_length=1)
+    answer: str = Field(min_length=1)
+
+
+class TaskSection(Section):
+    env: str = "single_turn"
+    data: dict[str, Any]
+    curriculum: dict[str, Any] = Field({}, description='{ kind = "shuffle" }, "easy_first", "priority" or "band"')
+    reward: str | dict[str, Any] = Field("number", description='a kind, { kind = ..., ... }, or "module:name"')
+    max_prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tasks whose prompt is longer are left out before the run, and counted; unset, a prompt that does not fit is an error",
+    )
+    filters: list[str] = Field([], description="beside the row's own: signal, truncated, repetition")
+    suffix: str = ""
+    system: str | None = None
+    examples: list[Example] = Field(
+        [], description="few-shot: { prompt, answer } shown as earlier turns before every question, each prompt with the suffix"
+    )
+    tools: list[str] = Field([], description='calculator, python, "module:name", "mcp:command", "mcp:http://...", "mcp+shared:..."')
+    turns: int = Field(8, ge=1)
+    tool_timeout: float = Field(30.0, gt=0, le=LONGEST)
+    agent: str | list[str] | None = Field(None, description='of env = "gateway": "module:name", a function; else a command')
+    agents: list[dict[str, Any]] = Field(
+        [], description='of env = "agents": their turns, { agent = "a", says = "{prompt}" }, the answer last'
+    )
+    agent_timeout: float = Field(600.0, gt=0, le=LONGEST, description="seconds of wall clock for one episode of the agent")
+    reward_timeout: float = Field(10.0, gt=0, le=LONGEST, description="seconds of wall clock for one reward call")
+    reward_workers: int = Field(1, ge=1, le=4096)
+    max_failures: float = Field(
+        1.0, gt=0, le=1, description="share of the last 200 answers that may go without a score; above it the run stops, with a checkpoint"
+    )
+    patience: float = Field(
+        0.0,
+        ge=0,
+        le=LONGEST,
+        description="seconds that a run with more failures than max_failures waits for scores to come back, before it stops",
+    )
+    eval: Evaluation = Evaluation()
+
+    @property
+    def shown_examples(self) -> list[dict[str, str]]:
+        return [example.model_dump() for example in self.examples]
+
+    @model_validator(mode="after")
+    def _what_is_waited_for(self) -> TaskSection:
+        mine = self.__dict__
+        if mine["patience"] and mine["max_failures"] == 1:
+            raise ValueError("patience has no effect while any share of failures will do: set max_failures below 1, to 0.2 say")
+        return self
+
+
+OF_GROUPS = ("group_size", "guides", "beside", "sources")  # what [algo] says of groups and not of the row
+
+
+class Beside(BaseModel):
+    """Demonstrations that are trained in the same step: `{ kind = "sft", weight = 0.1, groups_per_step = 8, data = { ... } }`."""
+
+    model_config = CLOSED
+    kind: str = "sft"
+    weight: float = Field(0.1, gt=0)
+    groups_per_step: int = Field(8, ge=1, le=MOST_ANSWERS)
+    data: dict[str, Any] | None = None
+
+
+class Algo(Section):
+    """A row of the table; any component of the row can be overridden: surrogate.high = 0.28."""
+
+    kind: str = "grpo"
+    group_size: int = Field(8, ge=1)
+    guides: int = Field(0, ge=0, le=1 << 16)
+    mask_truncated: bool = Field(
+        False, description="an answer that the token limit cut off gives no gradient; its reward stays in the group's baseline"
+    )
+    beside: list[Beside] = []
+    sources: dict[str, dict[str, Any]] = Field({}, description="a row of its own for what a source brings")
+    advantage: dict[str, Any] = {}
+    ratio: dict[str, Any] = {}
+    surrogate: dict[str, Any] = {}
+    correction: dict[str, Any] = {}
+    kl: dict[str, Any] = {}
+    aggregate: dict[str, Any] = {}
+    shaping: dict[str, Any] = {}
+    entropy: dict[str, Any] = {}
+    distill: dict[str, Any] = {}
+    value: dict[str, Any] = {}
+
+
+class Warmup(Section):
+    """A supervised phase before the loop: the same loop, whose Generate copies the data set's answers."""
+
+    steps: int = Field(0, ge=0)
+    lr: float = Field(1e-4, ge=0)
+    groups_per_step: int = Field(32, ge=1)
+
+
+class Loop(Section):
+    steps: int | None = Field(None, ge=0, description="training steps after the supervised phase; this or passes is needed")
+    passes: float | None = Field(
+        None, gt=0, description="in place of steps: how often each training task is trained; steps is then passes · tasks / groups_per_step"
+    )
+    groups_per_step: int = Field(16, ge=1)
+    updates_per_step: int = Field(1, ge=1)
+    epochs: int = Field(
+        1,
+        ge=1,
+        description="how often a step goes over its own batch, each time in updates_per_step updates; passes over the data are loop.passes",
+    )
+    replays: int = Field(0, ge=0, description="groups of each step that come back in a later one, once and within max_staleness")
+    max_staleness: int = Field(0, ge=0, le=1000)
+    in_flight: Literal["hold", "drain", "abort"] = "hold"
+    window: int | Literal["auto"] = "auto"
+    oversample: int = Field(
+        0, ge=0, description="groups begun beyond those that are waited for: the first to finish are trained, who is late is lost"
+    )
+    late: Literal["drop", "retry"] = Field(
+        "drop", description="what becomes of the task of a group that is late: gone and counted, or asked again"
+    )
+    seed: int = 0
+    max_refills: int = Field(20, ge=1)
+    warmup: Warmup = Warmup()
+
+    @model_validator(mode="after")
+    def _what_is_late(self) -> Loop:
+        mine = self.__dict__
+        if mine["steps"] is None and mine["passes"] is None:
+            raise ValueError(
+                "steps is not set: steps = 100 is the number of training steps; passes = 2 counts them in passes over the data"
+            )
+        if mine["steps"] is not None and mine["passes"] is not None:
+            raise ValueError(f"steps = {mine['steps']} and passes = {mine['passes']:g} both say how long the run is: remove one of them")
+        if mine["replays"] and not mine["max_staleness"]:
+            raise ValueError(
+                "replays has no effect at max_staleness = 0: what is trained again is at least one version old. Set max_staleness"
+            )
+        if mine["replays"] > mine["groups_per_step"]:
+            raise ValueError(f"replays = {mine['replays']} is more than a step has: groups_per_step = {mine['groups_per_step']}")
+        if mine["late"] == "retry" and not mine["oversample"]:
+            raise ValueError(
+                'late = "retry" has no effect: without oversample no group is ever late, it is waited for. Set oversample, or remove it'
+            )
+        if mine["oversample"] and mine["window"] != "auto":
+            raise ValueError("window has no effect with oversample, which takes whoever has finished: remove one of them")
+        if mine["oversample"] and mine["in_flight"] == "drain":
+            raise ValueError('in_flight = "drain" would wait for those that oversample means not to wait for: use "hold" or "abort"')
+        return self
+
+
+class SamplingSection(Section):
+    temperature: float = Field(1.0, ge=0)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_tokens: int = Field(64, ge=1)
+    stop: list[int | str] = Field([], description="token ids and strings that end an answer; a string is cut off its text, not its tokens")
+    ignore_eos: bool = Field(False, description="every answer runs to max_tokens; for benchmarks")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _what_trains(cls, given: Any) -> Any:
+        for name in UNTRAINABLE.keys() - cls.model_fields if isinstance(given, dict) else ():
+            if name in given:
+                raise ValueError(
+                    f"{name} is not for training: the trainer could not recompute the logprobs. Drop it here; "
+                    f"task.eval.sampling = {{ {name} = ... }} uses it in evaluations"
+                )
+        return given
+
+
+class Speculative(Section):
+    """Guess tokens ahead and let the model look at all of them at once."""
+
+    kind: Literal["off", "ngram", "draft"] = Field(
+        "off", description="where guesses come from: the request's own earlier tokens, or a smaller model"
+    )
+    k: int = Field(4, ge=1, le=16, description="the most guesses of a request in one step; how many are worth it is measured")
+    model: str | dict[str, Any] | None = Field(None, description='the draft, for kind "draft": as model.path, with the same tokenizer')
+    lr: float = Field(5e-5, ge=0, description="the draft learns what the policy writes; 0 leaves it as it is")
+
+    @model_validator(mode="after")
+    def _what_is_read(self) -> Speculative:
+        """A job.toml names every key, so a default is not a wish."""
+        mine = self.__dict__
+        if mine["kind"] == "draft" and mine["model"] is None:
+            raise ValueError('kind = "draft" needs a model: model = "a smaller model of the same family"; kind = "ngram" needs none')
+        reads = {"off": {"kind"}, "ngram": {"kind", "k"}}.get(mine["kind"], mine.keys())
+        for name, field in type(self).model_fields.items():
+            if name not in reads and mine[name] != field.default:
+                raise ValueError(f'{name} has no effect with kind = "{mine["kind"]}": remove it, or set kind to what reads it')
+        return self
+
+
+class EngineSection(Section):
+    kind: str = Field(
+        "builtin", description='builtin; sglang (also for `rondel serve`) or vllm at a url; or "module:name", a server of your own'
+    )
+    url: str | list[str] | None = Field(None, description="where servers of another kind listen: one address or several")
+    numerics: Literal["fast", "aligned"] = "fast"
+    compile: bool = False
+    kv_pages: Annotated[int, Field(ge=1, le=1 << 40)] | Literal["auto"] = "auto"
+    max_running: int = Field(
+        64, ge=1, le=1 << 16, description="requests decoded together; in flight, where an engine is one of several or somebody else's"
+    )
+    concurrency: Literal["fixed", "auto"] = Field(
+        "fixed", description="auto: how many of max_running work together is found while they do; performance: results are the same"
+    )
+    prefill_tokens: int = Field(2048, ge=16, description="prompt tokens computed in one engine step")
+    sampling: SamplingSection = SamplingSection()
+    speculative: Speculative = Speculative()
+
+    @field_validator("url")
+    @classmethod
+    def _an_address(cls, given: str | list[str] | None) -> str | list[str] | None:
+        for url in [given] if isinstance(given, str) else given or ():
+            if not re.match(r"https?://[^\s/]", url):
+                raise ValueError(f"'{url}' is no address; it is one like http://127.0.0.1:30000")
+        return given
+
+    @property
+    def urls(self) -> list[str]:
+        return [self.url] if isinstance(self.url, str) else self.url or []
+
+
+class Critic(Section):
+    """Of a row that needs values: its own backbone with one number a token."""
+
+    lr: float = Field(1e-5, ge=0, description="its own, under the trainer's schedule")
+    warmup: int = Field(0, ge=0, description="first steps in which only the critic learns; the policy stays bit for bit as it is")
+    path: str | dict[str, Any] | None = Field(None, description="where its backbone starts, as model.path; unset, a copy of the policy")
+
+
+class Trainer(Section):
+    kind: str = Field(
+        "fsdp", description="the only one so far: fully sharded (FSDP2) over place.ranks; on one rank there is nothing to shard"
+    )
+    lr: float = Field(1e-5, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    clip: float = Field(1.0, gt=0, allow_inf_nan=True, description="global gradient norm; inf clips nothing")
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[Beta, Beta] = Field((0.9, 0.99), strict=False)
+    micro_tokens: Count | Literal["auto"] = "auto"
+    routing_replay: bool | Literal["auto"] = Field(
+        "auto", description="a MoE's tokens go to the experts that the engine chose; auto: if it has any"
+    )
+    offload: bool = Field(
+        False,
+        description="shared device: while the engine writes, optimizer, critic, reference and teacher lie in host memory, while the trainer "
+        "works there is no KV cache; reference and teacher are on the device for their own pass only",
+    )
+    critic: Critic = Critic()
+    max_bad_steps: int = Field(3, ge=1, description="stop after so many steps in a row that a finite-check refused")
+
+
+class Place(Section):
+    kind: Literal["shared", "split"] = Field("shared", description="engine and trainer on one device, or on devices of their own")
+    cluster: Literal["auto", "local", "process", "torchrun", "ray"] = Field(
+        "auto",
+        description="where they run: in this process, in processes of their own, as Ray actors; auto: local if shared, process if split",
+    )
+    engines: int = Field(1, ge=1, le=4096, description="engines of a split run")
+    ranks: int = Field(1, ge=1, le=4096, description="processes among which the trainer's weights lie in shards (FSDP2)")
+    address: str | None = Field(None, description='of a running Ray cluster: "auto", "ray://host:10001"; unset, one is started')
+    patience: float = Field(
+        60.0, gt=0, le=LONGEST, description="seconds without progress in what it was asked for after which a process counts as stuck"
+    )
+    device: str = Field("auto", description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one')
+    threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
+
+    @model_validator(mode="after")
+    def _what_goes_together(self) -> Place:
+        mine = self.__dict__
+        if mine["address"] is not None and not re.fullmatch(r"auto|local|(ray://)?(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", mine["address"]):
+            raise ValueError(f'address = "{mine["address"]}" is none of Ray: it is "auto", "host:6379" or "ray://host:10001"')
+        if mine["cluster"] == "auto":
+            object.__setattr__(self, "cluster", "process" if mine["kind"] == "split" else "local")
+        if mine["kind"] == "shared" and mine["cluster"] != "local":
+            raise ValueError(f'cluster = "{mine["cluster"]}" needs kind = "split": a shared device is in one process')
+        if mine["cluster"] == "local" and (mine["engines"], mine["ranks"]) != (1, 1):
+            raise ValueError('more than one engine or rank needs kind = "split" and cluster = "process"')
+        return self
+
+
+class Sync(Section):
+    kind: Literal["auto", "tensor", "ipc", "disk", "distributed", "delta"] = Field(
+        "auto", description="how weights travel: see docs/sync.md; auto: by where trainer and engine are"
+    )
+    probe: bool = True
+
+
+class Checkpoint(Section):
+    every: int = Field(10, ge=0)
+    keep: int = Field(2, ge=1)
+
+
+class Run(Section):
+    folder: str = Field(min_length=1)
+    checkpoint: Checkpoint = Checkpoint()
+    sinks: list[str] = ["tensorboard"]
+    metrics_port: int = Field(0, ge=0, le=65535, description="of this machine alone, at which Prometheus finds /metrics; 0: nowhere")
+    traces: str = Field(
+        "",
+        description='where OpenTelemetry traces go by OTLP over HTTP: "http://127.0.0.1:4318"; unset, where OTEL_EXPORTER_OTLP_ENDPOINT says, if it does',
+    )
+    record: bool = Field(
+        False, description="write schedule.jsonl, so that `rondel replay RUN --into FOLDER` does the whole run again, bit for bit"
+    )
+    durability: Literal["process", "disk"] = Field("process", description='"disk" calls fsync after each journal step')
+
+
+class Policy(BaseModel):
+    """Weights of their own for some agents of an episode: `[policies.critic]`."""
+
+    model_config = CLOSED
+    agents: list[str] = Field([], description="whom these weights play; unset, the agent that is called NAME. Others play model.path")
+    model: str | dict[str, Any] | None = Field(
+        None, description="where they start, as model.path, with the same tokens; unset, a copy of what model.path names"
+    )
+    lr: float | None = Field(None, ge=0, description="unset, the trainer's")
+    frozen: bool = Field(False, description="never trained: an opponent that stays as it is")
+
+    @model_validator(mode="after")
+    def _what_learns(self) -> Policy:
+        if self.frozen and self.lr is not None:
+            raise ValueError(f"lr = {self.lr:g} has no effect on frozen weights: remove it, or set frozen = false")
+        return self
+
+
+SYNONYMS = {  # what other trainers call a key of ours
+    "learning_rate": "trainer.lr", "warmup_steps": "trainer.warmup_steps", "max_grad_norm": "trainer.clip", "lr_scheduler_type": "trainer.schedule",
+    "batch_size": "loop.groups_per_step", "train_batch_size": "loop.groups_per_step", "per_device_train_batch_size": "loop.groups_per_step",
+    "max_steps": "loop.steps", "num_train_epochs": "loop.steps", "total_steps": "loop.steps", "num_iterations": "loop.updates_per_step",
+    "num_generations": "algo.group_size", "n_samples": "algo.group_size", "rollout_n": "algo.group_size",
+    "beta": "algo.kl.coef", "kl_coef": "algo.kl.coef", "kl_loss_coef": "algo.kl.coef", "entropy_coef": "algo.entropy.coef",
+    "epsilon": "algo.surrogate.low", "clip_range": "algo.surrogate.low", "epsilon_high": "algo.surrogate.high",
+    "max_new_tokens": "engine.sampling.max_tokens", "max_completion_length": "engine.sampling.max_tokens",
+    "temperature": "engine.sampling.temperature", "top_p": "engine.sampling.top_p", "top_k": "engine.sampling.top_k",
+    "model_name_or_path": "model.path", "model_name": "model.path", "pretrain": "model.path", "output_dir": "run.folder",
+    "save_steps": "run.checkpoint.every", "report_to": "run.sinks", "seed": "loop.seed", "dataset": "task.data", "dataset_name": "task.data",
+    "reward_funcs": "task.reward", "system_prompt": "task.system",
+}  # fmt: skip
+STAGES = ("score", "filter", "generate", "train", "sync", "loop", "eval", "time", "mem", "ledger")  # how names of metrics begin
+
+
+class Job(Section):
+    """One run, complete: `Job.read("recipes/quickstart.toml", {"loop.steps": 5})`."""
+
+    model: Model
+    task: TaskSection
+    algo: Algo = Algo()
+    loop: Loop
+    engine: EngineSection = EngineSection()
+    trainer: Trainer = Trainer()
+    place: Place = Place()
+    sync: Sync = Sync()
+    policies: dict[str, Policy] = {}
+    run: Run
+    _origin: str = PrivateAttr("")
+
+    @property
+    def origin(self) -> str:
+        """Where the recipe lies, if it was read from a file."""
+        return self._origin
+
+    @field_validator("policies")
+    @classmethod
+    def _who_plays_whom(cls, given: dict[str, Policy]) -> dict[str, Policy]:
+        taken: dict[str, str] = {}
+        for name, policy in given.items():
+            if not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII) or name in (POLICY, DATA, GREEDY, *STAGES):
+                raise ValueError(
+                    f"a policy cannot be called '{name}', which names files and metrics: take a word of letters and digits, "
+                    f"and none of {', '.join((POLICY, DATA, GREEDY, *STAGES))}"
+                )
+            for agent in policy.agents or [name]:
+                if agent in taken:
+                    raise ValueError(f"'{agent}' cannot play both '{taken[agent]}' and '{name}': name it in one of them")
+                taken[agent] = name
+        return given
+
+    @model_validator(mode="after")
+    def _what_a_step_holds(self) -> Job:
+        loop, algo = self.__dict__["loop"].__dict__, self.__dict__["algo"].__dict__
+        for key, groups, size in (
+            ("loop.groups_per_step", loop["groups_per_step"] + loop["oversample"], algo["group_size"]),
+            ("loop.warmup.groups_per_step", loop["warmup"].__dict__["groups_per_step"], 1),
+        ):
+            if groups * size > MOST_ANSWERS:
+                raise ValueError(
+                    f"{key} = {groups} with algo.group_size = {algo['group_size']} are {groups * size} answers in one step, and at most "
+                    f"{MOST_ANSWERS} are carried: lower one of them"
+                )
+        return self
+
+    @property
+    def steps(self) -> int:
+        """Training steps after the supervised phase; where the recipe says passes, they are known once the data is read."""
+        assert self.loop.steps is not None, f"loop.passes = {self.loop.passes} is not resolved yet: see with_steps"
+        return self.loop.steps
+
+    @property
+    def cast(self) -> dict[str, str]:
+        """{agent: policy} of those with weights of their own."""
+        return {agent: name for name, policy in self.policies.items() for agent in policy.agents or [name]}
+
+    def of_policy(self, name: str) -> Job:
+        """The same run as one policy sees it: with its model and its learning rate, and as if it were alone."""
+        if name == POLICY:
+            return self.model_copy(update={"policies": {}})
+        policy = self.policies[name]
+        model: dict[str, Any] = {"path": self.model.path if policy.model is None else policy.model}
+        if policy.frozen:
+            model["adapter"] = Adapter()
+        lr = {} if policy.lr is None else {"lr": policy.lr}
+        update = {"policies": {}, "model": self.model.model_copy(update=model), "trainer": self.trainer.model_copy(update=lr)}
+        return self.model_copy(update=update)
+
+    @classmethod
+    def read(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> Job:
+        """Parse a TOML recipe, apply dotted overrides, validate; every fault is one readable ConfigError."""
+        path = Path(path)
+        tree = _read_toml(path)
+        look_beside(origin := _origin(path))
+        _give_way(tree, overrides or {})
+        for dotted, value in (overrides or {}).items():
+            place(tree, dotted, deepcopy(value))  # a later override may write into it
+        _refuse_odd_text(tree, str(path))
+        job = cls.parse(tree, source=str(path))
+        job._origin = str(origin.resolve())
+        return job
+
+    @classmethod
+    def parse(cls, tree: dict[str, Any], source: str = "recipe") -> Job:
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            raise ConfigError(_explain(error, source)) from error
+
+    def tree(self) -> dict[str, Any]:
+        """Every final value, as plain data."""
+        return self.model_dump(mode="json")
+
+    def on_one_device(self) -> Job:
+        """The same for a command that looks into the parts: whole in this process."""
+        place = self.place.model_copy(update={"kind": "shared", "cluster": "local", "engines": 1, "ranks": 1})
+        engine = self.engine.model_copy(update={"kind": "builtin", "url": None})
+        return self.model_copy(update={"place": place, "engine": engine, "sync": self.sync.model_copy(update={"kind": "auto"})})
+
+    def digest(self) -> str:
+        """What must be equal for a folder to be continued: everything but where the run lives and how long it goes on."""
+        tree = self.tree()
+        tree.pop("run")
+        tree["loop"].pop("steps")
+        return blake2b(repr(tree).encode(), digest_size=8).hexdigest()
+
+
+def parse_overrides(words: list[str]) -> dict[str, Any]:
+    """["--loop.steps=5", "--model.path=x"] -> {"loop.steps": 5, "model.path": "x"}; values are TOML, bare words are strings."""
+    out: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.removeprefix("--").partition("=")
+        if not equals or not key:
+            raise ConfigError(f"'{word}' is not an override; write --section.key=value")
+        try:
+            out[key] = tomllib.loads(f"x = {text}")["x"]
+        except tomllib.TOMLDecodeError:
+            out[key] = text
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"--{key} cannot be read: {_odd_toml(error)}") from error
+    return out
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except FileNotFoundError as error:
+        near = nearest(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
+        raise ConfigError(f"no recipe at {path}.{near}") from error
+    except OSError as error:
+        raise ConfigError(refusal(error, f"reading the recipe {str(path)[:200]}") or f"reading the recipe {path}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: byte {error.start + 1} is not UTF-8; save the file as UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not TOML: {_odd_toml(error)}") from error
+
+
+def _odd_toml(error: Exception) -> str:
+    """What the parser says; of what it does not expect, in words."""
+    if isinstance(error, tomllib.TOMLDecodeError):
+        return str(error)
+    if isinstance(error, RecursionError):
+        return "tables or lists are nested too deep"
+    return "it has a number of more than 4300 digits" if "digits" in str(error) else str(error)
+
+
+def _refuse_odd_text(node: Any, source: str, dotted: str = "") -> None:
+    """Half a character (of an argument that is not UTF-8) and the zero character fit into no file name and no model's tokens."""
+    if isinstance(node, dict | list):
+        for name, inner in node.items() if isinstance(node, dict) else enumerate(node):
+            _refuse_odd_text(inner, source, f"{dotted}.{name}".lstrip("."))
+    elif isinstance(node, str) and (odd := next((c for c in node if c == "\0" or "\ud800" <= c <= "\udfff"), None)):
+        raise ConfigError(
+            f"{source}: {dotted} = {node[:80]!r} has the character {odd!r}, which is no text: remove it, or write it as UTF-8"
+        )
+
+
+INSTEAD = {  # a key of the command line -> what it stands in place of in the recipe
+    "loop.steps": ("loop.passes",),
+    "loop.passes": ("loop.steps",),
+    "loop.window": ("loop.oversample",),
+    "loop.oversample": ("loop.window",),
+}
+
+
+def _give_way(tree: dict[str, Any], overrides: dict[str, Any]) -> None:
+    """What is said on the command line counts, also where the recipe says it in another way."""
+    for dotted in overrides:
+        for other in INSTEAD.get(dotted, ()):
+            *parents, leaf = other.split(".")
+            node: Any = tree
+            for name in parents:
+                node = node.get(name) if isinstance(node, dict) else None
+            if other not in overrides and isinstance(node, dict):
+                node.pop(leaf, None)
+
+
+def place(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """tree["loop"]["steps"] = value, for "loop.steps"."""
+    *parents, leaf = dotted.split(".")
+    for name in parents:
+        tree = tree.setdefault(name, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--{dotted}: '{name}' is a value, not a section")
+    tree[leaf] = value
+
+
+ORIGIN = "recipe.path"  # in a run's folder: where the recipe lies that began it
+
+
+def _origin(path: Path) -> Path:
+    """The recipe itself; for the copy of it in a run's folder the one that it was copied from."""
+    note = path.parent / ORIGIN
+    return Path(note.read_text(encoding="utf-8", errors="replace")) if path.name == "job.toml" and note.is_file() else path
+
+
+def _explain(error: ValidationError, source: str) -> str:
+    rows: list[str] = []
+    found: dict[str, int] = {}  # of a key with several kinds of values: the row that says what is wrong with the first
+    for fault in error.errors():
+        where = [str(part) for part in fault["loc"] if not _is_kind(part)]
+        dotted, value = ".".join(where), fault.get("input")
+        said = f"{fault['msg'][0].lower()}{fault['msg'][1:]}"
+        if fault["type"] == "extra_forbidden":
+            synonym = f" Did you mean '{SYNONYMS[where[-1]]}'?" if where[-1] in SYNONYMS else ""
+            rows.append(f"unknown key '{dotted}'.{synonym or nearest(where[-1], _known(fault['loc'][:-1]))}")
+        elif fault["type"] == "missing":
+            rows.append(f"'{dotted}' is missing; add it to the recipe or pass --{dotted}=...")
+        elif isinstance(value, str) and fault["type"] in ("float_type", "int_type"):
+            rows.append(f"{dotted} = '{value}' is a string; write the number without quotes")
+        elif fault["type"] == "value_error":
+            rows.append(f"{dotted}: {fault['ctx']['error']}".removeprefix(": "))
+        elif dotted in found:
+            rows[found[dotted]] += f"; or {said}"
+            continue
+        else:
+            rows.append(f"{dotted} = {_short(value)}: {said}")
+        found.setdefault(dotted, len(rows) - 1)
+    return f"{source}: " + "; ".join(dict.fromkeys(rows))
+
+
+def _is_kind(part: int | str) -> bool:
+    """A word of pydantic's for one of several kinds of values of a key, which is no part of its name."""
+    return part in ("int", "float", "str", "bool", "constrained-int") or (isinstance(part, str) and "[" in part)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _known(where: tuple[int | str, ...]) -> list[str]:
+    """The keys of a section, or of an entry of a table or a list of such: policies.critic, algo.beside.0."""
+    section: Any = Job
+    for name in where:
+        found = _sections(section)
+        if found and name in found[0].model_fields and section is found[0]:
+            section = found[0].model_fields[str(name)].annotation
+        elif found:  # the name of an entry, or its number
+            section = found[0]
+    return list(found[0].model_fields) if (found := _sections(section)) else []
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """What an annotation holds that has keys: dict[str, Policy] -> [Policy]."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for inner in get_args(annotation) for found in _sections(inner)]

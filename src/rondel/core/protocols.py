@@ -1,0 +1,167 @@
+"""All contracts on one screen. A stage knows its neighbours only through these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from rondel.core.types import (
+    Completion,
+    EngineStatus,
+    Group,
+    Manifest,
+    Message,
+    Request,
+    Route,
+    Score,
+    Scored,
+    StepStats,
+    Task,
+    TensorInfo,
+    Trajectory,
+    Verdict,
+)
+
+if TYPE_CHECKING:
+    from rondel.core.sandbox_types import Limits, Ran
+
+Interrupt = Literal["hold", "drain", "abort"]
+Earned = float | list[tuple[int, float]]
+Tags = tuple[str, ...]  # "weights", "kv_cache", "cuda_graph"
+Tensors = Iterable[tuple[str, Any]]  # each whole and under its HF name, one at a time: a gathered tensor can go when its turn is over
+Weights = Iterable[tuple[TensorInfo, Any]]  # the same with shape, dtype and digest
+
+
+class Engine(Protocol):
+    """Generates and scores tokens at a weight version."""
+
+    async def status(self) -> EngineStatus: ...
+    async def generate(self, request: Request) -> Completion: ...
+    async def score(self, request: Request) -> Scored: ...
+    async def pause(self, how: Interrupt = "hold", lease: float = 600.0) -> None: ...
+    async def resume(self) -> None: ...
+    async def sleep(self, tags: Tags) -> None: ...
+    async def wake(self, tags: Tags) -> None: ...
+    async def receive(self, message: Message) -> int: ...  # -> the version served from now on
+
+
+class Trainer(Protocol):
+    """Owns the weights being trained. The driver sends whole groups packed once; ranks and micro-batches are its own affair."""
+
+    async def annotate(self, batch: Any, needs: frozenset[str]) -> Any: ...
+    async def step(self, batch: Any, algo: Any) -> StepStats: ...
+    async def publish(self, route: Route) -> tuple[Manifest, Route]: ...  # -> what there is, and where
+    async def send(self, route: Route) -> None: ...  # while the engines receive it: only where both must meet
+    async def save(self, path: Path) -> None: ...
+    async def load(self, path: Path) -> None: ...
+    async def sleep(self, tags: Tags) -> None: ...
+    async def wake(self, tags: Tags) -> None: ...
+
+
+class Chat(Protocol):
+    """A conversation with the policy whose token buffer is the only truth."""
+
+    trajectory: Trajectory
+
+    def give(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> None: ...  # render once, append, mask 0
+    async def reply(self) -> Completion: ...  # the policy writes, mask 1
+    def calls(self, done: Completion) -> list[Any]: ...  # the tools that a reply asks for
+    def beside(self, agent: str = "") -> Chat: ...  # another agent's conversation in the same episode, written by the policy that plays it
+
+
+class Cell(Protocol):
+    """One box in which code of the policy runs, with blocking verbs. Nothing that a command started outlives it."""
+
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def clean(self) -> bool: ...  # it is as it was when it was new
+
+    def run(self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None) -> Ran: ...
+    def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> Ran: ...  # Python text
+    def begin(
+        self, code: str, stdin: int, stdout: int, stderr: int, *, prelude: str = ""
+    ) -> None: ...  # on open files, to be waited for by
+    def finish(self, wall: float) -> Ran: ...
+    def kill(self) -> None: ...
+
+
+class Boxes(Protocol):
+    """What makes them: lent to rewards and tools that have a `sandbox` among their settings."""
+
+    def cell(self, limits: Limits, **settings: Any) -> Cell: ...
+
+
+class Env(Protocol):
+    """-> what was written in one episode: one trajectory, or several whose first is scored and the others with it (generate/envs/episode.py)."""
+
+    async def run(self, task: Task, chat: Chat) -> Trajectory | list[Trajectory]: ...
+
+
+class Reward(Protocol):
+    """-> a number, [(position, value)] for what was earned on the way, or named parts of either; raising is a failure, never a 0."""
+
+    def __call__(self, trajectory: Trajectory, task: Task) -> Earned | dict[str, Earned] | Score: ...
+
+
+class Filter(Protocol):
+    def __call__(self, group: Group) -> Verdict: ...
+
+
+class Transport(Protocol):
+    """Moves bytes and owes nothing else; the transaction around it is sync/update.py. Driver, trainer and engine have an instance each.
+
+    holds   when the engines stand still. "never": who calls has parked them. "begin": while data moves over the weights that serve.
+            "commit": all data is written when `publish` returns and is read beside those weights
+    names   under which tensors travel. "checkpoint": those of the family's checkpoints, which other programs read. "module": those of the
+            module, which both ends compute with
+    """
+
+    @property
+    def holds(self) -> Literal["never", "begin", "commit"]: ...
+    @property
+    def names(self) -> Literal["module", "checkpoint"]: ...
+
+    async def route(self, trainer: Trainer, engines: list[Engine]) -> Route: ...  # the driver's end
+    def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]: ...  # the trainer's
+    def send(self, route: Route, weights: Tensors) -> None: ...
+    def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Any]) -> Iterator[tuple[str, Any]]: ...  # the engine's
+    def close(self) -> None: ...
+
+
+class Remote(Protocol):
+    """A proxy with the same awaitable verbs, wherever the object lives."""
+
+    def __getattr__(self, verb: str) -> Any: ...
+
+
+class Claim(Protocol):
+    """Who may fill the memory of a device that several want."""
+
+    def take(self, who: str) -> None: ...  # raises while another has it
+    def leave(self, who: str) -> None: ...
+
+
+class Cluster(Protocol):
+    """What starts workers: `spawn("engine-0", make, job)` is a worker that builds `make(job)` and serves its methods."""
+
+    def spawn(self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = (), tells: bool = True) -> Remote: ...
+    def pids(self) -> dict[str, int]: ...  # of those on this machine, by name
+    def dump(self) -> None: ...  # the stacks of all, into their logs
+    def close(self) -> None: ...
+
+
+class Order(Protocol):
+    """In what order a buffer is used: put, drop, pick, admit, ... of a group's number or a version; and which groups were given up as late."""
+
+    def may(self, what: str, number: int) -> bool: ...
+    def did(self, what: str, number: int) -> None: ...
+    def in_time(self, number: int) -> bool | None: ...  # None: as the clock has it
+
+
+class Sink(Protocol):
+    """Where metrics go: TensorBoard, a file, a service."""
+
+    def write(self, step: int, metrics: dict[str, float]) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,51 @@
+"""The time account of a worker (law 13): every moment since it began belongs to exactly one kind, so the shares sum to 100 %."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+from rondel.core.events import WorkerTime, emit
+from rondel.system.process_memory import resident
+
+MOST = 256  # laps of one telling that are told in order; of more only the sums
+
+
+class Account:
+    """What one worker does, as it says itself.
+
+    >>> account = Account("engine"); account.turn("generate"); account.turn("idle")
+    >>> sorted(account.seconds)
+    ['generate', 'idle']
+    """
+
+    def __init__(self, worker: str, doing: str = "idle") -> None:
+        self.worker, self.doing = worker, doing
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.counts: defaultdict[str, float] = defaultdict(float)
+        self.laps: list[tuple[str, float]] = []
+        self._since = time.perf_counter()
+
+    def turn(self, doing: str) -> None:
+        """The time until now belongs to what it did; from now on it does this."""
+        if doing != self.doing:
+            self._lap()
+            self.doing = doing
+
+    def tell(self, held: dict[str, int] | None = None) -> None:
+        """What has passed since it last told, and the bytes of its tenants."""
+        self._lap()
+        laps = self.laps if len(self.laps) <= MOST else []
+        emit(
+            WorkerTime(self.worker, dict(self.seconds), {name: n for name, n in self.counts.items() if n}, laps, resident() | (held or {}))
+        )
+        self.laps = []
+        self.seconds.clear()
+        self.counts.clear()
+
+    def _lap(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self.doing] += now - self._since
+        if len(self.laps) <= MOST:
+            self.laps.append((self.doing, round(now - self._since, 6)))
+        self._since = now

@@ -1,0 +1,52 @@
+"""What an engine gives back beside its cache, by tag.  SPEC H6, W10.
+
+    weights      those of its own go to host memory, each tensor the same object (models/host.py); on a CPU the host is the device, and
+                 what goes are the packed copies of linear layers, as large as the weights, which are made again at their next use
+    cuda_graph   recorded steps are forgotten, and recorded again when their size is met
+
+An engine that shares a trainer's module has no weights of its own to give.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rondel.core.protocols import Tags
+from rondel.models import linear
+from rondel.models.host import Host
+
+if TYPE_CHECKING:
+    from rondel.models.compilation import Compiled
+    from rondel.models.cuda_graphs import Graphs
+    from rondel.models.load import Loaded
+
+
+class Resting:
+    """`owns`: the weights are the engine's. All on the device's thread."""
+
+    def __init__(self, loaded: Loaded, compiled: Compiled | Graphs | None, *, owns: bool) -> None:
+        self.loaded, self.compiled, self.owns = loaded, compiled, owns
+        self.host = Host()
+        self.moves = owns and loaded.device.type != "cpu"
+        self.tensors = [*loaded.model.parameters(), *loaded.model.buffers()]
+
+    def sleep(self, tags: Tags) -> None:
+        if "cuda_graph" in tags and self.compiled is not None:
+            self.compiled.forget()
+        if "weights" in tags:
+            for stack in linear.stacks(self.loaded.model):
+                stack.drop()
+            if self.moves:
+                self.host.put(self.tensors)
+
+    def wake(self, tags: Tags) -> None:
+        if "weights" in tags and self.moves:
+            self.host.fetch(self.tensors)
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """On the device; of a shared module the trainer tells."""
+        if not self.owns:
+            return {}
+        packed = sum(stack.bytes for stack in linear.stacks(self.loaded.model))
+        return {"weights": self.host.resident(self.tensors, set()), "packed": packed}

@@ -1,0 +1,111 @@
+"""What a request looks at, and what the tower has said of every picture under the weights that serve.
+
+request   tokens ░░░░ ...   keys: where a picture is seen its digest, so that another picture is another prefix (law 7)
+tower     once for each distinct picture and version; whatever prompt, chunk or sibling needs its cells again finds them
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from rondel.core.errors import UserError
+from rondel.core.media import Image, Placed, keyed, positions, shift
+from rondel.models.vision import Features, Seen
+
+if TYPE_CHECKING:
+    from rondel.core.types import Request
+    from rondel.models.load import Loaded
+
+ROOM = 1 << 28  # bytes of features that are kept
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gaze:
+    """Of one request with pictures.
+
+    keys       [P]    what its prompt is known by in the prefix cache
+    positions  [3,P]  of its prompt; a token behind it stands at its index + shift
+    """
+
+    media: Sequence[Placed]
+    keys: list[int]
+    positions: np.ndarray
+    shift: int
+
+    @classmethod
+    def of(cls, request: Request) -> Gaze | None:
+        tokens, media = request.tokens, request.media
+        return cls(media, keyed(tokens, media), positions(len(tokens), media), shift(media)) if media else None
+
+    def where(self, first: int, end: int) -> np.ndarray:
+        """[3, end - first]"""
+        n = self.positions.shape[1]
+        behind = np.broadcast_to(np.arange(max(first, n), max(end, n)) + self.shift, (3, max(0, end - max(first, n))))
+        return np.concatenate([self.positions[:, first:end], behind], 1)
+
+
+class Eyes:
+    def __init__(self, loaded: Loaded) -> None:
+        self.loaded = loaded
+        self.looked = 0  # pictures that the tower has encoded
+        self._known: OrderedDict[str, Features] = OrderedDict()
+
+    def check(self, request: Request) -> None:
+        """Before it is let in: a picture where there is no place for it would break the step of everyone."""
+        sight = self.loaded.sight
+        if sight is None:
+            raise UserError(
+                f"{len(request.media)} images for '{self.loaded.name}', which reads text alone: take a vision-language model, or leave them out"
+            )
+        at = 0
+        for place in request.media:
+            own = request.tokens[place.start : place.end]
+            if place.image.cell != sight.cell or place.start < at or own != [sight.placeholder] * place.image.tokens:
+                raise UserError(
+                    f"an image of {place.image.tokens} tokens at token {place.start}, where the prompt has no such run of this model's "
+                    f"placeholder {sight.placeholder}; place images by the model's own sight"
+                )
+            at = place.end
+
+    def forget(self) -> None:
+        """Other weights serve, or the memory is wanted."""
+        self._known.clear()
+
+    def seen(self, fed: Sequence[tuple[int, int, Gaze | None]]) -> Seen | None:
+        """What is seen by tokens that are fed: (first, how many, gaze) of each run, in the order of the packed row. On the device's thread."""
+        rows: list[np.ndarray] = []
+        cells: list[tuple[Image, int, int]] = []
+        at = 0
+        for first, n, gaze in fed:
+            for place in () if gaze is None else gaze.media:
+                begin, end = max(place.start, first), min(place.end, first + n)
+                if begin < end:
+                    rows.append(np.arange(at + begin - first, at + end - first))
+                    cells.append((place.image, begin - place.start, end - place.start))
+            at += n
+        if not rows:
+            return None
+        features = self._look({image.digest: image for image, _, _ in cells})
+        parts = [features[image.digest].rows(torch.arange(begin, end, device=self.loaded.device)) for image, begin, end in cells]
+        return Seen(torch.from_numpy(np.concatenate(rows)).to(self.loaded.device), Features.joined(parts))
+
+    def _look(self, wanted: dict[str, Image]) -> dict[str, Features]:
+        """The features of these pictures; those that nobody has asked for in a while go when there is no room."""
+        if new := [image for digest, image in wanted.items() if digest not in self._known]:
+            whole, at = self.loaded.look(new), 0
+            for image in new:
+                self._known[image.digest] = whole.rows(torch.arange(at, at + image.tokens, device=self.loaded.device))
+                at += image.tokens
+            self.looked += len(new)
+        for digest in wanted:
+            self._known.move_to_end(digest)
+        found = {digest: self._known[digest] for digest in wanted}
+        while len(self._known) > len(wanted) and sum(f.bytes for f in self._known.values()) > ROOM:
+            self._known.popitem(last=False)
+        return found

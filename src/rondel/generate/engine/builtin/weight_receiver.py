@@ -1,0 +1,178 @@
+"""Weights on their way into the engine's module: what is announced, what has come, and when it becomes what serves.
+
+    begin ── data ── data ── commit          over    each tensor is written over the old one as it comes; digests are compared at the end
+                                             beside  each is compared as it comes and laid beside; the commit lets the module point there
+
+Between two tensors the device is free: an engine that is not parked goes on decoding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rondel.core.errors import SyncError
+from rondel.core.types import Begin, Commit, Manifest, Route, TensorInfo
+from rondel.models import names
+
+if TYPE_CHECKING:
+    from rondel.core.protocols import Transport
+    from rondel.models.load import Loaded
+
+SLICE = 0.005  # seconds that the device takes tensors in before it looks for a step to do
+
+
+class Arrivals:
+    """The engine's side of one update at a time. Tensors themselves need no transport; every other route names one of `transports`."""
+
+    def __init__(self, loaded: Loaded, transports: Mapping[str, Transport]) -> None:
+        self.loaded, self._transports = loaded, dict(transports)
+        self.root = ""  # of the last commit
+        self.bytes_copied = 0
+        self._begun: Begin | None = None
+        self._came = False  # all of its data
+        self._untouched = False  # since the last begin: what serves is still the old version, whole
+        self._awaited: dict[str, TensorInfo] = {}
+        self._beside: dict[str, Tensor] = {}  # by the module's name
+        self._parts: Mapping[str, tuple[str, names.Piece]] = {}  # where each of the checkpoint's tensors lies in one of the module's
+
+    @property
+    def kinds(self) -> set[str]:
+        return {"tensor", "disk", *self._transports}
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether an update is under way that writes over the weights."""
+        return self._begun is not None and not self._begun.beside
+
+    def begin(self, begin: Begin, version: int) -> None:
+        self._untouched = begin.beside
+        self._check(begin.manifest)
+        if begin.manifest.version < version and not begin.anew:
+            raise SyncError(f"version {begin.manifest.version} is older than {version}, which the engine serves")
+        self._begun, self._came = begin, False
+        self._beside, self._parts = {}, names.parts(self.loaded.model, [row.name for row in begin.manifest.tensors])
+        self._awaited = {row.name: row for row in begin.manifest.tensors}
+
+    def _check(self, manifest: Manifest) -> None:
+        mine = {
+            n: (tuple(t.shape), str(t.dtype).removeprefix("torch."))
+            for n, t in names.served(self.loaded.model, [t.name for t in manifest.tensors]).items()
+        }
+        theirs = {t.name: (t.shape, t.dtype) for t in manifest.tensors}
+        missing, unknown = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
+        wrong = sorted(n for n in set(mine) & set(theirs) if mine[n] != theirs[n])
+        for what, found in (("missing", missing), ("unknown", unknown), ("of another shape or dtype", wrong)):
+            if found:
+                raise SyncError(f"{len(found)} tensors are {what}, first {found[0]}")
+
+    async def take(self, route: Route, run: Callable[..., Awaitable[Any]]) -> None:
+        """All data of the route; `run` is the device's thread."""
+        if (begun := self._begun) is None:
+            raise SyncError("data without begin")
+        if self._came:
+            raise SyncError("the data of this update came twice")
+        if route.base and route.base != self.root:
+            raise SyncError(f"the data changes weights with root {route.base[:8]}; those that serve have {self.root[:8] or 'none yet'}")
+        mine = names.served(self.loaded.model, self._awaited)
+        self.bytes_copied = 0
+        stream = self._open(route, begun.manifest, mine)
+        try:
+            while await run(self._some, stream, mine, begun.beside):
+                pass
+        finally:
+            await run(stream.close)  # there, because a cancelled wait leaves the thread inside it
+        if self._awaited:
+            raise SyncError(f"{len(self._awaited)} tensors were announced but did not travel, first {min(self._awaited)}")
+        self._came, self.bytes_copied = True, route.bytes or self.bytes_copied
+
+    def _open(self, route: Route, manifest: Manifest, mine: dict[str, Tensor]) -> Generator[tuple[str, Tensor], None, None]:
+        if isinstance(route.data, dict):  # the tensors themselves
+            yield from route.data.items()
+        elif route.kind in self._transports:
+            yield from self._transports[route.kind].receive(route, manifest, mine)
+        else:
+            raise SyncError(f"weights come by '{route.kind}'; this engine takes them by {', '.join(sorted(self.kinds))}")
+
+    def _some(self, stream: Iterator[tuple[str, Tensor]], mine: dict[str, Tensor], beside: bool) -> bool:
+        """Tensors for a few milliseconds. -> is there more?"""
+        until = time.perf_counter() + SLICE
+        for name, tensor in stream:
+            self._accept(name, tensor, mine, beside)
+            if time.perf_counter() > until:
+                return True
+        return False
+
+    def _accept(self, name: str, tensor: Tensor, mine: dict[str, Tensor], beside: bool) -> None:
+        if name not in self._awaited:
+            raise SyncError(f"{name} came twice" if name in mine else f"tensors came that were not announced, first {name}")
+        row = self._awaited.pop(name)
+        if (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) != (row.shape, row.dtype):
+            raise SyncError(f"{name} was announced as {row.dtype} {list(row.shape)} and came as {tensor.dtype} {list(tensor.shape)}")
+        if beside:
+            if names.digest(tensor) != row.digest:
+                raise SyncError(f"1 tensors arrived with other bits than were sent, first {name}")
+            self._lay(name, tensor)
+        elif tensor.data_ptr() != mine[name].data_ptr() or tensor.device != mine[name].device:
+            mine[name].copy_(tensor)
+            self.bytes_copied += tensor.numel() * tensor.element_size()
+
+    def _lay(self, name: str, tensor: Tensor) -> None:
+        """Beside what serves. A part of one of the module's tensors, as an expert of a mixture, goes to its place in a new one."""
+        of, piece = self._parts.get(name, (name, None))
+        if piece is None or piece.all:
+            self._beside[of] = tensor
+            return
+        if of not in self._beside:
+            self._beside[of] = torch.empty_like(self.loaded.model.get_parameter(of))
+        piece.view(self._beside[of]).copy_(tensor)
+
+    def commit(self, commit: Commit) -> None:
+        """On the device's thread, between two steps."""
+        begun = self._begun
+        if begun is None:
+            raise SyncError("commit without begin")
+        version, root = begun.manifest.version, begun.manifest.root
+        if (commit.version, commit.root) != (version, root):
+            raise SyncError(f"version {commit.version} with root {commit.root[:8]} is committed, but {version} with {root[:8]} was begun")
+        if not self._came:
+            raise SyncError("commit without data")
+        if names.base(self.loaded.model) != begun.manifest.base:
+            raise SyncError("the adapter belongs to another base than the one that serves: their frozen weights have other bits")
+        if not begun.beside or self._point():
+            self._compare(begun.manifest)
+        self.root, self._untouched = root, False
+        self._begun, self._beside = None, {}
+
+    def _point(self) -> bool:
+        """The module's parameters become the tensors beside; those of another device are copied. -> were any copied?"""
+        copied = False
+        for name, parameter in self.loaded.model.named_parameters():
+            if (tensor := self._beside.get(names.sent(name))) is None:
+                continue  # it lies under an adapter and did not travel
+            if tensor.device == parameter.device:
+                parameter.data = tensor
+            else:
+                self._untouched, copied = False, True
+                parameter.data.copy_(tensor)
+        for name, buffer in self.loaded.model.named_buffers():
+            if (tensor := self._beside.get(name)) is not None and not torch.equal(buffer, tensor.to(buffer.device)):
+                self._untouched, copied = False, True
+                buffer.copy_(tensor)
+        return copied
+
+    def _compare(self, manifest: Manifest) -> None:
+        arrived = names.manifest(self.loaded.model, manifest.version, [t.name for t in manifest.tensors])
+        if arrived.root != manifest.root:
+            sent = {t.name: t.digest for t in manifest.tensors}
+            wrong = [t.name for t in arrived.tensors if sent[t.name] != t.digest]
+            raise SyncError(f"{len(wrong)} tensors arrived with other bits than were sent, first {wrong[0]}")
+
+    def drop(self) -> bool:
+        """Forget the update under way. -> is the old version whole?"""
+        self._begun, self._beside, self._awaited = None, {}, {}
+        return self._untouched

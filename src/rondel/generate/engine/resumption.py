@@ -1,0 +1,52 @@
+"""A sample that an engine gave back unfinished goes on from its tokens, under whatever weights serve then (law 15)."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rondel.core.types import Completion, Request
+
+
+async def resumed(generate: Callable[[Request], Awaitable[Completion]], request: Request) -> Completion:
+    """Ask until it ends by itself: every piece keeps its tokens, logprobs, versions, routes and support."""
+    pieces = [await generate(request)]
+    while pieces[-1].finish_reason == "abort":
+        tokens = [token for piece in pieces for token in piece.tokens]
+        sampling = request.sampling
+        rest = replace(sampling, max_tokens=sampling.max_tokens - len(tokens), min_tokens=max(0, sampling.min_tokens - len(tokens)))
+        again = replace(request, tokens=[*request.tokens, *tokens], sampling=rest, continuation=request.continuation + len(tokens))
+        pieces.append(await generate(again))
+    return joined(pieces) if len(pieces) > 1 else pieces[0]
+
+
+def joined(pieces: list[Completion]) -> Completion:
+    """One completion of several. Of a token's routes those of the engine that wrote it count, so the earliest record stays."""
+    first, last = pieces[0], pieces[-1]
+    experts = first.experts
+    for piece in pieces[1:]:
+        if experts is not None and piece.experts is not None:
+            experts = np.concatenate([experts, piece.experts[len(experts) :]])
+    return replace(
+        last,
+        tokens=[token for piece in pieces for token in piece.tokens],
+        logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
+        versions=[version for piece in pieces for version in piece.versions],
+        prompt_tokens=first.prompt_tokens,
+        cached_tokens=first.cached_tokens,
+        experts=experts,
+        text="".join(piece.text for piece in pieces if piece.text) if all(piece.text is not None for piece in pieces) else None,
+        timings={what: sum(piece.timings.get(what, 0.0) for piece in pieces) for what in last.timings},
+        raw_logprobs=_all(pieces, "raw_logprobs"),
+        top_logprobs=_all(pieces, "top_logprobs"),
+        support=_all(pieces, "support"),
+        prompt_logprobs=first.prompt_logprobs,
+    )
+
+
+def _all(pieces: list[Completion], name: str) -> list[Any] | None:
+    lists = [getattr(piece, name) for piece in pieces]
+    return None if any(entries is None for entries in lists) else [entry for entries in lists for entry in entries]

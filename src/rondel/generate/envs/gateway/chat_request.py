@@ -1,0 +1,45 @@
+"""What an agent asks for and what it gets, whichever API it speaks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rondel.core.types import Completion
+
+
+@dataclass(slots=True)
+class Asked:
+    """What an agent wants of the policy.
+
+    said        messages, or a text, or token ids, to go on from
+    calls       whether tool calls are looked for in the answer
+    """
+
+    said: list[dict[str, Any]] | str | list[int]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    calls: bool = True
+
+
+@dataclass(slots=True)
+class Reply:
+    """`calls`: (id, name, arguments). `stopped`: the client's stop string that ended it, which is not in `text`."""
+
+    text: str
+    calls: list[tuple[str, str, dict[str, Any]]]
+    done: Completion
+    prompt: int
+    stopped: str = ""
+
+    @property
+    def cut(self) -> bool:
+        return self.done.finish_reason == "length"
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """What a client sends back when it goes on from here."""
+        calls = [{"id": id, "type": "function", "function": {"name": name, "arguments": given}} for id, name, given in self.calls]
+        return {"role": "assistant", "content": self.text, **({"tool_calls": calls} if calls else {})}

@@ -1,0 +1,78 @@
+"""The gateway's port on loopback: open while an episode runs, and closed with the last one."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from rondel.generate.envs.gateway.app import build
+from rondel.system.http import Connection
+
+if TYPE_CHECKING:
+    from rondel.generate.envs.gateway.session import Session
+
+LAST = 2  # seconds for answers on their way when the port closes
+
+
+class Port:
+    """One server in the event loop of the run."""
+
+    def __init__(self, sessions: dict[str, Session], warn: Callable[[str, str], None]) -> None:
+        # asyncio turns Nagle's delay off only where it reads TCP, and what accept() returns says what its listener says: 40 ms a turn
+        self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self.socket.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        config = uvicorn.Config(
+            build(sessions, warn),
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_level="critical",
+            access_log=False,
+            timeout_graceful_shutdown=LAST,
+            timeout_keep_alive=600,  # agents think long between two requests
+        )
+        config.load()
+        self.server = uvicorn.Server(config)
+        self.server.lifespan = config.lifespan_class(config)
+        self.started = asyncio.ensure_future(self.server.startup([self.socket]))
+        self.users = 0
+
+    async def close(self) -> None:
+        await asyncio.wait([self.started])
+        await self.server.shutdown([self.socket])
+
+
+class Listening:
+    """`async with listening.to(session) as (url, key)`: the key is known for as long."""
+
+    def __init__(self, warn: Callable[[str, str], None]) -> None:
+        self.sessions: dict[str, Session] = {}
+        self.warn = warn
+        self.port: Port | None = None
+
+    @asynccontextmanager
+    async def to(self, session: Session) -> AsyncIterator[tuple[str, str]]:
+        key = f"rondel-{secrets.token_urlsafe(24)}"
+        port = self.port = self.port or Port(self.sessions, self.warn)
+        port.users += 1
+        try:
+            await asyncio.shield(port.started)
+            self.sessions[key] = session
+            yield port.url, key
+        finally:
+            self.sessions.pop(key, None)
+            port.users -= 1
+            if not port.users:
+                self.port = None
+            try:
+                await session.close()
+            finally:
+                if not port.users:
+                    await asyncio.shield(port.close())

@@ -1,0 +1,331 @@
+"""OpenRLHF's `train_ppo_ray`: its flags, in a script or alone. The flat names of releases before 0.10 are read as today's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Any
+
+from rondel.importing.peer import (
+    DEVICE,
+    ENGINE,
+    FOLDER,
+    LAUNCHER,
+    LORA,
+    MEMORY,
+    PACKED,
+    Gap,
+    Line,
+    Part,
+    Peer,
+    Same,
+    Setting,
+    adapter,
+    truncation,
+)
+
+ROWS = {  # algo.advantage.estimator -> (row, advantage laid over it, its eps)
+    "gae": ("ppo", None, None),
+    "group_norm": ("grpo", "group_norm", 1e-9),
+    "dr_grpo": ("grpo", "group_center", None),
+    "rloo": ("grpo", "leave_one_out", None),
+    "reinforce": ("reinforce_pp", None, None),
+    "reinforce_baseline": ("reinforce_pp_baseline", None, None),
+}
+BASELINE = ("group_norm", "dr_grpo", "rloo", "reinforce_baseline")  # estimators that take one off before they charge the KL
+CHARGED = ("gae", "reinforce")  # their rows here charge the KL to the reward unless told otherwise
+AGGREGATES = {"token-mean": "token_mean", "seq-mean-token-mean": "seq_mean_token_mean"}
+SCHEDULES = {name: name for name in ("constant", "linear", "cosine")} | {"constant_with_warmup": "constant"}
+REASONS = {
+    "launcher *": LAUNCHER,
+    "critic.*": "the row has no critic, or it has the policy's own settings",
+    "reward.*": "a reward is a function here: task.reward = 'module:name'",
+    "ref.*": "the reference is a frozen copy of the starting weights, on the one device",
+    "vllm.*": ENGINE,
+    "ds.lora.*": LORA,
+    "ds.load_in_4bit": "whole weights cannot be trained in 4 bits: with ds.lora.rank it is model.adapter.kind = 'qlora'",
+    "ds.packing_samples": PACKED,
+    "ds.*": DEVICE,
+    "*num_nodes": DEVICE,
+    "*num_gpus_per_node": DEVICE,
+    "train.colocate_*": DEVICE,
+    "*micro_batch_size": MEMORY,
+    "*max_tokens_per_gpu": MEMORY,
+    "train.dynamic_batch_enable": PACKED,
+    "actor.gradient_checkpointing*": MEMORY,
+    "actor.muon.*": "AdamW is the optimizer here",
+    "actor.min_lr_ratio": "a schedule ends at 0 here",
+    "algo.advantage.gamma": "this advantage discounts nothing",
+    "algo.advantage.lambd": "it belongs to a critic",
+    "train.async_queue_size": "set loop.max_staleness: it bounds the lag by a number",
+    "data.apply_chat_template": "a prompt becomes a chat when the model has a template",
+    "data.input_template": "task.suffix and task.system are what is added to a prompt",
+    "logger.wandb.*": FOLDER,
+    "train.agent_func_path": "turns are an environment: task.env = 'module:name'",
+    "eval.n_samples_per_prompt": "an evaluation draws one answer a task",
+    "ckpt.output_dir": FOLDER,
+    "ckpt.load_enable": "an unfinished run folder is continued by the same command",
+    "ckpt.*": FOLDER,
+}
+
+
+def _model(s: Setting) -> Iterator[Part]:
+    key = "actor.model_name_or_path"
+    yield Line("model.path", s[key] or "MODEL", (key,), ask="" if s[key] else "the flags name no model")
+    if s["ds.param_dtype"] == "bf16":
+        yield Line("model.dtype", "bfloat16", ("ds.param_dtype",), "master weights are float32 here")
+    else:
+        yield Gap(("ds.param_dtype",), "float16 needs a loss scale; bfloat16 or float32 here")
+    if s.number("ds.lora.rank"):
+        yield from adapter(
+            s,
+            rank="ds.lora.rank",
+            alpha="ds.lora.alpha",
+            targets="ds.lora.target_modules",
+            dropout="ds.lora.dropout",
+            four_bits="ds.load_in_4bit",
+        )
+
+
+def _task(s: Setting) -> Iterator[Part]:
+    name, label = str(s["data.prompt_dataset"] or "DATASET"), s["data.label_key"]
+    columns = {"prompt": s["data.input_key"], "answer": label or ""}
+    keys: tuple[str, ...] = ("data.prompt_dataset", "data.prompt_split", "data.input_key", "data.label_key")
+    if s.has("data.image_key") or s["data.max_images_per_prompt"]:
+        columns["image"], keys = s["data.image_key"], (*keys, "data.image_key")
+    sets = [_set(s, one.strip()) | columns for one in name.split(",")]
+    ask = "" if s["data.prompt_dataset"] else "the flags name no data"
+    if len(sets) == 1:
+        yield Line("task.data", sets[0], keys, ask=ask)
+        yield from (Gap((key,), "there is one data set") for key in ("data.prompt_probs",) if s.has(key))
+    else:
+        shares = [float(share) for share in str(s["data.prompt_probs"]).split(",")] if s["data.prompt_probs"] else [1.0] * len(sets)
+        named = [{"source": f"{i}-{PurePath(one.strip()).stem}"} for i, one in enumerate(name.split(","), 1)]
+        sources = [who | {"weight": share} | own for who, share, own in zip(named, shares, sets)]
+        even = (
+            ""
+            if s["data.prompt_probs"]
+            else "theirs are put one behind the other, so a large one weighs more: the weight is its share of the rows"
+        )
+        yield Line("task.data", {"kind": "mix", "sources": sources}, (*keys, "data.prompt_probs"), ask=even)
+    urls = s["reward.remote_url"]
+    if isinstance(urls, str) and urls.endswith(".py"):
+        module = urls.rpartition("/")[2].removesuffix(".py")
+        wrap = "theirs takes (queries, prompts, labels); ours takes (trajectory, task) and returns a number: wrap it"
+        yield Line("task.reward", f"{module}:reward_func", ("reward.remote_url",), ask=wrap)
+    else:
+        why = f"a reward is a function here, and cannot be asked of {urls or s['reward.model_name_or_path']}"
+        yield Line("task.reward", "math", ask=why)
+    key, bounds = "algo.dynamic_filtering_enable", "algo.dynamic_filtering_range"
+    if s[key] and list(s[bounds]) == [0, 1]:
+        yield Line("task.filters", ["signal"], (key, bounds), "drops groups whose rewards are all equal")
+    elif s[key]:
+        yield Gap((key, bounds), 'task.filters = ["signal"] drops groups whose rewards are all equal; no other range exists')
+    else:
+        yield Same((key,), "no group is dropped")
+
+
+def _set(s: Setting, name: str) -> dict[str, Any]:
+    """One of their data sets, as task.data begins."""
+    local = name.endswith((".jsonl", ".json"))
+    return {"kind": "jsonl", "path": name} if local else {"kind": "datasets", "name": name, "split": s["data.prompt_split"]}
+
+
+def _algorithm(s: Setting) -> Iterator[Part]:
+    key, loss = "algo.advantage.estimator", "actor.policy_loss_type"
+    row, advantage, eps = s.choice(key, ROWS) or (str(s[key]), None, None)
+    if s[loss] == "gspo" and advantage:
+        yield Line("algo.kind", "gspo", (loss,))
+    else:
+        yield Line("algo.kind", row, (key,))
+        yield (
+            Same((loss,), "the clipped ratio") if s[loss] == "ppo" else Gap((loss,), f"with the advantage {s[key]} there is no row for it")
+        )
+    group = "rollout.n_samples_per_prompt"
+    yield Line("algo.group_size", s.whole(group), (group,))
+    if advantage:
+        yield Line("algo.advantage.kind", advantage, (key,))
+    if eps:
+        yield Line("algo.advantage.eps", eps)
+    if s[key] in CHARGED:
+        yield Line("algo.advantage.gamma", float(s.number("algo.advantage.gamma")), ("algo.advantage.gamma",))
+    if s[key] == "gae":
+        yield Line("algo.advantage.lam", float(s.number("algo.advantage.lambd")), ("algo.advantage.lambd",))
+        yield from _critic(s)
+
+
+def _critic(s: Setting) -> Iterator[Part]:
+    yield Line("algo.value.clip", float(s.number("critic.value_clip")), ("critic.value_clip",))
+    yield Line("trainer.critic.lr", float(s.number("critic.adam.lr")), ("critic.adam.lr",))
+    yield Line("trainer.critic.warmup", max(0, s.whole("critic.freezing_steps")), ("critic.freezing_steps",))
+    if s["critic.model_name_or_path"]:
+        yield Line("trainer.critic.path", str(s["critic.model_name_or_path"]), ("critic.model_name_or_path",))
+
+
+def _loss(s: Setting) -> Iterator[Part]:
+    both, clip = "actor.eps_clip_low_high", "actor.eps_clip"
+    low, high = s[both] if isinstance(s[both], list) and len(s[both]) == 2 else (s.number(clip), s.number(clip))
+    keys = (both,) if s[both] else (clip,)
+    yield Line("algo.surrogate.low", float(low), keys)
+    yield Line("algo.surrogate.high", float(high), keys)
+    if s[both] and s.has(clip):
+        yield Gap((clip,), "it has no effect there: eps_clip_low_high comes first")
+    if s["actor.dual_clip"] is not None:
+        yield Line("algo.surrogate.dual", float(s.number("actor.dual_clip")), ("actor.dual_clip",))
+    mode = "actor.loss_agg_mode"
+    if aggregate := "seq_mean_token_mean" if s["actor.policy_loss_type"] == "gspo" else s.choice(mode, AGGREGATES):
+        yield Line("algo.aggregate.kind", aggregate, (mode,))
+    else:
+        yield Gap((mode,), f"known here: {', '.join(AGGREGATES.values())}")
+    yield Line("algo.entropy.coef", float(s.number("actor.entropy_coef") or 0), ("actor.entropy_coef",))
+    if s["actor.entropy_coef"] and aggregate != "token_mean":
+        yield Gap(("actor.entropy_coef",), f"their entropy is a mean over tokens; here the weights are those of {aggregate}")
+    yield from _kl(s, str(aggregate))
+    buffer, factor = "reward.overlong_buffer_len", "reward.overlong_penalty_factor"
+    if s[buffer]:
+        yield Line("algo.shaping.kind", "overlong", (buffer,))
+        yield Line("algo.shaping.buffer", s.whole(buffer), (buffer,))
+        yield Line("algo.shaping.factor", float(s.number(factor)), (factor,))
+        yield Gap(("reward.clip_range",), "one shaping at a time: the overlong penalty")
+        return
+    if s.has(factor):
+        yield Gap((factor,), "it has no effect there: overlong_buffer_len is not set")
+    least, most = s["reward.clip_range"]
+    samples = s.whole("rollout.n_samples_per_prompt")
+    if s["algo.advantage.estimator"] == "group_norm" and -least == most >= samples**0.5:
+        yield Same(("reward.clip_range",), f"of {samples} answers none is further from the mean of its group than that many deviations")
+    elif s["algo.advantage.estimator"] in BASELINE:
+        yield Gap(("reward.clip_range",), "there the reward less its baseline is clipped, here a reward before the baseline: left out")
+    elif -least == most:
+        yield Line("algo.shaping", {"kind": "clip", "limit": float(most)}, ("reward.clip_range",))
+    else:
+        yield Gap(("reward.clip_range",), "a reward is clipped at ±limit here")
+
+
+def _kl(s: Setting, aggregate: str) -> Iterator[Part]:
+    """In the loss or in the reward, where it is by default. Every estimator is held to ±10 a token."""
+    coef, use, kind, unbiased = "algo.kl.init_coef", "algo.kl.use_loss", "algo.kl.estimator", "algo.kl.unbiased_gradient"
+    target, horizon = "algo.kl.target", "algo.kl.horizon"
+    if not s.number(coef):
+        yield Line("algo.kl.coef", 0.0, (coef,))
+        yield Same((use, kind, unbiased), "there is no KL term")
+        return
+    table = {"kind": str(s[kind]), "coef": float(s[coef]), "clamp": 10.0}
+    steered = {"target": float(s.number(target)), "horizon": s.whole(horizon)} if s[target] else {}
+    keys = (coef, kind, use, *((target, horizon) if steered else ()))
+    if s[use]:
+        through = {"through": "k2"} if s[unbiased] and s[kind] != "k2" else {}
+        yield Line("algo.kl", table | {"where": "loss"} | through | steered, keys)
+        if aggregate != "token_mean":
+            yield Gap((use,), f"their KL is a mean over tokens; here the weights are those of {aggregate}")
+    else:
+        behind = s["algo.advantage.estimator"] in BASELINE
+        yield Line("algo.kl", table | {"where": "advantage" if behind else "reward"} | steered, keys)
+        if s["algo.advantage.estimator"] == "reinforce_baseline":
+            yield Gap((coef, use), "there it is charged before the advantages of the step get mean 0 and deviation 1, here after")
+    if s[unbiased] and s[use]:
+        yield Gap(
+            (unbiased,), "the gradient is that of k2 here too, but without their weight policy / old policy, which is 1 in a first update"
+        )
+    elif s[unbiased]:
+        yield Gap((unbiased,), "it has no effect there: the KL is in the reward")
+
+
+def _correction(s: Setting) -> Iterator[Part]:
+    """A gate on the trainer's probability by the engine's; releases before 0.10 had a name for each."""
+    level, mode, gating, bounds = (f"algo.advantage.is_correction_{end}" for end in ("level", "mode", "gating", "threshold"))
+    old, kind, ice = "enable_vllm_is_correction", "vllm_is_correction_type", "use_icepop"
+    wish, keys = (s[level], s[mode], s[gating]), (level, mode, gating, bounds)
+    if s.has(old):
+        names = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
+        named = "icepop" if s.has(ice) else s.values.get(kind, "tis")
+        wish, keys = (*names.get(str(named), ("", "")), "ratio"), (old, kind, ice, bounds)
+    if wish[0] == "off":
+        yield from (Gap((key,), "it has no effect there: is_correction_level is off") for key in (mode, gating, bounds) if s.has(key))
+        yield Same((level,), "no correction")
+        return
+    if s["actor.policy_loss_type"] == "gspo" and (s.choice("algo.advantage.estimator", ROWS) or ("", None))[1]:
+        yield Line("algo.ratio.anchor", "behavior", keys[:1], "its ratio is then policy / engine, and nothing is masked or clipped for it")
+        yield from (Gap((key,), "it has no effect there with policy_loss_type = gspo") for key in keys[1:] if s.has(key))
+        return
+    low, high = s[bounds] if isinstance(s[bounds], list) and len(s[bounds]) == 2 else (0.0, s[bounds])
+    held = {"low": float(low), "high": float(high)}
+    tables = {
+        ("token", "clip", "ratio"): {"kind": "importance", "action": "clip"} | held,
+        ("token", "mask", "ratio"): {"kind": "importance", "action": "mask"} | held,
+        ("seq", "mask", "ratio"): {"kind": "importance", "high": float("inf"), "reject": "geometric"}
+        | {f"reject_{end}": bound for end, bound in held.items()},
+    }
+    if wish in tables:
+        yield Line("algo.correction", tables[wish], keys)
+    else:
+        yield Gap(keys, f"a correction {' '.join(map(str, wish))} does not exist here; importance weights do")
+
+
+def _loop(s: Setting) -> Iterator[Part]:
+    prompts, samples, batch = s.whole("rollout.batch_size"), s.whole("rollout.n_samples_per_prompt"), s.whole("train.batch_size")
+    yield Line("loop.groups_per_step", prompts, ("rollout.batch_size",))
+    note = f"{prompts * samples} samples in batches of {batch}" + ", rounded" * bool(prompts * samples % batch)
+    yield Line("loop.updates_per_step", max(1, round(prompts * samples / batch)), ("train.batch_size",), note)
+    yield Line("loop.passes", float(s.number("train.num_episodes")), ("train.num_episodes",))
+    if s.has("data.max_samples"):
+        yield Gap(("data.max_samples",), "a data set is read whole; task.data.where chooses rows by their fields")
+    yield Line("loop.epochs", s.whole("train.max_epochs"), ("train.max_epochs",))
+    yield Line("loop.seed", s.whole("train.seed"), ("train.seed",))
+    if s["train.async_enable"]:
+        yield Gap(("train.async_enable",), "set loop.max_staleness: it bounds the lag by a number, and 1 is one step off-policy")
+    else:
+        yield Same(("train.async_enable",), "loop.max_staleness is 0")
+    if s["train.partial_rollout_enable"]:
+        yield Line("loop.in_flight", "hold", ("train.partial_rollout_enable",), "it needs loop.max_staleness above 0")
+
+
+def _sampling(s: Setting) -> Iterator[Part]:
+    yield Line("engine.sampling.temperature", float(s.number("rollout.temperature")), ("rollout.temperature",))
+    length, whole = "rollout.max_new_tokens", "data.max_len"
+    if s[length] is not None:
+        yield Line("engine.sampling.max_tokens", s.whole(length), (length,))
+    else:
+        ask = f"there an answer may fill what its prompt leaves of {s[whole]} tokens; here all answers have one limit"
+        yield Line("engine.sampling.max_tokens", s.whole(whole), (whole,), ask=ask)
+    yield from truncation(s, "rollout.top_p")
+    yield Line("task.eval.temperature", float(s.number("eval.temperature")), ("eval.temperature",))
+
+
+def _optimizer(s: Setting) -> Iterator[Part]:
+    if s["actor.optim"] == "adam":
+        yield Same(("actor.optim",), "AdamW")
+    yield Line("trainer.lr", float(s.number("actor.adam.lr")), ("actor.adam.lr",))
+    kind, least, share = "actor.lr_scheduler", "actor.min_lr_ratio", "actor.lr_warmup_ratio"
+    if schedule := s.choice(kind, SCHEDULES):
+        yield Line("trainer.schedule", schedule, (kind,))
+    elif str(s[kind]) == "cosine_with_min_lr":
+        yield Line("trainer.schedule", "cosine", (kind,), f"theirs ends at {s[least]} of the rate, ours at 0")
+        yield Gap((least,), "a cosine ends at 0 here")
+    else:
+        yield Gap((kind,), "constant, linear and cosine exist here")
+    if s.number(share):
+        yield Line("trainer.warmup_steps", 0, (share,), ask=f"{s[share]} of all steps: write the number")
+    else:
+        yield Same((share,), "no warm-up")
+    yield Line("trainer.clip", float(s.number("actor.max_norm")), ("actor.max_norm",))
+    yield Line("trainer.weight_decay", float(s.number("actor.adam.weight_decay")), ("actor.adam.weight_decay",))
+    yield Line("trainer.betas", list(s["actor.adam.betas"]), ("actor.adam.betas",))
+    if s["actor.adam.eps"] == 1e-8:
+        yield Same(("actor.adam.eps",), "1e-8")
+
+
+def _running(s: Setting) -> Iterator[Part]:
+    yield Line("run.folder", str(s["ckpt.path"]) if s.has("ckpt.path") else "runs/openrlhf", ("ckpt.path",) if s.has("ckpt.path") else ())
+    every = s.whole("ckpt.save_steps")
+    yield Line("run.checkpoint.every", max(0, every), ("ckpt.save_steps",), "one at the end" * (every <= 0))
+    yield Line("run.checkpoint.keep", max(1, s.whole("ckpt.max_num")), ("ckpt.max_num",))
+    yield Line("task.eval.every", max(0, s.whole("eval.steps")), ("eval.steps",))
+    if s.has("eval.dataset"):
+        yield Gap(("eval.dataset", "eval.split"), "name it in task.data: eval_name, eval_path or eval_split")
+    tracked = ("logger.tensorboard_dir", "logger.wandb.key")
+    if names := [name for name, key in zip(("tensorboard", "wandb"), tracked) if s.has(key) and s[key]]:
+        yield Line("run.sinks", names, tracked, "they lie in the run folder; wandb takes its key from its own login")
+
+
+OPENRLHF = Peer.of("openrlhf", (_model, _task, _algorithm, _loss, _correction, _loop, _sampling, _optimizer, _running), REASONS)

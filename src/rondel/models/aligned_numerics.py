@@ -1,0 +1,174 @@
+"""Aligned numerics: a token's logprob has the same bits in every batch, packing, chunking and cache state, and in the trainer.
+
+What must not depend on the batch is the order of every sum:
+
+    linear layers      models/linear.py: oneDNN's rows do not depend on each other
+    norms, activations row by row, in torch as they are
+    attention          here: each query over its context from the first token on, in blocks of BLOCK keys; scores and weighted values
+                       are one small product a block, blocks are added in order, and blocks that are only padding add zeros
+
+The forward value is this one on both sides; the backward pass of the trainer is that of its fast attention. It costs memory traffic:
+nothing is shared between queries. Whether processor, torch build and model really give equal bits is proven at start: `prove`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rondel.core.errors import ConfigError
+from rondel.models.attention import PackedLayout, PagedLayout, Segment, Slots
+from rondel.models.head import chosen
+
+if TYPE_CHECKING:
+    from rondel.models.load import Loaded
+
+BLOCK = 64
+BUDGET = 1 << 24  # entries of keys that are gathered at once
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, *, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """q [N,H,D], pools [K,P,D], each query's context slots [N,C], of which the first lengths [N] are real -> [N,H,D]."""
+    slots = F.pad(slots, (0, -slots.shape[1] % BLOCK))
+    some = max(2, BUDGET // (slots.shape[1] * keys.shape[0] * keys.shape[2]))
+    pieces = [slice(first, first + some) for first in range(0, len(q), some)]
+    out = [_attend(q[p], keys, values, slots[p], lengths[p], scale, window, softcap) for p in pieces]
+    return torch.cat(out) if len(out) > 1 else out[0]
+
+
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    if len(q) == 1:  # a single row may get another kernel
+        q, slots, lengths = q.expand(2, -1, -1), slots.expand(2, -1), lengths.expand(2)
+        return _attend(q, keys, values, slots, lengths, scale, window, softcap)[:1]
+    n, heads, context = len(q), len(keys), slots.shape[1]
+    blocks = context // BLOCK
+    where = Slots(slots)
+    k, v = (where.read(pool).float().view(heads * n * blocks, BLOCK, -1) for pool in (keys, values))
+    folded = q.float().view(n, heads, -1, q.shape[-1]).transpose(0, 1)  # [K,N,R,D]
+    repeats = folded.shape[2]
+    per_block = folded[:, :, None].expand(-1, -1, blocks, -1, -1).reshape(heads * n * blocks, repeats, -1)
+    scores = torch.bmm(per_block, k.transpose(1, 2)).view(heads, n, blocks, repeats, BLOCK) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = lengths[:, None] - 1 - torch.arange(context, device=q.device)
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    scores = scores.masked_fill_(~seen.view(1, n, blocks, 1, BLOCK), float("-inf"))
+    weights = scores.sub_(scores.amax((2, 4), keepdim=True)).exp_()
+    total = _in_order(weights.sum(-1))
+    parts = torch.bmm(weights.view(heads * n * blocks, repeats, BLOCK), v).view(heads, n, blocks, repeats, -1)
+    out = _in_order(parts) / total[..., None]
+    return out.transpose(0, 1).reshape(n, heads * repeats, -1).to(q.dtype)
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """[K,N,blocks,...] -> [K,N,...]: one block after the other, so that more blocks of zeros change nothing."""
+    out = x[:, :, 0]
+    for block in range(1, x.shape[2]):
+        out = out + x[:, :, block]
+    return out
+
+
+class AlignedPacked:
+    """A `PackedLayout` whose values are computed query by query."""
+
+    def __init__(self, fast: PackedLayout) -> None:
+        self.fast = fast
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
+        return _Attend.apply(q, k, v, self, layer, {"scale": scale, "window": window, "softcap": softcap})
+
+    def values(self, q: Tensor, k: Tensor, v: Tensor, how: dict) -> Tensor:
+        """The packed tokens are the pool: a token's context are the places above it and its own up to itself."""
+        keys, values = k.transpose(0, 1), v.transpose(0, 1)
+        out = torch.empty(len(q), q.shape[1], v.shape[2], dtype=q.dtype, device=q.device)
+        for segment, context in self.fast.contexts:
+            mine, places = slice(segment.start, segment.start + segment.length), context.to(q.device)
+            lengths = torch.arange(len(places) - segment.length, len(places), device=q.device) + 1
+            out[mine] = attend(q[mine], keys, values, places.expand(segment.length, -1), lengths, **how)
+        return out
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, layout: AlignedPacked, layer: int, how: dict):
+        ctx.save_for_backward(q, k, v)
+        ctx.layout, ctx.layer, ctx.how = layout, layer, how
+        return layout.values(q, k, v, how)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            out = ctx.layout.fast.attend(ctx.layer, *inputs, **ctx.how)
+        return *torch.autograd.grad(out, inputs, grad), None, None, None
+
+
+class AlignedPaged:
+    """A `PagedLayout` that computes each new token alone over its slots. No families: siblings read their common prefix each."""
+
+    def __init__(self, fast: PagedLayout) -> None:
+        self.fast = fast
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
+        keys, values = self.fast.store(layer, k, v)
+        parts = []
+        for c in self.fast.chunks:
+            lengths = torch.arange(len(c.context) - c.length, len(c.context), device=q.device) + 1
+            mine = q[c.start : c.start + c.length]
+            slots = c.context.expand(c.length, -1)
+            parts.append(attend(mine, keys, values, slots, lengths, scale=scale, window=window, softcap=softcap))
+        if (d := self.fast.decoding) is not None:
+            mine = q[len(q) - len(d.own) :]
+            parts.append(attend(mine, keys, values, d.own, d.lengths, scale=scale, window=window, softcap=softcap))
+        return torch.cat(parts)
+
+
+def aligned(layout: PackedLayout | PagedLayout) -> AlignedPacked | AlignedPaged:
+    return AlignedPacked(layout) if isinstance(layout, PackedLayout) else AlignedPaged(layout)
+
+
+def align(loaded: Loaded) -> None:
+    """From now on this model computes with aligned numerics, for the engine and the trainer alike; refused where they do not hold."""
+    if loaded.routers:
+        raise ConfigError(
+            f"engine.numerics = 'aligned': '{loaded.name}' is a mixture of experts, and what an expert computes depends on how many tokens it "
+            "gets; use numerics = 'fast' with routing replay"
+        )
+    loaded.aligned, loaded.align = True, aligned
+    with loaded.stirred():
+        prove(loaded)
+
+
+@torch.no_grad()
+def prove(loaded: Loaded) -> None:
+    """Sequences of several lengths, alone and packed in several ways, must give the same bits; else aligned numerics are refused."""
+    generator = torch.Generator().manual_seed(7)
+    rows = [torch.randint(0, len(loaded.head.weight), (n,), generator=generator) for n in (2, 3, 17, 64, 70)]
+    alone = [_logprobs(loaded, [row])[0] for row in rows]
+    for order in ([0, 1, 2, 3, 4], [4, 2, 0], [3, 3, 1, 4, 4, 2], [1] * 11 + [2]):
+        for i, got in zip(order, _logprobs(loaded, [rows[i] for i in order])):
+            if not torch.equal(got, alone[i]):
+                raise ConfigError(
+                    f"engine.numerics = 'aligned': '{loaded.name}' in {loaded.dtype} on this {loaded.device.type} gives other bits in another "
+                    f"batch (largest difference of a probe {float((got - alone[i]).abs().max()):.2g}). Its kernels or odd sizes "
+                    "depend on the batch; use numerics = 'fast'"
+                )
+
+
+def _logprobs(loaded: Loaded, rows: list[Tensor]) -> list[Tensor]:
+    """Of each row's tokens after the first, all rows packed into one forward pass."""
+    starts = [sum(len(r) for r in rows[:i]) for i in range(len(rows))]
+    layout = PackedLayout([Segment(start, len(row)) for start, row in zip(starts, rows)], loaded.device)
+    positions = torch.cat([torch.arange(len(row)) for row in rows]).to(loaded.device)
+    hidden = loaded.hidden(torch.cat(rows).to(loaded.device), positions, layout)
+    sources = torch.cat([torch.arange(start, start + len(row) - 1) for start, row in zip(starts, rows)]).to(loaded.device)
+    targets = torch.cat([row[1:] for row in rows]).to(loaded.device)
+    picked = chosen(loaded.head.logits(hidden[sources]), targets)[0]
+    return list(picked.split([len(row) - 1 for row in rows]))

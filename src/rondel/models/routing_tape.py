@@ -1,0 +1,112 @@
+"""Which experts a MoE's routers chose, and the same choice once more (routing replay).
+
+A router computes scores, takes the top k and normalises what it took. Only the middle changes here: while a tape is in force
+its `topk` over the experts returns the recorded ones, with the model's own scores of them; everything before and after is the
+model's own code, so gradients flow through the gates as always.
+
+    record   engine, every step: [T new tokens, layers, k]        replay   trainer: the same rows, each layer exactly once
+
+Without it rounding sends tokens to other experts in the trainer than in the engine, and the ratio of the two policies is noise.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from rondel.core.errors import LawError, ModelError
+
+
+class Tape:
+    """Routes [T, L, K] of the tokens of one forward pass: what was recorded, or what is to be replayed."""
+
+    def __init__(self, layers: int, routes: Tensor | None = None) -> None:
+        self.layers, self.routes = layers, routes
+        self.rows: list[Tensor | None] = [None] * layers
+        self.flips: list[Tensor] = [
+            torch.zeros(0)
+        ] * layers  # of each layer: share of a token's own choice that the record does not hold [T]
+
+    @property
+    def recorded(self) -> Tensor:
+        """[T, L, K] int64."""
+        if missing := [i for i, row in enumerate(self.rows) if row is None]:
+            raise LawError(f"router {missing[0]} of {self.layers} left no record: it did not run, or it chooses without topk")
+        return torch.stack([row for row in self.rows if row is not None], 1)
+
+    def choose(self, layer: int, own: Tensor) -> Tensor:
+        """What layer's topk [T, K] becomes. Every record is used once (a law: SPEC X2)."""
+        if self.rows[layer] is not None:
+            raise LawError(f"router {layer} chose twice in one forward pass: its record must be used exactly once")
+        self.rows[layer] = own
+        if self.routes is None:
+            return own
+        if len(self.routes) != len(own):
+            raise LawError(f"router {layer} has {len(own)} tokens, the record {len(self.routes)}")
+        theirs = self.routes[:, layer].to(own.device)
+        self.flips[layer] = 1 - (own[:, :, None] == theirs[:, None]).any(-1).float().mean(-1)
+        return theirs
+
+
+_here = threading.local()
+
+
+@contextmanager
+def taping(tape: Tape | None) -> Iterator[Tape | None]:
+    """Routers called inside record on `tape`, or replay from it. Leaving it checks that every record was used."""
+    outer = getattr(_here, "tape", None)
+    _here.tape = tape
+    try:
+        yield tape
+    finally:
+        _here.tape = outer
+    if tape is not None:
+        _ = tape.recorded
+
+
+class _Choice(TorchFunctionMode):
+    """Inside one router: its topk over all experts takes what the tape says."""
+
+    def __init__(self, tape: Tape, layer: int, experts: int, k: int) -> None:
+        super().__init__()
+        self.tape, self.layer, self.experts, self.k = tape, layer, experts, k
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk) or out[1].ndim != 2 or args[0].shape[-1] != self.experts or out[1].shape[-1] != self.k:
+            return out
+        chosen = self.tape.choose(self.layer, out[1].detach())
+        if chosen is out[1] or self.tape.routes is None:
+            return out
+        return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+
+
+def arm(model: Any) -> int:
+    """Make a model's routers listen to the tape. -> how many there are; 0 for a dense model."""
+    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+    if not routers and experts(model.config.get_text_config()):
+        raise ModelError(f"model type '{model.config.model_type}' has experts, but no router of the kind that routing replay knows")
+    for layer, router in enumerate(routers):
+        router.forward = functools.partial(_forward, router, type(router).forward, layer)
+    return len(routers)
+
+
+def experts(text: Any) -> int:
+    """How many a layer has, under the names that families give it."""
+    return next((n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(text, key, None))), 0)
+
+
+def _forward(router: Any, own: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
+    tape = getattr(_here, "tape", None)
+    if tape is None:
+        return own(router, *args, **kwargs)
+    many = getattr(router, "num_experts", None) or router.weight.shape[0]
+    with _Choice(tape, layer, many, router.top_k):
+        return own(router, *args, **kwargs)

@@ -1,0 +1,203 @@
+"""Files that start a run on a cluster: a batch script for SLURM, or a RayJob for Kubernetes. Text from a recipe; nothing is started here.
+
+    nodes · gpus a node = ranks of the trainer + engines        place.engines of them are engines, the others ranks, unless the recipe says
+    torchrun   the first node's last GPUs are the engines', since its first rank starts them
+    ray        a worker a GPU, on any node
+
+What is submitted again goes on from its last checkpoint: the run folder is on storage that every node sees.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from rondel.core.config import Job
+from rondel.core.errors import UserError
+
+PORT = 6379  # of Ray's head, and Ray's own default
+RAY = "2.60.0"  # of the image of a RayJob, and of constraints.txt; since 2.52 a cluster can ask for a token
+SHARED = "/runs"  # where a pod finds the claim that keeps run folders
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a recipe fills a cluster."""
+
+    recipe: Path
+    job: Job
+    nodes: int
+    gpus: int
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def engines(self) -> int:
+        """Of this house: those of others are where their url says."""
+        return self.job.place.engines if self.job.engine.kind == "builtin" else 0
+
+    @property
+    def ranks(self) -> int:
+        return self.job.place.ranks if "ranks" in self.job.place.model_fields_set else self.nodes * self.gpus - self.engines
+
+    @property
+    def name(self) -> str:
+        """Lower case, as Kubernetes wants it."""
+        return "".join(c if c.isalnum() and c.isascii() else "-" for c in self.recipe.stem.lower()).strip("-")[:40] or "run"
+
+    def check(self, way: str) -> Layout:
+        here, all_of_them = f"{self.nodes} x {self.gpus} GPUs", self.nodes * self.gpus
+        if self.ranks < 1 or self.ranks + self.engines > all_of_them:
+            raise UserError(
+                f"{self.ranks} ranks and {self.engines} engines do not fit on {here}: ask for more --nodes or --gpus, or set fewer "
+                "place.engines and place.ranks"
+            )
+        if way == "torchrun" and self.engines >= self.gpus:
+            raise UserError(
+                f"under torchrun the engines are on the first node, and {self.engines} of them leave no GPU of {self.gpus} for its first rank: "
+                "use --with ray, or fewer place.engines"
+            )
+        if way == "torchrun" and self.ranks + self.engines != all_of_them:
+            raise UserError(
+                f"torchrun fills every node: {here} are {all_of_them - self.engines} ranks beside {self.engines} engines, and place.ranks = "
+                f"{self.ranks}. Leave place.ranks out"
+            )
+        return self
+
+    def command(self, recipe: str, cluster: str, *more: str) -> str:
+        ranks = [f"--place.ranks={self.ranks}"] if cluster == "ray" else []
+        words = ["--place.kind=split", f"--place.cluster={cluster}", f"--place.engines={max(1, self.engines)}", *ranks, *more]
+        return shlex.join(["rondel", "train", recipe, *self.overrides, *words])
+
+
+def slurm(layout: Layout, *, way: str) -> str:
+    """A script for sbatch. `way`: torchrun or ray."""
+    head = f"""#!/bin/bash
+#SBATCH --job-name={layout.name}
+#SBATCH --nodes={layout.nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node={layout.gpus}
+#SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+# Ranks of the trainer: {layout.ranks}, engines: {layout.engines}, by {way}. Add --partition, --account and --time as your cluster wants them.
+# Submitted again it goes on from the last checkpoint: {layout.job.run.folder} must be on storage that every node sees.
+set -euo pipefail
+
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first=${{nodes[0]}}
+on() {{ srun --nodes=1 --ntasks=1 --overlap --gpus-per-node={layout.gpus} -w "$@"; }}
+"""
+    return head + (_with_torchrun(layout) if way == "torchrun" else _with_ray(layout))
+
+
+def _with_torchrun(layout: Layout) -> str:
+    return f"""
+port=$((20000 + SLURM_JOB_ID % 20000))
+
+started=()
+for ((i = 0; i < ${{#nodes[@]}}; i++)); do
+    ranks={layout.gpus}
+    if ((i == 0)); then
+        ranks={layout.gpus - layout.engines}
+    fi
+    on "${{nodes[i]}}" torchrun --nnodes {layout.nodes} --node-rank "$i" --nproc-per-node "$ranks" \\
+        --master-addr "$first" --master-port "$port" --no-python \\
+        {layout.command(str(layout.recipe), "torchrun")} &
+    started+=("$!")
+done
+for one in "${{started[@]}}"; do
+    wait "$one"
+done
+"""
+
+
+def _with_ray(layout: Layout) -> str:
+    return f"""
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN # of this job alone: without it whoever reaches a port of Ray could run code (Ray 2.52 or newer)
+RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
+
+read -r address _ < <(on "$first" hostname --ip-address)
+head="$address:{PORT}"
+
+on "$first" ray start --head --node-ip-address="$address" --port={PORT} --num-gpus={layout.gpus} --block &
+started=$!
+until on "$first" ray status --address "$head" > /dev/null 2>&1; do
+    kill -0 "$started" # ends the job if the head has ended
+    sleep 2
+done
+for node in "${{nodes[@]:1}}"; do
+    on "$node" ray start --address="$head" --num-gpus={layout.gpus} --block &
+done
+
+on "$first" {layout.command(str(layout.recipe), "ray", "--place.address=auto")}
+"""
+
+
+def kuberay(layout: Layout, *, image: str, claim: str) -> str:
+    """A ConfigMap with the recipe, and a RayJob whose cluster lives as long as it: one head, the other nodes workers. YAML."""
+    import yaml
+
+    recipe, volumes = layout.recipe.name, [
+        {"name": "recipe", "configMap": {"name": f"{layout.name}-recipe"}},
+        {"name": "runs", "persistentVolumeClaim": {"claimName": claim}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]  # fmt: skip
+    mounts = [{"name": name, "mountPath": path} for name, path in (("recipe", "/recipe"), ("runs", SHARED), ("shm", "/dev/shm"))]
+
+    def pod(role: str) -> dict:
+        room = {"limits": {"nvidia.com/gpu": layout.gpus}}
+        container = {"name": f"ray-{role}", "image": image, "resources": room, "workingDir": SHARED, "volumeMounts": mounts}
+        return {"spec": {"containers": [container], "volumes": volumes}}
+
+    command = layout.command(f"/recipe/{recipe}", "ray", "--place.address=auto", f"--run.folder={SHARED}/{layout.name}")
+    workers = {
+        "groupName": "gpus",
+        "replicas": layout.nodes - 1,
+        "minReplicas": layout.nodes - 1,
+        "maxReplicas": layout.nodes - 1,
+        "rayStartParams": {},
+        "template": pod("worker"),
+    }
+    cluster = {
+        "rayVersion": RAY,
+        "authOptions": {"mode": "token"},
+        "headGroupSpec": {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": pod("head")},
+        **({"workerGroupSpecs": [workers]} if layout.nodes > 1 else {}),
+    }
+    documents = [
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": f"{layout.name}-recipe"},
+            "data": {recipe: layout.recipe.read_text(encoding="utf-8")},
+        },
+        {
+            "apiVersion": "ray.io/v1",
+            "kind": "RayJob",
+            "metadata": {"name": layout.name},
+            "spec": {"entrypoint": command, "shutdownAfterJobFinishes": True, "backoffLimit": 2, "rayClusterSpec": cluster},
+        },
+    ]
+    said = (
+        f"# Ranks of the trainer: {layout.ranks}, engines: {layout.engines}, nodes: {layout.nodes}. kubectl apply -f this file.\n"
+        f"# The image has Rondel and Ray: FROM rayproject/ray:{RAY}-gpu, RUN pip install 'rondel[cluster]'; rayVersion below is that of the image.\n"
+        f"# KubeRay 1.5.1 or newer makes the token that all pods of this job need (authOptions); without one any pod could run code in them.\n"
+        f"# The claim '{claim}' keeps the run folder and is mounted by every pod (ReadWriteMany): a job that is retried goes on from there.\n"
+    )
+    return said + yaml.dump_all(documents, sort_keys=False, width=1000, Dumper=_dumper(yaml))
+
+
+def _dumper(yaml: object) -> type:
+    """A recipe as a block of its lines, and every part written out."""
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[name-defined, attr-defined, misc]
+        def ignore_aliases(self, data: object) -> bool:
+            return True
+
+    def text(dumper: Dumper, value: str) -> object:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    Dumper.add_representer(str, text)
+    return Dumper

@@ -1,0 +1,90 @@
+"""`rondel eval`: the number of a training run once more, for a run folder, a checkpoint or any model; and how hard its tasks are for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rondel.assemble.components import Parts, build
+from rondel.core.config import Job
+from rondel.core.errors import UserError
+from rondel.core.events import Evaluated
+from rondel.core.types import Slot
+from rondel.run.evaluation import evaluate
+from rondel.run.rollouts import Rollouts
+from rondel.runtime.devices import keep_memory
+from rondel.system.files import checkpoints_in, step_of
+from rondel.train.multi_policy import FOLDER
+
+
+def evaluate_checkpoint(model_or_run: str, recipe: str | None, overrides: dict[str, Any]) -> Evaluated:
+    """The same number for a run folder (its newest checkpoint), a checkpoint folder, or any model with a recipe's tasks."""
+    with _opened(model_or_run, recipe, overrides) as (parts, step):
+        if not parts.tasks.held_out:
+            raise UserError("the recipe holds no tasks out: set task.data.holdout = 50, or eval_path for files")
+        return asyncio.run(evaluate(parts, step))
+
+
+def rate(
+    model_or_run: str, recipe: str | None, overrides: dict[str, Any], samples: int, told: Callable[[int, int], None]
+) -> list[dict[str, Any]]:
+    """Every training task tried `samples` times as in training. -> its fields with `pass_rate`, the mean reward, each in [0, 1].
+
+    None where no try could be scored. told: (tasks done, tasks) as they end.
+    """
+    with _opened(model_or_run, recipe, overrides | {"algo.guides": 0}) as (parts, _):
+        rollouts, tasks, done = Rollouts(parts, samples), parts.tasks.train, 0
+
+        async def one(number: int, lanes: asyncio.Semaphore) -> float | None:
+            nonlocal done
+            async with lanes:
+                group = await rollouts.attempt(Slot(-1 - number, tasks[number], 0))
+                await rollouts.score(group)
+            told(done := done + 1, len(tasks))
+            passed = [min(1.0, max(0.0, r)) for r in group.rewards]
+            return sum(passed) / len(passed) if passed else None
+
+        async def all_of_them() -> list[float | None]:
+            lanes = asyncio.Semaphore(max(1, parts.job.engine.max_running // samples))
+            return list(await asyncio.gather(*(one(i, lanes) for i in range(len(tasks)))))
+
+        rates = asyncio.run(all_of_them())
+    return [{**task.data, "pass_rate": passed} for task, passed in zip(tasks, rates)]
+
+
+def _with_policies(job: Job, model: str, start: Callable[[], str | dict[str, Any]]) -> Job:
+    """The other policies as they are in this checkpoint. One that is not in it, or frozen, begins where it began: in `start` if it names no model."""
+    policies = {}
+    for name, policy in job.policies.items():
+        own = Path(model) / FOLDER / name
+        policies[name] = policy.model_copy(update={"model": str(own) if own.is_dir() else policy.model or start()})
+    return job.model_copy(update={"policies": policies})
+
+
+@contextmanager
+def _opened(model_or_run: str, recipe: str | None, overrides: dict[str, Any]) -> Iterator[tuple[Parts, int]]:
+    """The parts of a run with these weights, and the step they are of."""
+    keep_memory()
+    folder, step, model = Path(model_or_run), 0, model_or_run
+    if (folder / "manifest.json").is_file() and (folder.parent.parent / "job.toml").is_file():
+        recipe, step = recipe or str(folder.parent.parent / "job.toml"), step_of(folder) or 0
+    elif (folder / "job.toml").is_file():
+        checkpoints = checkpoints_in(folder / "checkpoints")
+        if not checkpoints:
+            raise UserError(
+                f"{folder} has no checkpoint yet; train it, or evaluate its starting model: rondel eval MODEL {folder / 'job.toml'}"
+            )
+        step, newest = list(checkpoints.items())[-1]
+        recipe, model = recipe or str(folder / "job.toml"), str(newest)
+    if recipe is None:
+        raise UserError(f"'{model_or_run}' is a model, so name the tasks: rondel eval {model_or_run} recipes/quickstart.toml")
+    job = _with_policies(Job.read(recipe, {**overrides, "model.path": model}), model, lambda: Job.read(recipe, overrides).model.path)
+    parts = build(job.on_one_device())
+    try:
+        parts.engine.version = step
+        yield parts, step
+    finally:
+        parts.close()

@@ -1,0 +1,266 @@
+"""`rondel train`: one run folder, its phases, its milestones, from nothing or from the last checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from filelock import FileLock, Timeout
+
+from rondel.assemble.components import Parts, build, sampling_of, with_steps
+from rondel.assemble.facts import facts_of
+from rondel.assemble.rows import rows_of
+from rondel.assemble.workers import follow
+from rondel.core.config import ORIGIN, Evaluation, Job, Warmup
+from rondel.core.errors import CheckpointError, ConfigError, StalledError, WorkerError
+from rondel.core.events import Broke, Resumed, RunStarted, Warned, dispensable, emit, subscribe, warn_aloud
+from rondel.run.phases import Run
+from rondel.runtime.cluster import torchrun
+from rondel.runtime.devices import keep_memory, pick_device
+from rondel.runtime.journal import store
+from rondel.runtime.journal.log import FILE, Journal, read
+from rondel.runtime.journal.schedule import FILE as SCHEDULE
+from rondel.runtime.journal.schedule import Recorder, Schedule
+from rondel.runtime.memory import ran_out
+from rondel.runtime.stacks import Stacks
+from rondel.runtime.telemetry.advice import Advisor, Place
+from rondel.runtime.telemetry.card import write_card
+from rondel.runtime.telemetry.metrics import LateBias, StepMetrics
+from rondel.runtime.telemetry.otel import traces_of
+from rondel.runtime.telemetry.progress import Progress
+from rondel.runtime.telemetry.prometheus import Scraped
+from rondel.runtime.telemetry.reward_hacking import Hacking
+from rondel.runtime.telemetry.sinks import open_sinks
+from rondel.runtime.termination import Ending
+from rondel.system.files import make_folder, replace_file, writing
+from rondel.train.checkpoint import Checkpoints
+
+RESTARTS = 3  # of a run that lost a rank of its trainer
+# keys that only the loop reads, after the run has been built; all others must have been read by then
+READ_BY_THE_LOOP = {
+    *(f"task.eval.{name}" for name in Evaluation.model_fields),
+    *(f"loop.{name}" for name in ("groups_per_step", "max_staleness", "window", "oversample", "late", "max_refills")),
+    *(f"loop.warmup.{name}" for name in Warmup.model_fields),  # steps = 0 leaves the phase out, whatever it would have been
+    "run.checkpoint.every",
+}
+
+
+def train(
+    job: Job, *, quiet: bool = False, built: Callable[[Parts], Any] | None = None, schedule: Schedule | None = None
+) -> dict[str, Any]:
+    """Run the recipe, or continue its folder. -> the run card. `built` sees the parts before the first step; a schedule is followed."""
+    keep_memory()
+    job, why = with_steps(job)
+    if job.place.cluster == "torchrun" and torchrun.rank_and_size()[0]:
+        follow(job, rows_of(job).needs, sampling_of(job), torchrun.own_device(pick_device(job.place.device)), None)
+        return {}
+    folder = make_folder(Path(job.run.folder), "run.folder")
+    refuse_misplaced(folder, job.run.sinks)
+    with locked(folder):
+        return _train(job, folder, quiet, built, schedule, why)
+
+
+def _train(
+    job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | None, schedule: Schedule | None, why: str
+) -> dict[str, Any]:
+    """`why`: the arithmetic of loop.steps where the recipe says passes."""
+    _same_recipe(job, folder)
+    checkpoints = Checkpoints(folder / "checkpoints", job.run.checkpoint.keep)
+    total = job.loop.warmup.steps + job.steps
+    with ExitStack() as ends:
+        ending = ends.enter_context(Ending())
+        progress = ends.enter_context(Progress(total, quiet=quiet))
+        ends.callback(subscribe(dispensable("the console", progress.read, tell=warn_aloud)))
+        if why:
+            progress.say(f"loop.steps = {job.steps}: {why}")
+        found = checkpoints.latest()
+        if found and found[1]["step"] >= total:
+            progress.say(
+                f"{folder} is complete: {found[1]['step']} of {total} steps. To go on, set --loop.steps or --loop.passes higher; the card is in {folder / 'card.md'}"
+            )
+            return write_card(folder)
+        interrupted = not found and (folder / FILE).is_file()  # before its first checkpoint
+        if interrupted:
+            refuse_lost_checkpoints(folder)
+        if job.run.record and (found or interrupted):
+            raise ConfigError(
+                f"{folder} was interrupted, and what was in flight then cannot be replayed: go on with --run.record=false, or begin in another run.folder"
+            )
+        stacks = Stacks(folder)
+        ends.callback(subscribe(dispensable("the record of stacks", stacks.read)))
+        ends.enter_context(stacks.on_demand())
+        parts = build(job, folder)
+        stacks.others, stacks.pids = lambda: parts.placed.dump(), lambda: parts.placed.pids()  # those of the last start
+        ends.callback(lambda: parts.close())
+        if built:
+            built(parts)
+        checkpoints.check_disk(parts.placed.checkpoint_bytes)
+        if job.run.record:
+            schedule = Recorder(folder)
+            ends.callback(schedule.close)
+        rollouts = store.RolloutStore(folder)
+        ends.callback(rollouts.close)
+        _remember(job, folder, rollouts, ends, after=found[1]["step"] if found else -1)
+        if unread := [key for key in job.unread() if key not in READ_BY_THE_LOOP]:
+            raise ConfigError(
+                f"set, but without effect in this run: {', '.join(unread)}. Remove them, or see `rondel explain` for what reads them"
+            )
+        replace_file(folder / "job.toml", tomli_w.dumps(_without_none(job.tree())))
+        if job.origin:
+            replace_file(folder / ORIGIN, job.origin)
+        emit(RunStarted(str(folder), job.digest(), facts_of(parts)))
+        run = Run(job, parts, folder, checkpoints, rollouts, ending, schedule)
+        if interrupted:
+            emit(Resumed(0, 0, ""))
+        for restarts in itertools.count(1):
+            try:
+                asyncio.run(run.all(found))
+                return write_card(folder)
+            except BaseException as error:
+                if ran_out(error):
+                    stacks.ran_out()
+                lost = lost_worker(error)
+                if lost is None or restarts > RESTARTS or schedule is not None or ending.asked:
+                    with suppress(CheckpointError):  # the disk may be why it ends
+                        emit(Broke(last_words(error)))
+                    raise
+                if (found := checkpoints.latest()) is None:
+                    refuse_lost_checkpoints(folder)
+                emit(
+                    Warned(
+                        f"{lost}\nThe run goes on from {'the last checkpoint' if found else 'its beginning'} ({restarts} of at most {RESTARTS} times)"
+                    )
+                )
+            parts.close()
+            parts = build(job, folder)
+            run = Run(job, parts, folder, checkpoints, rollouts, ending, schedule)
+            if not found:
+                emit(Resumed(0, 0, ""))
+        raise AssertionError
+
+
+FOLDERS = ("checkpoints", "rollouts", "wal", "weights", "logs", "policies")  # of a run folder
+FILES = (FILE, "job.toml", ORIGIN, ".lock", "card.md", "card.json", SCHEDULE)
+OF_SINKS = {"tensorboard": ("tensorboard", True), "jsonl": ("metrics.jsonl", False), "csv": ("metrics.csv", False)}  # name, a folder?
+
+
+def refuse_misplaced(folder: Path, sinks: list[str]) -> None:
+    """A file where the run needs a folder, a folder where it needs a file, a link that leads nowhere: before anything is loaded."""
+    needed = {name: True for name in FOLDERS} | dict.fromkeys(FILES, False) | dict(OF_SINKS[sink] for sink in sinks if sink in OF_SINKS)
+    for name, wanted in needed.items():
+        path = folder / name
+        if os.path.lexists(path) and not (path.is_dir() if wanted else path.is_file()):
+            what = (
+                "a folder"
+                if path.is_dir()
+                else "a file"
+                if path.is_file()
+                else "a link that leads nowhere"
+                if path.is_symlink()
+                else "no ordinary file"
+            )
+            raise ConfigError(
+                f"{path} is {what}, and the run needs a {'folder' if wanted else 'file'} there: move it away, or choose another folder with --run.folder=..."
+            )
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """The folder is this process's alone."""
+    with writing(folder / ".lock", doing="locking"):
+        lock = FileLock(folder / ".lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise ConfigError(f"another process is training in {folder}; wait for it, or set --run.folder to another one") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def refuse_lost_checkpoints(folder: Path) -> None:
+    """A run that had checkpoints and has none must not begin anew as if it had never learned anything."""
+    saved = [event["step"] for event in read(folder) if event["kind"] == "Checkpointed"]
+    if saved:
+        raise CheckpointError(
+            f"{folder} has no checkpoint, and its journal tells of one after step {saved[-1]}: put a copy back into {folder / 'checkpoints'}, "
+            "or begin again in another folder: --run.folder=..."
+        )
+
+
+def _remember(job: Job, folder: Path, rollouts: store.RolloutStore, ends: ExitStack, after: int) -> None:
+    """Who writes down what happens: journal, rollouts, metrics of the steps after `after`, traces, and what is seen in them. A resumed run
+    depends on the first two: what they cannot write ends the run. All others are dispensable."""
+    journal = Journal(folder, job.run.durability)
+    ends.callback(journal.close)
+    sinks: list[tuple[str, Any]] = [
+        (f"the sink '{kind}'", sink) for kind, sink in zip(job.run.sinks, open_sinks(job.run.sinks, folder, after=after))
+    ]
+    if port := job.run.metrics_port:
+        sinks.append((f"the page at run.metrics_port = {port}", Scraped(port)))
+    traces = traces_of(job.run.traces, str(folder), str(job.model.path))
+    for writer in (journal.write, rollouts.write):
+        ends.callback(subscribe(writer))
+    for name, reader in (*sinks, *([("traces", traces)] if traces is not None else [])):
+        ends.callback(dispensable(f"the end of {name}", reader.close))
+    writers = [dispensable(name, sink.write) for name, sink in sinks]
+    writers += [dispensable("the watch on late groups", LateBias().write), dispensable("the watch on the reward", Hacking().write)]
+    for reads in (
+        *([dispensable("traces", traces.read)] if traces is not None else []),
+        dispensable("metrics", StepMetrics(*writers).read),
+        dispensable("advice on speed", Advisor(Place.of(job.tree()), after=job.loop.warmup.steps).read),
+    ):
+        ends.callback(subscribe(reads))
+
+
+def last_words(error: BaseException) -> str:
+    """Of several errors that ended a task group together, each in one line."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(dict.fromkeys(last_words(inner) for inner in error.exceptions))
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def lost_worker(error: BaseException) -> WorkerError | StalledError | None:
+    """The worker that ended, if that is all that went wrong."""
+    if isinstance(error, BaseExceptionGroup):
+        found = [lost_worker(inner) for inner in error.exceptions]
+        return next((one for one in found if one), None) if all(found) else None
+    return error if isinstance(error, WorkerError) else None
+
+
+def _same_recipe(job: Job, folder: Path) -> None:
+    """A folder is continued only by the recipe that began it; otherwise every difference is shown."""
+    path = folder / "job.toml"
+    if not path.is_file():
+        return
+    old, new = (_flat(_without_none(recipe.tree())) for recipe in (Job.read(path), job))
+    differ = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k) and not k.startswith("run.") and k != "loop.steps"]
+    if differ:
+        rows = "; ".join(f"{k}: {old.get(k, 'not set')!r} -> {new.get(k, 'not set')!r}" for k in differ)
+        raise ConfigError(
+            f"{folder} was begun with another recipe ({rows}). Continue it with the old values, or train into another folder: --run.folder=..."
+        )
+    before, now, schedule = old.get("loop.steps"), new.get("loop.steps"), new.get("trainer.schedule", "constant")
+    if before != now and schedule != "constant":
+        emit(Warned(f"loop.steps {before} -> {now}: the {schedule} schedule now ends at step {now}, so the learning rate jumps here"))
+
+
+def _without_none(node: Any) -> Any:
+    """TOML has no null."""
+    if isinstance(node, dict):
+        return {k: _without_none(v) for k, v in node.items() if v is not None}
+    return [_without_none(v) for v in node] if isinstance(node, list | tuple) else node
+
+
+def _flat(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in node.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out

@@ -1,0 +1,84 @@
+"""Evaluation: the same env.run at a fixed version with a named profile, in training and afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import fields
+from typing import Any
+
+from rondel.core.config import Evaluation
+from rondel.core.errors import ConfigError, boundary
+from rondel.core.events import Evaluated
+from rondel.core.media import worded
+from rondel.core.registry import nearest
+from rondel.core.types import Sampling, Task, Trajectory, sample_key
+from rondel.runtime.telemetry.card import normal, wilson
+from rondel.runtime.telemetry.scores import within_unit
+
+NAMESPACE = "eval"  # its prefixes stay out of the rollouts' cache, so that a resumed run computes the same bits
+SHOWN = 6
+
+
+async def evaluate(parts: Any, step: int) -> Evaluated:
+    """Every held-out task once (or the first n), under the recipe's eval profile; failures count as wrong and are reported."""
+    from rondel.generate.envs.episode import rooted
+    from rondel.run.rollouts import Rollouts
+
+    began, job = time.perf_counter(), parts.job
+    tasks = parts.tasks.held_out[: job.task.eval.n or None]
+    sampling = profile(job.task.eval, parts.sampling)
+    rollouts = Rollouts(parts, 1)
+
+    async def one(number: int, task: Task) -> Trajectory:
+        def chat() -> Any:
+            return rollouts.chat(lambda turn: sample_key(job.loop.seed, -1 - number, 0, turn), sampling, NAMESPACE)
+
+        episode = rooted(await rollouts.tried(task, chat))
+        await rollouts.score_episode(episode, task)
+        return episode[0]
+
+    done = await asyncio.gather(*(one(i, t) for i, t in enumerate(tasks)))
+    rewards = [t.reward or 0.0 for t in done]
+    total = sum(rewards)
+    low, high = wilson(total, len(tasks)) if within_unit(rewards) else normal(rewards)
+    samples = [
+        {
+            "prompt": task.data["prompt"] if "prompt" in task.data else worded(task.data.get("messages", [{"content": ""}])[-1]["content"]),
+            "answer": task.data.get("answer"),
+            "text": t.text,
+            "reward": t.reward,
+            "tokens": len(t.tokens),
+        }
+        for task, t in list(zip(tasks, done))[:SHOWN]
+    ]
+    request = {
+        "temperature": sampling.temperature,
+        "max_tokens": sampling.max_tokens,
+        **job.task.eval.sampling,
+        "env": job.task.env,
+        "reward": job.task.reward,
+        "suffix": job.task.suffix,
+        "examples": job.task.shown_examples,
+    }
+    request["failed"] = sum(t.reward is None for t in done)
+    of: dict[str, list[float]] = {}
+    for task, reward in zip(tasks, rewards):
+        of.setdefault(task.stream, []).append(reward)
+    each = {name: sum(own) / len(own) for name, own in of.items()} if parts.tasks.sources else {}
+    return Evaluated(
+        step, parts.engine.version, "held_out", total / max(1, len(tasks)), low, high, len(tasks), request, samples, time.perf_counter() - began, each,
+        min(rewards, default=None), max(rewards, default=None),
+    )  # fmt: skip
+
+
+def profile(given: Evaluation, rollouts: Sampling) -> Sampling:
+    """How held-out tasks are sampled: greedy, unless the recipe says otherwise, and ending where rollouts end."""
+    more: dict[str, Any] = {"temperature": given.temperature, "max_tokens": given.max_tokens or rollouts.max_tokens, "stop": rollouts.stop}
+    known = {f.name for f in fields(Sampling)} - {"temperature", "max_tokens", "n", "seed"}
+    for name in given.sampling.keys() - known:
+        raise ConfigError(f"task.eval.sampling has no '{name}'.{nearest(name, sorted(known))}")
+    more |= given.sampling
+    with boundary(ConfigError, f"task.eval.sampling = {given.sampling}"):
+        bias = {int(token): value for token, value in more.get("logit_bias", {}).items()}  # keys of TOML are text
+        return Sampling(**{**more, "stop": tuple(more["stop"]), "logit_bias": bias})

@@ -1,0 +1,96 @@
+"""A run with several policies: each was placed as if it were alone, and composites of engine, trainer and transport join them (N1).
+
+    policies.critic      engine, trainer, transport of its own      run.folder/policies/critic/ (token log, weights on their way, logs)
+    frozen = true        an engine alone
+
+In one process they share the device and its thread. Nobody behind the composites knows that there are others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rondel.core.config import Job
+from rondel.core.errors import ConfigError, WorkerError
+from rondel.core.types import POLICY
+from rondel.generate.engine.multi_policy import Policies
+from rondel.models.vocabulary import same_words
+from rondel.runtime.devices import Shared, Split
+from rondel.sync.multi_policy import Several
+from rondel.train.multi_policy import Trainers
+
+if TYPE_CHECKING:
+    from rondel.assemble.deployment import Placed
+    from rondel.assemble.workers import Known
+
+
+def joined(job: Job, each: dict[str, Placed], device: str) -> Placed:
+    """The parts of all as the loop calls them."""
+    for name, one in each.items():
+        if name != POLICY:
+            _refuse_others(name, one.known, each[POLICY].known)
+            _name(name, one)
+    trained = {name: one for name, one in each.items() if one.trainer is not None}
+    frozen = {name: one.engine for name, one in each.items() if one.trainer is None}
+    engine = Policies({name: one.engine for name, one in trained.items()}, frozen=frozen)
+    trainer = Trainers({name: one.trainer for name, one in trained.items()})
+    shared = job.place.kind == "shared"
+
+    async def lost() -> WorkerError | None:
+        for one in each.values():
+            if ended := await one.lost():
+                return ended
+        return None
+
+    def dump() -> None:
+        for one in each.values():
+            one.dump()
+
+    return replace(
+        each[POLICY],
+        engine=engine,
+        trainer=trainer,
+        devices=Shared(engine, trainer, how=job.loop.in_flight, device=device) if shared else Split(),
+        resolved={_dotted(name, key): value for name, one in each.items() for key, value in one.resolved.items()},
+        where=each[POLICY].where if shared else "; ".join(f"{name}: {one.where}" for name, one in each.items()),
+        checkpoint_bytes=sum(one.checkpoint_bytes for one in each.values()),
+        transport=Several({name: one.transport for name, one in trained.items()}),
+        remotes={name: remote for one in each.values() for name, remote in one.remotes.items()},
+        lost=lost,
+        dump=dump,
+        pids=lambda: {name: pid for one in each.values() for name, pid in one.pids().items()},
+        others={name: one.known for name, one in each.items() if name != POLICY},
+    )
+
+
+def _dotted(policy: str, key: str) -> str:
+    return key if policy == POLICY else f"policies.{policy}.{key}"
+
+
+def _name(policy: str, one: Placed) -> None:
+    """In time accounts and warnings. Workers of a process of their own have their name from where they were started."""
+    parts: dict[str, Any] = {"engine": one.engine, "trainer": one.trainer}
+    for role, part in parts.items():
+        if part is not None and "account" in vars(part):
+            part.account.worker = f"{role}-{policy}"
+    if one.trainer is not None and "account" in vars(one.trainer):
+        one.trainer.whose = f" of '{policy}'"
+
+
+def _refuse_others(name: str, other: Known, main: Known) -> None:
+    """What one conversation of an episode cannot carry beside another."""
+    where = f"policies.{name}.model = '{other.name}'"
+    same_words(main, other, who=where, remedy="All agents of an episode are written in the same tokens: take a model of the same family")
+    if bool(other.routers) != bool(main.routers):
+        raise ConfigError(
+            f"{where} has {other.routers} routers and '{main.name}' {main.routers}: a mixture of experts plays only with others of its kind so far. "
+            "Take two dense models, or two mixtures"
+        )
+    if other.sight != main.sight:
+        raise ConfigError(f"{where} looks at pictures otherwise than '{main.name}': take models of one family, or two that read text alone")
+    if other.max_context < main.max_context:
+        raise ConfigError(
+            f"{where} carries {other.max_context} tokens and '{main.name}' {main.max_context}: conversations are cut where model.path ends. "
+            "Give model.path the shorter context, or take a model that carries as many"
+        )

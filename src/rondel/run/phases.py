@@ -1,0 +1,290 @@
+"""The phases of one run, what happens between two versions, and how it is stopped between two steps."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rondel import loop
+from rondel.algos.table import SFT
+from rondel.buffer import LATE, Buffer
+from rondel.core.config import Job
+from rondel.core.errors import EngineError, RewardError, StalledError, SyncError, WorkerError
+from rondel.core.events import Checkpointed, Resumed, RunEnded, Warned, emit, subscribe
+from rondel.core.types import Group, Slot, Verdict
+from rondel.filter import chain
+from rondel.generate.envs.order import Admissions, Shuffled, stream
+from rondel.run.elastic_engines import admit
+from rondel.run.evaluation import evaluate
+from rondel.run.recording import InOrder, Scheduled, finishing
+from rondel.run.rollouts import Demonstrations, Rollouts, prepare, prepare_of, rollouts_of
+from rondel.runtime.journal.schedule import Schedule
+from rondel.runtime.journal.store import RolloutStore
+from rondel.runtime.termination import Ending
+from rondel.train.checkpoint import Checkpoints
+from rondel.train.pack import Batch
+
+if TYPE_CHECKING:
+    from rondel.assemble.components import Parts
+
+
+WAIT = 1800.0  # seconds without any change in the buffer after which a wait is an error (law 10)
+Attempt = Callable[[Slot], Awaitable[Group]]
+Judge = Callable[[Group], Verdict]
+
+
+class Run:
+    """The phases of one run and what happens between two versions."""
+
+    def __init__(
+        self,
+        job: Job,
+        parts: Parts,
+        folder: Path,
+        checkpoints: Checkpoints,
+        rollouts: RolloutStore,
+        ending: Ending,
+        schedule: Schedule | None = None,
+    ) -> None:
+        self.job, self.parts, self.folder, self.checkpoints, self.rollouts = job, parts, folder, checkpoints, rollouts
+        self.ending, self.schedule = ending, schedule
+        if schedule is not None:
+            parts.placed.engine = Scheduled(parts.engine, schedule)
+        self.buffer: Buffer
+        self.began = time.perf_counter()
+        self.total = job.loop.warmup.steps + job.steps
+        self.rest = asyncio.Event()  # set while no step is being trained
+        self.done: tuple[int, int, dict[str, Any] | None, Any] = (
+            0,
+            0,
+            None,
+            None,
+        )  # step, version, the buffer then if synchronous, the order
+        self.saved = 0  # the step of the newest checkpoint
+        self.writing: asyncio.Task[None] | None = None
+
+    async def all(self, found: tuple[Path, dict[str, Any]] | None) -> None:
+        """The phases to their end, or until a signal, or until too much has failed."""
+        self.rest.set()
+        failures = self.parts.failures
+        work, asked = asyncio.create_task(self._all(found)), asyncio.create_task(self.ending.wait())
+        spent = asyncio.create_task(failures.spent.wait())
+        try:
+            await asyncio.wait([work, asked, spent], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                await asyncio.wait([work, rest := asyncio.create_task(self.rest.wait())], return_when=asyncio.FIRST_COMPLETED)
+                rest.cancel()
+            if work.done():
+                return work.result()
+        finally:
+            asked.cancel()
+            spent.cancel()
+            work.cancel()
+            await asyncio.wait([work])
+        await self._checkpoint()
+        state = f"after step {self.saved} of {self.total}, which is in a checkpoint" if self.saved else "before its first step"
+        if failures.why and not self.ending.asked:
+            raise RewardError(
+                f"the run stopped {state}: {failures.why}. The limit is task.max_failures = {failures.most:g}. Mend the reward or the environment and "
+                "give the same command: it goes on from there"
+            )
+        raise self.ending.stopped(state)
+
+    async def _all(self, found: tuple[Path, dict[str, Any]] | None) -> None:
+        parts = self.parts
+        done, saved = 0, None
+        if found:
+            path, saved = found
+            await parts.trainer.load(path)
+            done = self.saved = saved["step"]
+            self.done = (done, saved["buffer"]["version"], None, saved.get("order"))
+            emit(Resumed(done, saved["buffer"]["version"], str(path)))
+        await self.sync(parts.trainer, parts.engine)  # the initial sync
+        parts.sync.moved = lambda: parts.trainer.moved
+        async with self._open_to_newcomers():
+            await self._phases(done, saved)
+
+    @asynccontextmanager
+    async def _open_to_newcomers(self) -> AsyncIterator[None]:
+        """Engines of others may come late or come back."""
+        parts, task = self.parts, None
+        if (reach := parts.placed.reach) is not None:
+            urls = parts.job.engine.urls
+            task = asyncio.create_task(admit(parts.engine, self.folder, urls, reach, parts.sync.catch_up), name="newcomers")
+        try:
+            yield
+        finally:
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
+
+    async def _phases(self, done: int, saved: dict[str, Any] | None) -> None:
+        parts, job = self.parts, self.job
+        if done == 0:
+            await self._evaluate(0)
+        warm, steps = job.loop.warmup.steps, job.steps
+        if done < warm:
+            done = await self._warmup(range(done + 1, warm + 1), saved)
+            saved = None
+        await self._reinforce(range(done + 1, warm + steps + 1), saved if done > warm else None)
+        emit(RunEnded(warm + steps, parts.engine.version, "all steps done", time.perf_counter() - self.began))
+
+    async def _warmup(self, steps: range, saved: dict[str, Any] | None) -> int:
+        """A supervised phase: the same loop, whose Generate copies answers."""
+        parts = self.parts
+        buffer = self._buffer(parts.job.loop.warmup.groups_per_step, 0, None, saved)
+        await self._loop(buffer, Shuffled(parts.tasks.train, parts.job.loop.seed), Demonstrations(parts, 1), chain([]), SFT, steps)
+        return steps.stop - 1
+
+    async def _reinforce(self, steps: range, saved: dict[str, Any] | None) -> None:
+        parts, job = self.parts, self.job
+        window = None if job.loop.window == "auto" else job.loop.window
+        buffer = self._buffer(job.loop.groups_per_step, job.loop.max_staleness, window, saved, job.loop.oversample)
+        bare = [row.name for row in parts.rows.all if "advantages" in row.needs and not row.corrects]
+        if job.loop.max_staleness and bare:
+            emit(
+                Warned(
+                    f"max_staleness = {job.loop.max_staleness} without a correction in {', '.join(bare)}: stale tokens are trained as if they were "
+                    "fresh. Set algo.correction.kind = 'importance'"
+                )
+            )
+        if saved and saved.get("order") is not None:
+            parts.order.load(saved["order"])
+        readers = [parts.order.read]
+        if parts.returning is not None:
+            parts.returning.recall(self.folder, range(max(job.loop.warmup.steps + 1, steps.start - job.loop.max_staleness), steps.start))
+            readers.append(parts.returning.read)
+        with ExitStack() as ends:
+            for read in readers:
+                ends.callback(subscribe(read))
+            await self._loop(buffer, parts.order, rollouts_of(parts), parts.judge, parts.algo, steps, prepare_of(parts))
+
+    def _buffer(self, groups: int, staleness: int, window: int | None, saved: dict[str, Any] | None, oversample: int = 0) -> Buffer:
+        version = self.parts.engine.version
+        self.buffer = Buffer(
+            groups_per_step=groups,
+            max_staleness=staleness,
+            window=window,
+            oversample=oversample,
+            retry=self.job.loop.late == "retry",
+            version=version,
+            max_refills=self.job.loop.max_refills,
+            patience=WAIT + self.job.task.patience,  # while a run pauses nothing changes
+            order=self.schedule,
+        )
+        if self.schedule is not None:
+            self.schedule.begin()
+        if saved:
+            self.buffer.restore(saved["buffer"])
+        return self.buffer
+
+    async def _loop(
+        self,
+        buffer: Buffer,
+        order: Admissions,
+        rollouts: Rollouts,
+        judge: Callable,
+        algo: Any,
+        steps: range,
+        prepare: Callable = prepare,
+    ) -> None:
+        parts = self.parts
+        tasks = stream(order, start=buffer.admitted - buffer.retried, room=buffer.room)
+        attempt: Attempt = rollouts.attempt
+        score: Callable[[Group], Awaitable[None]] = rollouts.score
+        devices: Any = parts.placed.devices
+        if buffer.oversample:
+            attempt, judge = in_time(attempt, judge, buffer)
+        if self.schedule is not None:
+            score, devices = finishing(score, buffer), InOrder(devices, self.schedule, buffer)
+        await loop.run(
+            tasks, buffer, attempt=attempt, score=score, judge=judge, prepare=self._starting(prepare), trainer=parts.trainer,
+            engine=parts.engine, devices=devices, sync=self.sync, algo=algo, steps=steps, milestone=self.milestone,
+        )  # fmt: skip
+
+    def _starting(self, prepare: Callable) -> Callable:
+        """What begins a step; none is begun any more once the run was asked to end."""
+
+        async def start(groups: list[Group]) -> Batch:
+            if self.ending.asked or self.parts.failures.why:
+                await asyncio.get_running_loop().create_future()  # until it is cancelled
+            self.rest.clear()
+            return await prepare(groups)
+
+        return start
+
+    async def sync(self, trainer: Any, engine: Any) -> int:
+        """The update, once more if an engine ended in the middle of it; if a rank of the trainer did, that is the error."""
+        placed = self.parts.placed
+        while True:
+            try:
+                version = await self.parts.sync(trainer, engine)
+            except (WorkerError, StalledError, SyncError, EngineError) as error:
+                if not await placed.heal():
+                    if ended := await placed.lost():
+                        raise ended from error
+                    raise
+            else:
+                await placed.heal()  # one of several, which was left behind
+                return version
+
+    # -- between two versions --------------------------------------------------------------------
+
+    async def milestone(self, step: int, version: int, batch: Batch) -> None:
+        """Store what training learned of the rollouts; evaluate; checkpoint."""
+        job, last = self.job, self.total
+        await self.rollouts.annotate(step, trainer_logprobs=per_token(batch, "trained"), advantages=per_token(batch, None))
+        self.done = (step, version, None if self.buffer.max_staleness else self.buffer.state(version), self.parts.order.state())
+        if step < last:
+            self.rest.set()
+        if step == last or step == job.loop.warmup.steps or (job.task.eval.every and step % job.task.eval.every == 0):
+            await self._evaluate(step)
+        if step == last or (job.run.checkpoint.every and step % job.run.checkpoint.every == 0):
+            await self._checkpoint()
+
+    async def _checkpoint(self) -> None:
+        """The last whole step, if it is not in one already. What has begun is written to its end, whoever waits for it no more."""
+        if self.writing is None or self.writing.done():
+            self.writing = asyncio.create_task(self._write())
+        await asyncio.shield(self.writing)
+
+    async def _write(self) -> None:
+        """A synchronous run replays what it had begun since; another one goes on with it."""
+        step, version, then, order = self.done
+        if step == self.saved:
+            return
+        await self.buffer.turn("save", version, who="learner")
+        began, state = time.perf_counter(), then or self.buffer.state(version)
+        told = {"step": step, "config": self.job.digest(), "buffer": state, "order": order}
+        await self.rollouts.written()
+        path = await self.checkpoints.write(step, self.parts.trainer.save, told)
+        self.saved = step
+        emit(Checkpointed(step, version, str(path), time.perf_counter() - began))
+
+    async def _evaluate(self, step: int) -> None:
+        if self.parts.tasks.held_out:
+            emit(await evaluate(self.parts, step))
+
+
+def in_time(attempt: Attempt, judge: Judge, buffer: Buffer) -> tuple[Attempt, Judge]:
+    """An attempt ends when it is late; then there is nothing to judge."""
+    return lambda slot: buffer.in_time(slot, attempt), lambda group: judge(group) if group.trajectories else Verdict(False, LATE)
+
+
+def per_token(batch: Batch, note: str | None) -> dict[tuple[int, int], np.ndarray]:
+    """A note (or the advantages) of every trained token, laid out over the whole stream; nothing of what nobody credited: a frozen policy's."""
+    out = {}
+    for sample in batch.samples:
+        if len(sample.advantages) < len(sample.trainable):
+            continue
+        told = sample.notes.get(note) if note else sample.advantages
+        values = np.zeros(len(sample.tokens), np.float32)
+        values[sample.trainable] = np.nan if told is None else np.asarray(told)
+        out[(sample.group, sample.index)] = values
+    return out

@@ -1,0 +1,90 @@
+"""Teachers behind a url: the driver asks them of every sample, before the trainer credits its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rondel.core.config import Job, Teacher
+from rondel.core.errors import ConfigError
+from rondel.core.events import Warned, emit
+from rondel.core.types import Sampling
+from rondel.generate.engine.foreign import checked
+from rondel.train.pack import Batch, Sample
+from rondel.train.teachers import said
+
+AT_ONCE = 64  # questions that one server has in hand
+PLAIN = "The water in the river was cold, and the children went home before it was dark."
+
+
+@dataclass
+class Served:
+    """Those of model.teacher that have a url, by their place in it.
+
+    wants   whether the row of a source needs a teacher at all
+    """
+
+    servers: dict[int, tuple[Teacher, Any]]
+    wants: Callable[[str], bool]
+    checked: bool = False
+    plain: list[int] = field(default_factory=list)
+    vocabulary: int = 2
+
+    async def __call__(self, batch: Batch) -> None:
+        """The note `teacher.<place>` of every sample that is taught: log q of its trainable tokens, [m] float32."""
+        if not self.checked:
+            await asyncio.gather(*(self._greet(teacher, server) for teacher, server in self.servers.values()))
+            self.checked = True
+        await asyncio.gather(*(self._ask(place, teacher, server, batch) for place, (teacher, server) in self.servers.items()))
+
+    async def _ask(self, place: int, teacher: Teacher, server: Any, batch: Batch) -> None:
+        free = asyncio.Semaphore(AT_ONCE)
+
+        async def one(sample: Sample) -> None:
+            if sample.media and server.blind:
+                raise ConfigError(
+                    f"the teacher at {teacher.url} is sent no images, and {sample.group}/{sample.index} has some: {server.blind}. "
+                    "Load it with a path"
+                )
+            async with free:
+                told = await server.score(sample.tokens.tolist(), sample.media)
+            at = sample.trainable.tolist()
+            of = checked(f"the teacher at {teacher.url}", sample.tokens[at].tolist(), [told[i] for i in at])
+            sample.notes[said(place)] = np.asarray(of, np.float32)
+
+        mine = [s for s in batch.samples if teacher.source in (None, s.stream) and self.wants(s.stream)]
+        await asyncio.gather(*map(one, mine))
+
+    async def _greet(self, teacher: Teacher, server: Any) -> None:
+        """A teacher that reads other tokens under the same numbers finds plain text less likely than chance."""
+        told = checked(f"the teacher at {teacher.url}", self.plain, await server.score(self.plain, ()))[1:]
+        mean, chance = sum(told) / max(1, len(told)), -math.log(self.vocabulary)
+        if mean < chance:
+            emit(
+                Warned(
+                    f"the teacher at {teacher.url} finds a plain sentence less likely than chance ({mean:.1f} nats a token, chance is {chance:.1f}): "
+                    "does it read the same tokens? It must have the policy's tokenizer"
+                )
+            )
+
+
+def served(job: Job, tokenizer: Any, kinds: dict[str, Any], wants: Callable[[str], bool], most: Callable[[], int]) -> Served | None:
+    """`kinds` of servers by name. Each is asked now whether it is there, and how long a text it reads."""
+    servers: dict[int, tuple[Teacher, Any]] = {}
+    far = {place: teacher for place, teacher in enumerate(job.model.teachers) if teacher.url is not None}
+    longest = most() if far else 0
+    for place, teacher in far.items():
+        server: Any = kinds[teacher.kind](teacher.url)
+        if (room := server.open(Sampling())) <= longest:
+            raise ConfigError(
+                f"the longest prompt and its answer have {longest} tokens, and the teacher at {teacher.url} reads {room - 1}: "
+                "start it with a longer context, or lower engine.sampling.max_tokens"
+            )
+        servers[place] = teacher, server
+    plain = tokenizer(PLAIN, add_special_tokens=False)["input_ids"][: max(2, longest)]
+    return Served(servers, wants, plain=plain, vocabulary=len(tokenizer)) if servers else None

@@ -1,0 +1,64 @@
+"""Groups that are trained a second time: a few of every step come back in a later one, while their lag allows it (SPEC A15)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+
+from rondel.core.events import Event, GroupsTaken, Replayed, emit
+from rondel.core.types import Group
+from rondel.runtime.journal import store
+
+
+@dataclass
+class Returning:
+    """`Returning(groups=4, staleness=2, seed=0)`: 4 of the groups of every step are drawn, without replacement, and each comes back once.
+
+    A group that was lag versions old at its step t comes back at t + d, d drawn from 1 .. staleness - lag: so it is never older than any
+    other group may be (law 2), and one that was as old as that already does not come back. What is drawn depends on the seed and the
+    group's number alone, so a resumed or repeated run draws the same.
+    """
+
+    groups: int
+    staleness: int
+    seed: int
+    step: int = 0  # the one that is being prepared
+    taken: dict[int, list[Group]] = field(default_factory=dict)  # by step, as far back as somebody may come from
+
+    def read(self, event: Event) -> None:
+        """The learner took a batch."""
+        if isinstance(event, GroupsTaken):
+            self.take(event.step, event.groups)
+
+    def take(self, step: int, groups: list[Group]) -> None:
+        self.step = step
+        self.taken[step] = groups
+        self.taken = {t: own for t, own in self.taken.items() if step - self.staleness <= t <= step}
+
+    def recall(self, folder: Path, steps: Iterable[int]) -> None:
+        """What a run that goes on has trained before."""
+        stored = set(store.steps(folder))
+        for step in steps:
+            if step in stored:
+                self.take(step, store.groups_of(store.read_step(folder, step)))
+
+    def due(self) -> list[Group]:
+        """Who comes back in this step, in the order of their numbers."""
+        before = [(t, group) for t, own in self.taken.items() if t < self.step for group in self._drawn(own)]
+        found = [group for t, group in before if t + self._pause(group, t) == self.step]
+        if found:
+            emit(Replayed(self.step, sorted(group.id for group in found)))
+        return sorted(found, key=lambda group: group.id)
+
+    def _drawn(self, own: list[Group]) -> list[Group]:
+        return sorted(own, key=lambda group: self._number(group, "which"))[: self.groups]
+
+    def _pause(self, group: Group, t: int) -> int:
+        """Steps until it comes back; 0: never. The version that step t trains is t - 1."""
+        room = self.staleness - (t - 1 - group.born)
+        return 1 + self._number(group, "when") % room if room > 0 else 0
+
+    def _number(self, group: Group, what: str) -> int:
+        return int.from_bytes(blake2b(f"{self.seed}/{group.id}/{what}".encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,234 @@
+"""Generate, Score and what joins them to Train, as functions that the loop calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rondel.assemble.refusals import refuse_miscast, refuse_unanswered, refuse_untrainable, refuse_wide, refuse_without_support
+from rondel.core.config import Job
+from rondel.core.errors import ConfigError, EnvError, RondelError
+from rondel.core.types import (
+    DATA,
+    GREEDY,
+    POLICY,
+    EnvFault,
+    Failed,
+    Group,
+    Sampling,
+    Score,
+    Slot,
+    Task,
+    Trajectory,
+    sample_key,
+)
+from rondel.generate.engine.resumption import resumed
+from rondel.generate.envs.chat import TokenChat
+from rondel.generate.envs.demonstrations import Demonstrate
+from rondel.generate.envs.episode import episode_of, joined, rooted, share
+from rondel.generate.envs.order import Shuffled
+from rondel.generate.envs.sources import TaskSet, load_tasks
+from rondel.score.result import placed
+from rondel.text.unicode import valid
+from rondel.train.pack import Batch, batch_of
+
+if TYPE_CHECKING:
+    from rondel.algos.table import Algorithm
+    from rondel.assemble.components import Parts
+
+
+@dataclass
+class Rollouts:
+    """Generate and Score for one phase."""
+
+    parts: Parts
+    group_size: int
+    guides: int = 0
+    greedy: bool = False
+
+    async def attempt(self, slot: Slot) -> Group:
+        """G trajectories at once, each scored as soon as it is written, while its siblings still are."""
+        asked = [self._scored(slot, index) for index in range(self.group_size)]
+        if self.greedy:
+            asked.append(self._scored(slot, self.group_size, GREEDY))
+        asked += [self._demonstrated(slot, DATA) for _ in range(self.guides)]
+        return Group(slot.number, slot.task, joined(await asyncio.gather(*asked)), slot.born)
+
+    async def _demonstrated(self, slot: Slot, policy: str) -> list[Trajectory]:
+        section = self.parts.job.task
+        shows = Demonstrate(suffix=section.suffix, system=section.system, examples=section.shown_examples, policy=policy)
+        return [await shows.run(slot.task, self.chat(lambda turn: 0))]
+
+    async def _scored(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
+        """One that is scored, or a failure; while a run pauses it is asked for again: the world's fault anew, a reward's of the same answer."""
+        episode = rooted(await self._one(slot, index, policy))
+        await self.score_episode(episode, slot.task)
+        while await self.parts.failures.again(episode[0].score):
+            if isinstance(episode[0].outcome, EnvFault):
+                episode = rooted(await self._one(slot, index, policy))
+            for trajectory in episode:
+                trajectory.score = None if isinstance(trajectory.score, Failed) else trajectory.score
+            await self.score_episode(episode, slot.task)
+        return episode
+
+    async def _one(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
+        sampling = replace(self.parts.sampling, temperature=0.0) if policy == GREEDY else None
+        key = partial(sample_key, self.parts.job.loop.seed, slot.number, index)
+        episode = await self.tried(slot.task, lambda: self.chat(key, sampling, group=f"group-{slot.number}"))
+        for trajectory in episode:
+            trajectory.policy = trajectory.policy if policy == POLICY else policy
+            refuse_without_support(trajectory, self.parts.sampling)
+        return episode
+
+    async def tried(self, task: Task, chat: Callable[[], TokenChat]) -> list[Trajectory]:
+        """One episode. An environment that breaks is tried once more, then it is a fault, which is data."""
+        reason = ""
+        for _ in range(2):
+            try:
+                episode = await episode_of(self.parts.env, task, chat())
+                for trajectory in episode:
+                    refuse_miscast(trajectory, self.parts.job.cast)
+                return episode
+            except Exception as error:
+                if isinstance(error, RondelError) and not isinstance(error, EnvError):
+                    raise
+                reason = valid(f"{type(error).__name__}: {error}")
+        return [Trajectory(outcome=EnvFault(reason))]
+
+    def chat(self, key: Callable[[int], int], sampling: Sampling | None = None, namespace: str = "", group: str = "") -> TokenChat:
+        p = self.parts
+
+        async def generate(request):
+            request.namespace, request.id = namespace, group
+            if sampling is None:  # an environment may have changed it
+                refuse_untrainable(request.sampling)
+            if p.routes and sampling is None:
+                request.wants |= {"experts"}
+            if sampling is not None or not (p.sampling.truncated or request.sampling.truncated):
+                return await resumed(p.engine.generate, request)
+            request.wants |= {"support"}
+            done = await resumed(p.engine.generate, request)
+            refuse_wide(done.support or [], request.sampling)
+            done.support = [None if ids is None else np.asarray(ids, np.int32) for ids in done.support or []]
+            return done
+
+        return TokenChat(
+            p.known.tokenizer,
+            generate,
+            sampling=sampling or p.sampling,
+            key=key,
+            max_context=p.known.max_context,
+            system=p.job.task.system,
+            sight=p.known.sight,
+            cast=p.job.cast,
+        )
+
+    async def score(self, group: Group) -> None:
+        """Whoever has no score yet: what was shown, and not written."""
+        await asyncio.gather(*(self._judge(t, group.task) for t in group.trajectories if t.score is None))
+
+    async def score_episode(self, episode: list[Trajectory], task: Task) -> None:
+        """The first by the reward, or as its environment says; the others have that score, or one of their own."""
+        await self._judge(episode[0], task)
+        for trajectory in episode[1:]:
+            if trajectory.score is not None:
+                trajectory.score = placed(trajectory.score, trajectory)
+        share(episode)
+
+    async def _judge(self, trajectory: Trajectory, task: Task) -> None:
+        if isinstance(trajectory.outcome, EnvFault):
+            trajectory.score = Failed("environment fault", trajectory.outcome.reason)
+        elif trajectory.score is None:
+            trajectory.score = await self.parts.pool.score(trajectory, task)
+        else:
+            trajectory.score = placed(trajectory.score, trajectory)
+
+
+def rollouts_of(parts: Parts) -> Rollouts:
+    """Of the loop itself: samples, and what the row wants beside them."""
+    return Rollouts(parts, parts.job.algo.group_size, parts.job.algo.guides, "greedy" in parts.row.needs)
+
+
+class Demonstrations(Rollouts):
+    """The supervised phase: Generate copies the data set's answers, Score has nothing to ask."""
+
+    async def attempt(self, slot: Slot) -> Group:
+        return replace(await super().attempt(slot), supervised=True)
+
+    async def _one(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
+        [trajectory] = await self._demonstrated(slot, policy)
+        trajectory.score = Score(1.0)
+        return [trajectory]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Demonstrations beside the samples of every step."""
+
+    stream: str
+    tasks: list[Task]
+    row: Algorithm
+    weight: float
+    groups: int  # a step
+    suffix: str
+    examples: list[dict[str, str]]
+
+
+def shown_of(job: Job, tasks: TaskSet, rows: list[Algorithm]) -> list[Shown]:
+    """The components of algo.beside, each with its row: from data of their own, or the tasks' own answers."""
+    found = []
+    for i, (b, row) in enumerate(zip(job.algo.beside, rows, strict=True)):
+        if row.needs:
+            raise ConfigError(
+                f"algo.beside: kind = '{b.kind}' learns from rewards or from tokens that the policy drew; what stands beside is shown to it. "
+                "Use kind = 'sft'"
+            )
+        stream, own = f"beside.{i}", b.data is None
+        source = tasks.train if b.data is None else load_tasks(b.data, env=stream).train
+        refuse_unanswered("algo.beside", source)
+        found.append(
+            Shown(
+                stream,
+                [replace(t, env=stream, data=t.data | {"source": stream}) for t in source],
+                row,
+                b.weight,
+                b.groups_per_step,
+                job.task.suffix if own else "",
+                job.task.shown_examples if own else [],
+            )
+        )
+    return found
+
+
+async def prepare(groups: list[Group]) -> Batch:
+    """What the trainer credits and trains: the scored trajectories of the step."""
+    return batch_of(groups)
+
+
+def prepare_of(parts: Parts) -> Callable[[list[Group]], Awaitable[Batch]]:
+    """The same with groups that come back, what is shown beside, and what teachers elsewhere say of it. The step's first number chooses what is shown, so that a
+    step done again, or replayed, gets the same."""
+    rollouts = rollouts_of(parts)
+
+    async def whole(groups: list[Group]) -> Batch:
+        beside: list[Group] = []
+        for shown in parts.shown:
+            first = min(group.id for group in groups) * shown.groups
+            for number in range(first, first + shown.groups):
+                task = Shuffled(shown.tasks, parts.job.loop.seed).nth(number)
+                shows = Demonstrate(suffix=shown.suffix, system=parts.job.task.system, examples=shown.examples)
+                trajectory = await shows.run(task, rollouts.chat(lambda turn: 0))
+                trajectory.score = Score(1.0)
+                beside.append(Group(-1 - len(beside), task, [trajectory], 0))
+        again = parts.returning.due() if parts.returning is not None else []
+        batch = batch_of([*groups, *again, *beside])
+        if parts.teachers is not None:
+            await parts.teachers(batch)
+        return batch
+
+    return whole

@@ -1,0 +1,239 @@
+"""Where workers begin with everything imported: one process per controller that has done it once, and forks.
+
+    controller ── ticket, what it is made by; socket, log ──> nursery (imports that once, if it is ours, and torch in any case)
+               <── born: ticket, pid ··· ended: pid, exit code ────     │ fork, instead of the seconds in which torch is imported
+                                                                        worker: the same worker_main.main as in a process of its own
+
+A worker dies with the nursery, the nursery with its controller (law 14). Only on Linux and where nothing but a CPU is: what talks to a GPU
+must not be forked. Whatever goes wrong here, the worker is started in the ordinary way.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TooLate
+from typing import Any
+
+from rondel.system.signals import leave_to_controller
+
+ROOM = 1 << 20  # bytes of one message: an environment, a path
+ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/accel")
+PATIENCE = 120.0  # seconds for the first worker, which waits for the imports
+OURS, BASE = "rondel.", "torch"
+
+
+class Process:
+    """The part of `subprocess.Popen` that is asked of a worker; its exit code comes from the nursery."""
+
+    def __init__(self) -> None:
+        self.born: Future[int] = Future()
+        self.ended: Future[int] = Future()
+
+    @property
+    def pid(self) -> int:
+        return self.born.result(PATIENCE)
+
+    def poll(self) -> int | None:
+        return self.ended.result() if self.ended.done() else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        try:
+            return self.ended.result(timeout)
+        except TooLate as error:
+            raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0) from error
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Nursery:
+    """The controller's end."""
+
+    def __init__(self) -> None:
+        self.owner, self.lock = os.getpid(), threading.Lock()
+        self.waiting: dict[int, Process] = {}  # by ticket
+        self.living: dict[int, Process] = {}  # by process id
+        self.tickets = 0
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (self.socket, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ROOM)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rondel.runtime.cluster.forkserver", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(_path())},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        threading.Thread(target=self._hear, name="nursery", daemon=True).start()
+
+    @property
+    def lives(self) -> bool:
+        return self.owner == os.getpid() and self.process.poll() is None
+
+    def bear(self, module: str, pipe: int, log: int, environment: dict[str, str]) -> Process:
+        """`pipe`: the worker's end of its socket pair. OSError if it cannot be asked."""
+        with self.lock:
+            self.tickets += 1
+            ticket, process = self.tickets, Process()
+            self.waiting[ticket] = process
+            told = pickle.dumps((ticket, module, os.getcwd(), _path(), environment))
+            try:
+                socket.send_fds(self.socket, [told], [pipe, log])
+            except OSError:
+                del self.waiting[ticket]
+                raise
+        return process
+
+    def _hear(self) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while told := self.socket.recv(ROOM):
+                kind, number, value = pickle.loads(told)
+                with self.lock:
+                    if kind == "born":
+                        self.living[value] = process = self.waiting.pop(number)
+                        process.born.set_result(value)
+                    else:
+                        self.living.pop(number).ended.set_result(value)
+        with self.lock:  # whoever was born there died with it
+            for process in [*self.waiting.values(), *self.living.values()]:
+                if not process.born.done():
+                    process.born.set_result(-1)
+                process.ended.set_result(-signal.SIGKILL)
+            self.waiting.clear()
+            self.living.clear()
+
+    def close(self) -> None:
+        if self.owner == os.getpid():
+            self.socket.close()
+            self.process.kill()
+            self.process.wait()
+
+
+_nursery: Nursery | None = None
+_guard = threading.Lock()
+
+
+def bear(make: Callable[..., Any], pipe: int, log: int, environment: dict[str, str]) -> Process | None:
+    """A worker that begins with everything imported; None where it has to be started in the ordinary way."""
+    global _nursery
+    if sys.platform != "linux" or any(map(os.path.exists, ACCELERATORS)):
+        return None
+    with _guard:
+        try:
+            if _nursery is None or not _nursery.lives:
+                _nursery = Nursery()
+                atexit.register(_nursery.close)
+            module = make.__module__ if make.__module__.startswith(OURS) else BASE  # what is the user's is not run here
+            return _nursery.bear(module, pipe, log, environment)
+        except OSError:
+            return None
+
+
+def pid() -> int | None:
+    """Of the one that this process has."""
+    return _nursery.process.pid if _nursery is not None and _nursery.lives else None
+
+
+def _path() -> list[str]:
+    return [entry or os.getcwd() for entry in sys.path]
+
+
+# -- in the nursery ------------------------------------------------------------------------------
+
+
+def main() -> None:
+    controller, own = os.getppid(), socket.socket(fileno=int(sys.argv[1]))
+    leave_to_controller()
+    heard, told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    while True:
+        ready, _, _ = select.select([own.fileno(), heard], [], [], 1.0)
+        if os.getppid() != controller:
+            return
+        if heard in ready:
+            os.read(heard, 4096)
+        while (ended := _reaped()) is not None:
+            own.send(pickle.dumps(("ended", *ended)))
+        if own.fileno() in ready:
+            message, fds, _, _ = socket.recv_fds(own, ROOM, 2)
+            if not message:
+                return
+            ticket, module, folder, path, environment = pickle.loads(message)
+            if module not in sys.modules:
+                importlib.import_module(module)
+                gc.collect()
+                gc.freeze()  # what is shared is not written to by a collection
+            if not (pid := os.fork()):
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                own.close()
+                os.close(heard)
+                os.close(told)
+                _live(fds[0], fds[1], folder, path, environment)
+            for fd in fds:
+                os.close(fd)
+            own.send(pickle.dumps(("born", ticket, pid)))
+
+
+def _reaped() -> tuple[int, int] | None:
+    try:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return (pid, os.waitstatus_to_exitcode(status)) if pid else None
+
+
+def _live(pipe: int, log: int, folder: str, path: list[str], environment: dict[str, str]) -> None:
+    """The forked process as a fresh interpreter would be."""
+    code = 1
+    try:
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.path[:] = path
+        random.seed()
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed()
+
+        from rondel.runtime.cluster import worker_main
+
+        worker_main.live(pipe, os.getppid())
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

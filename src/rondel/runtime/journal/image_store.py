@@ -1,0 +1,103 @@
+"""The pictures of a run, each once whoever saw it: PNG files that anyone can open, named by their digest.
+
+rollouts/media/3f2a….png     as the model saw it; and the file of a task's picture, where the task has it as a data: URL
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from base64 import b64decode, b64encode
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rondel.core.errors import CheckpointError
+from rondel.core.media import Image, Placed
+from rondel.system.files import make_folder, replace_file
+
+KEPT = re.compile(r"media:([0-9a-f]{32})\.([a-z]+)")
+URL = re.compile(r"data:image/([a-z]+);base64,([A-Za-z0-9+/=]+)")
+
+
+class Album:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "media"
+        self._known: dict[str, Image] = {}
+
+    def keep(self, media: list[Placed]) -> list[list[Any]]:
+        """-> [start, digest, cell] of each; `placed` is the inverse."""
+        for place in media:
+            if not (path := self._path(place.image.digest)).exists():
+                out = io.BytesIO()
+                _pillow().fromarray(place.image.pixels).save(out, "PNG")
+                self._write(path, out.getvalue())
+        return [[place.start, place.image.digest, place.image.cell] for place in media]
+
+    def placed(self, rows: list[list[Any]]) -> list[Placed]:
+        return [Placed(start, self._image(digest, cell)) for start, digest, cell in rows]
+
+    def without(self, data: Any) -> Any:
+        """A task's data with the names of files instead of data: URLs; `whole` is the inverse."""
+        return _parts(data, self._put)
+
+    def whole(self, data: Any) -> Any:
+        return _parts(data, self._get)
+
+    def _image(self, digest: str, cell: int) -> Image:
+        if digest not in self._known:
+            image = Image.of(np.asarray(_pillow().open(io.BytesIO(self._read(self._path(digest))))), cell)
+            if image.digest != digest:
+                raise CheckpointError(f"{self._path(digest)} is another picture than was trained on: its digest is {image.digest}")
+            self._known[digest] = image
+        return self._known[digest]
+
+    def _put(self, url: str) -> str:
+        if not (found := URL.fullmatch(url)):
+            return url
+        raw = b64decode(found[2])
+        if b64encode(raw).decode() != found[2]:  # written in another way: it stays as it is
+            return url
+        name = f"{blake2b(raw, digest_size=16).hexdigest()}.{found[1]}"
+        if not (path := self.folder / name).exists():
+            self._write(path, raw)
+        return f"media:{name}"
+
+    def _get(self, name: str) -> str:
+        if not (found := KEPT.fullmatch(name)):
+            return name
+        return f"data:image/{found[2]};base64,{b64encode(self._read(self.folder / f'{found[1]}.{found[2]}')).decode()}"
+
+    def _path(self, digest: str) -> Path:
+        return self.folder / f"{digest}.png"
+
+    def _write(self, path: Path, raw: bytes) -> None:
+        make_folder(self.folder)
+        replace_file(path, raw)
+
+    def _read(self, path: Path) -> bytes:
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{path}, a picture of these rollouts, cannot be read: {error.strerror}") from error
+
+
+def _parts(data: Any, change: Callable[[str], str]) -> Any:
+    """`change` for the source of every image part."""
+    if isinstance(data, list):
+        return [_parts(inner, change) for inner in data]
+    if not isinstance(data, dict):
+        return data
+    own = isinstance(data.get("image"), str) and data.get("type") == "image"
+    return {key: change(inner) if own and key == "image" else _parts(inner, change) for key, inner in data.items()}
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image as Pillow
+    except ImportError as error:
+        raise CheckpointError("the pictures of rollouts need the package pillow: pip install 'rondel[vision]'") from error
+    return Pillow

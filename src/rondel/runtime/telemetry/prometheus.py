@@ -1,0 +1,50 @@
+"""`run.metrics_port`: the newest row of metrics for Prometheus, at http://127.0.0.1:PORT/metrics while the run goes on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from rondel.core.errors import ConfigError
+from rondel.runtime.telemetry.metrics import meaning
+
+HOST = "127.0.0.1"
+
+
+class Scraped:
+    """A sink that answers when somebody looks: `score/reward_mean` is `rondel_score_reward_mean`."""
+
+    def __init__(self, port: int) -> None:
+        try:
+            import prometheus_client
+        except ModuleNotFoundError as error:
+            raise ConfigError(f'run.metrics_port = {port} needs prometheus_client: pip install "rondel[serve]", or set it to 0') from error
+        self._row: dict[str, float] = {}
+        self._step = 0
+        registry = prometheus_client.CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = prometheus_client.start_http_server(port, addr=HOST, registry=registry)
+        except OSError as error:
+            raise ConfigError(
+                f"run.metrics_port = {port}: {HOST}:{port} cannot be opened ({error.strerror}); choose another port"
+            ) from error
+        self.port: int = self._server.server_port
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """An evaluation is a row of its own, and does not take away what the step has told."""
+        self._step, self._row = step, {**(self._row if step == self._step else {}), **metrics}
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        yield GaugeMetricFamily("rondel_step", "the step that these are of", value=self._step)
+        for name, value in dict(self._row).items():
+            unit, says = meaning(name) or ("", name)
+            yield GaugeMetricFamily("rondel_" + re.sub(r"\W", "_", name), f"{says} ({unit})" if unit else says, value=float(value))
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5)

@@ -1,0 +1,1 @@
+"""Text from outside: valid Unicode, control tokens that stay text, repetition. No torch."""

@@ -1,0 +1,56 @@
+"""What every trained token has earned: known once the step's tokens are annotated, and for the whole step at once (law 3)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rondel.algos.value import explained_variance
+from rondel.core.errors import ConfigError
+from rondel.train.pack import Batch
+
+if TYPE_CHECKING:
+    from rondel.algos.table import Algorithm
+
+
+def credit(batch: Batch, row: Algorithm) -> dict[str, float]:
+    """Write every sample's advantages, and what a critic is to learn as the note "returns". -> metrics: how much of it the critic
+    knew, and how far the policy is from its teacher (mean of log pi_behavior - log pi_teacher, an estimate of the reverse KL a token)."""
+    branches = [s for s in batch.samples if s.parent is not None]
+    if branches:
+        _refuse_by_token(row, batch)
+        batch = Batch([s for s in batch.samples if s.parent is None])
+    scored, lengths = batch.scored, batch.lengths_N.tolist()
+    for sample, piece in zip(batch.samples, row.advantages_T(scored).float().split(lengths)):
+        sample.advantages = piece.numpy()
+    roots = {(s.group, s.index): s for s in batch.samples}
+    for branch in branches:
+        assert branch.parent is not None
+        branch.advantages = np.full(len(branch.trainable), roots[branch.group, branch.parent].advantages[0], np.float32)
+    told = {}
+    if scored.teacher_T is not None and scored.behavior_T is not None:
+        told["train/kl_teacher"] = float((scored.behavior_T - scored.teacher_T).mean())
+    if "values" not in row.needs:
+        return told
+    returns_T = row.returns_T(scored)
+    for sample, piece in zip(batch.samples, returns_T.float().split(lengths)):
+        sample.notes["returns"] = piece.numpy()
+    assert scored.values_T is not None, "the row needs values"
+    known = explained_variance(scored.values_T, returns_T)
+    return told if known is None else told | {"train/explained_variance": known}
+
+
+def kl_of_samples(batch: Batch) -> float:
+    """Mean over samples of sum_t log pi_behavior - log pi_ref: in nats a sample, unbiased for the policy that wrote them."""
+    return float(np.mean([(s.behavior.astype(np.float64) - s.notes["ref"]).sum() for s in batch.samples])) if batch.samples else 0.0
+
+
+def _refuse_by_token(row: Algorithm, batch: Batch) -> None:
+    """An episode has one number for all its branches, where it has one."""
+    by_token = row.distill.coef or row.kl.charged or row.kl.follows or "values" in row.needs or getattr(row.advantage, "per_token", False)
+    if by_token and "advantage" not in row.idle:
+        raise ConfigError(
+            f"algo.kind = '{row.name}' gives every token a credit of its own, and this episode has branches ({batch.name(0)}), which share one "
+            "number. Use a row with one advantage a sample (grpo, dr_grpo, rloo, gspo, ...), or an environment that does not rewrite its history"
+        )
