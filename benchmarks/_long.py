@@ -26,7 +26,9 @@ PATTERNS = 64  # different groups; drawing each anew would take longer than read
 
 
 def write_long(folder: Path, events: int, seed: int = 0) -> Path:
-    """EACH lines a step as the journal writes them: admissions, groups, what was taken, three workers, the sync, the step; and an evaluation at times."""
+    """EACH lines a step as the journal writes them: admissions, groups, what was taken, three
+    workers, the sync, the step; and an evaluation at times.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rng, steps, n, t = random.Random(seed), max(1, events // EACH), 0, 1.7e9
     (folder / "job.toml").write_text(JOB.format(steps=steps))
@@ -38,27 +40,39 @@ def write_long(folder: Path, events: int, seed: int = 0) -> Path:
             file.write(f'{{"n":{n},"t":{t:.3f},"kind":"{kind}",{rest}}}\n')
             n, t = n + 1, t + 0.05
 
-        write("RunStarted", f'"folder":{json.dumps(str(folder))},"config_hash":"h","facts":{{"needs":[],"corrects":true}}')
+        write(
+            "RunStarted", f'"folder":{json.dumps(str(folder))},"config_hash":"h","facts":{{"needs":[],"corrects":true}}'
+        )
         for step in range(1, steps + 1):
             base, version = GROUPS * (step - 1), step - 1
             for g in range(base, base + GROUPS):
                 write("Admitted", f'"number":{g},"task":"t/{g % 5000}","version":{version}')
             for g in range(base, base + GROUPS):
                 write(
-                    "GroupFinished", f'"number":{g},"task":"t/{g % 5000}","born":{max(0, version - g % 3)},{told[rng.randrange(PATTERNS)]}'
+                    "GroupFinished",
+                    f'"number":{g},"task":"t/{g % 5000}","born":{max(0, version - g % 3)},{told[rng.randrange(PATTERNS)]}',
                 )
             born = [max(0, version - g % 3) for g in range(base, base + GROUPS)]
             numbers = list(range(base, base + GROUPS))
-            write("GroupsTaken", f'"step":{step},"version":{version},"numbers":{json.dumps(numbers)},"born":{json.dumps(born)},"limit":2')
+            write(
+                "GroupsTaken",
+                f'"step":{step},"version":{version},"numbers":{json.dumps(numbers)},"born":{json.dumps(born)},"limit":2',
+            )
             for worker, seconds in (
                 ("engine-0", {"generate": 1.4, "idle": 0.2, "held": 0.1}),
                 ("engine-1", {"generate": 1.3, "idle": 0.4}),
             ):
                 write(
-                    "WorkerTime", f'"worker":"{worker}","seconds":{json.dumps(seconds)},"counts":{{"steps":60.0,"tokens":9000.0}},"laps":[]'
+                    "WorkerTime",
+                    f'"worker":"{worker}","seconds":{json.dumps(seconds)},"counts":{{"steps":60.0,"tokens":9000.0}},"laps":[]',
                 )
-            write("WorkerTime", '"worker":"trainer","seconds":{"step":1.2,"idle":0.4,"publish":0.1},"counts":{},"laps":[]')
-            write("Synced", f'"version":{step},"root":"abc","seconds":0.11,"bytes_copied":269000000,"probe_gap":1e-6,"paused":0.01')
+            write(
+                "WorkerTime", '"worker":"trainer","seconds":{"step":1.2,"idle":0.4,"publish":0.1},"counts":{},"laps":[]'
+            )
+            write(
+                "Synced",
+                f'"version":{step},"root":"abc","seconds":0.11,"bytes_copied":269000000,"probe_gap":1e-6,"paused":0.01',
+            )
             write("StepDone", _step(rng, step, steps, base + GROUPS))
             if step % max(1, steps // 20) == 0:
                 score = 0.3 + 0.5 * step / steps
@@ -74,7 +88,14 @@ def write_long(folder: Path, events: int, seed: int = 0) -> Path:
 def _group(rng: random.Random) -> str:
     rewards = [float(rng.random() < 0.6) for _ in range(8)]
     lengths = [rng.randrange(100, 2048) for _ in rewards]
-    told = {"kept": True, "reason": "", "rewards": rewards, "lengths": lengths, "failed": 0, "truncated": rng.randrange(2)}
+    told = {
+        "kept": True,
+        "reason": "",
+        "rewards": rewards,
+        "lengths": lengths,
+        "failed": 0,
+        "truncated": rng.randrange(2),
+    }
     return json.dumps(told, separators=(",", ":"))[1:-1]
 
 

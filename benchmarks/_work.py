@@ -16,7 +16,9 @@ SUFFIX = " Reply with only the final number."
 
 
 def gemm_peak(dtype: str, threads: int, size: int = 2048) -> float:
-    """FLOP/s of one large matrix product in this dtype, by torch or by oneDNN, best of several: the limit that shares are stated against."""
+    """FLOP/s of one large matrix product in this dtype, by torch or by oneDNN, best of
+    several: the limit that shares are stated against.
+    """
     import torch
 
     from rondel.models.linear import matmul

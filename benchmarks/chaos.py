@@ -1,10 +1,14 @@
-"""Signals at random moments of tiny runs in every mode: what is hit comes back or is named, nothing is trained twice, nothing is left behind.
+"""Signals at random moments of tiny runs in every mode: what is hit comes back or is named,
+nothing is trained twice, nothing is left behind.
 
-rondel bench chaos                         every mode and victim twice, and four that stand still: some 30 minutes on two cores
+rondel bench chaos                         every mode and victim twice, and four that stand still: some 30
+                                           minutes on two cores
 rondel bench chaos --only ranks --each 1   the modes whose name has the word
 
-A moment is a step of the run (0: while it is built) and a delay within it. A table, one JSON object on the last line, exit code 0 only if
-every run recovered in less than `--bar` seconds or ended with the victim's name, and was then completed by the same command.
+A moment is a step of the run (0: while it is built) and a delay within it. A table, one JSON
+object on the last line, exit code 0 only if every run recovered in less than `--bar`
+seconds or ended with the victim's name, and
+was then completed by the same command.
 """
 
 from __future__ import annotations
@@ -44,14 +48,26 @@ MODES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "shared, synchronous": ({}, ["reward", "controller"]),
     "two devices, stale, hold": ({**STALE, "place.kind": "split", "place.cluster": "local"}, ["reward", "controller"]),
     "processes, synchronous": (APART, ["engine-0", "trainer-0", "reward", "controller"]),
-    "processes, stale, hold": ({**APART, **STALE, "loop.max_staleness": 2}, ["engine-0", "trainer-0", "reward", "controller"]),
-    "processes, stale, drain": ({**APART, **STALE, "loop.in_flight": "drain"}, ["engine-0", "trainer-0", "reward", "controller"]),
-    "processes, stale, abort": ({**APART, **STALE, "loop.in_flight": "abort"}, ["engine-0", "trainer-0", "reward", "controller"]),
+    "processes, stale, hold": (
+        {**APART, **STALE, "loop.max_staleness": 2},
+        ["engine-0", "trainer-0", "reward", "controller"],
+    ),
+    "processes, stale, drain": (
+        {**APART, **STALE, "loop.in_flight": "drain"},
+        ["engine-0", "trainer-0", "reward", "controller"],
+    ),
+    "processes, stale, abort": (
+        {**APART, **STALE, "loop.in_flight": "abort"},
+        ["engine-0", "trainer-0", "reward", "controller"],
+    ),
     "two engines, stale, hold": ({**APART, **STALE, "place.engines": 2}, ["engine-0", "engine-1", "controller"]),
     "two engines, synchronous": ({**APART, "place.engines": 2}, ["engine-0", "engine-1"]),
     "two ranks, synchronous": ({**APART, "place.ranks": 2}, ["trainer-0", "trainer-1", "engine-0", "controller"]),
     "ray, synchronous": ({**APART, "place.cluster": "ray"}, ["engine-0", "trainer-0", "reward", "controller"]),
-    "ray, stale, hold": ({**APART, **STALE, "loop.max_staleness": 2, "place.cluster": "ray"}, ["engine-0", "trainer-0", "controller"]),
+    "ray, stale, hold": (
+        {**APART, **STALE, "loop.max_staleness": 2, "place.cluster": "ray"},
+        ["engine-0", "trainer-0", "controller"],
+    ),
 }
 STOPPED = [
     ("processes, synchronous", "engine-0"),
@@ -86,7 +102,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="modes whose name has this word")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bar", type=float, default=60.0, help="seconds until the next step")
-    parser.add_argument("--folder", type=Path, default=None, help="where the runs live; a temporary folder unless given")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where the runs live; a temporary folder unless given"
+    )
     parser.add_argument("--json", action="store_true", help="no table")
     args = parser.parse_args(argv)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
@@ -94,8 +112,12 @@ def main(argv: list[str] | None = None) -> None:
     for mode, (_, victims) in MODES.items():
         for victim in victims:
             blows += [Blow(mode, victim, draw.randrange(STEPS - 2), draw.uniform(0.0, 0.4)) for _ in range(args.each)]
-    blows += [Blow(mode, victim, draw.randrange(1, STEPS - 4), draw.uniform(0.0, 0.4), signal.SIGSTOP) for mode, victim in STOPPED]
-    chosen = [blow for blow in blows if args.only in blow.mode]  # all are drawn, so that a part has the moments of the whole
+    blows += [
+        Blow(mode, victim, draw.randrange(1, STEPS - 4), draw.uniform(0.0, 0.4), signal.SIGSTOP)
+        for mode, victim in STOPPED
+    ]
+    # all are drawn, so that a part has the moments of the whole
+    chosen = [blow for blow in blows if args.only in blow.mode]
     for n, blow in enumerate(chosen, start=1):
         strike(blow, folder / f"run-{n}", args.bar)
         print(f"{n:>3} of {len(chosen)}  {blow}", file=sys.stderr, flush=True)
@@ -104,7 +126,12 @@ def main(argv: list[str] | None = None) -> None:
     wrong = [str(blow) for blow in chosen if blow.faults]
     seconds = [blow.seconds for blow in chosen if blow.seconds is not None]
     how = {name: sum(blow.ended == name for blow in chosen) for name in ("recovered", "named", "failed")}
-    print(json.dumps({"moments": len(chosen), **how, "slowest_s": max(seconds), "median_s": median(seconds), "wrong": wrong}), flush=True)
+    print(
+        json.dumps(
+            {"moments": len(chosen), **how, "slowest_s": max(seconds), "median_s": median(seconds), "wrong": wrong}
+        ),
+        flush=True,
+    )
     if args.folder is None and not wrong:
         shutil.rmtree(folder)
     sys.exit(f"the folders are kept in {folder}" if wrong else 0)
@@ -152,7 +179,9 @@ def strike(blow: Blow, folder: Path, bar: float) -> None:
         blow.ended = "failed"
         blow.faults.append(f"exit code {code}: {' '.join(Path(said).read_text().split())[-600:]}")
     orphans(blow, mark, mine, within)
-    if left := [name for name in set(os.listdir("/dev/shm")) - before if any(str(pid) in name for pid in [*mine, process.pid])]:
+    if left := [
+        name for name in set(os.listdir("/dev/shm")) - before if any(str(pid) in name for pid in [*mine, process.pid])
+    ]:
         blow.faults.append(f"left in shared memory: {left}")
     if blow.ended != "failed":
         inspect(blow, folder, hit, bar)
@@ -168,7 +197,9 @@ def start(blow: Blow, folder: Path, mark: str) -> tuple[subprocess.Popen, str]:
     said = folder / f"stderr-{len(list(folder.glob('stderr-*')))}"
     with said.open("w") as file:
         environment = {**os.environ, MARK: mark}
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, env=environment, start_new_session=True), str(said)
+        return subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=file, env=environment, start_new_session=True
+        ), str(said)
 
 
 def toml(value: Any) -> str:
@@ -182,7 +213,9 @@ def moment(blow: Blow, folder: Path, process: subprocess.Popen) -> str:
     journal, deadline = folder / "journal.jsonl", time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
         told = journal.read_text() if journal.is_file() else ""
-        if told.count('"kind":"StepDone"') >= blow.step and (blow.step or blow.victim in [*victims(process.pid), "controller"]):
+        if told.count('"kind":"StepDone"') >= blow.step and (
+            blow.step or blow.victim in [*victims(process.pid), "controller"]
+        ):
             return f"step {told.count('StepDone')}"
         time.sleep(0.01)
     return "its end"
@@ -190,7 +223,10 @@ def moment(blow: Blow, folder: Path, process: subprocess.Popen) -> str:
 
 def victims(parent: int) -> list[str]:
     with open(f"/proc/{parent}/environ", "rb") as file:
-        mark = next((word.partition(b"=")[2].decode() for word in file.read().split(b"\0") if word.startswith(MARK.encode())), "")
+        mark = next(
+            (word.partition(b"=")[2].decode() for word in file.read().split(b"\0") if word.startswith(MARK.encode())),
+            "",
+        )
     return list(marked(mark).values()) if mark else []
 
 
@@ -200,7 +236,10 @@ def marked(mark: str) -> dict[int, str]:
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         try:
             root = Path(f"/proc/{pid}")
-            if mark.encode() not in (root / "environ").read_bytes() or (root / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            if (
+                mark.encode() not in (root / "environ").read_bytes()
+                or (root / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            ):
                 continue
             found[pid] = called(root)
         except OSError:
@@ -255,7 +294,9 @@ def ended(blow: Blow, process: subprocess.Popen, said: str, mark: str) -> int:
 def orphans(blow: Blow, mark: str, mine: dict[int, str], within: float) -> None:
     """Law 14: no process, and so no port that it listens on."""
     deadline = time.monotonic() + within
-    while (left := {**{pid: name for pid, name in mine.items() if stat(pid)}, **marked(mark)}) and time.monotonic() < deadline:
+    while (
+        left := {**{pid: name for pid, name in mine.items() if stat(pid)}, **marked(mark)}
+    ) and time.monotonic() < deadline:
         time.sleep(0.05)
     if left:
         blow.faults.append(f"left behind: {left}")
@@ -264,7 +305,9 @@ def orphans(blow: Blow, mark: str, mine: dict[int, str], within: float) -> None:
 
 
 def inspect(blow: Blow, folder: Path, hit: float, bar: float) -> None:
-    """The journal: how long until the next step, each step once, the ledger, each group once; who stood still was named in time."""
+    """The journal: how long until the next step, each step once, the ledger, each group
+    once; who stood still was named in time.
+    """
     told = list(read(folder))
     done = [e for e in told if e["kind"] == "StepDone"]
     after = [e["t"] - hit for e in told if e["kind"] in ("StepDone", "RunEnded") and e["t"] > hit]
@@ -281,7 +324,11 @@ def inspect(blow: Blow, folder: Path, hit: float, bar: float) -> None:
     if len(numbers) != 4 * STEPS:
         blow.faults.append(f"{len(numbers)} groups were trained")
     if blow.what == signal.SIGSTOP:
-        named = [e["t"] - hit for e in told if e["kind"] == "Warned" and "no sign of life" in e["message"] and blow.victim in e["message"]]
+        named = [
+            e["t"] - hit
+            for e in told
+            if e["kind"] == "Warned" and "no sign of life" in e["message"] and blow.victim in e["message"]
+        ]
         if not named or min(named) > PATIENCE + 4:
             blow.faults.append(f"it stood still and was named after {min(named, default=float('inf')):.1f} s")
 

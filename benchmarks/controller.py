@@ -1,11 +1,15 @@
-"""The controller alone: the real loop, buffer, rollouts, router, journal and store, engines that answer after a virtual delay, 10,000 samples at once.
+"""The controller alone: the real loop, buffer, rollouts, router, journal and store, engines that
+answer after a virtual delay, 10,000 samples at once.
 
-rondel bench controller                    an hour of virtual time; `--hours 0.1 --rollouts 500,2000,8000` shows how costs grow
+rondel bench controller                    an hour of virtual time; `--hours 0.1 --rollouts 500,2000,8000`
+                                           shows how costs grow
 rondel bench controller --rollouts 512 --tokens 8192 --hours 0.5     few and long: what a token costs
 
-Time is virtual: when nothing is ready the clock jumps to the next timer, so what is measured is the work of the event loop and nothing else.
-Lag is the time of one pass of the loop: so long anything that is ready may wait for its turn. Resident memory is read once a virtual minute;
-its slope is that of a line through all readings but those of the first quarter, in which buffers fill.
+Time is virtual: when nothing is ready the clock jumps to the next timer, so what is measured
+is the work of the event loop and nothing else. Lag is the time of one pass of the loop: so
+long anything that is ready may wait for its turn.
+Resident memory is read once a virtual minute; its slope is that of a line through all readings but
+those of the first quarter, in which buffers fill.
 """
 
 from __future__ import annotations
@@ -46,7 +50,9 @@ class Later:
 
         n = min(self.most, 1 + int(self.most / 512 * self.draw.lognormvariate(4.5, 0.8)))
         await asyncio.sleep(LONGEST * n / self.most)
-        return Completion(self.tokens[:n], self.logprobs[:n], [self.version] * n, "stop", prompt_tokens=len(request.tokens))
+        return Completion(
+            self.tokens[:n], self.logprobs[:n], [self.version] * n, "stop", prompt_tokens=len(request.tokens)
+        )
 
 
 class Trainer:
@@ -61,7 +67,9 @@ class Trainer:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="rondel bench controller", description=__doc__.splitlines()[0])
-    parser.add_argument("--rollouts", default="10000", help="samples in flight; several numbers are run one after the other")
+    parser.add_argument(
+        "--rollouts", default="10000", help="samples in flight; several numbers are run one after the other"
+    )
     parser.add_argument("--hours", type=float, default=1.0, help="virtual")
     parser.add_argument("--tokens", type=int, default=512, help="of the longest answer; the median has a sixth")
     parser.add_argument("--json", action="store_true")
@@ -155,7 +163,9 @@ def made(rollouts: int, tokens: int) -> tuple[SimpleNamespace, Any]:
     ), stream(Shuffled(load_tasks(job.task.data, env=job.task.env).train, seed=0))  # fmt: skip
 
 
-async def drive(parts: Any, tasks: Any, rollouts: int, seconds: float, memory: list[tuple[float, float]], stored: Any) -> Any:
+async def drive(
+    parts: Any, tasks: Any, rollouts: int, seconds: float, memory: list[tuple[float, float]], stored: Any
+) -> Any:
     """The loop as a run has it."""
     from rondel import loop as house
     from rondel.buffer import Buffer

@@ -1,10 +1,12 @@
-"""How long until a person sees something: the dashboard on a run of a million events, in a real browser; and what it keeps up with while a run goes on.
+"""How long until a person sees something: the dashboard on a run of a million events, in a real
+browser; and what it keeps up with while a run goes on.
 
     rondel bench dashboard --json
 
-The browser (Chromium, found on the PATH, driven by playwright) is open before; from the address to the first paint and to the first curves are the medians of some fresh
-servers. `sample` and `whole` are seconds of the reading thread alone, `bytes` what the browser was sent until the curves stood, `live` how many events a second are folded as
-they are appended.
+The browser (Chromium, found on the PATH, driven by playwright) is open before; from the address to the first paint and
+to the first curves are the medians of some fresh servers. `sample` and `whole` are seconds of the reading thread alone,
+`bytes` what the browser was sent until the
+curves stood, `live` how many events a second are folded as they are appended.
 """
 
 from __future__ import annotations
@@ -98,7 +100,9 @@ def painting(folder: Path, chromium: str, repeat: int) -> dict[str, Any]:
             page.wait_for_selector(".chart canvas")
             curves.append(page.evaluate("performance.now()") / 1e3)
             paints.append(page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime") / 1e3)
-            sizes.append(page.evaluate("performance.getEntriesByType('resource').reduce((n, e) => n + e.transferSize, 0)"))
+            sizes.append(
+                page.evaluate("performance.getEntriesByType('resource').reduce((n, e) => n + e.transferSize, 0)")
+            )
             page.close()
             server.send_signal(signal.SIGTERM)
             server.wait(30)

@@ -1,10 +1,13 @@
-"""One decode step of the engine in milliseconds: the module as it is and the compiled serving pass (on a GPU recorded steps), in turn (A B A B), and where it goes.
+"""One decode step of the engine in milliseconds: the module as it is and the compiled serving pass (on a GPU recorded
+steps), in turn (A B A B), and where it goes.
 
     rondel bench decode --model FOLDER --dtype bfloat16 --json
-N requests with contexts of their own, `--context` tokens at first, write `--new` tokens each. A step is what lies between two tokens of the
-first request while all of them decode; the number is the median over `--new` steps, of each round. Shares are of a step under torch's
-profiler, by kind of operation: `other` is small operations, or the fused loops of the compiled pass, and `between` lies in none. The
-profiler itself costs most where operations are small.
+N requests with contexts of their own, `--context` tokens at first, write `--new` tokens each.
+A step is what lies between two tokens of the first request while all of them decode; the
+number is the median over `--new` steps, of
+each round. Shares are of a step under torch's profiler, by kind of operation: `other` is
+small operations, or the fused loops of the
+compiled pass, and `between` lies in none. The profiler itself costs most where operations are small.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ KINDS = {  # kind of operation -> what its name has
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="rondel bench decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="rondel bench decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m", help="folder, hub id or smollm2-135m")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--running", default="1,2,8,30,64", help="requests that decode together")
@@ -67,7 +72,9 @@ def main(argv: list[str] | None = None) -> None:
                 spent = round_of(name, n, seed)
                 table[n][name] += [round(1e3 * spent, 2)] * (seed > 0)
         if not a.json:
-            print(f"{n:>4} requests   " + "   ".join(f"{name} {told} ms" for name, told in table[n].items()), flush=True)
+            print(
+                f"{n:>4} requests   " + "   ".join(f"{name} {told} ms" for name, told in table[n].items()), flush=True
+            )
     shares = {}
     if a.profile:
         for name in passes:
@@ -106,13 +113,17 @@ async def steps(engine: Any, running: int, context: int, new: int, seed: int) ->
         return Request(tokens, Sampling(max_tokens=new + filling, ignore_eos=True), key=sample_key(seed, row, 0))
 
     filling = -(-running * context // engine.scheduler.prefill_tokens)  # steps in which only some decode
-    await asyncio.gather(*(engine.generate(request(row), on_token=lambda *_, row=row: heard(row)) for row in range(running)))
+    await asyncio.gather(
+        *(engine.generate(request(row), on_token=lambda *_, row=row: heard(row)) for row in range(running))
+    )
     return [after - before for before, after in pairwise(told)][-new:]
 
 
 @contextmanager
 def profiled(runner: Any) -> Iterator[dict[str, float]]:
-    """Shares of the steps in which everyone decodes, by kind of operation; known at the end. The profiler sees the thread that it is in."""
+    """Shares of the steps in which everyone decodes, by kind of operation; known at the end.
+    The profiler sees the thread that it is in.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     spent: Counter[str] = Counter()
@@ -127,9 +138,9 @@ def profiled(runner: Any) -> Iterator[dict[str, float]]:
             out = plain(plan)
             whole = 1e6 * (time.perf_counter() - began)
         for event in seen.key_averages():
-            spent[next((kind for kind, parts in KINDS.items() if any(part in event.key for part in parts)), "other")] += (
-                event.self_cpu_time_total
-            )
+            spent[
+                next((kind for kind, parts in KINDS.items() if any(part in event.key for part in parts)), "other")
+            ] += event.self_cpu_time_total
             whole -= event.self_cpu_time_total
         spent["between"] += whole
         return out

@@ -1,8 +1,8 @@
 """Advantages along time: the chunked scan against a loop over tokens that takes all samples at once.
 
     rondel bench gae --samples 8 --tokens 65536 --json
-Both in float32 and in turn, the scan ten times for each loop, which takes as long as hundreds of them; the ratio of the median
-times, and how far each is from the scan in float64, relative to its norm.
+Both in float32 and in turn, the scan ten times for each loop, which takes as long as
+hundreds of them; the ratio of the median times, and how far each is from the scan in float64, relative to its norm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="rondel bench gae", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="rondel bench gae", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=65536, help="of each sample")
     parser.add_argument("--gamma", type=float, default=1.0)

@@ -1,4 +1,5 @@
-"""The engine alone, on the three kinds of rollout work of benchmarks/peers/{hf,vllm}_generate.py: tokens a second, cache cleared before each run.
+"""The engine alone, on the three kinds of rollout work of
+benchmarks/peers/{hf,vllm}_generate.py: tokens a second, cache cleared before each run.
 
 rondel bench generate --model FOLDER --work equal|ragged|prefix|all --groups 8 --group 8 --dtype bfloat16 --json
 """

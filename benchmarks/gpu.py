@@ -1,9 +1,13 @@
-"""The engine on a GPU: decode steps at several batches with and without recorded graphs, prefill, the first token, and the share of the memory's speed.
+"""The engine on a GPU: decode steps at several batches with and without recorded graphs, prefill,
+the first token, and the share of the memory's speed.
 
     rondel bench gpu --json
-A random dense model of 1.5 billion weights in bf16, unless --model names another or --size tiny makes one for a look on a CPU. A decode step
-reads all weights, and keys and values of every context; `share` is these bytes over the step's seconds and over what a copy of 1 GiB reaches here,
-in the same run. Graph and plain pass are timed in turn (A B A B), medians of each; `equal` says whether both drew the same tokens with logprobs of the same bits.
+A random dense model of 1.5 billion weights in bf16, unless --model names another or --size
+tiny makes one for a look on a CPU. A decode step reads all weights, and keys and values of
+every context; `share` is these bytes over the step's
+seconds and over what a copy of 1 GiB reaches here, in the same run. Graph and plain pass are timed in turn (A B A B),
+medians of each; `equal` says whether both drew the
+same tokens with logprobs of the same bits.
 """
 
 from __future__ import annotations
@@ -29,14 +33,20 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="rondel bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="", help="folder, hub id or smollm2-135m; without one a random model of --size")
+    parser = argparse.ArgumentParser(
+        prog="rondel bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="", help="folder, hub id or smollm2-135m; without one a random model of --size"
+    )
     parser.add_argument("--size", default="1.5b", choices=[*SIZES])
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--running", default="1,64,256", help="requests that decode together")
     parser.add_argument("--context", type=int, default=512, help="tokens of each when it begins")
     parser.add_argument("--new", type=int, default=64, help="tokens of each, so steps of a round")
-    parser.add_argument("--rounds", type=int, default=3, help="of graph and plain pass in turn, after one that does not count")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of graph and plain pass in turn, after one that does not count"
+    )
     parser.add_argument("--prompt", type=int, default=4096, help="tokens of the prompt of prefill and first token")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)
@@ -73,7 +83,9 @@ def main(argv: list[str] | None = None) -> None:
         engine.scheduler.drop_cache(engine.version)
 
         async def together() -> Any:
-            return await asyncio.gather(*(engine.generate(ask(7, row, min(a.context, 64), 8)) for row in range(running)))
+            return await asyncio.gather(
+                *(engine.generate(ask(7, row, min(a.context, 64), 8)) for row in range(running))
+            )
 
         return [(out.tokens, out.logprobs) for out in asyncio.run(together())]
 

@@ -1,4 +1,5 @@
-"""kill -9 at random moments of a tiny run, the same command again until it is complete; then every bit against an uninterrupted run.
+"""kill -9 at random moments of a tiny run, the same command again until it is complete;
+then every bit against an uninterrupted run.
 
 rondel bench kill_resume --kills 20        one JSON object on the last line, exit code 0 only if the runs are equal
 """
@@ -17,14 +18,22 @@ from pathlib import Path
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.toml"
 COMMAND = [sys.executable, "-c", "from rondel.cli import main; main()", "train", str(RECIPE), "--quiet"]
-SMALLER = ["--loop.warmup.steps=20", "--loop.steps=40", "--run.checkpoint.every=5", "--place.threads=1", "--task.eval.every=0"]
+SMALLER = [
+    "--loop.warmup.steps=20",
+    "--loop.steps=40",
+    "--run.checkpoint.every=5",
+    "--place.threads=1",
+    "--task.eval.every=0",
+]
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="rondel bench kill_resume", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=None, help="where the runs live; a temporary folder unless given")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where the runs live; a temporary folder unless given"
+    )
     args = parser.parse_args(argv)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="kill_resume-"))
     whole, killed = folder / "whole", folder / "killed"
@@ -92,7 +101,9 @@ def check(whole: Path, killed: Path) -> bool:
     for file in ("model.safetensors", "optimizer.safetensors"):
         a, b = (load_file(run / "checkpoints" / last / file) for run in (whole, killed))
         if wrong := sorted(a.keys() ^ b.keys()) or [name for name in a if not torch.equal(a[name], b[name])]:
-            sys.exit(f"{file} differs in {len(wrong)} tensors, first {wrong[0]}; the folders are kept in {whole.parent}")
+            sys.exit(
+                f"{file} differs in {len(wrong)} tensors, first {wrong[0]}; the folders are kept in {whole.parent}"
+            )
     books = [[(e["step"], e["ledger"]) for e in read(run) if e["kind"] == "StepDone"] for run in (whole, killed)]
     if books[0] != books[1]:
         sys.exit(f"the ledgers differ; the folders are kept in {whole.parent}")

@@ -1,19 +1,24 @@
-"""What asynchrony is worth: the same recipe synchronous on a shared device, synchronous and stale on two cores that engine and trainer have
-each for itself, in turn.
+"""What asynchrony is worth: the same recipe synchronous on a shared device, synchronous and
+stale on two cores that engine and trainer have each for itself, in turn.
 
     rondel bench overlap --rounds 3 --json
 
 shared        engine and trainer on both cores, one after the other: what a laptop does
 split, S = 0  one core each, and each waits for the other
-  and busy    the same, and whichever core would stand still trains a model of this size for nobody, at the lowest priority there is
+  and busy    the same, and whichever core would stand still trains a model of this size for
+              nobody, at the lowest priority there is
 split, S > 0  one core each, and both work
 
-`seconds` is the median over the rounds of the time of one step, first steps left out. `generate` and `train` are the two halves of a
-synchronous split step: they bound what overlapping can give, (generate + train) / max of both. `pause` is how long the engine stood still
-for an update. `of min(R, T)` is the rate of S > 0 over that of the slower half (generation, or training and update), with R and T measured
-alone and, the same, while the other core is busy too: cores of one machine share its memory and its clock, pools of a cluster do not.
-`slowed` is by how much a core slows down because the other one works, for a sum in registers and for one over more memory than the caches
-hold: it tells which of the two it is.
+`seconds` is the median over the rounds of the time of one step, first steps left out.
+`generate` and `train` are the two halves of a synchronous split step: they bound what
+overlapping can give, (generate + train) / max of
+both. `pause` is how long the engine stood still for an update. `of min(R, T)` is the rate of
+S > 0 over that of the slower half (generation,
+or training and update), with R and T measured alone and, the same, while the other core
+is busy too: cores of one machine share its
+memory and its clock, pools of a cluster do not. `slowed` is by how much a core slows down
+because the other one works, for a sum in registers
+and for one over more memory than the caches hold: it tells which of the two it is.
 """
 
 from __future__ import annotations
@@ -35,7 +40,9 @@ FIRST = 3  # steps that are not counted
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="rondel bench overlap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="rondel bench overlap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--staleness", type=int, default=2)
@@ -62,7 +69,9 @@ def main(argv: list[str] | None = None) -> None:
             with neighbours(a.hidden) if "busy" in name else nullcontext():
                 told[name].append(measured(a, changes))
             print(f"round {number + 1}, {name}: {told[name][-1]['seconds']:.3f} s a step", file=sys.stderr, flush=True)
-    result: dict[str, Any] = {name: {what: statistics.median(run[what] for run in runs) for what in runs[0]} for name, runs in told.items()}
+    result: dict[str, Any] = {
+        name: {what: statistics.median(run[what] for run in runs) for what in runs[0]} for name, runs in told.items()
+    }
     base, stale = result["split, S = 0"], result[f"split, S = {a.staleness}"]
     result["faster than split, S = 0"] = statistics.median(
         x["seconds"] / y["seconds"] for x, y in zip(told["split, S = 0"], told[f"split, S = {a.staleness}"])
@@ -113,7 +122,9 @@ def slowed(pairs: int) -> dict[str, float]:
     for _ in range(pairs):
         for kind, ratios in answers.items():
             alone = clocked(kind, last)
-            with subprocess.Popen([sys.executable, "-c", CLOCKED, kind, str(first), "1e9"], stdout=subprocess.PIPE, text=True) as other:
+            with subprocess.Popen(
+                [sys.executable, "-c", CLOCKED, kind, str(first), "1e9"], stdout=subprocess.PIPE, text=True
+            ) as other:
                 assert other.stdout is not None
                 other.stdout.readline()  # it is under way
                 ratios.append(clocked(kind, last) / alone)
@@ -122,7 +133,11 @@ def slowed(pairs: int) -> dict[str, float]:
 
 
 def clocked(kind: str, core: int) -> float:
-    return float(subprocess.run([sys.executable, "-c", CLOCKED, kind, str(core), "1"], capture_output=True, text=True).stdout.split()[-1])
+    return float(
+        subprocess.run(
+            [sys.executable, "-c", CLOCKED, kind, str(core), "1"], capture_output=True, text=True
+        ).stdout.split()[-1]
+    )
 
 
 CLOCKED = """

@@ -1,7 +1,9 @@
-"""The engine's stored logprobs against a plain transformers forward pass (its own eager attention, batch of one, no cache).
+"""The engine's stored logprobs against a plain transformers forward pass (its own
+eager attention, batch of one, no cache).
 
     rondel bench parity --model FOLDER --dtype float32 --json
-Beside it the same model's own disagreement: transformers' cached decoding against its full forward pass, the floor of rounding.
+Beside it the same model's own disagreement: transformers' cached decoding against its
+full forward pass, the floor of rounding.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="rondel bench parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="rondel bench parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="float32", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--prompts", type=int, default=4)
@@ -42,7 +46,13 @@ def main(argv: list[str] | None = None) -> None:
             for out in samples:
                 ids = torch.tensor([prompt + out.tokens])
                 target = ids[0, len(prompt) :, None]
-                plain = model(ids, use_cache=False).logits[0].float().log_softmax(-1)[len(prompt) - 1 : -1].gather(1, target)[:, 0]
+                plain = (
+                    model(ids, use_cache=False)
+                    .logits[0]
+                    .float()
+                    .log_softmax(-1)[len(prompt) - 1 : -1]
+                    .gather(1, target)[:, 0]
+                )
                 gaps.append(float((plain - torch.tensor(out.logprobs)).abs().max()))
                 past, own = None, []
                 for piece in [ids[:, : len(prompt)], *ids[:, len(prompt) :].split(1, 1)]:

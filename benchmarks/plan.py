@@ -1,7 +1,9 @@
-"""What `rondel plan` predicts beside what a run measures: bytes of tensors by tenant, seconds of generation, training and the step.
+"""What `rondel plan` predicts beside what a run measures: bytes of tensors by tenant,
+seconds of generation, training and the step.
 
     rondel plan --calibrate && rondel bench plan --json                        the tiny recipe
-    rondel plan --calibrate && rondel bench plan --model smollm2-135m --json   a real model, with --lora 16 an adapter of it, with --nf4 over 4 bits
+    rondel plan --calibrate && rondel bench plan --model smollm2-135m --json   a real model, with
+    --lora 16 an adapter of it, with --nf4 over 4 bits
 
 Lengths are taken from the run, for they are the policy's and not the machine's. `ratio` is predicted / measured.
 """
@@ -18,7 +20,9 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "tiny.toml"
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="rondel bench plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="rondel bench plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="", help="folder, hub id or smollm2-135m; without one the tiny recipe")
     parser.add_argument("--steps", type=int, default=4, help="at least 2; the first is not counted")
     parser.add_argument("--groups", type=int, default=8)
@@ -78,17 +82,21 @@ def compared(job: Any) -> dict[str, Any]:
     held = seen[-1].held["train"]
     names = {"weights": "policy weights", "masters": "masters", "gradients": "gradients", "moments": "moments"}
     memory = {
-        name: [round(bill.rows.get(ours, {"train": 0})["train"] / 1e6, 3), round(held[name] / 1e6, 3)] for name, ours in names.items()
+        name: [round(bill.rows.get(ours, {"train": 0})["train"] / 1e6, 3), round(held[name] / 1e6, 3)]
+        for name, ours in names.items()
     }
     planned = sum(pair[0] for pair in memory.values())
     counted = sum(pair[1] for pair in memory.values())
     predicted = {"generate": cost.generation(setting).seconds, "train": cost.train_seconds(setting)}
     real = {"generate": paced.generate, "train": paced.train}
-    times = {name: [round(predicted[name], 3), round(real[name], 3), round(predicted[name] / real[name], 2)] for name in real}
+    times = {
+        name: [round(predicted[name], 3), round(real[name], 3), round(predicted[name] / real[name], 2)] for name in real
+    }
     both = sum(predicted.values()), sum(real.values())
     return {
         "bench": "plan",
-        "model": setting.shape.name + (f", {'QLoRA' if setting.four_bits else 'LoRA'} of rank {setting.rank}" if setting.rank else ""),
+        "model": setting.shape.name
+        + (f", {'QLoRA' if setting.four_bits else 'LoRA'} of rank {setting.rank}" if setting.rank else ""),
         "hardware": setting.hardware.source,
         "memory_mb (predicted, counted)": memory,
         "memory_ratio": round(planned / counted, 3),

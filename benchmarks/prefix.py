@@ -1,7 +1,8 @@
 """Shared-prefix training against plain packing: the prompt of a group computed once, or once for every completion.
 
     rondel bench prefix --model FOLDER --prompt 256 --completion 32 --group 16 --json
-Both ways in turn on the same batch (A B A B ...): the ratio of the median times, and the largest difference of any gradient entry.
+Both ways in turn on the same batch (A B A B ...): the ratio of the median times, and the
+largest difference of any gradient entry.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="rondel bench prefix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="rondel bench prefix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--completion", type=int, default=32)
@@ -52,7 +55,9 @@ def main(argv: list[str] | None = None) -> None:
         trainable = np.arange(a.prompt, a.prompt + a.completion)
         behavior = np.full(a.completion, -1.0, np.float32)
         advantages = np.full(a.completion, rng.normal(), np.float32)
-        return Sample(group, index, tokens, trainable, behavior, np.zeros(a.completion, np.int64), 0.0, advantages=advantages)
+        return Sample(
+            group, index, tokens, trainable, behavior, np.zeros(a.completion, np.int64), 0.0, advantages=advantages
+        )
 
     prompts = [rng.integers(0, vocab, a.prompt) for _ in range(a.groups)]
     batch = Batch([sample(g, i, prompts[g]) for g in range(a.groups) for i in range(a.group)])

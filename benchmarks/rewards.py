@@ -1,8 +1,10 @@
 """Rule rewards a second through the pool of killable processes, and how long the event loop waits beside them.
 
     rondel bench rewards --reward number --workers 2 --json
-Trajectories of 104 tokens with log-probabilities, all asked at once. `alone` is the reward called in a loop without a pool: what
-is left between both is the pickle, the pipe and the event loop. The gap is the longest that a ticker of 1 ms had to wait.
+Trajectories of 104 tokens with log-probabilities, all asked at once. `alone` is the
+reward called in a loop without a pool: what is left between both is the pickle, the
+pipe and the event loop. The gap is the
+longest that a ticker of 1 ms had to wait.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ TEXTS = {"plain": "so it is {}", "boxed": r"hence \boxed{{{}}}", "latex": r"henc
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="rondel bench rewards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="rondel bench rewards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--reward", default="number")
     parser.add_argument("--text", choices=list(TEXTS), default="plain")
     parser.add_argument("--calls", type=int, default=5000)
@@ -40,7 +44,10 @@ def main(argv: list[str] | None = None) -> None:
         trajectory.extend(list(range(64)), logprobs=[-1.0] * 64, versions=[0] * 64)
         return trajectory
 
-    trajectories, task = [written(i) for i in range(a.calls)], Task("t", "single_turn", {"prompt": "What is it?", "answer": "7"})
+    trajectories, task = (
+        [written(i) for i in range(a.calls)],
+        Task("t", "single_turn", {"prompt": "What is it?", "answer": "7"}),
+    )
 
     async def asked(pool: RewardPool) -> tuple[float, float]:
         began, gap = time.perf_counter(), 0.0

@@ -1,9 +1,12 @@
-"""Rows of the table on the tiny task, from the same start and with the same number of samples; nothing is tuned to a row.
+"""Rows of the table on the tiny task, from the same start and with the same number
+of samples; nothing is tuned to a row.
 
     rondel bench rows --rows grpo,dr_grpo,dapo,gspo,cispo,rloo,reinforce_pp,ppo,opd --seeds 3 --json
-For every seed one supervised phase, then each row for `--steps` steps from its weights. The number is the mean reward of the last ten
-steps, averaged over the seeds, with the 95 % interval of Student's t over them. opd learns from what grpo has reached with the seed.
-`answers` were drawn in all: a row that drops groups draws more, for them and for those that were on their way.
+For every seed one supervised phase, then each row for `--steps` steps from its weights.
+The number is the mean reward of the last ten steps, averaged over the seeds, with the 95
+% interval of Student's t over them. opd
+learns from what grpo has reached with the seed. `answers` were drawn in all: a row that drops groups
+draws more, for them and for those that were on their way.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile by number 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="rondel bench rows", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="rondel bench rows", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", default="grpo,dr_grpo,dapo,gspo,cispo,rloo,reinforce_pp,ppo,opd")
     parser.add_argument("--seeds", type=int, default=3, choices=[1, *STUDENT])
     parser.add_argument("--steps", type=int, default=55)
@@ -56,9 +61,18 @@ def main(argv: list[str] | None = None) -> None:
                 ends[row].append(mean(curve[-10:]))
                 if row == rows[0]:
                     starts.append(curve[0])
-                print(f"seed {seed} {row:<14} {curve[0]:.2f} -> {ends[row][-1]:.3f}   {drawn:,} answers", file=sys.stderr, flush=True)
+                print(
+                    f"seed {seed} {row:<14} {curve[0]:.2f} -> {ends[row][-1]:.3f}   {drawn:,} answers",
+                    file=sys.stderr,
+                    flush=True,
+                )
     table = {
-        row: {"reward": round(mean(values), 3), "plus_minus": half(values), "seeds": [round(v, 3) for v in values], "answers": answers[row]}
+        row: {
+            "reward": round(mean(values), 3),
+            "plus_minus": half(values),
+            "seeds": [round(v, 3) for v in values],
+            "answers": answers[row],
+        }
         for row, values in ends.items()
     }
     if not a.json:

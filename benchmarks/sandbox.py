@@ -1,4 +1,5 @@
-"""What a box costs: a snippet by the pool of waiting boxes, a command in a box that is there, a new box for each command.
+"""What a box costs: a snippet by the pool of waiting boxes, a command in a box that
+is there, a new box for each command.
 
     rondel bench sandbox --json
 `pool_ms`   print(1) by `Functions.call`: a copy of a waiting interpreter
@@ -22,7 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="rondel bench sandbox", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="rondel bench sandbox", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--wall", default="auto", help="native or bubblewrap; auto takes the first that holds")
     parser.add_argument("--json", action="store_true")
@@ -53,7 +56,11 @@ def main(argv: list[str] | None = None) -> None:
         cell.call("print(1)")
         cell.kill()
 
-    result: dict[str, Any] = {"wall": isolation(a.wall).wall, "holds": ", ".join(isolation(a.wall).holds), "calls": a.calls}
+    result: dict[str, Any] = {
+        "wall": isolation(a.wall).wall,
+        "holds": ", ".join(isolation(a.wall).holds),
+        "calls": a.calls,
+    }
     few = max(5, a.calls // 5)
     with Functions(sandbox) as pool:
         result["pool_ms"], result["pool_ms_p90"] = timed(lambda: pool.call("print(1)"), a.calls)

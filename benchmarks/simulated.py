@@ -1,14 +1,17 @@
-"""What the simulator says of a run beside the run itself: engine and trainer in processes of their own, a core each, answers of unequal length.
+"""What the simulator says of a run beside the run itself: engine and trainer in processes of
+their own, a core each, answers of unequal length.
 
     rondel bench simulated --rounds 3 --json
 
 real        samples a second of the run, first steps left out
-simulated   of the loop on a virtual clock, with lengths and costs from journals: `ahead` with the costs of synchronous runs of two sizes,
-            as somebody has them who wants to know what staleness would bring; `after` with the run's own, which says whether the
-            simulator's order of events is the run's, whatever else the machine had to do meanwhile
+simulated   of the loop on a virtual clock, with lengths and costs from journals: `ahead` with the
+            costs of synchronous runs of two sizes, as somebody has them who wants to know what
+            staleness would bring; `after` with
+            the run's own, which says whether the simulator's order of events is the run's,
+            whatever else the machine had to do meanwhile
 
-`ratio` is simulated / real, over all rounds together. `load` is the machine's load average at the end: above the number of cores, `ahead` compares
-two different machines.
+`ratio` is simulated / real, over all rounds together. `load` is the machine's load average at
+the end: above the number of cores, `ahead` compares two different machines.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="that are counted")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4])
-    parser.add_argument("--groups", type=int, default=8, help="a step, and a quarter of it in the second synchronous run")
+    parser.add_argument(
+        "--groups", type=int, default=8, help="a step, and a quarter of it in the second synchronous run"
+    )
     parser.add_argument("--tokens", type=int, default=128, help="at most, of an answer")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--json", action="store_true")
@@ -73,7 +78,8 @@ def main(argv: list[str] | None = None) -> None:
     told["costs"] = {what: float(f"{value:.3g}") for what, value in vars(ahead).items()}
     told["load"] = round(os.getloadavg()[0], 1)
     told["within 15 %"] = {
-        which: all(abs(told[f"S = {s}"]["ratio"][which] - 1) <= 0.15 for s in a.staleness) for which in ("ahead", "after")
+        which: all(abs(told[f"S = {s}"]["ratio"][which] - 1) <= 0.15 for s in a.staleness)
+        for which in ("ahead", "after")
     }
     report(told, only_json=a.json)
 
@@ -103,7 +109,15 @@ def compared(folders: list[str], staleness: int, groups: int, ahead: Any) -> dic
     seen = [Timers(folder, first) for folder in folders]
     rate = sum(run.samples for run in seen) / sum(run.seconds for run in seen)
     bare = World(
-        engines=1, places=512, beat=[], prefill=0.0, train=0.0, lengths=recorded(*folders), prompts=groups, group=8, staleness=staleness
+        engines=1,
+        places=512,
+        beat=[],
+        prefill=0.0,
+        train=0.0,
+        lengths=recorded(*folders),
+        prompts=groups,
+        group=8,
+        staleness=staleness,
     )
     said = {
         which: simulate(costs.world(bare), steps=SIMULATED)

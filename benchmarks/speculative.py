@@ -26,8 +26,12 @@ def sentence(rng: random.Random) -> str:
     who = rng.choice(["Ada", "Bela", "Chen", "Dora", "Emil", "Fatima", "Goran", "Hana"])
     did = rng.choice(["counted", "painted", "carried", "sold", "hid", "repaired"])
     what = rng.choice(["boxes", "lamps", "violins", "maps", "kettles", "ladders", "clocks"])
-    where = rng.choice(["in the north hall", "behind the mill", "at the old harbour", "under the stairs", "near the orchard"])
-    return f"On {rng.choice(['Monday', 'Tuesday', 'Friday', 'Sunday'])} {who} {did} {rng.randint(2, 99)} {what} {where}."
+    where = rng.choice(
+        ["in the north hall", "behind the mill", "at the old harbour", "under the stairs", "near the orchard"]
+    )
+    return (
+        f"On {rng.choice(['Monday', 'Tuesday', 'Friday', 'Sunday'])} {who} {did} {rng.randint(2, 99)} {what} {where}."
+    )
 
 
 def copied(seed: int) -> str:
@@ -51,7 +55,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--new", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--k", type=int, default=4, help="most guesses")
     parser.add_argument("--always", action="store_true", help="guess whether it pays or not")
-    parser.add_argument("--pairs", type=int, default=3, help="runs without and with that count, after one pair that does not")
+    parser.add_argument(
+        "--pairs", type=int, default=3, help="runs without and with that count, after one pair that does not"
+    )
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=0, help="0 is all cores")
     parser.add_argument("--json", action="store_true")
@@ -79,14 +85,19 @@ def main(argv: list[str] | None = None) -> None:
             prompts = [template.opening([{"role": "user", "content": told(n)}]) for n in seeds]
         sampling = Sampling(temperature=heat, max_tokens=a.new, ignore_eos=True)
         began = time.perf_counter()
-        outs = await asyncio.gather(*(engine.generate(Request(p, sampling, key=sample_key(seed, i, 0))) for i, p in enumerate(prompts)))
+        outs = await asyncio.gather(
+            *(engine.generate(Request(p, sampling, key=sample_key(seed, i, 0))) for i, p in enumerate(prompts))
+        )
         return sum(len(o.tokens) for o in outs), time.perf_counter() - began
 
     for name in KINDS if a.kind == "all" else (a.kind,):
         kind, heat = KINDS[name]
         for running in map(int, a.running.split(",")):
             ahead = Speculation(a.k, Draft(other) if other is not None else None, always=a.always)
-            engines = [BuiltinEngine(loaded, run=device.run, kv_pages=16384, max_running=running, speculation=s) for s in (None, ahead)]
+            engines = [
+                BuiltinEngine(loaded, run=device.run, kv_pages=16384, max_running=running, speculation=s)
+                for s in (None, ahead)
+            ]
             rates: list[list[float]] = [[], []]
             before = (0, 0, 0)
             for pair in range(a.pairs + 1):

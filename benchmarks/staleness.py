@@ -1,9 +1,12 @@
 """What stale samples cost: the tiny task from one start a seed, the same steps and samples, with S = 0, 1, 2, 4 and 8.
 
     rondel bench staleness --seeds 3 --json
-The number is the mean reward of the final weights at temperature 1 over `--final` fresh groups, not of the last steps' samples, which
-older weights drew. `lag` is the mean of the second half of the run. Rows: grpo, which believes its samples, and decoupled, which weighs
-a token by proximal / behavior. Interval: 95 % of Student's t over the seeds. As many runs at once as there are cores, each with one thread.
+The number is the mean reward of the final weights at temperature 1 over `--final` fresh
+groups, not of the last steps' samples, which older weights drew. `lag` is the mean of the
+second half of the run. Rows: grpo, which
+believes its samples, and decoupled, which weighs a token by proximal / behavior. Interval: 95
+% of Student's t over the seeds. As many runs at
+once as there are cores, each with one thread.
 """
 
 from __future__ import annotations
@@ -39,7 +42,10 @@ def main(argv: list[str] | None = None) -> None:
     ends: dict[str, list[float]] = {}
     lags: dict[str, list[float]] = {}
     runs = [(seed, row, s) for seed in range(a.seeds) for row in a.rows.split(",") for s in a.staleness]
-    with tempfile.TemporaryDirectory() as scratch, ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool,
+    ):
         list(pool.map(begin, *zip(*[(Path(scratch), seed, a.warmup) for seed in range(a.seeds)])))
         results = pool.map(judged, *zip(*[(Path(scratch), *run, a.steps, a.final) for run in runs]))
         for (seed, row, s), (reward, lag) in zip(runs, results):

@@ -17,7 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="rondel bench step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="rondel bench step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m", help="folder, hub id or smollm2-135m")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
@@ -71,7 +73,8 @@ def main(argv: list[str] | None = None) -> None:
     new = median(tokens)
     gen_flop = 2 * (body * (median(prefilled) + median(decoded)) + head * new)
     train_s = step_s - gen_s
-    train_flop = 2 * (3 * body * median(packed) + 4 * head * new)  # the head's logits are computed again in the backward pass
+    # the head's logits are computed again in the backward pass
+    train_flop = 2 * (3 * body * median(packed) + 4 * head * new)
     out = {
         "bench": "step", "s_per_step": round(step_s, 2), "gen_s": round(gen_s, 2), "train_s": round(train_s, 2), "new_tokens": new,
         "gen_tok_s": round(new / gen_s, 1), "train_tok_s": round(new / train_s, 1), "prefilled": median(prefilled), "packed_tokens": median(packed), "padding": 0,

@@ -1,13 +1,16 @@
-"""What the longest answers cost: one of ten is eight times as long as the others, in synchronous training and with partial rollouts, in turn.
+"""What the longest answers cost: one of ten is eight times as long as the others, in
+synchronous training and with partial rollouts, in turn.
 
     rondel bench tails --json
 
 synchronous       every step waits for its longest answer, while the engine's batch runs empty
-partial rollout   max_staleness S >= 1 and window "auto": the groups that have ended are trained, the rest goes on under the new weights
+partial rollout   max_staleness S >= 1 and window "auto": the groups that have ended are trained, the
+                  rest goes on under the new weights
 
-`idle` is the part of the engine's places (engine.max_running a decode step) that no answer fills while the engine generates, a count and not
-a time; `seconds` is the median over the rounds of the time of one step, `waits` the trainer's part of it, first steps left out. `cut` is by
-how much the idle part falls.
+`idle` is the part of the engine's places (engine.max_running a decode step) that no answer
+fills while the engine generates, a count and not a time; `seconds` is the median over the
+rounds of the time of one step, `waits` the trainer's
+part of it, first steps left out. `cut` is by how much the idle part falls.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ class Mixed:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="rondel bench tails", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="rondel bench tails", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4])
@@ -54,7 +59,9 @@ def main(argv: list[str] | None = None) -> None:
         for name, staleness in modes.items():
             told[name].append(measured(a.steps, staleness))
             print(f"round {number + 1}, {name}: idle {told[name][-1]['idle']:.0%}", file=sys.stderr, flush=True)
-    result: dict[str, Any] = {name: {what: statistics.median(run[what] for run in runs) for what in runs[0]} for name, runs in told.items()}
+    result: dict[str, Any] = {
+        name: {what: statistics.median(run[what] for run in runs) for what in runs[0]} for name, runs in told.items()
+    }
     for name in modes:
         result[name]["cut"] = 1 - result[name]["idle"] / result["synchronous"]["idle"]
     report(result, only_json=a.json)

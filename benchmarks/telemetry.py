@@ -1,10 +1,12 @@
-"""What it costs that a run answers for itself: the time inside every reader of events and every time account, beside that of the steps.
+"""What it costs that a run answers for itself: the time inside every reader of events and
+every time account, beside that of the steps.
 
     rondel bench telemetry recipes/tiny.toml --steps 40 --json
 
-`share_of_step` has the share of the RL steps' CPU time (which other processes do not stretch) that each takes: Journal (a JSON line an event, flushed), StepMetrics (the fold, the sinks, the
-alarms), Progress, Advisor, Stacks, accounts. `telemetry` is their sum. RolloutStore is beside it, with what its thread does: it writes the
-answers themselves, which is data.
+`share_of_step` has the share of the RL steps' CPU time (which other processes do not stretch) that each takes: Journal
+(a JSON line an event, flushed), StepMetrics (the fold, the sinks, the alarms), Progress, Advisor,
+Stacks, accounts. `telemetry` is their sum. RolloutStore is
+beside it, with what its thread does: it writes the answers themselves, which is data.
 """
 
 from __future__ import annotations
@@ -45,7 +47,11 @@ def main(argv: list[str] | None = None) -> None:
     warm, marks = 0, []
 
     def timed(reader: Callable[[Any], None]) -> Callable[[], None]:
-        name = type(owner).__name__ if (owner := getattr(reader, "__self__", None)) is not None else getattr(reader, "__name__", "reader")
+        name = (
+            type(owner).__name__
+            if (owner := getattr(reader, "__self__", None)) is not None
+            else getattr(reader, "__name__", "reader")
+        )
 
         def read_timed(event: Any) -> None:
             began = time.thread_time()

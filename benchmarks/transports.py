@@ -1,11 +1,14 @@
-"""New weights on their way to an engine in another process: bytes, seconds, memory, and what share of copying memory that is.
+"""New weights on their way to an engine in another process: bytes, seconds, memory,
+and what share of copying memory that is.
 
     rondel bench transports --size 135m --json
     rondel bench transports --size 1.5b --kinds ipc,distributed --json
     rondel bench transports --step smollm2-135m --json        the delta after one real RL step at lr 1e-6, instead
     rondel bench transports --pause smollm2-135m --json       how long an engine that decodes stands still, instead
-Random bf16 weights of the size's shapes; every update publishes other bits, is taken by a second process, and each tensor's digest is
-computed at both ends. `moved` leaves the digests out. The limit is torch's copy of 1 GB, measured in between by the same thread.
+Random bf16 weights of the size's shapes; every update publishes other bits, is taken by a
+second process, and each tensor's digest is computed at both ends. `moved` leaves the
+digests out. The limit is torch's copy of 1
+GB, measured in between by the same thread.
 """
 
 from __future__ import annotations
@@ -28,8 +31,22 @@ SIZES = {
 def shapes(size: str) -> dict[str, tuple[int, ...]]:
     d, f, layers, h, k, v = SIZES[size]
     kv = d // h * k
-    one = {"q": (d, d), "k": (kv, d), "v": (kv, d), "o": (d, d), "gate": (f, d), "up": (f, d), "down": (d, f), "norm1": (d,), "norm2": (d,)}
-    return {"embed": (v, d), **{f"layers.{i}.{n}": shape for i in range(layers) for n, shape in one.items()}, "norm": (d,)}
+    one = {
+        "q": (d, d),
+        "k": (kv, d),
+        "v": (kv, d),
+        "o": (d, d),
+        "gate": (f, d),
+        "up": (f, d),
+        "down": (d, f),
+        "norm1": (d,),
+        "norm2": (d,),
+    }
+    return {
+        "embed": (v, d),
+        **{f"layers.{i}.{n}": shape for i in range(layers) for n, shape in one.items()},
+        "norm": (d,),
+    }
 
 
 def memory(what: str) -> int:
@@ -90,7 +107,9 @@ def measure(kind: str, size: str, updates: int, folder: str) -> dict[str, float]
     total = sum(2 * t.numel() for t in weights.values())
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=receiver, args=(theirs, transport_of(kind, folder=folder), shapes(size)), daemon=True)
+    child = context.Process(
+        target=receiver, args=(theirs, transport_of(kind, folder=folder), shapes(size)), daemon=True
+    )
     child.start()
     rows, root = [], ""
     for _ in range(updates + 2):  # two to warm up: a segment is mapped at its first use
@@ -106,7 +125,9 @@ def measure(kind: str, size: str, updates: int, folder: str) -> dict[str, float]
                 hashed += time.perf_counter() - t
                 yield row, tensor
 
-        manifest, route = transport.publish(Route(kind, 1, base=root) if kind == "distributed" else Route(kind, base=root), 1, described())
+        manifest, route = transport.publish(
+            Route(kind, 1, base=root) if kind == "distributed" else Route(kind, base=root), 1, described()
+        )
         published, grown = time.perf_counter() - began, memory("VmHWM") - before
         ours.send((manifest, route))
         began, sending = time.perf_counter(), None
@@ -118,7 +139,15 @@ def measure(kind: str, size: str, updates: int, folder: str) -> dict[str, float]
             sending.join()
         root = manifest.root
         rows.append(
-            (published + seconds, published + seconds - hashed - checked, copy_speed(), grown, their_growth, route.bytes, published)
+            (
+                published + seconds,
+                published + seconds - hashed - checked,
+                copy_speed(),
+                grown,
+                their_growth,
+                route.bytes,
+                published,
+            )
         )
     ours.send(None)
     child.join(30)
@@ -227,7 +256,9 @@ def after_a_step(model: str, lr: float) -> dict[str, float]:
 
 
 def pause(model: str, updates: int) -> dict[str, float]:
-    """How long an engine that decodes stands still for an update through shared memory, and the longest gap between two of its tokens."""
+    """How long an engine that decodes stands still for an update through shared memory, and
+    the longest gap between two of its tokens.
+    """
     import asyncio
 
     from _work import median, opened
@@ -258,7 +289,10 @@ def pause(model: str, updates: int) -> dict[str, float]:
         sync = Update(trainer.transport, probe=[], score=None, tolerance=0.0, moved=lambda: True)
         wanted = [Request([1 + i], Sampling(max_tokens=400, ignore_eos=True), key=i) for i in range(4)]
         heard: list[float] = []
-        jobs = [asyncio.create_task(engine.generate(r, on_token=lambda *_: heard.append(time.perf_counter()))) for r in wanted]
+        jobs = [
+            asyncio.create_task(engine.generate(r, on_token=lambda *_: heard.append(time.perf_counter())))
+            for r in wanted
+        ]
         while len(heard) < 40:
             await asyncio.sleep(0.01)
         usual.append(median([b - a for a, b in zip(heard[::4], heard[4::4])]))
@@ -279,7 +313,12 @@ def pause(model: str, updates: int) -> dict[str, float]:
     finally:
         stop()
         device.close()
-    rows = {"paused_ms": median(paused), "paused_most_ms": max(paused), "usual_step_ms": median(usual), "longest_gap_ms": max(gaps)}
+    rows = {
+        "paused_ms": median(paused),
+        "paused_most_ms": max(paused),
+        "usual_step_ms": median(usual),
+        "longest_gap_ms": max(gaps),
+    }
     return {name: round(1000 * value, 2) for name, value in rows.items()}
 
 
@@ -291,7 +330,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--kinds", default="ipc,disk,distributed,delta")
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--step", metavar="MODEL", default="", help="only the delta after one RL step of this model")
-    parser.add_argument("--pause", metavar="MODEL", default="", help="only how long an engine that decodes stands still")
+    parser.add_argument(
+        "--pause", metavar="MODEL", default="", help="only how long an engine that decodes stands still"
+    )
     parser.add_argument("--lr", type=float, default=1e-6, help="of that step")
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)

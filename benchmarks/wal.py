@@ -1,7 +1,8 @@
 """What the token log costs: one block a step of the engine, with and without fsync.
 
     rondel bench wal --rows 64 --json
-`microseconds` is the median time of one block of `--rows` tokens. A decode step of SmolLM2-135M with 64 requests takes 40 ms and more on two cores.
+`microseconds` is the median time of one block of `--rows` tokens. A decode step of SmolLM2-135M
+with 64 requests takes 40 ms and more on two cores.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="rondel bench wal", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="rondel bench wal", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--blocks", type=int, default=400)
     parser.add_argument("--folder", default=None, help="on which disk; a scratch folder when left out")

@@ -1,4 +1,6 @@
-"""Takes the pictures of dashboard.md anew: python docs/make_dashboard.py runs/tiny runs/apart (needs Chromium on the PATH and playwright)."""
+"""Takes the pictures of dashboard.md anew: python docs/make_dashboard.py runs/tiny
+runs/apart (needs Chromium on the PATH and playwright).
+"""
 
 from __future__ import annotations
 

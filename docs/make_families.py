@@ -1,4 +1,5 @@
-"""Measures every family of tests/families_kit.py and writes the table of docs/families.md: `python docs/make_families.py`.
+"""Measures every family of tests/families_kit.py and writes the table of
+docs/families.md: `python docs/make_families.py`.
 
 Tests compare line by line (tests/parity/test_families.py), so the page cannot rot.
 """

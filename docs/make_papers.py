@@ -1,4 +1,6 @@
-"""Writes the tables of rows and parts in docs/papers.md from `rondel.algos.table`: `python docs/make_papers.py`. A test compares."""
+"""Writes the tables of rows and parts in docs/papers.md from `rondel.algos.table`:
+`python docs/make_papers.py`. A test compares.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,9 @@ def parts() -> str:
 def page() -> str:
     """The page as it should be: the text around the tables stays."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    rows = "| `algo.kind` | paper | A | l | w | beside | oracle |\n|---|---|---|---|---|---|---|\n" + "".join(map(line, TABLE.values()))
+    rows = "| `algo.kind` | paper | A | l | w | beside | oracle |\n|---|---|---|---|---|---|---|\n" + "".join(
+        map(line, TABLE.values())
+    )
     return before + BEGIN + rows + "\n## Parts\n\n" + parts() + END + rest.partition(END)[2]
 
 

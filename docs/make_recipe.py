@@ -1,7 +1,7 @@
 """Writes the table of keys into docs/recipe.md from the models of core/config.py: `python docs/make_recipe.py`.
 
-A test compares (tests/e2e/test_docs.py), so the page cannot rot. A key's meaning is its description in config.py; where that is
-left to the name, it stands here.
+A test compares (tests/e2e/test_docs.py), so the page cannot rot. A key's meaning is its
+description in config.py; where that is left to the name, it stands here.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ def table() -> str:
 
 def kind(field: Any) -> str:
     """int, 1 or more · "hold", "drain" or "abort" · text or table"""
-    bounds = {name: getattr(rule, name) for rule in field.metadata for name in ("ge", "gt", "le", "lt") if hasattr(rule, name)}
+    bounds = {
+        name: getattr(rule, name) for rule in field.metadata for name in ("ge", "gt", "le", "lt") if hasattr(rule, name)
+    }
     words = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
     return ", ".join([spell(field.annotation), *(words[name].format(bound) for name, bound in bounds.items())])
 

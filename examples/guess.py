@@ -1,6 +1,8 @@
-"""A game of several turns that scores itself: three guesses for a number from 1 to 7, each answered by more, less or no.
+"""A game of several turns that scores itself: three guesses for a number from 1 to
+7, each answered by more, less or no.
 
-`env = "guess:Guess"`, with tasks of its own: `data = { kind = "guess:numbers" }`. Whoever halves what is left always wins.
+`env = "guess:Guess"`, with tasks of its own: `data = { kind = "guess:numbers" }`.
+Whoever halves what is left always wins.
 """
 
 from rondel.core.types import Score

@@ -1,4 +1,6 @@
-"""A world with Gymnasium's verbs: `env = "gym"`, `data = { kind = "gym", name = "guess_world:make", n = 200 }`. A number from 1 to 7 is to be guessed."""
+"""A world with Gymnasium's verbs: `env = "gym"`, `data = { kind = "gym", name =
+"guess_world:make", n = 200 }`. A number from 1 to 7 is to be guessed.
+"""
 
 import gymnasium
 from gymnasium.spaces import Text

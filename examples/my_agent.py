@@ -1,11 +1,13 @@
-"""An agent of somebody else's: `env = "gateway"`, `agent = "my_agent:solve"`. It knows nothing of Rondel but an address and a key.
+"""An agent of somebody else's: `env = "gateway"`, `agent = "my_agent:solve"`. It knows
+nothing of Rondel but an address and a key.
 
 What it returns is the score of its episode; one that returns nothing leaves that to the run's reward.
 """
 
 from openai import OpenAI
 
-CLIENT = OpenAI(api_key="none")  # made once, since that takes 30 ms; episodes share its connections, each with its own key
+# made once, since that takes 30 ms; episodes share its connections, each with its own key
+CLIENT = OpenAI(api_key="none")
 
 
 def solve(task, base_url, api_key):

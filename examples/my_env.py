@@ -1,7 +1,7 @@
 """An environment of your own, in two turns: `env = "my_env:SecondThought"`.
 
-An environment is an async function of a task and a chat. `give` hands over messages, `reply` lets the policy write; the chat
-keeps the tokens, so there is nothing to mask and nothing to tokenise here.
+An environment is an async function of a task and a chat. `give` hands over messages,
+`reply` lets the policy write; the chat keeps the tokens, so there is nothing to mask and nothing to tokenise here.
 """
 
 

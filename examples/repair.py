@@ -1,5 +1,6 @@
-"""A repository with a bug and a test that shows it: `env = "repair:Repair"`, `data = { kind = "repair:bugs" }`. What the policy writes runs in a box
-without a network; the episode is worth 1 if the test passes in the end, as it was given.
+"""A repository with a bug and a test that shows it: `env = "repair:Repair"`, `data = { kind =
+"repair:bugs" }`. What the policy writes runs in a box without a network; the episode is worth 1
+if the test passes in the end, as it was given.
 """
 
 import asyncio
@@ -34,7 +35,12 @@ def bugs(n=20):
             "main.py": f"def f(x, y):  # number {i}\n    return {wrong}\n",
             "test.py": f"from main import f\nassert {claim}, f(5, 3)\n",
         }
-        yield {"prompt": f"The test of repository {i} fails. Mend main.py.", "files": files, "right": right, "answer": ""}
+        yield {
+            "prompt": f"The test of repository {i} fails. Mend main.py.",
+            "files": files,
+            "right": right,
+            "answer": "",
+        }
 
 
 class Repository:
@@ -65,7 +71,9 @@ class Repository:
         return "passed" if ran.ok else f"failed: {ran.ended}\n{ran.stderr.decode(errors='replace')[-500:]}"
 
     def _score(self) -> Score:
-        """Not what run_tests says: there main.py and the test are one process, and main.py could say it. Here they have a box each."""
+        """Not what run_tests says: there main.py and the test are one process, and main.py
+        could say it. Here they have a box each.
+        """
         judge = Code(sandbox=Sandbox(), packages=[])
         test = self._files["test.py"].replace("from main import", "from solution import")
         return judge(Trajectory(text=self._files["main.py"]), Task("repair", "repair", {"tests": [test]}))

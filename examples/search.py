@@ -1,4 +1,5 @@
-"""Answers that must be looked up: `env = "search:Search"`, `data = { kind = "search:questions" }`, `reward = "search:grade"`.
+"""Answers that must be looked up: `env = "search:Search"`, `data = { kind =
+"search:questions" }`, `reward = "search:grade"`.
 
 The corpus is thirty sentences about lighthouses that do not exist (`facts.tsv`), ranked by BM25 (`pip install bm25s`).
 """

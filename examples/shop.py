@@ -1,5 +1,6 @@
-"""A customer talks to the policy, which acts on orders: `env = "shop:Shop"`, `data = { kind = "shop:wishes" }`. What counts is how the orders stand in
-the end. The customer is scripted, or a model at the OpenAI-shaped address in $USER_URL.
+"""A customer talks to the policy, which acts on orders: `env = "shop:Shop"`, `data = { kind =
+"shop:wishes" }`. What counts is how the orders stand in the end. The customer is scripted, or a
+model at the OpenAI-shaped address in $USER_URL.
 """
 
 import os
@@ -33,7 +34,9 @@ class Shop:
             return f"Please {task.data['wish']}." if turn == 0 else "Thank you, that is all."
         role = f"You are a customer of a shop who wants to {task.data['wish']}. Answer the clerk in one sentence."
         messages = [{"role": "system", "content": role}, {"role": "user", "content": said or "?"}]
-        async with AsyncOpenAI(base_url=os.environ["USER_URL"], api_key=os.environ.get("USER_KEY", "none"), timeout=60) as client:
+        async with AsyncOpenAI(
+            base_url=os.environ["USER_URL"], api_key=os.environ.get("USER_KEY", "none"), timeout=60
+        ) as client:
             reply = await client.chat.completions.create(model=os.environ.get("USER_MODEL", "user"), messages=messages)
         return reply.choices[0].message.content or ""
 

@@ -1,7 +1,7 @@
 """Sums that a small model cannot do in its head, each behind three conversations in which a calculator was asked.
 
-`data = { kind = "sums:sums" }` with `env = "tools"`, `tools = ["calculator"]`. A model that has never called a tool follows the examples now and
-then, which is enough for reinforcement to begin.
+`data = { kind = "sums:sums" }` with `env = "tools"`, `tools = ["calculator"]`. A model that has
+never called a tool follows the examples now and then, which is enough for reinforcement to begin.
 """
 
 import json
@@ -26,4 +26,7 @@ def sums(n=200, seed=0):
     for _ in range(n):
         a, sign, b = draw.randint(100, 999), draw.choice("+-*"), draw.randint(11, 99)
         result = {"+": a + b, "-": a - b, "*": a * b}[sign]
-        yield {"messages": [{"role": r, "content": c} for r, c in conversation(f"{a} {sign} {b}")], "answer": str(result)}
+        yield {
+            "messages": [{"role": r, "content": c} for r, c in conversation(f"{a} {sign} {b}")],
+            "answer": str(result),
+        }

@@ -81,7 +81,13 @@ class Ragged:
         at = torch.tensor(range(len(self.lengths_N)) if order is None else order, dtype=torch.int64)
         parts = {name: part_N[at] for name, part_N in self.parts.items()}
         old_T, mu_T, ref_T = self.others_3T
-        by_token = {"values_T": self.values_T, "proximal_T": old_T, "behavior_T": mu_T, "ref_T": ref_T, "teacher_T": self.teacher_T}
+        by_token = {
+            "values_T": self.values_T,
+            "proximal_T": old_T,
+            "behavior_T": mu_T,
+            "ref_T": ref_T,
+            "teacher_T": self.teacher_T,
+        }
         by_token = {name: self._ordered(x_T, at.tolist()) for name, x_T in by_token.items()}
         greedy_N = self.group_N[at].to(F64) / 10
         return Scored(self.rewards_N[at], self.group_N[at], self.lengths_N[at], parts, greedy_N=greedy_N, **by_token)
@@ -101,16 +107,24 @@ class Ragged:
         return self.others_3T.mean(0) / 3
 
     def loss(
-        self, row: Algorithm, *, order: list[int] | None = None, cuts: list[int] | None = None, noted: bool | None = None
+        self,
+        row: Algorithm,
+        *,
+        order: list[int] | None = None,
+        cuts: list[int] | None = None,
+        noted: bool | None = None,
     ) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
-        """(loss, gradient on the logits, terms of each micro-batch); the samples in `order`, cut before the positions `cuts`.
+        """(loss, gradient on the logits, terms of each micro-batch); the samples in
+        `order`, cut before the positions `cuts`.
 
         `noted`: decide over the whole update; by default only where the row asks for it.
         """
         order = list(range(len(self.lengths_N))) if order is None else order
         noted = "proximal_logprobs" in row.needs if noted is None else noted
         scored, starts = self.scored(order), (self.lengths_N.cumsum(0) - self.lengths_N).tolist()
-        at_T = torch.cat([torch.arange(starts[i], starts[i] + int(self.lengths_N[i])) for i in order] or [torch.zeros(0)]).long()
+        at_T = torch.cat(
+            [torch.arange(starts[i], starts[i] + int(self.lengths_N[i])) for i in order] or [torch.zeros(0)]
+        ).long()
         leaf_TV = self.logits_TV.clone().requires_grad_()
         own_TV = self.logits_TV.log_softmax(-1)
         known = {
@@ -136,7 +150,9 @@ class Ragged:
                 entropy_T=-(logps.exp() * logps).sum(-1),
                 ref_T=ref_T[here],
                 weight_T=weight_T[here],
-                decided=Ahead(**{name: values_T[here] for name, values_T in vars(decided).items() if values_T is not None}),
+                decided=Ahead(
+                    **{name: values_T[here] for name, values_T in vars(decided).items() if values_T is not None}
+                ),
                 **{name: values_T[here] for name, values_T in known.items()},
             )
             loss.backward()

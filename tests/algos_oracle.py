@@ -1,4 +1,6 @@
-"""Every formula of the table once more: Python floats, one token at a time, loops. Only logp and entropy are tensors, for their gradient."""
+"""Every formula of the table once more: Python floats, one token at a time, loops. Only logp
+and entropy are tensors, for their gradient.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def naive(row: Algorithm, batch: Ragged) -> tuple[Tensor, Tensor]:
     advantages = token_advantages(row, batch)
     anchor = mu if row.ratio.anchor == "behavior" else old
     weights = corrections(row, [o - m for o, m in zip(old, mu, strict=True)], mates, advantages)
-    kept = [counts_at_all(row, weights[t], [old[s] - mu[s] for s in mates[t]], old[t] - mu[t]) for t in range(len(owner))]
+    kept = [
+        counts_at_all(row, weights[t], [old[s] - mu[s] for s in mates[t]], old[t] - mu[t]) for t in range(len(owner))
+    ]
     counts = [sum(kept[t] for t in range(len(owner)) if owner[t] == i) for i in range(len(lengths))]
     nats = [h.item() for h in entropy]
     chosen, acts = selected(row, advantages, old, mu, nats), bonus_acts(row, nats)
@@ -66,7 +70,8 @@ def naive(row: Algorithm, batch: Ragged) -> tuple[Tensor, Tensor]:
     return total.detach(), torch.autograd.grad(total, leaf, allow_unused=True)[0]
 
 
-# -- rewards to advantages ------------------------------------------------------------------------------------------------
+# -- rewards to advantages
+# ------------------------------------------------------------------------------------------------
 
 
 def token_advantages(row: Algorithm, batch: Ragged) -> list[float]:
@@ -86,7 +91,9 @@ def preferred(rule, batch: Ragged, shaped: list[float]) -> list[float]:
     """DPO, pair by pair: the slope of -log sigmoid(m) on each of the two sums."""
     old, _, ref = batch.others_3T.tolist()
     ends = batch.lengths_N.cumsum(0).tolist()
-    moved = [sum(old[t] - ref[t] for t in range(end - n, end)) for end, n in zip(ends, batch.lengths_N.tolist(), strict=True)]
+    moved = [
+        sum(old[t] - ref[t] for t in range(end - n, end)) for end, n in zip(ends, batch.lengths_N.tolist(), strict=True)
+    ]
     written = [i for i, n in enumerate(batch.lengths_N.tolist()) if n > 0]
     out, pairs = [0.0] * len(shaped), []
     for g in set(batch.group_N.tolist()):
@@ -97,7 +104,9 @@ def preferred(rule, batch: Ragged, shaped: list[float]) -> list[float]:
             pairs.append([(w, b) for b in best for w in worst])
     for group in pairs:
         for w, b in group:
-            push = rule.beta / (1 + math.exp(rule.beta * (moved[b] - moved[w]))) * len(written) / len(pairs) / len(group)
+            push = (
+                rule.beta / (1 + math.exp(rule.beta * (moved[b] - moved[w]))) * len(written) / len(pairs) / len(group)
+            )
             out[b] += push
             out[w] -= push
     return out
@@ -176,7 +185,8 @@ def shape(rule, reward: float, length: int, siblings: list[int]) -> float:
     return reward
 
 
-# -- corrections and choices ----------------------------------------------------------------------------------------------
+# -- corrections and choices
+# ----------------------------------------------------------------------------------------------
 
 
 def corrections(row: Algorithm, gap: list[float], mates: dict[int, list[int]], advantages: list[float]) -> list[float]:
@@ -222,7 +232,9 @@ def counts_at_all(row: Algorithm, weight: float, gaps: list[float], own: float) 
         return how == "all" or weight != 0
     found = {"none": 0.0, "token": own, "sequence": sum(gaps), "geometric": mean(gaps)}[rule.reject]
     vetoed = bool(rule.veto) and min(gaps) < math.log(rule.veto)
-    return not vetoed and (rule.reject == "none" or rule.reject_low <= math.exp(bounded(found, -20, 20)) <= rule.reject_high)
+    return not vetoed and (
+        rule.reject == "none" or rule.reject_low <= math.exp(bounded(found, -20, 20)) <= rule.reject_high
+    )
 
 
 def largest(values: list[float], share: float, whole=math.ceil) -> list[bool]:
@@ -230,7 +242,9 @@ def largest(values: list[float], share: float, whole=math.ceil) -> list[bool]:
     return [v >= bar for v in values]
 
 
-def selected(row: Algorithm, advantages: list[float], old: list[float], mu: list[float], entropy: list[float]) -> list[bool]:
+def selected(
+    row: Algorithm, advantages: list[float], old: list[float], mu: list[float], entropy: list[float]
+) -> list[bool]:
     rule, name, t = row.surrogate, type(row.surrogate).__name__, len(old)
     if not t:
         return []
@@ -259,7 +273,8 @@ def bonus_acts(row: Algorithm, entropy: list[float]) -> list[bool]:
     return largest(entropy, rule.top) if rule.top < 1 else [True] * len(entropy)
 
 
-# -- one token --------------------------------------------------------------------------------------------------------------
+# -- one token
+# --------------------------------------------------------------------------------------------------------------
 
 
 def row_ratio(row: Algorithm, x: list[Tensor], mates: list[int], t: int) -> Tensor:
@@ -312,14 +327,18 @@ SURROGATES = {
     "SoftGate": gate,
     "GeometricMean": geometric,
     "DivergenceMask": divergence,
-    "MirrorDescent": lambda rule, *, lp, x, xs, a, **_: -a * lp + rule.tau / 2 * x * (sum(xs) if rule.level == "sequence" else x),
+    "MirrorDescent": lambda rule, *, lp, x, xs, a, **_: (
+        -a * lp + rule.tau / 2 * x * (sum(xs) if rule.level == "sequence" else x)
+    ),
     "ClipCov": lambda rule, *, chosen, **rest: 0.0 if chosen else clip(rule, **rest),
     "KlCov": lambda rule, *, x, a, chosen, **_: -x.exp() * a + (rule.coef * x.abs() if chosen else 0.0),
     "Forking": lambda rule, *, chosen, **rest: clip(rule, **rest) if chosen else 0.0,
     "Tapered": tapered,
     "CappedWeight": lambda rule, *, lp, a, drift, **_: -min(math.exp(drift), rule.cap) * a * lp,
     "SecondMoment": lambda rule, *, lp, a, drift, chosen, **_: -(drift + lp - lp.detach()).exp() * a if chosen else 0.0,
-    "Guided": lambda rule, *, lp, a, guided, **rest: -lp.exp() / (lp.exp() + rule.gamma) * a if guided else clip(rule, a=a, **rest),
+    "Guided": lambda rule, *, lp, a, guided, **rest: (
+        -lp.exp() / (lp.exp() + rule.gamma) * a if guided else clip(rule, a=a, **rest)
+    ),
 }
 
 
@@ -349,7 +368,8 @@ def per_token(row: Algorithm, counts: list[int], i: int) -> float:
     )
 
 
-# -- verl's losses, once more -----------------------------------------------------------------------------------------------
+# -- verl's losses, once more
+# -----------------------------------------------------------------------------------------------
 
 ROOT, CORR = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 VERL = {  # a config beside adv_estimator = grpo
@@ -371,7 +391,9 @@ for _name in ("rejects tokens", "rejects answers", "icepop, rejects", "k3"):
 
 
 def far_reference(batch: Ragged) -> Ragged:
-    """Some tokens lie so far from the reference that k3 is above 10; nobody is a demonstration, of which the peers know nothing."""
+    """Some tokens lie so far from the reference that k3 is above 10; nobody is a
+    demonstration, of which the peers know nothing.
+    """
     old, mu, ref = batch.others_3T
     return replace(batch, others_3T=torch.stack([old, mu, ref + 1.5]), guided_N=torch.zeros_like(batch.guided_N))
 

@@ -1,7 +1,8 @@
 """Before anything imports torch or Triton: threads that wait sleep, and without a GPU Triton's kernels are interpreted.
 
-Test workers share the cores. A thread pool that spins while it waits takes the core from the one it waits for: two processes of two
-threads each took 110 s on two cores for what they do in 3 s when they sleep (docs/LOG.md).
+Test workers share the cores. A thread pool that spins while it waits takes the core from
+the one it waits for: two processes of two threads each took 110 s on two cores for what
+they do in 3 s when they sleep (docs/LOG.md).
 """
 
 import os

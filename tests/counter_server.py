@@ -57,7 +57,12 @@ def png(width, height, colour, spoiled):
 
     rows = zlib.compress((b"\0" + bytes(colour) * width) * height)
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    whole = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows[:20] if spoiled else rows) + chunk(b"IEND", b"")
+    whole = (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", head)
+        + chunk(b"IDAT", rows[:20] if spoiled else rows)
+        + chunk(b"IEND", b"")
+    )
     return base64.b64encode(whole).decode()
 
 

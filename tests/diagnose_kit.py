@@ -1,4 +1,6 @@
-"""Journals of runs that never were: a healthy one, and what one fault makes of it. Real events through the real journal."""
+"""Journals of runs that never were: a healthy one, and what one fault makes of it.
+Real events through the real journal.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def write(
     seed: int = 0,
     metrics: Numbers = lambda step, rng: {},
     rewards: Callable[[int, random.Random], list[list[float]]] | None = None,
-    lengths: Callable[[int, random.Random, list[float]], list[int]] = lambda step, rng, r: [max(8, round(rng.gauss(60, 15))) for _ in r],
+    lengths: Callable[[int, random.Random, list[float]], list[int]] = lambda step, rng, r: [
+        max(8, round(rng.gauss(60, 15))) for _ in r
+    ],
     finished: Callable[[int], dict[str, Any]] = lambda step: {},
     seconds: dict[str, float] | None = None,
     workers: Callable[[int], Iterable[words.Event]] = lambda step: (),
@@ -79,7 +83,11 @@ def write(
         for given in groups:
             told = {"kept": True, "reason": "", "truncated": 0, **finished(step)}
             journal.write(words.Admitted(number, f"t/{number}", step - 1))
-            journal.write(words.GroupFinished(number, f"t/{number}", step - 1, rewards=given, lengths=lengths(step, rng, given), **told))
+            journal.write(
+                words.GroupFinished(
+                    number, f"t/{number}", step - 1, rewards=given, lengths=lengths(step, rng, given), **told
+                )
+            )
             taken.append(SimpleNamespace(id=number, born=step - 1 - lag))
             number += 1
         journal.write(words.GroupsTaken(step, step - 1, taken, tree["loop"]["max_staleness"]))
@@ -111,12 +119,15 @@ def at(step: int, *events: words.Event) -> Callable[[int], Iterable[words.Event]
     return lambda now: events if now == step else ()
 
 
-# -- one fault each: what is changed, and the findings that must come of it, the first one above all ---------------------------------
+# -- one fault each: what is changed, and the findings that must come of it, the first one
+# above all ---------------------------------
 
 
 def unanimous(value: float) -> Callable[[int, random.Random], list[list[float]]]:
     """Once in a while one answer differs."""
-    return lambda step, rng: [[1.0 - value if step == 2 and not g and not i else value for i in range(4)] for g in range(4)]
+    return lambda step, rng: [
+        [1.0 - value if step == 2 and not g and not i else value for i in range(4)] for g in range(4)
+    ]
 
 
 def solved_by(chance: Callable[[int], float]) -> Callable[[int, random.Random], list[list[float]]]:
@@ -145,7 +156,10 @@ FAULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "the reward collapses": (dict(rewards=solved_by(lambda s: 0.7 if s <= 12 else 0.15)), {"reward_collapse"}),
     "length is paid": (dict(rewards=paid_by_length, lengths=as_long_as_paid), {"length_bias", "reward_hacking"}),
     "shortness is paid": (
-        dict(rewards=paid_by_length, lengths=lambda s, rng, r: [max(4, round(120 - 100 * x + rng.gauss(0, 8))) for x in r]),
+        dict(
+            rewards=paid_by_length,
+            lengths=lambda s, rng, r: [max(4, round(120 - 100 * x + rng.gauss(0, 8))) for x in r],
+        ),
         {"length_bias"},
     ),
     "the learning rate is far too high": (
@@ -163,15 +177,27 @@ FAULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "entropy collapses": (dict(metrics=lambda s, rng: {"train/entropy": 1.2 * 0.75**s}), {"entropy_collapse"}),
     "entropy explodes": (dict(metrics=lambda s, rng: {"train/entropy": 1.2 + 0.12 * s}), {"entropy_explosion"}),
     "the policy runs away": (dict(metrics=lambda s, rng: {"train/kl_to_start": 0.02 * 1.4**s}), {"kl_runaway"}),
-    "gradients explode": (dict(metrics=lambda s, rng: {"train/grad_norm": 0.5 if s < 15 else 40.0}), {"gradient_explosion"}),
-    "gradients are always cut": (dict(metrics=lambda s, rng: {"train/grad_norm": rng.uniform(15, 30)}), {"clipped_always"}),
+    "gradients explode": (
+        dict(metrics=lambda s, rng: {"train/grad_norm": 0.5 if s < 15 else 40.0}),
+        {"gradient_explosion"},
+    ),
+    "gradients are always cut": (
+        dict(metrics=lambda s, rng: {"train/grad_norm": rng.uniform(15, 30)}),
+        {"clipped_always"},
+    ),
     "steps are skipped": (
         dict(note=lambda s: "gradient: its norm is inf over group 3" if s in (9, 10) else ""),
         {"steps_skipped"},
     ),
     "lr is 0": (dict(metrics=lambda s, rng: {"train/lr": 0.0, "train/weights_changed": 0.0}), {"weights_still"}),
-    "lr is below the resolution": (dict(metrics=lambda s, rng: {"train/lr": 1e-9, "train/weights_changed": 1e-5}), {"weights_still"}),
-    "too many tokens are clipped": (dict(metrics=lambda s, rng: {"train/clip_fraction": rng.uniform(0.4, 0.6)}), {"clip_fraction"}),
+    "lr is below the resolution": (
+        dict(metrics=lambda s, rng: {"train/lr": 1e-9, "train/weights_changed": 1e-5}),
+        {"weights_still"},
+    ),
+    "too many tokens are clipped": (
+        dict(metrics=lambda s, rng: {"train/clip_fraction": rng.uniform(0.4, 0.6)}),
+        {"clip_fraction"},
+    ),
     "engine and trainer disagree": (
         dict(metrics=lambda s, rng: {"train/mismatch_k3_lag_0": 0.02 * rng.lognormvariate(0, 0.3)}),
         {"gap_above_bound"},
@@ -179,26 +205,46 @@ FAULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "the gap grows": (dict(metrics=lambda s, rng: {"train/mismatch_k3_lag_0": 1e-6 * 1.3**s}), {"gap_growing"}),
     "stale without correction": (dict(lag=4, job={"loop.max_staleness": 4}), {"lag_uncorrected"}),
     "too stale to be worth anything": (
-        dict(lag=4, job={"loop.max_staleness": 8}, facts={"corrects": True}, metrics=lambda s, rng: {"train/mismatch_ess_token": 0.2}),
+        dict(
+            lag=4,
+            job={"loop.max_staleness": 8},
+            facts={"corrects": True},
+            metrics=lambda s, rng: {"train/mismatch_ess_token": 0.2},
+        ),
         {"stale_rollouts"},
     ),
     "answers are cut": (dict(finished=lambda s: {"truncated": 2}), {"truncation"}),
     "the reward breaks": (
-        dict(rewards=lambda s, rng: [[1.0, 0.0], [0.0, 1.0]], lengths=lambda s, rng, r: [50, 60, 55, 70], finished=lambda s: {"failed": 2}),
+        dict(
+            rewards=lambda s, rng: [[1.0, 0.0], [0.0, 1.0]],
+            lengths=lambda s, rng, r: [50, 60, 55, 70],
+            finished=lambda s: {"failed": 2},
+        ),
         {"failing_reward"},
     ),
     "the environment breaks": (dict(ledger=lambda s: {"failed/environment fault": s}), {"failing_groups"}),
     "nearly all is refused": (
-        dict(finished=lambda s: {"kept": False, "reason": "no signal"}, ledger=lambda s: {"filtered/no signal": 4 * s, "trained": 0}),
+        dict(
+            finished=lambda s: {"kept": False, "reason": "no signal"},
+            ledger=lambda s: {"filtered/no signal": 4 * s, "trained": 0},
+        ),
         {"dropped_groups"},
     ),
     "the trainer waits": (
-        dict(job=SPLIT, facts={"corrects": True}, seconds={"wait": 8.0}, workers=lambda s: [engine(s, generate=10.0, idle=0.5, held=0.1)]),
+        dict(
+            job=SPLIT,
+            facts={"corrects": True},
+            seconds={"wait": 8.0},
+            workers=lambda s: [engine(s, generate=10.0, idle=0.5, held=0.1)],
+        ),
         {"starved_trainer"},
     ),
     "the engines wait": (
         dict(
-            job=SPLIT, facts={"corrects": True}, seconds={"wait": 0.1, "train": 9.0}, workers=lambda s: [engine(s, generate=2.0, idle=7.0)]
+            job=SPLIT,
+            facts={"corrects": True},
+            seconds={"wait": 0.1, "train": 9.0},
+            workers=lambda s: [engine(s, generate=2.0, idle=7.0)],
         ),
         {"starved_engine"},
     ),
@@ -207,12 +253,18 @@ FAULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"short_of_pages"},
     ),
     "the batch is nearly empty": (
-        dict(seconds={"wait": 6.0}, workers=lambda s: [engine(s, generate=6.0, steps=60, tokens=200, requests=200, room=3840)]),
+        dict(
+            seconds={"wait": 6.0},
+            workers=lambda s: [engine(s, generate=6.0, steps=60, tokens=200, requests=200, room=3840)],
+        ),
         {"underfilled_engine"},
     ),
     "sync is slow": (dict(seconds={"sync": 4.0}), {"slow_sync"}),
     "milestones are slow": (dict(seconds={"milestone": 9.0}), {"slow_milestones"}),
-    "out of memory": (dict(last=words.Broke("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.5 GiB")), {"out_of_memory"}),
+    "out of memory": (
+        dict(last=words.Broke("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.5 GiB")),
+        {"out_of_memory"},
+    ),
     "memory is nearly full": (
         dict(facts={"device_bytes": 80 << 30}, workers=lambda s: [words.Resident({"train": 79 << 30}, {"train": {}})]),
         {"memory_near_limit"},
@@ -220,10 +272,16 @@ FAULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "an error": (dict(last=words.Broke("SyncError: the root digest differs")), {"broke"}),
     "killed": (dict(last=None), {"died"}),
     "a wait without end": (
-        dict(beside=at(12, words.Stalled("the learner waits for rollouts since 600 s", "logs")), last=words.Broke("StalledError: …")),
+        dict(
+            beside=at(12, words.Stalled("the learner waits for rollouts since 600 s", "logs")),
+            last=words.Broke("StalledError: …"),
+        ),
         {"stalled", "broke"},
     ),
-    "an engine dies again and again": (dict(beside=lambda s: [words.Warned(AGAIN)] if s in (5, 11, 17) else ()), {"restarts"}),
+    "an engine dies again and again": (
+        dict(beside=lambda s: [words.Warned(AGAIN)] if s in (5, 11, 17) else ()),
+        {"restarts"},
+    ),
     "nothing is saved": (dict(job={"run.checkpoint.every": 0}, last=None), {"no_checkpoint", "died"}),
     "held out falls, trained rises": (
         dict(
@@ -232,7 +290,13 @@ FAULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
         ),
         {"overfit"},
     ),
-    "training tasks are those of the evaluation": (dict(facts={"tasks": {"train": 500, "held_out": 50, "leaked": 70}}), {"leaked_tasks"}),
-    "tasks are there twice": (dict(facts={"tasks": {"train": 500, "held_out": 50, "duplicates": 90}}), {"duplicate_tasks"}),
+    "training tasks are those of the evaluation": (
+        dict(facts={"tasks": {"train": 500, "held_out": 50, "leaked": 70}}),
+        {"leaked_tasks"},
+    ),
+    "tasks are there twice": (
+        dict(facts={"tasks": {"train": 500, "held_out": 50, "duplicates": 90}}),
+        {"duplicate_tasks"},
+    ),
     "two tasks": (dict(facts={"tasks": {"train": 2, "held_out": 50}}), {"few_tasks"}),
 }

@@ -28,8 +28,9 @@ def _heard(event: str, args: tuple) -> None:
 class PowerCut:
     """What the disk under `folder` has for certain, and what a machine may find there after a power cut at this moment.
 
-    A file's bytes are on the disk as they were at its last fsync, a folder's names as they were at the folder's. Everything since is there
-    or not by chance, each name and each tail of a file for itself: no order is promised between them.
+    A file's bytes are on the disk as they were at its last fsync, a folder's names as they
+    were at the folder's. Everything since is there or not by chance, each name and each tail of a
+    file for itself: no order is promised between them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,8 +42,8 @@ class PowerCut:
 
     @contextmanager
     def watched(self, moment: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """`moment` is called before every change of a name, and before and after every fsync, in the thread that makes it; what the thread of
-        the rollouts does is seen with the next one of those."""
+        """`moment` is called before every change of a name, and before and after every fsync, in
+        the thread that makes it; what the thread of the rollouts does is seen with the next one of those."""
         plain = os.fsync
 
         def look(event: str = "") -> None:
@@ -118,7 +119,9 @@ RDONLY, REMOUNT, BIND, REC, PRIVATE, DETACH = 1, 32, 4096, 16384, 1 << 18, 2
 
 
 def apart() -> bool:
-    """From here on the mounts of this process are its own. Needs root, or namespaces for everybody. -> whether that is allowed here"""
+    """From here on the mounts of this process are its own. Needs root, or namespaces for
+    everybody. -> whether that is allowed here
+    """
     libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
     if user != 0:
         if libc.unshare(NEWUSER):
@@ -130,7 +133,13 @@ def apart() -> bool:
 
 
 def _mount(source: str, at: Path | str, kind: str = "", flags: int = 0, data: str = "") -> bool:
-    arguments = [os.fsencode(source), os.fsencode(at), kind.encode() or None, ctypes.c_ulong(flags), data.encode() or None]
+    arguments = [
+        os.fsencode(source),
+        os.fsencode(at),
+        kind.encode() or None,
+        ctypes.c_ulong(flags),
+        data.encode() or None,
+    ]
     return ctypes.CDLL(None, use_errno=True).mount(*arguments) == 0
 
 

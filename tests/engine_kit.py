@@ -16,13 +16,20 @@ from rondel.models.load import Loaded, load
 torch.set_num_threads(1)
 
 SIZE = dict(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
 )
 LLAMA = {"random": "llama", **SIZE, "seed": 3}
 
 
 def tiny(kind: str = "llama", **config) -> Loaded:
-    """Random weights, larger than initialised, so that attention looks somewhere and distributions are far from uniform."""
+    """Random weights, larger than initialised, so that attention looks somewhere and
+    distributions are far from uniform.
+    """
     loaded = load({"random": kind, "seed": 3, **(config or SIZE)}, dtype="float32")
     with torch.no_grad():
         for name, p in loaded.model.named_parameters():
@@ -43,7 +50,9 @@ async def inline(f, *args):
 
 
 def engine(loaded: Loaded, **settings) -> BuiltinEngine:
-    return BuiltinEngine(loaded, **{"run": inline, "kv_pages": 4096, "max_running": 16, "prefill_tokens": 256, **settings})
+    return BuiltinEngine(
+        loaded, **{"run": inline, "kv_pages": 4096, "max_running": 16, "prefill_tokens": 256, **settings}
+    )
 
 
 def ask(tokens: list[int], *, key: int | None = None, n: int = 16, **sampling) -> Request:

@@ -26,7 +26,13 @@ FEW = {"num_experts": 4, "moe_intermediate_size": 32}
 LATENT = dict(
     num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
 )  # fmt: skip
-ROUTED = EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+ROUTED = EXPERTS | {
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
 LATER = {k: v for k, v in ROUTED.items() if k != "first_k_dense_replace"}  # its first layer is dense by itself
 FAMILIES = {
     "apertus": SIZE,
@@ -44,7 +50,10 @@ FAMILIES = {
     "exaone4": MIXED,
     "flex_olmo": SIZE | EXPERTS | {"num_experts": 4},
     "gemma": SIZE | HEAD | APART,
-    "gemma2": SIZE | HEAD | WINDOW | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0, "query_pre_attn_scalar": 24},
+    "gemma2": SIZE
+    | HEAD
+    | WINDOW
+    | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0, "query_pre_attn_scalar": 24},
     "gemma3_text": MIXED | HEAD,
     "glm": SIZE | HEAD,
     "glm4": SIZE | HEAD,
@@ -53,7 +62,8 @@ FAMILIES = {
     "gpt2": OLD,
     "gpt_bigcode": OLD,
     "gpt_neox": ALONE,
-    "granite": SIZE | {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
+    "granite": SIZE
+    | {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
     "granitemoe": SIZE | EXPERTS | {"num_local_experts": 4},
     "granitemoeshared": SIZE | EXPERTS | {"num_local_experts": 4, "shared_intermediate_size": 32},
     "helium": SIZE | HEAD,
@@ -72,7 +82,12 @@ FAMILIES = {
     "olmo3": MIXED,
     "olmoe": SIZE | EXPERTS | {"num_experts": 4, "clip_qkv": 2.0},
     "opt": dict(
-        hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=512, word_embed_proj_dim=64
+        hidden_size=64,
+        ffn_dim=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        word_embed_proj_dim=64,
     ),
     "persimmon": ALONE,
     "phi": SIZE,
@@ -170,7 +185,8 @@ def own(kind: str) -> Any:
 class Measured:
     greedy: bool  # the engine's tokens are those of `generate`
     gap: float  # largest difference of a raw logprob to a plain forward pass
-    replayed: float | None = None  # the same for a packed pass that repeats the engine's choice of experts; None for a dense model
+    # the same for a packed pass that repeats the engine's choice of experts; None for a dense model
+    replayed: float | None = None
     obeyed: bool = True  # and another choice gives another answer
 
 
@@ -190,7 +206,10 @@ def measure(kind: str) -> Measured:
     if not loaded.routers:
         return Measured(greedy, gap)
     routes = [torch.from_numpy(c.experts).long() for c in done]
-    same, other = (max(_replayed(loaded, w, (r + step) % 4, c.raw_logprobs) for w, r, c in zip(whole, routes, done)) for step in (0, 1))
+    same, other = (
+        max(_replayed(loaded, w, (r + step) % 4, c.raw_logprobs) for w, r, c in zip(whole, routes, done))
+        for step in (0, 1)
+    )
     return Measured(greedy, gap, same, other > 1e-3)
 
 
@@ -222,7 +241,9 @@ def refusal(kind: str) -> str:
 
 
 def row(kind: str) -> str:
-    """| family | greedy | gap | replay | note |: bounds rather than figures, so that every machine writes the same line."""
+    """| family | greedy | gap | replay | note |: bounds rather than figures, so that
+    every machine writes the same line.
+    """
     if kind in REFUSED:
         why = refusal(kind).partition("is not supported: ")[2].partition(". Serve it")[0]
         return f"| `{kind}` | refused | | | {why} |"

@@ -1,4 +1,6 @@
-"""An episode behind the gateway: an agent of the test's, a policy of scripted turns, and what must hold of every record."""
+"""An episode behind the gateway: an agent of the test's, a policy of scripted
+turns, and what must hold of every record.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from rondel.generate.envs.gateway.env import Gateway
 TASK = Task("t/1", "gateway", {"prompt": "what is three plus four?", "answer": "7"})
 QWEN = (  # tools in the system message, calls as tagged JSON, results from the user
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content "
+    "}}\n</tool_response><|im_end|>\n"
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}\n<tool_call>\n"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}'
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -26,7 +29,11 @@ AGAIN = {"role": "user", "content": "look again."}
 ADD = {
     "name": "add",
     "description": "The sum of two numbers.",
-    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]},
+    "parameters": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        "required": ["a", "b"],
+    },
 }
 TOOL = {"type": "function", "function": ADD}
 
@@ -43,7 +50,9 @@ def call(name: str = "add", **arguments: Any) -> str:
 
 
 class Policy:
-    """Says a text for each request: the next of a list, or what a function makes of the request's text. Every token has its own logprob."""
+    """Says a text for each request: the next of a list, or what a function makes of the
+    request's text. Every token has its own logprob.
+    """
 
     def __init__(self, *says: Any) -> None:
         self.says, self.requests, self.drawn = list(says), [], []
@@ -64,7 +73,12 @@ class Policy:
                     tokens.pop()
                 text, finish = text[: text.index(stop)], "stop"
         done = Completion(
-            tokens, [-0.01 * (i + 1) - n for i in range(len(tokens))], [n] * len(tokens), finish, len(request.tokens), text=text
+            tokens,
+            [-0.01 * (i + 1) - n for i in range(len(tokens))],
+            [n] * len(tokens),
+            finish,
+            len(request.tokens),
+            text=text,
         )
         self.drawn.append((request, done))
         return done
@@ -83,7 +97,9 @@ def play(agent: Any, policy: Policy, *, timeout: float = 60.0, task: Task = TASK
 
 
 def recorded(trajectory: Trajectory, policy: Policy) -> None:
-    """Law 5: a run of the policy's tokens is one of its replies, to the letter, behind exactly the tokens it was given; all else is masked."""
+    """Law 5: a run of the policy's tokens is one of its replies, to the letter, behind exactly
+    the tokens it was given; all else is masked.
+    """
     at, mask = 0, trajectory.mask
     assert len(trajectory.tokens) == len(mask) == len(trajectory.logprobs) == len(trajectory.versions)
     while at < len(mask):
@@ -91,7 +107,11 @@ def recorded(trajectory: Trajectory, policy: Policy) -> None:
             assert trajectory.versions[at] == -1 and trajectory.logprobs[at] == 0
             at += 1
             continue
-        (done,) = (d for r, d in policy.drawn if r.tokens == trajectory.tokens[:at] and d.versions[0] == trajectory.versions[at])
+        (done,) = (
+            d
+            for r, d in policy.drawn
+            if r.tokens == trajectory.tokens[:at] and d.versions[0] == trajectory.versions[at]
+        )
         end = at + len(done.tokens)
         assert trajectory.tokens[at:end] == done.tokens and mask[at:end] == [True] * len(done.tokens)
         assert trajectory.logprobs[at:end] == done.logprobs and trajectory.versions[at:end] == done.versions
@@ -116,7 +136,13 @@ async def three_turns(task: Task, base_url: str, api_key: str) -> float:
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         for _ in range(3):
             reply = await client.chat.completions.create(model="policy", messages=messages)
-            mine.append((reply.usage.prompt_tokens, reply.usage.prompt_tokens_details.cached_tokens, reply.usage.completion_tokens))
+            mine.append(
+                (
+                    reply.usage.prompt_tokens,
+                    reply.usage.prompt_tokens_details.cached_tokens,
+                    reply.usage.completion_tokens,
+                )
+            )
             said = reply.choices[0].message
             right += (said.content or "").strip() == str(task.data["answer"])
             messages += [said.model_dump(exclude_none=True), {"role": "user", "content": " again "}]

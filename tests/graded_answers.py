@@ -1,6 +1,7 @@
 """Answers with their grade, made for this: (gold, what the policy wrote, whether it is right).
 
-A third kind of grade, REFUSED, is for what no grader should compute: it must become a `Failed` or a wrong answer, and never a right one.
+A third kind of grade, REFUSED, is for what no grader should compute: it must become a
+`Failed` or a wrong answer, and never a right one.
 """
 
 REFUSED = None

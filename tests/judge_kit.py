@@ -12,7 +12,9 @@ from starlette.routing import Route
 
 
 class Fake:
-    """`with Fake(answer) as fake`: `answer(number, body)` is text, a dict, or (status, text, headers); a float is a wait before nothing."""
+    """`with Fake(answer) as fake`: `answer(number, body)` is text, a dict, or (status, text,
+    headers); a float is a wait before nothing.
+    """
 
     def __init__(self, answer):
         self.answer, self.seen, self.times, self.open, self.most, self.keys = answer, [], [], 0, 0, []
@@ -37,7 +39,9 @@ class Fake:
             if isinstance(said, tuple):
                 status, text, headers = said
                 return Response(text, status, headers=headers)
-            return JSONResponse(said) if isinstance(said, dict | list) else Response(said, media_type="application/json")
+            return (
+                JSONResponse(said) if isinstance(said, dict | list) else Response(said, media_type="application/json")
+            )
         finally:
             self.open -= 1
 

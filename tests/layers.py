@@ -1,6 +1,8 @@
-"""The import rule of DESIGN §3: down, never sideways between stages, never in a circle; and who must start without torch.
+"""The import rule of DESIGN §3: down, never sideways between stages, never in a
+circle; and who must start without torch.
 
-core system text  ->  algos planner importing  ->  models, the strangers  ->  loop run checks simulate assemble  ->  cli dashboard
+core system text  ->  algos planner importing  ->  models, the strangers  ->  loop run checks
+                  simulate assemble  ->  cli dashboard
 0                     1                           2                          3                                      4
 """
 
@@ -46,7 +48,8 @@ TORCH_FREE = (
 FOREIGN = ("vllm", "sglang", "megatron", "ray")  # each in one file at most
 
 MODULES = {
-    ".".join(("rondel", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(".__init__"): path for path in sorted(SRC.rglob("*.py"))
+    ".".join(("rondel", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(SRC.rglob("*.py"))
 }
 
 
@@ -54,7 +57,9 @@ MODULES = {
 def imports(name: str) -> dict[str, int]:
     """What `name` imports, each with a line: imports inside functions count, those for the type checker do not."""
     tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
-    guarded = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    guarded = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]
     typing = {id(node) for block in guarded for node in ast.walk(block)}
     found: dict[str, int] = {}
     for node in ast.walk(tree):
@@ -63,7 +68,9 @@ def imports(name: str) -> dict[str, int]:
         if isinstance(node, ast.ImportFrom):
             assert not node.level, f"{MODULES[name]}:{node.lineno}: a relative import; write it from rondel down"
         for alias in node.names:
-            found.setdefault(f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name, node.lineno)
+            found.setdefault(
+                f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name, node.lineno
+            )
     return found
 
 
@@ -90,10 +97,16 @@ def fault(importer: str, target: str) -> str:
     """Why this import is against the rule, or nothing."""
     mine, theirs = part(importer), part(target)
     if mine == theirs:
-        return "engine and envs are strangers" if {part(importer, 2), part(target, 2)} == {"generate.engine", "generate.envs"} else ""
+        return (
+            "engine and envs are strangers"
+            if {part(importer, 2), part(target, 2)} == {"generate.engine", "generate.envs"}
+            else ""
+        )
     if {(mine, theirs), (part(importer, 2), theirs)} & SIDEWAYS:
         return ""
-    return "up" if LAYER[theirs] > LAYER[mine] else "between strangers" if LAYER[theirs] == LAYER[mine] in (1, 2) else ""
+    return (
+        "up" if LAYER[theirs] > LAYER[mine] else "between strangers" if LAYER[theirs] == LAYER[mine] in (1, 2) else ""
+    )
 
 
 def test_every_room_has_a_layer():
@@ -161,8 +174,13 @@ for line in sys.argv[1:]:
 
 def test_verbs_of_a_laptop_work_without_torch():
     """Not their help alone: the whole answer, the formula of a loss included."""
-    recipe, theirs = str(SRC.parent.parent / "recipes" / "tiny.toml"), "x.py --model_name_or_path a --loss_type dapo --num_generations 8"
-    starts_without_torch(DO, f"explain|{recipe}", f"import|--from|trl|{theirs}", f"plan|{recipe}", f"simulate|{recipe}|--steps|2")
+    recipe, theirs = (
+        str(SRC.parent.parent / "recipes" / "tiny.toml"),
+        "x.py --model_name_or_path a --loss_type dapo --num_generations 8",
+    )
+    starts_without_torch(
+        DO, f"explain|{recipe}", f"import|--from|trl|{theirs}", f"plan|{recipe}", f"simulate|{recipe}|--steps|2"
+    )
 
 
 def test_what_starts_without_torch():

@@ -1,4 +1,6 @@
-"""Whole tiny runs for tests: in this process, or in one that dies at a chosen moment. Children are forked from a clean server."""
+"""Whole tiny runs for tests: in this process, or in one that dies at a chosen moment.
+Children are forked from a clean server.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def run(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def run_and_die(folder: Path, moment: tuple[str, int], what: signal.Signals = signal.SIGKILL, **changes: Any) -> int:
-    """The same run in another process, which signals itself at the n-th event of a kind, or the n-th fsync. -> -9 if it was killed."""
+    """The same run in another process, which signals itself at the n-th event of a kind, or
+    the n-th fsync. -> -9 if it was killed.
+    """
     child = context.Process(target=_child, args=(folder, moment, what, changes))
     child.start()
     child.join(120)
@@ -113,7 +117,9 @@ def check(folder: Path, *, staleness: int, total: int, groups: int = 4, size: in
             if row["env"] and written and any(row["behavior_logprobs"]):  # sampled, not shown
                 assert row["born"] <= min(written) and max(written) <= taken["version"] and written == sorted(written)
                 fresh = set(written) == {taken["version"]}
-                gap = max(abs(a - b) for a, b, m in zip(row["trainer_logprobs"], row["behavior_logprobs"], row["mask"]) if m)
+                gap = max(
+                    abs(a - b) for a, b, m in zip(row["trainer_logprobs"], row["behavior_logprobs"], row["mask"]) if m
+                )
                 assert gap < 2e-4 or not fresh, "the trainer recomputes what its own version wrote"
     assert born
     assert final(folder)

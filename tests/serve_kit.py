@@ -22,14 +22,36 @@ class Server:
         self.key, file = key, place / "port"
         file.unlink(missing_ok=True)
         env = {k: v for k, v in os.environ.items() if k != "RONDEL_API_KEY"} | ({"RONDEL_API_KEY": key} if key else {})
-        command = [sys.executable, "-c", "from rondel.cli import main; main()", "serve", str(folder), "--port", str(port)]
-        command += ["--port-file", str(file), "--name", "tiny", "--dtype", "float32", "--device", "cpu", "--threads", "1", *words]
+        command = [
+            sys.executable,
+            "-c",
+            "from rondel.cli import main; main()",
+            "serve",
+            str(folder),
+            "--port",
+            str(port),
+        ]
+        command += [
+            "--port-file",
+            str(file),
+            "--name",
+            "tiny",
+            "--dtype",
+            "float32",
+            "--device",
+            "cpu",
+            "--threads",
+            "1",
+            *words,
+        ]
         self.log = (place / "log").open("w+")
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=env)
         until(lambda: file.exists() or self.process.poll() is not None, 90)
         assert file.exists(), self.said()
         self.port = int(file.read_text())
-        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key or "none", max_retries=0, timeout=60)
+        self.client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key or "none", max_retries=0, timeout=60
+        )
 
     def said(self):
         self.log.seek(0)

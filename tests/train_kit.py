@@ -23,7 +23,12 @@ from rondel.train.teachers import Teacher
 
 torch.set_num_threads(1)
 SMALL = dict(
-    hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256
+    hidden_size=48,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
 )
 KINDS = {
     "llama": {},
@@ -54,7 +59,11 @@ def model(kind: str = "llama", dtype: str = "float32") -> Loaded:
 
 
 def trajectory(
-    pieces: Sequence[tuple[int, int]], rng: np.random.Generator, *, prompt: Sequence[int] = (), reward: float | None = None
+    pieces: Sequence[tuple[int, int]],
+    rng: np.random.Generator,
+    *,
+    prompt: Sequence[int] = (),
+    reward: float | None = None,
 ) -> Trajectory:
     """`pieces` are (length, mask) behind the prompt: [(3, 1), (2, 0), (4, 1)] is an episode of two turns."""
     t = Trajectory()
@@ -74,7 +83,12 @@ def awkward_groups(seed: int = 0) -> list[Group]:
     rng = np.random.default_rng(seed)
 
     def group(number: int, rows: list[tuple[list[int], list[tuple[int, int]]]]) -> Group:
-        return Group(number, Task(f"t{number}", "fake", {}), [trajectory(pieces, rng, prompt=prompt) for prompt, pieces in rows], 0)
+        return Group(
+            number,
+            Task(f"t{number}", "fake", {}),
+            [trajectory(pieces, rng, prompt=prompt) for prompt, pieces in rows],
+            0,
+        )
 
     def prompt(n: int) -> list[int]:
         return rng.integers(5, 100, n).tolist()
@@ -84,7 +98,9 @@ def awkward_groups(seed: int = 0) -> list[Group]:
         group(3, [(a, [(1, 1)]), (a, [(30, 1)]), (a, [(2, 1)]), (a, [(1, 1)])]),
         group(7, [(b, [(5, 1)])]),
         group(8, [(d, [(3, 1)]), (d[:4] + prompt(5), [(6, 1)]), (d[:4], [(2, 1)]), (prompt(3), [(4, 1)])]),
-        group(11, [(e, [(3, 1), (4, 0), (2, 1)]), (e, [(5, 1), (2, 0), (1, 1), (3, 0)]), (e, [(1, 1), (1, 0), (1, 1)])]),
+        group(
+            11, [(e, [(3, 1), (4, 0), (2, 1)]), (e, [(5, 1), (2, 0), (1, 1), (3, 0)]), (e, [(1, 1), (1, 0), (1, 1)])]
+        ),
         group(12, [(c, [(1, 1)]), (c, [(8, 1)])]),
     ]
 
@@ -105,7 +121,13 @@ def forked_group(seed: int = 0, number: int = 3) -> Group:
     one, two, three = (trajectory([(7, 1), (3, 0), (5, 1), (2, 0), (4, 1)], rng, prompt=asked) for _ in range(3))
     late = fork(one, 17, [(2, 0), (3, 1)], rng)
     episodes = [
-        [one, late, fork(late, 17, [(1, 0), (2, 1)], rng), fork(one, 9, [(4, 1)], rng), trajectory([(3, 1)], rng, prompt=[9, 8, 7])],
+        [
+            one,
+            late,
+            fork(late, 17, [(1, 0), (2, 1)], rng),
+            fork(one, 9, [(4, 1)], rng),
+            trajectory([(3, 1)], rng, prompt=[9, 8, 7]),
+        ],
         [two],
         [three, fork(three, 21, [], rng)],
     ]
@@ -136,7 +158,9 @@ async def inline(function, *args):
     return function(*args)
 
 
-def trainer(loaded: Loaded | None = None, algo: Algorithm | None = None, *, teacher: Loaded | None = None, **settings: Any) -> LocalTrainer:
+def trainer(
+    loaded: Loaded | None = None, algo: Algorithm | None = None, *, teacher: Loaded | None = None, **settings: Any
+) -> LocalTrainer:
     loaded, chosen = loaded or model(), Settings(**{"lr": 1e-3, "critic_lr": 1e-3, "start_probe": 0, **settings})
     needs = algo.needs if algo else frozenset()
     return LocalTrainer(

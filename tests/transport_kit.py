@@ -79,7 +79,11 @@ def bits(loaded) -> dict[str, torch.Tensor]:
 
 def left_behind() -> set[str]:
     """Named segments and listening ports of this process."""
-    mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")}
+    mine = {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.islink(f"/proc/self/fd/{fd}")
+    }
     rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
     ports = {row[1].rsplit(":", 1)[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
     return ports | {path.name for path in SHARED.glob(f"rondel-{os.getpid()}-*")}

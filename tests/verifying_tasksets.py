@@ -1,4 +1,6 @@
-"""A taskset as users of verifiers 0.4 write them, and a harness that plays it in this process; nothing in here knows of Rondel."""
+"""A taskset as users of verifiers 0.4 write them, and a harness that plays it in this
+process; nothing in here knows of Rondel.
+"""
 
 from __future__ import annotations
 
@@ -55,5 +57,8 @@ class Talker(vf.Harness[TalkerConfig]):
         async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
             for _ in range(self.config.turns):
                 reply = await client.chat.completions.create(model=ctx.model, messages=messages)
-                messages += [{"role": "assistant", "content": reply.choices[0].message.content}, {"role": "user", "content": " again "}]
+                messages += [
+                    {"role": "assistant", "content": reply.choices[0].message.content},
+                    {"role": "user", "content": " again "},
+                ]
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")

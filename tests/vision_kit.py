@@ -1,4 +1,6 @@
-"""Tiny models that look at pictures, streams with pictures in them, and transformers' own forward pass that judges both."""
+"""Tiny models that look at pictures, streams with pictures in them, and
+transformers' own forward pass that judges both.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,17 @@ from rondel.models.load import Loaded, load
 torch.set_num_threads(1)
 EYES = {
     "qwen2_vl": dict(depth=2, embed_dim=32, num_heads=2, mlp_ratio=2),
-    "qwen2_5_vl": dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=64, fullatt_block_indexes=[1], window_size=56),
-    "qwen3_vl": dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=64, deepstack_visual_indexes=[0], num_position_embeddings=64),
+    "qwen2_5_vl": dict(
+        depth=2, hidden_size=32, num_heads=2, intermediate_size=64, fullatt_block_indexes=[1], window_size=56
+    ),
+    "qwen3_vl": dict(
+        depth=2,
+        hidden_size=32,
+        num_heads=2,
+        intermediate_size=64,
+        deepstack_visual_indexes=[0],
+        num_position_embeddings=64,
+    ),
 }
 MORE = {"qwen3_vl": {"head_dim": 16}}
 
@@ -47,7 +58,9 @@ def model(kind: str = "qwen2_5_vl") -> Loaded:
 
 def image(loaded: Loaded, seed: int, rows: int = 2, columns: int = 2) -> Image:
     cell = loaded.sight.cell
-    return Image.of(np.random.default_rng(seed).integers(0, 256, (rows * cell, columns * cell, 3), dtype=np.uint8), cell)
+    return Image.of(
+        np.random.default_rng(seed).integers(0, 256, (rows * cell, columns * cell, 3), dtype=np.uint8), cell
+    )
 
 
 def stream(loaded: Loaded, *pieces: int | Image, seed: int = 0) -> tuple[list[int], list[Placed]]:
@@ -64,10 +77,14 @@ def stream(loaded: Loaded, *pieces: int | Image, seed: int = 0) -> tuple[list[in
 
 def ask(tokens: list[int], media: list[Placed], *, key: int = 1, n: int = 8, **more) -> Request:
     sampling = {name: more.pop(name) for name in list(more) if name in ("temperature", "top_p", "min_tokens")}
-    return Request(list(tokens), Sampling(max_tokens=n, ignore_eos=True, **sampling), key=key, media=tuple(media), **more)
+    return Request(
+        list(tokens), Sampling(max_tokens=n, ignore_eos=True, **sampling), key=key, media=tuple(media), **more
+    )
 
 
-def trajectory(loaded: Loaded, given: tuple[list[int], list[Placed]], written: list[int], logprobs: list[float]) -> Trajectory:
+def trajectory(
+    loaded: Loaded, given: tuple[list[int], list[Placed]], written: list[int], logprobs: list[float]
+) -> Trajectory:
     t = Trajectory()
     t.extend(given[0], media=given[1])
     t.extend(written, logprobs=logprobs, versions=[0] * len(written))
@@ -76,7 +93,9 @@ def trajectory(loaded: Loaded, given: tuple[list[int], list[Placed]], written: l
 
 @torch.no_grad()
 def own_logprobs(loaded: Loaded, rows: list[tuple[list[int], list[Placed]]]) -> list[list[float]]:
-    """log p(token t | before) for t >= 1 by transformers' own eager pass, all rows in one padded batch, positions its own affair."""
+    """log p(token t | before) for t >= 1 by transformers' own eager pass, all rows in one
+    padded batch, positions its own affair.
+    """
     width = max(len(tokens) for tokens, _ in rows)
     ids, mask, kinds = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(3))
     pixels, grids = [], []
@@ -87,15 +106,24 @@ def own_logprobs(loaded: Loaded, rows: list[tuple[list[int], list[Placed]]]) -> 
             kinds[i, : len(tokens)] = given["mm_token_type_ids"][0]
             pixels.append(given["pixel_values"])
             grids.append(given["image_grid_thw"])
-    more = {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids), "mm_token_type_ids": kinds} if pixels else {}
+    more = (
+        {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids), "mm_token_type_ids": kinds}
+        if pixels
+        else {}
+    )
     other = copy.deepcopy(loaded.model)
     other.set_attn_implementation("eager")
     logits = other(ids, attention_mask=mask, use_cache=False, **more).logits.double().log_softmax(-1)
-    return [logits[i, : len(tokens) - 1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist() for i, (tokens, _) in enumerate(rows)]
+    return [
+        logits[i, : len(tokens) - 1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+        for i, (tokens, _) in enumerate(rows)
+    ]
 
 
 def groups_with_images(m, *, seed: int = 0) -> list[Group]:
-    """Siblings over one picture, over two pictures under the same tokens, a text group, and a picture that comes later."""
+    """Siblings over one picture, over two pictures under the same tokens, a text group, and a
+    picture that comes later.
+    """
     rng = np.random.default_rng(seed)
 
     def turn(t, n):

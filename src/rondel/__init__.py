@@ -29,7 +29,8 @@ def run(recipe: str, *, quiet: bool = False, **sections: dict[str, Any]) -> dict
 
     overrides = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
     job = Job.read(recipe, overrides)
-    with ungrouped(), ThreadPoolExecutor(1, "rondel-run") as thread:  # a notebook's own event loop is already running in this one
+    # a notebook's own event loop is already running in this one
+    with ungrouped(), ThreadPoolExecutor(1, "rondel-run") as thread:
         return thread.submit(train, job, quiet=quiet).result()
 
 

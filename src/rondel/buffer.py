@@ -4,11 +4,15 @@
                                     └──drop──> filtered(rule) | failed(reason)   (the place is refunded)
 
 P groups per step · S max_staleness · v version served (counts consumed batches) · open = waiting, rolling or finished
-Admit while open < (S + 1)·P, less the places of the batch at v that are gone: those picked so far, and all P once `take` has returned,
-even if it returned fewer. A group born at b is trained at v <= b + S, so a batch is a slot of P places before a deadline, and all
-deadlines can be kept as long as, for every b, (open groups born at b or before) <= P·(batches from now to b + S). `take` picks the
-oldest finished group whose absence from the batches after it keeps this true: whoever is slow is overtaken until its deadline, and then
-waited for. S = 0 makes every group due at once, so synchronous training is a consequence.
+Admit while open < (S + 1)·P, less the places of the batch at v that are gone: those picked
+so far, and all P once `take` has returned, even if it returned fewer. A group born at b
+is trained at v <= b + S, so a batch is a
+slot of P places before a deadline, and all deadlines can be kept as long as, for every
+b, (open groups born at b or before) <=
+P·(batches from now to b + S). `take` picks the oldest finished group whose absence from the
+batches after it keeps this true: whoever is
+slow is overtaken until its deadline, and then waited for. S = 0 makes every group due at
+once, so synchronous training is a consequence.
 
 X oversample > 0: admit X more, and take whoever has finished. Who would be older than S is late: at the advance of v
 its place is refunded, and its task is lost (and counted), or asked again from the beginning.
@@ -50,12 +54,14 @@ class Buffer:
 
     groups_per_step  P, groups in one training step
     max_staleness    S, how many versions may pass between a group's admission and its training; 0 is synchronous
-    window           at most so far past an unfinished group does `take` look, in admission numbers: 1 is first in, first out. None: no limit
+    window           at most so far past an unfinished group does `take` look, in admission numbers: 1 is
+                     first in, first out. None: no limit
     oversample       X, groups begun beyond those of which each is certain to be trained in time
     retry            whether the task of a late group is asked again
     max_refills      a step gives up refilling after this many times P dropped groups
     patience         seconds without any change after which a wait is an error (law 10)
-    order            asked before, told after whatever changes what a batch will be: it records the order, or enforces a recorded one
+    order            asked before, told after whatever changes what a batch will be: it records the
+                     order, or enforces a recorded one
     """
 
     def __init__(
@@ -73,7 +79,8 @@ class Buffer:
     ) -> None:
         if window is not None and not 1 <= window <= max_staleness * groups_per_step + 1:
             raise UserError(
-                f"loop.window = {window}, but with max_staleness = {max_staleness} and groups_per_step = {groups_per_step} "
+                f"loop.window = {window}, but with max_staleness = {max_staleness} and groups_per_step = "
+                f"{groups_per_step} "
                 f"it must lie in [1, {max_staleness * groups_per_step + 1}]; leave it at 'auto'"
             )
         self.groups_per_step, self.max_staleness, self.window = groups_per_step, max_staleness, window
@@ -121,7 +128,9 @@ class Buffer:
 
     async def admit(self, task: Task) -> Slot:
         """Wait until the inequality holds, then give the task its number and its birth version."""
-        await self._turn("admit", lambda: self.admitted if self.has_room() else None, who="feed", waits_for="room in the buffer")
+        await self._turn(
+            "admit", lambda: self.admitted if self.has_room() else None, who="feed", waits_for="room in the buffer"
+        )
         return self._admit(task)
 
     def _admit(self, task: Task) -> Slot:
@@ -177,7 +186,9 @@ class Buffer:
         self._wake("learner")
 
     async def in_time(self, slot: Slot, attempt: Callable[[Slot], Awaitable[Group]]) -> Group:
-        """What comes of the attempt; a group without trajectories as soon as it would be late. A recorded order says which of the two it was."""
+        """What comes of the attempt; a group without trajectories as soon as it would be late. A
+        recorded order says which of the two it was.
+        """
         if (known := self.order.in_time(slot.number)) is not None:
             if known:
                 return await attempt(slot)
@@ -201,7 +212,9 @@ class Buffer:
         return self.oversample > 0 and self.version - born > self.max_staleness
 
     def _lose(self, slot: Slot) -> None:
-        """Its place is refunded, and taken again at once if its task is asked again: its number, and so its noise, is a new one."""
+        """Its place is refunded, and taken again at once if its task is asked again: its
+        number, and so its noise, is a new one.
+        """
         self._gone(slot.number)
         self.filtered[LATE] += 1
         self.refunded += 1
@@ -218,7 +231,9 @@ class Buffer:
     # -- the learner's side ----------------------------------------------------------------------
 
     async def take(self) -> list[Group]:
-        """The next P groups that finish, as far as the deadlines of the others allow; fewer only at the end or when refills ran out."""
+        """The next P groups that finish, as far as the deadlines of the others allow; fewer
+        only at the end or when refills ran out.
+        """
         if self._taken:
             raise LawError("take() before the groups of the last step were settled")
         picked: list[Group] = []
@@ -235,7 +250,8 @@ class Buffer:
         for group in picked:
             if self.version - group.born > self.max_staleness:
                 raise LawError(
-                    f"group {group.id} is {self.version - group.born} versions old; at most {self.max_staleness} are allowed (loop.max_staleness)"
+                    f"group {group.id} is {self.version - group.born} versions old; at most {self.max_staleness} are "
+                    f"allowed (loop.max_staleness)"
                 )
         return picked
 
@@ -268,7 +284,9 @@ class Buffer:
             self._lose(slot)
 
     def _next(self) -> int | None:
-        """The oldest finished group, unless a place must be kept for older ones that have not finished; SHORT if none will come for this step."""
+        """The oldest finished group, unless a place must be kept for older ones that have not
+        finished; SHORT if none will come for this step.
+        """
         while self._ripe and self._ripe[0] not in self._finished:
             heapq.heappop(self._ripe)
         if not self._ripe:
@@ -313,16 +331,138 @@ class Buffer:
         if not picked and self.failed.total() > self.filtered.total():
             reason = self.failed.most_common(1)[0][0]
             raise RewardError(
-                f"no group survived, because too few answers have a score: {self._dropped_since_take} were dropped in one step ({reasons}); the last one said: "
-                f"{self.details.get(reason) or reason}. Mend the reward or the environment (`rondel check RUN.toml` tries it), and give the same "
+                f"no group survived, because too few answers have a score: {self._dropped_since_take} were dropped in "
+                f"one step ({reasons}); the last one said: "
+                f"{self.details.get(reason) or reason}. Mend the reward or the environment (`rondel check RUN.toml` "
+                f"tries it), and give the same "
                 "command again"
             )
         if not picked:
             raise UserError(
-                f"no group survived the filters: {self._dropped_since_take} were dropped in one step ({reasons}). There is no signal to train on: "
+                f"no group survived the filters: {self._dropped_since_take} were dropped in one step ({reasons}). There "
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f"is no signal to train on: "
                 "try an easier task or a larger group_size; `rondel check` measures how many groups have mixed rewards"
             )
-        emit(Warned(f"a short batch of {len(picked)} groups: {self._dropped_since_take} were dropped in one step ({reasons})"))
+        emit(
+            Warned(
+                f"a short batch of {len(picked)} groups: {self._dropped_since_take} were dropped in one step ({reasons})"
+            )
+        )
 
     # -- the ledger ------------------------------------------------------------------------------
 
@@ -362,7 +502,9 @@ class Buffer:
         self._waiting.extend(Slot(s["number"], Task(**s["task"]), s["born"]) for s in state["unfinished"])
         self._finished = {g.id: g for g in map(decode, state["finished"])}
         self._ripe = sorted(self._finished)
-        for number, born in [(s.number, s.born) for s in self._waiting] + [(g.id, g.born) for g in self._finished.values()]:
+        for number, born in [(s.number, s.born) for s in self._waiting] + [
+            (g.id, g.born) for g in self._finished.values()
+        ]:
             self._opened(number, born)
         self._head = min(self._open, default=self.admitted)
         self._lose_late()  # the checkpoint was written before the advance
@@ -375,7 +517,9 @@ class Buffer:
         await self._turn(what, lambda: number, who=who)
 
     async def _turn(self, what: str, ready: Callable[[], int | None], *, who: str, waits_for: str = "its turn") -> int:
-        """Until `ready` gives a number and the order allows it. -> the number.  What is in order waits for what was before it, whoever does that."""
+        """Until `ready` gives a number and the order allows it. -> the number.  What is in order
+        waits for what was before it, whoever does that.
+        """
 
         def may() -> bool:
             return (number := ready()) is not None and self.order.may(what, number)

@@ -13,9 +13,14 @@ from rondel.core.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, T
 
 def encode(group: Group) -> dict[str, Any]:
     """A finished group as JSON-shaped data; `decode` gives it back."""
-    row = _shallow(group) | {"task": asdict(group.task), "trajectories": [_shallow(whole) for whole in group.trajectories]}
+    row = _shallow(group) | {
+        "task": asdict(group.task),
+        "trajectories": [_shallow(whole) for whole in group.trajectories],
+    }
     if any(whole.media for whole in group.trajectories):
-        row["images"] = {place.image.digest: place.image.stored for whole in group.trajectories for place in whole.media}
+        row["images"] = {
+            place.image.digest: place.image.stored for whole in group.trajectories for place in whole.media
+        }
     for plain, whole in zip(row["trajectories"], group.trajectories):
         plain["media"] = [[place.start, place.image.digest] for place in whole.media]
         plain["score"] = None if whole.score is None else [type(whole.score).__name__, asdict(whole.score)]
@@ -30,8 +35,12 @@ def encode(group: Group) -> dict[str, Any]:
 
 
 def _shallow(of: Any) -> dict[str, Any]:
-    """Its fields, lists and trees copied; `asdict` would look into every token, which takes seconds for a million of them."""
-    return {f.name: value.copy() if isinstance(value := getattr(of, f.name), list | dict) else value for f in fields(of)}
+    """Its fields, lists and trees copied; `asdict` would look into every token, which
+    takes seconds for a million of them.
+    """
+    return {
+        f.name: value.copy() if isinstance(value := getattr(of, f.name), list | dict) else value for f in fields(of)
+    }
 
 
 def decode(row: dict[str, Any]) -> Group:
@@ -49,4 +58,10 @@ def decode(row: dict[str, Any]) -> Group:
             given["experts"] = np.asarray(routes, dtype)
         return Trajectory(**{**plain, **given})
 
-    return Group(row["id"], Task(**row["task"]), [whole(t) for t in row["trajectories"]], row["born"], row.get("supervised", False))
+    return Group(
+        row["id"],
+        Task(**row["task"]),
+        [whole(t) for t in row["trajectories"]],
+        row["born"],
+        row.get("supervised", False),
+    )

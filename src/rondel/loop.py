@@ -1,4 +1,6 @@
-"""The loop: Generate -> Score -> Filter -> Train -> Sync, joined by one buffer. No mode in it: a mode is three values."""
+"""The loop: Generate -> Score -> Filter -> Train -> Sync, joined by one buffer. No mode in it: a
+mode is three values.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ async def learn(buffer, prepare, trainer, engine, devices, sync, algo, steps: It
         await buffer.advance(version)  # room appears, the feed wakes
 
 
-async def run(tasks, buffer, *, attempt, score, judge, prepare, trainer, engine, devices, sync, algo, steps, milestone) -> None:
+async def run(
+    tasks, buffer, *, attempt, score, judge, prepare, trainer, engine, devices, sync, algo, steps, milestone
+) -> None:
     """One feed, (S + 1)·P + X rolling lanes and the learner; ends with the learner, and the first error ends all."""
     async with asyncio.TaskGroup() as crew:
         lanes = [crew.create_task(feed(tasks, buffer), name="feed")]

@@ -1,4 +1,6 @@
-"""Every benchmark but the longest runs, as small as it goes, and ends with one JSON object: what figures are quoted from must not rot."""
+"""Every benchmark but the longest runs, as small as it goes, and ends with one JSON
+object: what figures are quoted from must not rot.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,13 @@ ELSEWHERE = {"chaos": "minutes; by hand", "kill_resume": "tests/laws/test_resume
 def model(tmp_path_factory):
     """A tiny one with its tokenizer, as a run leaves it."""
     folder = tmp_path_factory.mktemp("model")
-    run(folder, loop__warmup__steps=1, loop__steps=0, model__path__max_position_embeddings=2048, model__path__vocab_size=400)
+    run(
+        folder,
+        loop__warmup__steps=1,
+        loop__steps=0,
+        model__path__max_position_embeddings=2048,
+        model__path__vocab_size=400,
+    )
     return max((folder / "checkpoints").glob("step-*"))
 
 

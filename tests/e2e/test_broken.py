@@ -1,4 +1,6 @@
-"""Broken recipes, data and rewards: each one readable error with a remedy, no traceback, a non-zero exit, nothing lost."""
+"""Broken recipes, data and rewards: each one readable error with a remedy, no traceback, a
+non-zero exit, nothing lost.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +50,22 @@ RECIPES = {
     "a word that is no override": (["--loop.steps", "3"], "--section.key=value"),
     "an unknown algorithm": (["--algo.kind=grop"], "Did you mean 'grpo'?"),
     "an unknown knob": (["--algo.kind=grpo", "--algo.surrogate.hihg=0.3"], "Did you mean 'high'?"),
-    "control tokens that no task spells": (["--task.data.split_special_tokens=false"], "split_special_tokens = false has no effect"),
+    "control tokens that no task spells": (
+        ["--task.data.split_special_tokens=false"],
+        "split_special_tokens = false has no effect",
+    ),
     "a row whose demonstrations nobody gives": (["--algo.kind=luffy"], "set algo.guides = 1"),
     "demonstrations that nobody reads": (["--algo.guides=1"], "use kind = 'luffy'"),
     "a row without its teacher": (["--algo.kind=opd"], "name one with model.teacher"),
     "a teacher without a row": (['--model.teacher="somewhere"'], "model.teacher has no effect"),
-    "a reference before the supervised phase": (["--algo.kl.coef=0.1", "--loop.warmup.steps=2"], "algo.kl.coef with loop.warmup"),
-    "pairs scored by a reference before it": (["--algo.kind=online_dpo", "--loop.warmup.steps=2"], "kind = 'online_dpo' with loop.warmup"),
+    "a reference before the supervised phase": (
+        ["--algo.kl.coef=0.1", "--loop.warmup.steps=2"],
+        "algo.kl.coef with loop.warmup",
+    ),
+    "pairs scored by a reference before it": (
+        ["--algo.kind=online_dpo", "--loop.warmup.steps=2"],
+        "kind = 'online_dpo' with loop.warmup",
+    ),
     "rewards beside rewards": (['--algo.beside=[{ kind = "grpo" }]'], "Use kind = 'sft'"),
     "a row of parts and a reward without": (["--algo.kind=gdpo"], "reads the parts of the reward, which are: none"),
     "a knob without effect": (["--algo.kl.kind=k2"], "coef"),
@@ -77,11 +88,20 @@ RECIPES = {
     "an unknown engine": (["--engine.kind=vlm"], "engine 'vlm' does not exist"),
     "an unknown kind of data": (["--task.data={ kind = 'josnl', path = 'x' }"], "Did you mean 'jsonl'?"),
     "greedy rollouts": (["--engine.sampling.temperature=0.0"], "Use 1.0"),
-    "a truncation that leaves nearly all": (["--engine.sampling.top_k=5000"], "top_k = 5000; at most 4096 are recorded for the trainer"),
+    "a truncation that leaves nearly all": (
+        ["--engine.sampling.top_k=5000"],
+        "top_k = 5000; at most 4096 are recorded for the trainer",
+    ),
     "penalised sampling": (["--engine.sampling.repetition_penalty=1.1"], "repetition_penalty is not for training"),
-    "a grammar in training": (["--engine.sampling.grammar={ regex = '[0-9]+' }"], "task.eval.sampling = { grammar = ... }"),
+    "a grammar in training": (
+        ["--engine.sampling.grammar={ regex = '[0-9]+' }"],
+        "task.eval.sampling = { grammar = ... }",
+    ),
     "an unknown way to sample": (["--task.eval.sampling={ topp = 0.9 }"], "Did you mean 'top_p'?"),
-    "an impossible way to sample": (["--task.eval.sampling={ top_p = 'much' }"], "task.eval.sampling = {'top_p': 'much'}"),
+    "an impossible way to sample": (
+        ["--task.eval.sampling={ top_p = 'much' }"],
+        "task.eval.sampling = {'top_p': 'much'}",
+    ),
     "a regex that is none": (["--task.eval.sampling={ grammar = { regex = 'a(b' } }"], "invalid regex"),
     "a group of one": (["--algo.group_size=1"], "no baseline"),
     "a window that S = 0 forbids": (["--loop.window=3"], "leave it at 'auto'"),
@@ -132,7 +152,9 @@ def test_data_files(capfd, tmp_path, name):
     content, said = FILES[name]
     if content is not None:
         (tmp_path / "tasks.jsonl").write_text(content)
-    line = broken(capfd, tmp_path, recipe=recipe(tmp_path, f'{{ kind = "jsonl", path = "{tmp_path / "tasks.jsonl"}" }}'))
+    line = broken(
+        capfd, tmp_path, recipe=recipe(tmp_path, f'{{ kind = "jsonl", path = "{tmp_path / "tasks.jsonl"}" }}')
+    )
     assert said in line, line
 
 
@@ -160,7 +182,17 @@ def test_demonstrations_beside_a_mixture_of_experts_that_replays(capfd, tmp_path
     """They have no routes; without the replay the same recipe trains."""
     line = broken(capfd, tmp_path, MOE, *shown)
     assert "with routing replay" in line and "trainer.routing_replay = false" in line, line
-    main_ok(capfd, "train", str(TINY), f"--run.folder={tmp_path / 'run'}", *SMALL, MOE, *shown, "--trainer.routing_replay=false", "--quiet")
+    main_ok(
+        capfd,
+        "train",
+        str(TINY),
+        f"--run.folder={tmp_path / 'run'}",
+        *SMALL,
+        MOE,
+        *shown,
+        "--trainer.routing_replay=false",
+        "--quiet",
+    )
 
 
 def test_files_that_are_no_recipes(capfd, tmp_path):
@@ -188,9 +220,16 @@ def test_a_reward_that(capfd, tmp_path, monkeypatch, name):
     (tmp_path / "broken_reward.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     line = broken(
-        capfd, tmp_path, "--task.reward=broken_reward:grade", "--task.reward_timeout=0.5", "--task.eval.n=1", "--task.reward_workers=2"
+        capfd,
+        tmp_path,
+        "--task.reward=broken_reward:grade",
+        "--task.reward_timeout=0.5",
+        "--task.eval.n=1",
+        "--task.reward_workers=2",
     )
-    assert said in line and "no group survived" in line and "Mend the reward" in line and "easier task" not in line, line
+    assert said in line and "no group survived" in line and "Mend the reward" in line and "easier task" not in line, (
+        line
+    )
     events = [json.loads(row) for row in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
     groups = [e for e in events if e["kind"] == "GroupFinished"]
     assert groups and all(e["rewards"] == [] and not e["kept"] for e in groups)

@@ -1,5 +1,6 @@
-"""More than two hundred broken recipes, overrides, data files, folders, checkpoints and runs: each ends with 1 and one line that names the key,
-the file or the line, and what to do; quickly, without a traceback, and without calling it a bug.
+"""More than two hundred broken recipes, overrides, data files, folders, checkpoints and runs:
+each ends with 1 and one line that names the key, the file or the line, and what to do; quickly,
+without a traceback, and without calling it a bug.
 """
 
 from __future__ import annotations

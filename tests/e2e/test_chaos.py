@@ -91,7 +91,9 @@ def test_a_killed_engine_comes_back(tmp_path, mode, kind, n):
 def test_one_of_two_engines_comes_back(tmp_path, kind, n):
     struck(tmp_path, Strike("engine-1", kind, n), **STALE, place__engines=2)
     check(tmp_path, staleness=1, total=8)
-    assert any("worker engine-1" in e["message"] and "started again" in e["message"] for e in events(tmp_path, "Warned"))
+    assert any(
+        "worker engine-1" in e["message"] and "started again" in e["message"] for e in events(tmp_path, "Warned")
+    )
 
 
 def test_an_engine_lost_in_an_update_joins_again(tmp_path):
@@ -177,13 +179,18 @@ def test_a_killed_engine_on_ray_comes_back(tmp_path):
     finally:
         stop()
     check(tmp_path, staleness=0, total=8)
-    assert any("worker engine-0 ended" in e["message"] and "started again (1 of" in e["message"] for e in events(tmp_path, "Warned"))
+    assert any(
+        "worker engine-0 ended" in e["message"] and "started again (1 of" in e["message"]
+        for e in events(tmp_path, "Warned")
+    )
 
 
 def test_a_stopped_engine_is_named_and_replaced(tmp_path):
     struck(tmp_path, Strike("engine-0", "rollout", 6, signal.SIGSTOP))
     check(tmp_path, staleness=0, total=8)
-    assert any("gives no sign of life" in e["message"] and "engine-0" in e["message"] for e in events(tmp_path, "Warned"))
+    assert any(
+        "gives no sign of life" in e["message"] and "engine-0" in e["message"] for e in events(tmp_path, "Warned")
+    )
 
 
 @pytest.mark.parametrize(("kind", "n"), [("rollout", 22), ("taken", 5)])
@@ -198,7 +205,9 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on(tmp_path):
     assert [e["step"] for e in events(tmp_path, "StepDone")] == list(range(1, 9))
     said = [e["message"] for e in events(tmp_path, "Warned")]
     assert any("gives no sign of life" in text and "trainer-1" in text and "asked for: step" in text for text in said)
-    assert "most recent call first" in (tmp_path / "logs" / "trainer-0.log").read_text(), "what the other one waited for"
+    assert "most recent call first" in (tmp_path / "logs" / "trainer-0.log").read_text(), (
+        "what the other one waited for"
+    )
 
 
 def test_what_keeps_dying_is_an_error_with_its_cause(tmp_path):

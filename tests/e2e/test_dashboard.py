@@ -1,4 +1,6 @@
-"""The dashboard in a real browser: each view, each control, keys alone, both colour schemes, a phone, hostile text, a run that grows, one of 10^6 events."""
+"""The dashboard in a real browser: each view, each control, keys alone, both colour schemes, a
+phone, hostile text, a run that grows, one of 10^6 events.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from _long import write_long
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="no Chromium here (Debian: apt-get install chromium)")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium here (Debian: apt-get install chromium)"),
+]
 
 VIEWS = ("overview", "time", "books", "answers", "findings", "card", "planner")
 HOSTILE = '<img src=x onerror="window.pwned=1"><script>window.pwned=2</script>'
@@ -35,13 +40,17 @@ LAG = 2
 def step_events(step: int, spoken: str = "") -> list[words.Event]:
     """Of an asynchronous run with two groups of four a step."""
     version = step - 1
-    groups = [group(2 * step - 2 + i, max(0, version - (step + i) % (LAG + 1)), [1.0, 0.0, None, 0.5]) for i in range(2)]
+    groups = [
+        group(2 * step - 2 + i, max(0, version - (step + i) % (LAG + 1)), [1.0, 0.0, None, 0.5]) for i in range(2)
+    ]
     for g in groups:
         g.task.data["prompt"] = HOSTILE
         for t in g.trajectories:
             t.text = f"{HOSTILE} {step}"
     told = [
-        words.GroupFinished(g.id, f"{spoken}{g.task.id}", g.born, True, "", g.rewards, [t.written for t in g.trajectories], 1, 1)
+        words.GroupFinished(
+            g.id, f"{spoken}{g.task.id}", g.born, True, "", g.rewards, [t.written for t in g.trajectories], 1, 1
+        )
         for g in groups
     ]
     phases = {"wait": 2.0, "prepare": 0.1, "train": 1.5, "sync": 0.4}
@@ -69,7 +78,9 @@ class Growing:
         job = JOB | {"loop": {"steps": 60, "max_staleness": LAG}, "place": {"kind": "split", "engines": 1}}
         (folder / "job.toml").write_text(tomli_w.dumps(job))
         self.journal = Journal(folder)
-        self.journal.write(words.RunStarted(str(folder), "h", {"needs": [], "corrects": True, "loss": HOSTILE, "seed": 1}))
+        self.journal.write(
+            words.RunStarted(str(folder), "h", {"needs": [], "corrects": True, "loss": HOSTILE, "seed": 1})
+        )
         self.journal.write(evaluated(0, 0.2))
         self.journal.write(words.Warned(f"slow disk {HOSTILE}"))
         for _ in range(steps):
@@ -145,15 +156,23 @@ def opened(browser, url, **how):
     page.set_default_timeout(60_000)
     page.faults = []
     page.on(
-        "console", lambda m: page.faults.append(m.text) if m.type in ("error", "warning") and "400 (Bad Request)" not in m.text else None
+        "console",
+        lambda m: (
+            page.faults.append(m.text) if m.type in ("error", "warning") and "400 (Bad Request)" not in m.text else None
+        ),
     )
     page.on(
-        "response", lambda r: page.faults.append(f"{r.status} {r.url}") if r.status >= 400 and "/api/plan?" not in r.url else None
+        "response",
+        lambda r: page.faults.append(f"{r.status} {r.url}") if r.status >= 400 and "/api/plan?" not in r.url else None,
     )  # there it is an answer
     page.on("pageerror", lambda error: page.faults.append(str(error)))
     page.on(
         "requestfailed",
-        lambda r: page.faults.append(f"{r.url} {r.failure}") if "news" not in r.url and "ABORTED" not in (r.failure or "") else None,
+        lambda r: (
+            page.faults.append(f"{r.url} {r.failure}")
+            if "news" not in r.url and "ABORTED" not in (r.failure or "")
+            else None
+        ),
     )
     page.goto(url)
     page.wait_for_selector("main#main")
@@ -177,10 +196,13 @@ def test_no_violation_in_light_on_a_desk_and_in_dark_on_a_phone(browser, server)
             for view in VIEWS:
                 show(page, view)
                 found = page.evaluate(
-                    "axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.target + ' ' + n.failureSummary)]))"
+                    "axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.target + ' ' + "
+                    "n.failureSummary)]))"
                 )
                 assert found == [], (view, how)
-                assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} is wider than the window"
+                assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
+                    f"{view} is wider than the window"
+                )
 
 
 def test_every_control_does_something_and_none_complains(page):
@@ -248,14 +270,18 @@ def test_every_bar_has_its_width_and_its_own_colour(page):
     """One row for each phase and each worker, none empty; no two parts of a row alike."""
     show(page, "books")
     rows = page.evaluate(
-        "[...document.querySelectorAll('main .account')].map(row => [row.querySelector('.who').firstChild.textContent.trim(),"
-        "[...row.querySelectorAll('.stack > span')].map(s => [getComputedStyle(s).backgroundColor, s.getBoundingClientRect().width])])"
+        "[...document.querySelectorAll('main .account')].map(row => "
+        "[row.querySelector('.who').firstChild.textContent.trim(),"
+        "[...row.querySelectorAll('.stack > span')].map(s => [getComputedStyle(s).backgroundColor, "
+        "s.getBoundingClientRect().width])])"
     )
     assert [name for name, _ in rows] == ["train", "engine-0"]
     for _, parts in rows:
         assert parts and all(width > 10 for _, width in parts) and len({colour for colour, _ in parts}) == len(parts)
     show(page, "time")
-    keys = page.evaluate("[...document.querySelectorAll('.accounts + .legend .key')].map(k => getComputedStyle(k).backgroundColor)")
+    keys = page.evaluate(
+        "[...document.querySelectorAll('.accounts + .legend .key')].map(k => getComputedStyle(k).backgroundColor)"
+    )
     assert len(keys) == len(set(keys)) > 3
 
 
@@ -264,7 +290,10 @@ def test_an_answer_stands_with_its_prompt(page):
     assert page.text_content("td.prompt").startswith("<img src=x")
     side = {"step": 1, "rows": [], "pick": 0, "text": ""}
     page.route("**/api/steps_of?*", lambda route: route.fulfill(json=[1]))  # no task comes twice in this run
-    page.route("**/api/beside?*", lambda route: route.fulfill(json={"task": "t", "prompt": "3 + 4 =", "sides": [side, side], "diff": []}))
+    page.route(
+        "**/api/beside?*",
+        lambda route: route.fulfill(json={"task": "t", "prompt": "3 + 4 =", "sides": [side, side], "diff": []}),
+    )
     page.get_by_role("button", name="look for it").click()
     assert page.locator("[aria-label='the prompt']").text_content(timeout=5000) == "3 + 4 ="
 
@@ -283,16 +312,23 @@ def test_seven_runs_over_each_other_are_told_apart(browser, tmp_path):
             show(page, "overview")
             page.wait_for_selector(".chart canvas")
             assert (
-                page.evaluate("Math.max(...[...document.querySelectorAll('header .run-name')].map(e => e.getBoundingClientRect().width))")
+                page.evaluate(
+                    "Math.max(...[...document.querySelectorAll('header .run-name')].map(e => "
+                    "e.getBoundingClientRect().width))"
+                )
                 < 260
             )
-            assert page.evaluate("[...document.querySelectorAll('.chart .name')].every(e => e.scrollWidth <= e.clientWidth + 1)")
+            assert page.evaluate(
+                "[...document.querySelectorAll('.chart .name')].every(e => e.scrollWidth <= e.clientWidth + 1)"
+            )
             looks = page.evaluate(
-                "[...document.querySelectorAll('header .dot')].map(e => getComputedStyle(e).backgroundColor + e.className)"
+                "[...document.querySelectorAll('header .dot')].map(e => getComputedStyle(e).backgroundColor + "
+                "e.className)"
             )
             assert len(set(looks)) == 7
             drawn = page.evaluate(
-                "[...document.querySelector('.tile .sparks').querySelectorAll('polyline')].map(p => p.getAttribute('points'))"
+                "[...document.querySelector('.tile .sparks').querySelectorAll('polyline')].map(p => "
+                "p.getAttribute('points'))"
             )
             tops = [min(float(point.split(",")[1]) for point in line.split()) for line in drawn]
             assert len(tops) == 7 and min(tops) == 2.0 < max(tops), "the sparks of a tile share one scale"
@@ -314,7 +350,8 @@ def test_what_a_run_wrote_is_only_text(page):
         show(page, view)
         assert seen.get(view, "") in page.text_content("body")
         assert page.evaluate(
-            "[window.pwned, document.querySelectorAll('#app img, #app script, #app i:not([style]):not([class]), #app b b').length]"
+            "[window.pwned, document.querySelectorAll('#app img, #app script, #app i:not([style]):not([class]), #app b "
+            "b').length]"
         ) == [None, 0]
     show(page, "answers")
     page.get_by_role("button", name="look for it").click()
@@ -373,7 +410,9 @@ def test_a_run_of_a_million_events_opens_at_once(browser, tmp_path, capsys):
     page.wait_for_selector(".chart canvas")
     seconds = time.monotonic() - began
     assert "step 26,315 of 26,315" in page.text_content(".runs")
-    points = page.evaluate("fetch('/api/series?name=train/entropy&points=300').then(r => r.json()).then(r => r.x.length)")
+    points = page.evaluate(
+        "fetch('/api/series?name=train/entropy&points=300').then(r => r.json()).then(r => r.x.length)"
+    )
     assert points <= 300
     page.close()
     with capsys.disabled():

@@ -1,4 +1,6 @@
-"""Faults injected into real tiny runs are named by `rondel diagnose`; a run without one has no finding that is an error."""
+"""Faults injected into real tiny runs are named by `rondel diagnose`; a run without
+one has no finding that is an error.
+"""
 
 import pytest
 from run_kit import run, run_and_die
@@ -37,7 +39,9 @@ def test_a_fault_in_a_real_run(tmp_path, fault):
     assert {f.name for f in diagnose(tmp_path) if f.severity == "error"} <= {expected}, "one fault, one error"
 
 
-@pytest.mark.parametrize("place", [{}, {"place__kind": "split", "loop__max_staleness": 1, "algo__correction__kind": "importance"}])
+@pytest.mark.parametrize(
+    "place", [{}, {"place__kind": "split", "loop__max_staleness": 1, "algo__correction__kind": "importance"}]
+)
 def test_a_run_without_one(tmp_path, place):
     run(tmp_path, **BASE | place)
     assert [f for f in diagnose(tmp_path) if f.severity == "error"] == []

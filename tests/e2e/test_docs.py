@@ -1,4 +1,5 @@
-"""Law 16: every command, snippet and recipe that we show is run: whole, reduced, or, where it needs an hour, at least parsed.
+"""Law 16: every command, snippet and recipe that we show is run: whole, reduced, or,
+where it needs an hour, at least parsed.
 
 The tables say which. What is shown and not in a table fails; what is in a table and no longer shown fails too.
 """
@@ -97,7 +98,9 @@ COMMANDS = {  # as shown -> "whole", "reduced" (with SMALLER), or why it is only
     "tensorboard --logdir runs/tiny/tensorboard": "parsed: it serves until it is stopped",
     "rondel serve smollm2-135m": "parsed: it serves until it is stopped",
 }
-TINY = '{"random": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}'
+TINY = (
+    '{"random": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}'
+)
 SNIPPETS: dict[
     str, Any
 ] = {  # a line of a python block -> what is replaced to run it reduced; {} runs it whole; a text names the test that runs it
@@ -105,7 +108,9 @@ SNIPPETS: dict[
         'loop={"steps": 5}': 'quiet=True, loop={"steps": 2, "warmup": {"steps": 2}}, place={"threads": 1}, run={"folder": "runs/notebook"}'
     },
     'outs = engine.generate(["3 + 4 ="], rondel.Sampling(n=2, max_tokens=8))': {'"smollm2-135m"': TINY},
-    'for sample in engine.generate(["The capital of France is"], rondel.Sampling(n=2, max_tokens=6, seed=1))[0]:': {'"smollm2-135m"': TINY},
+    'for sample in engine.generate(["The capital of France is"], rondel.Sampling(n=2, max_tokens=6, seed=1))[0]:': {
+        '"smollm2-135m"': TINY
+    },
     'sampling = rondel.Sampling(grammar={"json_schema": person | {"additionalProperties": False}}, max_tokens=40)': {
         '"smollm2-135m"': TINY
     },
@@ -186,14 +191,20 @@ def test_every_block_says_what_it_is():
 
 def test_every_command_is_in_the_table():
     shown = dict((command, place) for place, command in commands())
-    assert {c: p for c, p in shown.items() if c not in COMMANDS} == {}, "not in COMMANDS: say whether it runs whole, reduced or is parsed"
+    assert {c: p for c, p in shown.items() if c not in COMMANDS} == {}, (
+        "not in COMMANDS: say whether it runs whole, reduced or is parsed"
+    )
     assert COMMANDS.keys() - shown.keys() == set(), "in COMMANDS, but shown nowhere"
 
 
 def test_every_snippet_is_in_the_table():
     shown = {b.place: [line for line in SNIPPETS if line in b.text.splitlines()] for b in blocks("python")}
-    assert [place for place, lines in shown.items() if len(lines) != 1] == [], "each python block needs one line of SNIPPETS"
-    assert SNIPPETS.keys() - {line for lines in shown.values() for line in lines} == set(), "in SNIPPETS, but shown nowhere"
+    assert [place for place, lines in shown.items() if len(lines) != 1] == [], (
+        "each python block needs one line of SNIPPETS"
+    )
+    assert SNIPPETS.keys() - {line for lines in shown.values() for line in lines} == set(), (
+        "in SNIPPETS, but shown nowhere"
+    )
 
 
 def test_every_recipe_and_example_is_in_the_table():
@@ -205,7 +216,11 @@ def test_every_recipe_and_example_is_in_the_table():
 
 
 def test_every_link_leads_somewhere():
-    links = [(page, target) for page in PAGES for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))]
+    links = [
+        (page, target)
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    ]
     assert [(page.name, t) for page, t in links if not t.startswith("http") and not (page.parent / t).exists()] == []
 
 
@@ -232,7 +247,10 @@ def test_every_row_has_its_paper_and_a_test_that_exists():
 
     made, page = maker("make_papers"), (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    assert list(TABLE) == [name for name in TABLE if f"| `{name}`{made.recipe(name)} | [" in page] and made.ORACLES.keys() == TABLE.keys()
+    assert (
+        list(TABLE) == [name for name in TABLE if f"| `{name}`{made.recipe(name)} | [" in page]
+        and made.ORACLES.keys() == TABLE.keys()
+    )
     assert [test for test in made.ORACLES.values() if f"def {test}(" not in tests] == []
 
 
@@ -266,8 +284,13 @@ def test_a_piece_of_a_recipe_is_read(block):
     from rondel.score import REWARDS, build
 
     reward = job.task.reward
-    if isinstance(reward, dict) and "path" in reward:  # a reader's own model: the keys must be its own; test_reward_model.py builds some
-        known = {*inspect.signature(REWARDS["model"]).parameters, *inspect.signature(REWARDS[reward["kind"]]).parameters, "kind"}
+    # a reader's own model: the keys must be its own; test_reward_model.py builds some
+    if isinstance(reward, dict) and "path" in reward:
+        known = {
+            *inspect.signature(REWARDS["model"]).parameters,
+            *inspect.signature(REWARDS[reward["kind"]]).parameters,
+            "kind",
+        }
         assert reward.keys() <= known
     else:
         assert callable(build(reward, {"sandbox": NoBoxes, "deadline": lambda: job.task.reward_timeout}))

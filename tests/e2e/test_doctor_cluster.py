@@ -12,12 +12,20 @@ from rondel.cli import main
 from rondel.runtime.cluster.cluster_check import Lookout
 from rondel.runtime.cluster.node_probe import Node, Seen, judge, look
 
-FACTS = {"host": "a", "resolves_to": "10.0.0.1", "versions": {"python": "3.11.7", "rondel": "0.1.0", "torch": "2.13.0"}, "gpus": 8}
+FACTS = {
+    "host": "a",
+    "resolves_to": "10.0.0.1",
+    "versions": {"python": "3.11.7", "rondel": "0.1.0", "torch": "2.13.0"},
+    "gpus": 8,
+}
 LINK = {"latency": 5e-5, "bandwidth": 10e9}
 
 
 def two():
-    nodes = [Node("node-0", "10.0.0.1", deepcopy(FACTS), sees=True), Node("node-1", "10.0.0.2", deepcopy(FACTS), sees=True)]
+    nodes = [
+        Node("node-0", "10.0.0.1", deepcopy(FACTS), sees=True),
+        Node("node-1", "10.0.0.2", deepcopy(FACTS), sees=True),
+    ]
     nodes[1].facts |= {"host": "b", "resolves_to": "10.0.0.2"}
     return Seen(nodes, {("node-0", "node-1"): dict(LINK), ("node-1", "node-0"): dict(LINK)}, "runs", "Ray")
 
@@ -126,10 +134,15 @@ class Near:
 
 
 def test_it_looks_through_sockets_clocks_and_files(tmp_path):
-    seen = asyncio.run(look({"a": ("127.0.0.1", Near()), "b": ("127.0.0.1", Near(ahead=30.0))}, folder=str(tmp_path / "runs")))
+    seen = asyncio.run(
+        look({"a": ("127.0.0.1", Near()), "b": ("127.0.0.1", Near(ahead=30.0))}, folder=str(tmp_path / "runs"))
+    )
     assert [node.sees for node in seen.nodes] == [True, True] and not list((tmp_path / "runs").iterdir())
     assert seen.nodes[0].skew == pytest.approx(0, abs=0.5) and seen.nodes[1].skew == pytest.approx(30, abs=0.5)
-    assert all(link["bandwidth"] > 1e6 and 0 < link["latency"] < 5 for link in seen.links.values()) and len(seen.links) == 2
+    assert (
+        all(link["bandwidth"] > 1e6 and 0 < link["latency"] < 5 for link in seen.links.values())
+        and len(seen.links) == 2
+    )
     assert Lookout().reach("127.0.0.1", 9)["error"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Lookout, "sees", lambda self, path: False)

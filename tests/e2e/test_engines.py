@@ -41,7 +41,9 @@ def test_two_engines_in_processes_of_their_own(tmp_path):
     run(tmp_path, place__kind="split", place__engines=2, **SHORT)
     ended_well(tmp_path, 5)
     assert max(e["probe_gap"] for e in events(tmp_path, "Synced")) < 1e-4
-    logs = [path for path in (tmp_path / "wal").glob("engine-*") if any(p.stat().st_size > 100 for p in path.glob("*.bin"))]
+    logs = [
+        path for path in (tmp_path / "wal").glob("engine-*") if any(p.stat().st_size > 100 for p in path.glob("*.bin"))
+    ]
     assert len(logs) == 2, "one engine drew nothing"
 
 
@@ -90,14 +92,20 @@ class Trainer:
     """Weights that are multiplied by a little at each version."""
 
     def __init__(self, folder, weights) -> None:
-        self.loaded, self.disk, self.version = loading.load(str(folder), dtype="float32"), FromDisk(weights, file=100_000), 0
+        self.loaded, self.disk, self.version = (
+            loading.load(str(folder), dtype="float32"),
+            FromDisk(weights, file=100_000),
+            0,
+        )
 
     async def publish(self, route):
         if self.version:
             for p in self.loaded.model.parameters():
                 p.data.mul_(1.02)
             linear.weights_changed()
-        rows = [(TensorInfo(n, tuple(t.shape), "float32", names.digest(t)), t) for n, t in names.weights(self.loaded.model)]
+        rows = [
+            (TensorInfo(n, tuple(t.shape), "float32", names.digest(t)), t) for n, t in names.weights(self.loaded.model)
+        ]
         self.version += 1
         return self.disk.publish(route, self.version, iter(rows))
 
@@ -114,7 +122,9 @@ def test_tokens_logprobs_and_versions_over_http_are_those_of_the_model(url, fold
     async def work():
         trainer = Trainer(folder, tmp_path / "weights")
         e, moved = ForeignEngine(Sglang(url)), [False]
-        update = Update(trainer.disk, probe=prompt(1, 12), score=trainer.logprobs, tolerance=1e-3, moved=lambda: moved[0])
+        update = Update(
+            trainer.disk, probe=prompt(1, 12), score=trainer.logprobs, tolerance=1e-3, moved=lambda: moved[0]
+        )
         assert await update(trainer, e) == 1
         models, moved[0] = {1: twin(trainer.loaded)}, True
         requests = [ask(prompt(g, 9), key=100 * g + i, n=150, temperature=0.8) for g in range(3) for i in range(3)]
@@ -127,7 +137,10 @@ def test_tokens_logprobs_and_versions_over_http_are_those_of_the_model(url, fold
         assert any(len(set(c.versions)) > 1 for c in done)
         for r, c in zip(requests, done):
             assert len(c.tokens) == 150 and c.finish_reason == "length" and c.versions == sorted(c.versions)
-            exact = {v: plain_logprobs(m, r.tokens + c.tokens, temperature=0.8)[len(r.tokens) - 1 :] for v, m in models.items()}
+            exact = {
+                v: plain_logprobs(m, r.tokens + c.tokens, temperature=0.8)[len(r.tokens) - 1 :]
+                for v, m in models.items()
+            }
             assert max(abs(lp - exact[v][i]) for i, (lp, v) in enumerate(zip(c.logprobs, c.versions))) < 1e-4
         again = await e.generate(requests[0])
         assert again.versions == [3] * 150 and (await e.generate(requests[0])).tokens == again.tokens  # its key decides
@@ -175,9 +188,11 @@ HTTP = {"place__kind": "split", "engine__kind": "sglang", "model__path": None, "
 
 
 def test_a_whole_run_over_http(url, server, folder, tmp_path):
-    """The tiny recipe with its engine behind `rondel serve`; stale by one step, so that samples are in flight when weights change.
+    """The tiny recipe with its engine behind `rondel serve`; stale by one step, so that
+    samples are in flight when weights change.
 
-    The server has served a later version: a run begins at 0 wherever its engine was before, as one does that goes on from a checkpoint.
+    The server has served a later version: a run begins at 0 wherever its engine was before,
+    as one does that goes on from a checkpoint.
     """
     server.ok("/update_weights_from_disk", model_path=str(folder), weight_version=40)
     more = {**HTTP, "engine__url": url, "model__path": str(folder), "engine__sampling": {"max_tokens": 16}, **SHORT}
@@ -221,7 +236,9 @@ class Enough(Exception):
 
 @pytest.mark.slow
 def test_engines_join_late_and_come_back_while_a_run_goes_on(folder, tmp_path):
-    """One server of the recipe; a second one joins by `--join`; the first dies, the run goes on, and it comes back at its address."""
+    """One server of the recipe; a second one joins by `--join`; the first dies, the run
+    goes on, and it comes back at its address.
+    """
     places = {name: tmp_path / name for name in ("first", "second")}
     for place in places.values():
         place.mkdir()
@@ -237,7 +254,9 @@ def test_engines_join_late_and_come_back_while_a_run_goes_on(folder, tmp_path):
         router, have = seen["router"], seen["router"].replicas
         if "joined" not in seen and event.step >= 3:
             if "second" not in servers:
-                servers["second"] = serve_kit.Server(folder, places["second"], "--kv-pages", "4096", "--join", str(home))
+                servers["second"] = serve_kit.Server(
+                    folder, places["second"], "--kv-pages", "4096", "--join", str(home)
+                )
             if len(have) == 2:
                 seen["joined"] = event.step
         elif "died" not in seen and "joined" in seen and event.step >= seen["joined"] + 2:
@@ -252,14 +271,20 @@ def test_engines_join_late_and_come_back_while_a_run_goes_on(folder, tmp_path):
             if url in have and "again" in servers:
                 seen["back"] = event.step
         elif "back" in seen and event.step >= seen["back"] + 2:
-            assert {s.get("/get_weight_version")["weight_version"] for n, s in servers.items() if n != "first"} == {str(event.version)}
+            assert {s.get("/get_weight_version")["weight_version"] for n, s in servers.items() if n != "first"} == {
+                str(event.version)
+            }
             raise Enough
 
     stop = subscribe(watch)
     try:
         with pytest.raises(BaseException) as ended:
             train(job, quiet=True, built=lambda parts: seen.update(router=parts.engine))
-        assert ended.group_contains(Enough) if isinstance(ended.value, BaseExceptionGroup) else isinstance(ended.value, Enough)
+        assert (
+            ended.group_contains(Enough)
+            if isinstance(ended.value, BaseExceptionGroup)
+            else isinstance(ended.value, Enough)
+        )
     finally:
         stop()
         for server in servers.values():
@@ -268,7 +293,9 @@ def test_engines_join_late_and_come_back_while_a_run_goes_on(folder, tmp_path):
     done = events(home, "StepDone")
     assert [e["step"] for e in done] == list(range(1, len(done) + 1)) and all(balances(e["ledger"]) for e in done)
     said = [e["message"] for e in events(home, "Warned")]
-    assert sum("has joined at version" in message for message in said) == 2 and any("is lost" in message for message in said)
+    assert sum("has joined at version" in message for message in said) == 2 and any(
+        "is lost" in message for message in said
+    )
     assert max(e["probe_gap"] for e in events(home, "Synced")) < 1e-4
     assert not list((home / "engines").iterdir()), "who ends takes its name away"
 

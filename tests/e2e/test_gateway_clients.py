@@ -1,4 +1,6 @@
-"""Agents with the clients and a framework of the field, unmodified: they get a base_url and a key, and what they do is recorded."""
+"""Agents with the clients and a framework of the field, unmodified: they get a base_url
+and a key, and what they do is recorded.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_openai_chat_with_a_tool(stream):
                 with client.chat.completions.stream(model="gpt-x", messages=messages, tools=[TOOL]) as s:
                     message = s.get_final_completion().choices[0].message
             else:
-                message = client.chat.completions.create(model="gpt-x", messages=messages, tools=[TOOL]).choices[0].message
+                message = (
+                    client.chat.completions.create(model="gpt-x", messages=messages, tools=[TOOL]).choices[0].message
+                )
             messages.append(message.model_dump(exclude_none=True))
             if not message.tool_calls:
                 return float(message.content == "the answer is 7.")
@@ -59,7 +63,9 @@ def test_openai_numbers_are_exact():
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
         whole = await client.chat.completions.create(model="m", messages=ASK, logprobs=True, max_completion_tokens=2)
         content = whole.choices[0].logprobs.content
-        assert whole.choices[0].finish_reason == "length" and [c.logprob for c in content] == policy.drawn[0][1].logprobs
+        assert (
+            whole.choices[0].finish_reason == "length" and [c.logprob for c in content] == policy.drawn[0][1].logprobs
+        )
         assert whole.usage.prompt_tokens == len(policy.requests[0].tokens) and whole.usage.completion_tokens == 2
         assert [m.id async for m in await client.models.list()] == ["policy"]
         two = await client.chat.completions.create(model="m", messages=ASK, n=2)
@@ -80,7 +86,10 @@ def test_openai_completions_go_on_from_their_text(stream):
 
         def ask(prompt):
             if stream:
-                return "".join(c.choices[0].text for c in client.completions.create(model="m", prompt=prompt, stop="Obs:", stream=True))
+                return "".join(
+                    c.choices[0].text
+                    for c in client.completions.create(model="m", prompt=prompt, stop="Obs:", stream=True)
+                )
             return client.completions.create(model="m", prompt=prompt, stop="Obs:").choices[0].text
 
         prompt = "what is 3 + 4?\n"
@@ -143,7 +152,11 @@ def test_anthropic_messages_with_a_tool(stream, address):
 
         messages = [{"role": "user", "content": task.data["prompt"]}]
         first = ask()
-        assert first.stop_reason == "tool_use" and first.content[0].text == "look." and first.content[1].input == {"a": 3, "b": 4}
+        assert (
+            first.stop_reason == "tool_use"
+            and first.content[0].text == "look."
+            and first.content[1].input == {"a": 3, "b": 4}
+        )
         answer = {"type": "tool_result", "tool_use_id": first.content[1].id, "content": [{"type": "text", "text": "7"}]}
         messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [answer]}]
         last = ask()
@@ -206,7 +219,11 @@ def test_a_sub_agent_and_a_compaction_are_branches_and_the_main_one_comes_first(
         client = openai.OpenAI(base_url=base_url, api_key=api_key)
 
         def ask(messages):
-            return client.chat.completions.create(model="m", messages=messages).choices[0].message.model_dump(exclude_none=True)
+            return (
+                client.chat.completions.create(model="m", messages=messages)
+                .choices[0]
+                .message.model_dump(exclude_none=True)
+            )
 
         main = [{"role": "system", "content": "you lead"}, *ASK]
         main.append(ask(main))
@@ -219,7 +236,9 @@ def test_a_sub_agent_and_a_compaction_are_branches_and_the_main_one_comes_first(
         return 0.5
 
     found = play(agent, Policy("plan", "three", "four", "seven."))
-    assert [t.text for t in found] == ["plan\nfour", "three", "seven."] and [t.score and t.score.value for t in found] == [0.5, None, None]
+    assert [t.text for t in found] == ["plan\nfour", "three", "seven."] and [
+        t.score and t.score.value for t in found
+    ] == [0.5, None, None]
     assert "it found: three" in tok().decode(found[0].tokens) and "assistant\nfour" in tok().decode(found[2].tokens)
 
 
@@ -247,7 +266,9 @@ def test_two_hundred_sessions_at_once_see_nothing_of_each_other():
         tasks = [Task(f"n{i}n", "gateway", {}) for i in range(200)]
         async with openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=0, timeout=60) as client:
             shared.append(client)
-            return policies, await asyncio.gather(*(gateway.run(t, chat(tok(), p, max_tokens=200)) for t, p in zip(tasks, policies)))
+            return policies, await asyncio.gather(
+                *(gateway.run(t, chat(tok(), p, max_tokens=200)) for t, p in zip(tasks, policies))
+            )
 
     policies, found = asyncio.run(all_of_them())
     assert len(set(keys)) == 200

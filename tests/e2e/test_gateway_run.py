@@ -29,7 +29,8 @@ def turns(row):
 def test_an_agent_is_trained_and_a_turn_computes_only_what_is_new(tmp_path):
     gateway_kit.NOTED.clear()
     card = run(tmp_path, task__agent="gateway_kit:three_turns", **HOW)
-    rows = check(tmp_path, staleness=0, total=7)  # masks, versions, lag, and that the trainer finds the logprobs that were recorded
+    # masks, versions, lag, and that the trainer finds the logprobs that were recorded
+    rows = check(tmp_path, staleness=0, total=7)
     mine = list(filter(sampled, rows))
     assert len(mine) == 3 * 16 and all(turns(row) == 3 and row["mask"][-1] for row in mine)
     assert {row["reward"] for row in mine} <= {0.0, 1 / 3, 2 / 3, 1.0} and card
@@ -51,7 +52,9 @@ def test_the_example_is_trained(tmp_path, monkeypatch):
 
 
 def test_branches_of_an_episode_are_trained_with_its_score(tmp_path):
-    """A helper, and a second answer from the same place: what the walks share is the same tokens with the same record."""
+    """A helper, and a second answer from the same place: what the walks share is the same tokens
+    with the same record.
+    """
     run(tmp_path, task__agent="gateway_kit:compacting", **HOW)
     mine = list(filter(sampled, check(tmp_path, staleness=0, total=7)))
     assert len(mine) == 3 * 16 * 3
@@ -64,5 +67,7 @@ def test_branches_of_an_episode_are_trained_with_its_score(tmp_path):
             (other,) = (row for row in branches if turns(row) == 2)
             n = 1 + next(i for i, (a, b) in enumerate(pairwise(root["mask"])) if a and not b)
             assert len(branches) == 2 and {row["reward"] for row in branches} == {root["reward"]}
-            assert all(root[what][:n] == other[what][:n] for what in ("tokens", "mask", "behavior_logprobs", "versions"))
+            assert all(
+                root[what][:n] == other[what][:n] for what in ("tokens", "mask", "behavior_logprobs", "versions")
+            )
             assert root["tokens"] != other["tokens"]

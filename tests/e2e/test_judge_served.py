@@ -35,7 +35,10 @@ def test_a_served_model_judges(server, tmp_path, monkeypatch):
         "kind": "judge", "url": f"http://127.0.0.1:{server.port}/v1", "model": "tiny", "key_env": "TEST_JUDGE_KEY", "together": 4,
         "field": "score", "whole": True, "low": 0, "high": 9, "max_tokens": 24,
     }  # fmt: skip
-    calls = [(Trajectory(text=f"It is {n}.\nVerdict: 9"), Task(f"t/{n}", "x", {"prompt": f"{n}?", "answer": str(n)})) for n in range(8)]
+    calls = [
+        (Trajectory(text=f"It is {n}.\nVerdict: 9"), Task(f"t/{n}", "x", {"prompt": f"{n}?", "answer": str(n)}))
+        for n in range(8)
+    ]
 
     async def all_of(pool):
         return await asyncio.gather(*(pool.score(*call) for call in calls))

@@ -1,4 +1,6 @@
-"""Rows learn the tiny task: from one supervised start a seed, twenty steps, into a band that was measured (`rondel bench rows`)."""
+"""Rows learn the tiny task: from one supervised start a seed, twenty steps, into a band
+that was measured (`rondel bench rows`).
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def start(request, tmp_path_factory):
 def test_a_row_learns(tmp_path, start, kind):
     seed, model = start
     recipe = RECIPE if kind == "grpo" else RECIPE.with_name(f"{kind}.toml")
-    curve = learn(tmp_path, {"loop.seed": seed, "loop.steps": 20, "loop.warmup.steps": 0, "model.path": str(model)}, recipe)
+    curve = learn(
+        tmp_path, {"loop.seed": seed, "loop.steps": 20, "loop.warmup.steps": 0, "model.path": str(model)}, recipe
+    )
     end = sum(curve[-5:]) / 5
     print(f"CURVE {kind}, seed {seed}: {curve[0]:.2f} -> {end:.3f}")
     assert curve[0] + 0.03 < end and BAND[0] <= end <= BAND[1]
@@ -61,7 +65,9 @@ def test_an_adapter_over_four_bits_learns(tmp_path, start):
     """From the same start, whose weights lie in 4 bits from then on."""
     seed, model = start
     adapter = {"model.adapter.kind": "qlora", "model.adapter.rank": 16, "model.adapter.alpha": 16, "trainer.lr": 2e-3}
-    curve = learn(tmp_path, {"loop.seed": seed, "loop.steps": 20, "loop.warmup.steps": 0, "model.path": str(model), **adapter})
+    curve = learn(
+        tmp_path, {"loop.seed": seed, "loop.steps": 20, "loop.warmup.steps": 0, "model.path": str(model), **adapter}
+    )
     end = sum(curve[-5:]) / 5
     print(f"CURVE qlora, seed {seed}: {curve[0]:.2f} -> {end:.3f}")
     assert curve[0] + 0.03 < end and BAND[0] <= end <= BAND[1]
@@ -80,7 +86,11 @@ def three(n: int = 60) -> Iterator[dict]:
 def test_a_game_of_two_turns_is_learned_from_its_result_alone(tmp_path):
     """From random weights, without a demonstration. Measured on seeds 0 and 1: 0.01 and 0.03 -> 0.99."""
     small = {"model.path.hidden_size": 48, "model.path.intermediate_size": 96, "model.path.num_hidden_layers": 2}
-    task = {"task.env": "test_learning:TwoGuesses", "task.data.kind": "test_learning:three", "engine.sampling.max_tokens": 1}
+    task = {
+        "task.env": "test_learning:TwoGuesses",
+        "task.data.kind": "test_learning:three",
+        "engine.sampling.max_tokens": 1,
+    }
     steps = {"loop.warmup.steps": 0, "loop.steps": 130, "loop.groups_per_step": 15, "trainer.lr": 8e-3}
     curve = learn(tmp_path, small | task | steps)
     print(f"CURVE game: {curve[0]:.2f} -> {sum(curve[-10:]) / 10:.3f}")

@@ -1,4 +1,6 @@
-"""The modes on two cores: the loop is the same, three values differ. Each run completes, balances, and keeps its lag."""
+"""The modes on two cores: the loop is the same, three values differ. Each run completes, balances,
+and keeps its lag.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def test_a_mode_completes_and_keeps_its_lag(tmp_path, name):
     metrics = [e["metrics"] for e in events(tmp_path, "StepDone") if e["step"] > warm]
     assert all(m["train/gap_max"] < 1e-4 for m in metrics) or staleness > 0
     if "updates" in name:
-        assert any(m["train/ratio_max_deviation"] > 1e-4 for m in metrics)  # the second update has moved away from the anchor
+        # the second update has moved away from the anchor
+        assert any(m["train/ratio_max_deviation"] > 1e-4 for m in metrics)
     else:
         assert all(m["train/ratio_max_deviation"] == 0 for m in metrics)
 
@@ -72,20 +75,33 @@ def test_a_row_trains_for_a_few_steps(tmp_path, kind):
             assert advantages == [r["reward"] for r in group]
         elif kind != "dapo":  # its overlong shaping changes the rewards
             assert sum(advantages) == pytest.approx(0.0, abs=1e-5)
-            assert all((a > 0) == (r["reward"] > sum(x["reward"] for x in group) / 4) for a, r in zip(advantages, group))
+            assert all(
+                (a > 0) == (r["reward"] > sum(x["reward"] for x in group) / 4) for a, r in zip(advantages, group)
+            )
 
 
 @pytest.mark.parametrize("kind", ["ppo", "reinforce_pp"])
 def test_rows_that_look_along_time_are_whitened_over_the_step(tmp_path, kind):
-    run(tmp_path, algo__kind=kind, algo__group_size=2, loop__steps=3, loop__updates_per_step=2, task__reward="rewards_kit:parity")
+    run(
+        tmp_path,
+        algo__kind=kind,
+        algo__group_size=2,
+        loop__steps=3,
+        loop__updates_per_step=2,
+        task__reward="rewards_kit:parity",
+    )
     for step in (8, 9):
         values = [a for r in store.read_step(tmp_path, step) for a, m in zip(r["advantages"], r["mask"]) if m]
-        assert sum(values) == pytest.approx(0.0, abs=1e-4) and sum(a * a for a in values) == pytest.approx(len(values) - 1, rel=1e-4)
+        assert sum(values) == pytest.approx(0.0, abs=1e-4) and sum(a * a for a in values) == pytest.approx(
+            len(values) - 1, rel=1e-4
+        )
 
 
 @pytest.mark.slow
 def test_ppo_learns_the_tiny_task(tmp_path):
-    """A quarter of the recipe's prompts and two thirds of its steps: 0.64 where RL begins, more than 0.9 at its end; the whole has 0.97."""
+    """A quarter of the recipe's prompts and two thirds of its steps: 0.64 where RL begins,
+    more than 0.9 at its end; the whole has 0.97.
+    """
     from rondel.assemble import train
     from rondel.core.config import Job
 
@@ -100,8 +116,12 @@ def test_ppo_learns_the_tiny_task(tmp_path):
 
 
 def test_the_two_phases_are_one_run(tmp_path):
-    """The supervised phase learns, and RL goes on with its weights, optimizer and version. Every key that is set has been read by the end."""
-    job = tiny(tmp_path, loop__max_staleness=1, loop__window=1, loop__max_refills=9, task__eval__every=7, task__eval__n=4)
+    """The supervised phase learns, and RL goes on with its weights, optimizer and version.
+    Every key that is set has been read by the end.
+    """
+    job = tiny(
+        tmp_path, loop__max_staleness=1, loop__window=1, loop__max_refills=9, task__eval__every=7, task__eval__n=4
+    )
     train(job, quiet=True)
     assert job.unread() == []
     done = events(tmp_path, "StepDone")
@@ -127,7 +147,8 @@ def test_rewards_of_any_size_are_evaluated(tmp_path):
 @pytest.mark.parametrize(
     ("algo", "warned"),
     [
-        ({"algo__kl": {"kind": "k1", "coef": 0.1, "where": "reward"}}, True),  # reads the behavior's logprobs, and corrects nothing
+        # reads the behavior's logprobs, and corrects nothing
+        ({"algo__kl": {"kind": "k1", "coef": 0.1, "where": "reward"}}, True),
         ({"algo__kind": "sft"}, False),
         ({"algo__kind": "dppo_tv"}, False),
         (TIS, False),

@@ -1,4 +1,6 @@
-"""A run as OpenTelemetry traces: into the SDK's own memory, and over HTTP to a receiver that decodes what OTLP sends."""
+"""A run as OpenTelemetry traces: into the SDK's own memory, and over HTTP to a receiver that
+decodes what OTLP sends.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,14 @@ def test_spans_stand_in_each_other_with_the_names_of_the_conventions():
         GroupsTaken(1, 0, [group]),
         StepDone(1, 1, {"score/reward_mean": 0.5}, {"wait": 3.0, "train": 1.0, "step": 4.0}, {}),
     )
-    above = {"step 1": "run", "wait": "step 1", "train": "step 1", "group": "run", "generate": "group", "score": "group"}
+    above = {
+        "step 1": "run",
+        "wait": "step 1",
+        "train": "step 1",
+        "group": "run",
+        "generate": "group",
+        "score": "group",
+    }
     above |= {"trajectory 7.0": "generate", "chat": "trajectory 7.0", "execute_tool search": "trajectory 7.0"}
     assert spans.keys() == above.keys() | {"run"}
     for name, parent in above.items():
@@ -56,7 +65,11 @@ def test_spans_stand_in_each_other_with_the_names_of_the_conventions():
     assert spans["wait"].end_time == pytest.approx(spans["train"].start_time, abs=1000)
     assert length["chat"] == pytest.approx(2.0) and length["trajectory 7.0"] == pytest.approx(2.5)
     chat, tool = spans["chat"].attributes, spans["execute_tool search"].attributes
-    assert (chat["gen_ai.operation.name"], chat["gen_ai.usage.input_tokens"], chat["gen_ai.usage.output_tokens"]) == ("chat", 3, 2)
+    assert (chat["gen_ai.operation.name"], chat["gen_ai.usage.input_tokens"], chat["gen_ai.usage.output_tokens"]) == (
+        "chat",
+        3,
+        2,
+    )
     assert (tool["gen_ai.operation.name"], tool["gen_ai.tool.name"]) == ("execute_tool", "search")
     assert spans["trajectory 7.0"].attributes["rondel.reward"] == 1.0
 
@@ -154,9 +167,23 @@ def test_a_real_run_arrives_at_a_real_receiver(tmp_path):
         collector.server_close()
     spans = collector.spans
     names = [span.name for span in spans]
-    assert {"run", "step 1", "step 2", "wait", "train", "sync", "group", "generate", "score", "chat", "evaluation"} <= set(names)
+    assert {
+        "run",
+        "step 1",
+        "step 2",
+        "wait",
+        "train",
+        "sync",
+        "group",
+        "generate",
+        "score",
+        "chat",
+        "evaluation",
+    } <= set(names)
     assert names.count("train") == 2 and names.count("group") >= 2 and len({span.trace_id for span in spans}) == 1
     known = {span.span_id for span in spans}
     assert all(span.parent_span_id in known for span in spans if span.name != "run"), "nobody's parent is missing"
     assert all(span.end_time_unix_nano >= span.start_time_unix_nano for span in spans)
-    assert collector.resources[0]["service.name"] == "rondel" and collector.resources[0]["rondel.run.folder"] == str(tmp_path)
+    assert collector.resources[0]["service.name"] == "rondel" and collector.resources[0]["rondel.run.folder"] == str(
+        tmp_path
+    )

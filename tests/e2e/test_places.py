@@ -132,7 +132,11 @@ def with_ray():
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_runs_on_ray(tmp_path, with_ray, mode):
-    changes = {"loop__steps": 4, "loop__warmup__steps": 0, **{k: v for k, v in MODES[mode].items() if k != "loop__steps"}}
+    changes = {
+        "loop__steps": 4,
+        "loop__warmup__steps": 0,
+        **{k: v for k, v in MODES[mode].items() if k != "loop__steps"},
+    }
     run(tmp_path, **changes, place__kind="split", place__cluster="ray")
     check(tmp_path, staleness=changes.get("loop__max_staleness", 0), total=4)
     assert (
@@ -149,7 +153,13 @@ def test_two_ranks_on_ray(tmp_path, with_ray):
 def test_ranks_that_torchrun_started_follow_the_first(tmp_path):
     from run_kit import FAST, RECIPE
 
-    settings = {**FAST, "loop.steps": 3, "run.folder": str(tmp_path), "place.kind": "split", "place.cluster": "torchrun"}
+    settings = {
+        **FAST,
+        "loop.steps": 3,
+        "run.folder": str(tmp_path),
+        "place.kind": "split",
+        "place.cluster": "torchrun",
+    }
     words = [f"--{key}={json.dumps(value)}" for key, value in settings.items()]
     main = [sys.executable, "-c", "from rondel.cli import main; main()", "train", str(RECIPE), *words]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", *main]

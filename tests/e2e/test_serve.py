@@ -1,4 +1,6 @@
-"""`rondel serve` as a process on loopback: what clients of OpenAI and SGLang use, what they do wrong, and what they do to it."""
+"""`rondel serve` as a process on loopback: what clients of OpenAI and SGLang use, what
+they do wrong, and what they do to it.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def server(running):
     yield running
     running.ok("/continue_generation")
     running.idle()
-    assert running.process.poll() is None and "Traceback" not in running.said()[before:], running.said()[before:][-3000:]
+    assert running.process.poll() is None and "Traceback" not in running.said()[before:], running.said()[before:][
+        -3000:
+    ]
 
 
 @pytest.fixture
@@ -106,7 +110,14 @@ def test_completions_are_what_the_engine_draws(server, model):
     want = expected(model, prompt, seed=7, n=3, max_tokens=20, temperature=0.7)
     for given in ("Once upon", prompt):
         got = server.client.completions.create(
-            model="tiny", prompt=given, n=3, seed=7, max_tokens=20, temperature=0.7, logprobs=0, extra_body={"return_token_ids": True}
+            model="tiny",
+            prompt=given,
+            n=3,
+            seed=7,
+            max_tokens=20,
+            temperature=0.7,
+            logprobs=0,
+            extra_body={"return_token_ids": True},
         )
         assert got.prompt_token_ids == prompt and str(got.weight_version) == server.info()["weight_version"]
         for choice, c in zip(got.choices, want, strict=True):
@@ -114,7 +125,9 @@ def test_completions_are_what_the_engine_draws(server, model):
             assert choice.text == model.tokenizer.decode(c.tokens, skip_special_tokens=True)
             assert choice.logprobs.token_logprobs == pytest.approx(c.logprobs, abs=1e-5)
             assert len(choice.weight_versions) == len(c.tokens)
-        assert got.usage.prompt_tokens == len(prompt) and got.usage.completion_tokens == sum(len(c.tokens) for c in want)
+        assert got.usage.prompt_tokens == len(prompt) and got.usage.completion_tokens == sum(
+            len(c.tokens) for c in want
+        )
     assert got.usage.prompt_tokens_details.cached_tokens == len(prompt) - 1
 
 
@@ -139,7 +152,9 @@ def test_a_chat_at_once_and_as_a_stream(server):
     assert texts == [c.message.content for c in whole.choices] and texts[0] != texts[1]
     assert reasons == [c.finish_reason for c in whole.choices]
     for mine, choice in zip(logprobs, whole.choices):
-        assert mine == pytest.approx([t.logprob for t in choice.logprobs.content], abs=1e-5) and all(lp <= 0 for lp in mine)
+        assert mine == pytest.approx([t.logprob for t in choice.logprobs.content], abs=1e-5) and all(
+            lp <= 0 for lp in mine
+        )
     assert usage.completion_tokens == whole.usage.completion_tokens == sum(map(len, logprobs))
 
 
@@ -153,7 +168,9 @@ def test_a_stream_of_completions_is_the_text(server):
 
 
 def test_stop_strings_end_a_text_before_them(server, model):
-    ask = dict(model="tiny", prompt="abc", seed=11, max_tokens=40, extra_body={"ignore_eos": True, "return_token_ids": True})
+    ask = dict(
+        model="tiny", prompt="abc", seed=11, max_tokens=40, extra_body={"ignore_eos": True, "return_token_ids": True}
+    )
     whole = server.client.completions.create(**ask).choices[0]
     text, stop = whole.text, whole.text[9:12]
     cut = text.index(stop)
@@ -162,14 +179,22 @@ def test_stop_strings_end_a_text_before_them(server, model):
         got = server.client.completions.create(**ask, stop=stops)
         assert (got.choices[0].text, got.choices[0].finish_reason) == (text[:cut], "stop")
         assert got.choices[0].token_ids == whole.token_ids[:needed], "it went on after the stop string"
-        assert "".join(c.choices[0].text for c in server.client.completions.create(**ask, stop=stops, stream=True)) == text[:cut]
+        assert (
+            "".join(c.choices[0].text for c in server.client.completions.create(**ask, stop=stops, stream=True))
+            == text[:cut]
+        )
 
 
 def test_a_special_token_is_a_stop(server, model):
     reply = server.ok(
-        "/generate", text="abc", sampling_params={"max_new_tokens": 3000, "stop": ["<user>"], "sampling_seed": 1, "temperature": 1.5}
+        "/generate",
+        text="abc",
+        sampling_params={"max_new_tokens": 3000, "stop": ["<user>"], "sampling_seed": 1, "temperature": 1.5},
     )
-    assert reply["meta_info"]["finish_reason"]["matched"] in (model.tokenizer.convert_tokens_to_ids("<user>"), model.tokenizer.eos_token_id)
+    assert reply["meta_info"]["finish_reason"]["matched"] in (
+        model.tokenizer.convert_tokens_to_ids("<user>"),
+        model.tokenizer.eos_token_id,
+    )
 
 
 def test_without_a_seed_two_answers_differ_and_greedy_ones_do_not(server):
@@ -183,7 +208,12 @@ def test_without_a_seed_two_answers_differ_and_greedy_ones_do_not(server):
 def test_likeliest_tokens_are_those_of_the_model(server, model):
     prompt = model.tokenizer.encode("abc")
     ask = dict(
-        model="tiny", prompt=prompt, max_tokens=4, temperature=0, logprobs=3, extra_body={"return_token_ids": True, "ignore_eos": True}
+        model="tiny",
+        prompt=prompt,
+        max_tokens=4,
+        temperature=0,
+        logprobs=3,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
     )
     got = server.client.completions.create(**ask).choices[0]
     logp = plain_logits(model, prompt + got.token_ids)[len(prompt) - 1 : -1].log_softmax(-1)
@@ -222,20 +252,48 @@ def test_penalties_bias_and_schemas_reach_the_engine(server, model):
         "top_k": 50,
     }
     (c,) = expected(model, prompt, seed=2, max_tokens=20, min_tokens=5, **ways)
-    body = ways | {"logit_bias": {"42": 3}, "model": "tiny", "prompt": prompt, "seed": 2, "max_tokens": 20, "min_tokens": 5}
+    body = ways | {
+        "logit_bias": {"42": 3},
+        "model": "tiny",
+        "prompt": prompt,
+        "seed": 2,
+        "max_tokens": 20,
+        "min_tokens": 5,
+    }
     assert server.ok("/v1/completions", **body, return_token_ids=True)["choices"][0]["token_ids"] == c.tokens
-    forced = server.client.completions.create(model="tiny", prompt="a", max_tokens=3, logit_bias={"42": 100}, temperature=0).choices[0].text
+    forced = (
+        server.client.completions.create(model="tiny", prompt="a", max_tokens=3, logit_bias={"42": 100}, temperature=0)
+        .choices[0]
+        .text
+    )
     assert forced == model.tokenizer.decode([42] * 3)
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
     wanted = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
     chat = server.client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "a"}], response_format=wanted, max_tokens=200, seed=1, temperature=0.3
+        model="tiny",
+        messages=[{"role": "user", "content": "a"}],
+        response_format=wanted,
+        max_tokens=200,
+        seed=1,
+        temperature=0.3,
     )
     assert chat.choices[0].finish_reason == "length" or type(json.loads(chat.choices[0].message.content)["ok"]) is bool
     reply = server.ok("/generate", text="a", sampling_params={"regex": "(yes|no)", "max_new_tokens": 9})
     assert reply["text"] in ("yes", "no")
-    for bad in ({"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}, {"type": "xml"}, {"type": "json_schema"}):
-        assert server.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], response_format=bad)[0] == 400
+    for bad in (
+        {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}},
+        {"type": "xml"},
+        {"type": "json_schema"},
+    ):
+        assert (
+            server.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], response_format=bad)[0]
+            == 400
+        )
     assert server.post("/generate", text="a", sampling_params={"regex": "("})[0] == 400
 
 
@@ -243,7 +301,9 @@ def test_tools_reach_the_template(server):
     ask = dict(model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=2)
     tools = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}]
     plain = server.client.chat.completions.create(**ask).usage.prompt_tokens
-    assert server.client.chat.completions.create(**ask, tools=tools).usage.prompt_tokens == plain + len(json.dumps(tools))
+    assert server.client.chat.completions.create(**ask, tools=tools).usage.prompt_tokens == plain + len(
+        json.dumps(tools)
+    )
     assert server.client.chat.completions.create(**ask, tools=tools, tool_choice="none").usage.prompt_tokens == plain
 
 
@@ -266,22 +326,33 @@ def test_errors_have_openais_shape(server):
     ]:  # fmt: skip
         with pytest.raises(openai.BadRequestError) as error:
             server.client.completions.create(**ask | more)
-        assert error.value.type == "invalid_request_error" and error.value.param == param and (param or "min_tokens") in error.value.message
+        assert (
+            error.value.type == "invalid_request_error"
+            and error.value.param == param
+            and (param or "min_tokens") in error.value.message
+        )
     with pytest.raises(openai.BadRequestError, match="exceed the 4096"):
         server.client.completions.create(model="tiny", prompt=[5] * 5000)
     with pytest.raises(
-        openai.BadRequestError, match=r"messages\[1\].content has a part of type .image_url. with the address .x.; an image is sent whole"
+        openai.BadRequestError,
+        match=r"messages\[1\].content has a part of type .image_url. with the address .x.; an image is sent whole",
     ):
         picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
         server.client.chat.completions.create(model="tiny", messages=[{"role": "system", "content": "s"}, picture])
-    assert server.client.completions.create(**ask, max_tokens=1, user="me", extra_body={"metadata": {"a": "b"}, "frequency_penalty": 0})
-    assert [m.id for m in server.client.models.list()] == ["tiny"] and server.client.models.retrieve("tiny").max_model_len == 4096
+    assert server.client.completions.create(
+        **ask, max_tokens=1, user="me", extra_body={"metadata": {"a": "b"}, "frequency_penalty": 0}
+    )
+    assert [m.id for m in server.client.models.list()] == ["tiny"] and server.client.models.retrieve(
+        "tiny"
+    ).max_model_len == 4096
 
 
 def test_what_is_not_there_says_what_is(server):
     status, _, body = server.raw("GET", "/v1/embeddings")
     told = json.loads(body)["error"]["message"]
-    assert status == 404 and all(path in told for path in [*CONTROL, *FACTS, *GENERATING, "/health", "/metrics", "/v1/models"])
+    assert status == 404 and all(
+        path in told for path in [*CONTROL, *FACTS, *GENERATING, "/health", "/metrics", "/v1/models"]
+    )
     status, headers, _ = server.raw("GET", "/v1/completions")
     assert status == 405 and headers["Allow"] == "POST"
 
@@ -304,7 +375,9 @@ def test_generate_in_sglangs_shape(server, model):
         assert [lp for lp, _, _ in one["meta_info"]["output_token_logprobs"]] == pytest.approx(c.logprobs, abs=1e-5)
     many = server.ok("/generate", text=["abc", "d"], sampling_params={**params, "n": 2})
     assert [r["meta_info"]["prompt_tokens"] for r in many] == [3, 3, 1, 1] and many[0]["output_ids"] == c.tokens
-    _, headers, body = server.raw("POST", "/generate", json.dumps({"text": "abc", "sampling_params": params, "stream": True}), JSON)
+    _, headers, body = server.raw(
+        "POST", "/generate", json.dumps({"text": "abc", "sampling_params": params, "stream": True}), JSON
+    )
     lines = [line.removeprefix("data: ") for line in body.decode().split("\n\n") if line]
     assert headers["content-type"].startswith("text/event-stream") and lines[-1] == "[DONE]"
     assert json.loads(lines[-2])["text"] == one["text"] and json.loads(lines[-2])["output_ids"] == c.tokens
@@ -315,7 +388,12 @@ class Streaming(threading.Thread):
 
     def __init__(self, server, *, rid="", n=1, **params):
         super().__init__(daemon=True)
-        body = {"text": "abc", "rid": rid, "stream": True, "sampling_params": {"ignore_eos": True, "temperature": 1.0, "n": n, **params}}
+        body = {
+            "text": "abc",
+            "rid": rid,
+            "stream": True,
+            "sampling_params": {"ignore_eos": True, "temperature": 1.0, "n": n, **params},
+        }
         self.link = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         self.link.request("POST", "/generate", json.dumps(body), JSON)
         self.last, self.count = None, 0
@@ -448,7 +526,12 @@ def test_a_bad_folder_leaves_the_old_version_serving(server, model, folder, tmp_
         save(other, bad)
         spoil(what, bad)
         status, reply = server.post("/update_weights_from_disk", model_path=str(bad))
-        assert status == 400 and reply["success"] is False and says in reply["message"] and "goes on serving" in reply["message"], (
+        assert (
+            status == 400
+            and reply["success"] is False
+            and says in reply["message"]
+            and "goes on serving" in reply["message"]
+        ), (
             what,
             reply,
         )
@@ -467,7 +550,9 @@ def test_updates_beside_requests(server, first, folder, model, tmp_path):
     save(trained(model, 5), tmp_path / "new")
     answers = [Streaming(server, max_new_tokens=150 + 40 * i) for i in range(4)]
     for i in range(6):
-        server.ok("/update_weights_from_disk", model_path=str(tmp_path / "new" if i % 2 else folder), flush_cache=bool(i % 3))
+        server.ok(
+            "/update_weights_from_disk", model_path=str(tmp_path / "new" if i % 2 else folder), flush_cache=bool(i % 3)
+        )
     for i, answer in enumerate(answers):
         done = answer.end()
         versions = done["meta_info"]["weight_versions"]
@@ -489,7 +574,10 @@ def test_pause_by_drain_and_by_abort(server):
 def test_a_pause_whose_controller_is_gone_ends(server):
     server.ok("/pause_generation", mode="hold", lease=0.4)
     began = time.monotonic()
-    assert len(server.ok("/generate", text="abc", sampling_params={"max_new_tokens": 2, "ignore_eos": True})["output_ids"]) == 2
+    assert (
+        len(server.ok("/generate", text="abc", sampling_params={"max_new_tokens": 2, "ignore_eos": True})["output_ids"])
+        == 2
+    )
     assert 0.2 < time.monotonic() - began < 10
     assert "nobody resumed it" in server.said()
 
@@ -532,7 +620,11 @@ def test_health_and_metrics(server):
 
     server.ok("/generate", text="abc", sampling_params={"max_new_tokens": 5, "ignore_eos": True})
     assert server.get("/health") == {"status": "serving"} and len(server.get("/health_generate")["tokens"]) == 1
-    rows = {(s.name, *s.labels.values()): s.value for f in families(server.raw("GET", "/metrics")[2].decode()) for s in f.samples}
+    rows = {
+        (s.name, *s.labels.values()): s.value
+        for f in families(server.raw("GET", "/metrics")[2].decode())
+        for s in f.samples
+    }
     assert rows["rondel_running",] == rows["rondel_open",] == 0 and rows["rondel_state", "serving"] == 1
     assert rows["rondel_pages", "free"] + rows["rondel_pages", "cached"] == rows["rondel_pages", "total"]
     assert rows["rondel_tokens_total", "generated"] >= 5 and rows["rondel_requests_total", "/generate", "200"] >= 1
@@ -623,7 +715,11 @@ def bad_requests():
         ],
         VALUES,
     ):
-        yield "/generate", json.dumps({"text": "a", "sampling_params": {"max_new_tokens": 1, key: value}}).encode(), JSON
+        yield (
+            "/generate",
+            json.dumps({"text": "a", "sampling_params": {"max_new_tokens": 1, key: value}}).encode(),
+            JSON,
+        )
     for message in (
         {},
         {"role": "user"},
@@ -637,7 +733,9 @@ def bad_requests():
 
 @pytest.mark.slow
 def test_malformed_requests_are_told_and_never_break_it(server):
-    """Some 1,500 of them (3,600 more in test_gateway_bodies.py) on one connection each way: a 4xx in OpenAI's shape, or, where chance made it sensible, an answer."""
+    """Some 1,500 of them (3,600 more in test_gateway_bodies.py) on one connection each way: a 4xx in OpenAI's shape,
+    or, where chance made it sensible, an answer.
+    """
     link, seen = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30), {}
     for path, body, headers in bad_requests():
         link.request("POST", path, body, headers)
@@ -651,13 +749,18 @@ def test_malformed_requests_are_told_and_never_break_it(server):
     link.close()
     server.ok("/continue_generation")
     server.ok("/resume_memory_occupation")
-    assert sum(seen.values()) > 1000 and seen[400] > 500 and server.client.completions.create(model="tiny", prompt="a", max_tokens=1)
+    assert (
+        sum(seen.values()) > 1000
+        and seen[400] > 500
+        and server.client.completions.create(model="tiny", prompt="a", max_tokens=1)
+    )
 
 
 def test_bytes_that_are_not_http_and_bodies_that_never_end(server):
     for noise in (b"\0" * 64, b"GET\r\n\r\n", b"POST /generate HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"a" * 100_000,
                   b"POST /generate HTTP/1.1\r\nHost: [\r\nContent-Length: 2\r\n\r\n{}", b"GET /\xff\xfe%00%zz HTTP/1.1\r\nHost: localhost\r\n\r\n",
-                  b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 900\r\n\r\n{",
+                  b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+                  b"900\r\n\r\n{",
                   b"POST /generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"):  # fmt: skip
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as link:
             link.sendall(noise)
@@ -683,7 +786,9 @@ async def asks(port, body):
     """One request on a connection of its own -> status."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     data = json.dumps(body).encode()
-    writer.write(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n")
+    writer.write(
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    )
     writer.write(b"Content-Length: %d\r\n\r\n" % len(data) + data)
     head = await reader.readline()
     await reader.read()
@@ -712,11 +817,14 @@ def test_clients_that_vanish_leave_nothing(server):
         link.sendall(data)
         if after:
             link.recv(10)
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, as from a killed process
+        # a reset, as from a killed process
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         return link
 
     long = {"ignore_eos": True, "max_new_tokens": 4000}
-    links = [vanish("/generate", {"text": "abc" * i, "sampling_params": long, "stream": True}, True) for i in range(1, 6)]
+    links = [
+        vanish("/generate", {"text": "abc" * i, "sampling_params": long, "stream": True}, True) for i in range(1, 6)
+    ]
     links += [vanish("/generate", {"text": "xyz", "sampling_params": long | {"n": 4}}, False) for _ in range(4)]
     until(lambda: server.info()["open"] == 5 + 16, 20)
     server.ok("/pause_generation", mode="hold")  # those that are parked are let go, too
@@ -742,7 +850,11 @@ def test_a_key_limits_kill_restart_and_drain(folder, tmp_path):
             ("/get_server_info", "/metrics", "/nope"), (None, "Bearer", f"Bearer {KEY}x", f"Basic {KEY}", "Bearer \xff")
         ):
             status, headers, body = server.raw("GET", path, headers={"Authorization": auth or ""})
-            assert status == 401 and headers["WWW-Authenticate"] == "Bearer" and json.loads(body)["error"]["code"] == "invalid_api_key"
+            assert (
+                status == 401
+                and headers["WWW-Authenticate"] == "Bearer"
+                and json.loads(body)["error"]["code"] == "invalid_api_key"
+            )
         assert server.raw("POST", "/pause_generation", "{}", {"Authorization": ""})[0] == 401
         assert server.info()["state"] == "serving" and server.client.models.list().data[0].id == "tiny"
         with pytest.raises(openai.AuthenticationError):
@@ -754,7 +866,8 @@ def test_a_key_limits_kill_restart_and_drain(folder, tmp_path):
         assert server.post("/generate", text=["a"] * 5)[0] == 400
         server.ok("/pause_generation", mode="hold")
         waiting = [
-            threading.Thread(target=server.post, args=("/generate",), kwargs={"text": "a", "sampling_params": {"n": 3}}) for _ in range(2)
+            threading.Thread(target=server.post, args=("/generate",), kwargs={"text": "a", "sampling_params": {"n": 3}})
+            for _ in range(2)
         ]
         for thread in waiting:
             thread.start()
@@ -778,7 +891,9 @@ def test_a_key_limits_kill_restart_and_drain(folder, tmp_path):
         until(lambda: again.info()["running"] == 1, 20)
         halves = [socket.create_connection(("127.0.0.1", again.port)) for _ in range(3)]
         for half in halves:  # of a body, and they never send the rest
-            half.sendall(f"POST /generate HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 99\r\n\r\n{{".encode())
+            half.sendall(
+                f"POST /generate HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 99\r\n\r\n{{".encode()
+            )
         assert again.stop(signal.SIGTERM) == 0, again.said()
         thread.join(10)
         assert done[0][0] == 200 and len(done[0][1]["output_ids"]) == 1500
@@ -806,7 +921,9 @@ def test_a_drain_that_takes_too_long_returns_what_is_written(folder, tmp_path):
     [
         (["--host", "0.0.0.0"], "give --api-key"),
         (["--host", "example.com"], "give --api-key"),
-        (["--device", "cuda"], "sees no CUDA") if not torch.cuda.is_available() else (["--host", "::"], "give --api-key"),
+        (["--device", "cuda"], "sees no CUDA")
+        if not torch.cuda.is_available()
+        else (["--host", "::"], "give --api-key"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(capsys, monkeypatch, words, says):
@@ -830,7 +947,9 @@ def test_a_port_that_is_taken_is_one_line(capsys):
 @pytest.mark.parametrize("kind", ["ngram", "draft"])
 def test_a_server_that_guesses_ahead_answers_the_same(folder, model, tmp_path, kind):
     """Look-ups change no token; a draft none of a greedy answer. /metrics tells what they brought."""
-    server = Server(folder, tmp_path, "--kv-pages", "4000", "--speculative", "ngram" if kind == "ngram" else f"draft:{folder}")
+    server = Server(
+        folder, tmp_path, "--kv-pages", "4000", "--speculative", "ngram" if kind == "ngram" else f"draft:{folder}"
+    )
     try:
         prompt = model.tokenizer.encode("over and over and over and over and ")
         heat = 0.3 if kind == "ngram" else 0.0
@@ -840,7 +959,8 @@ def test_a_server_that_guesses_ahead_answers_the_same(folder, model, tmp_path, k
         assert got.choices[0].token_ids == want.tokens
         text = server.raw("GET", "/metrics")[2].decode()
         counts = {k: float(v) for k, v in re.findall(r'^rondel_guesses_total\{kind="(\w+)"\} (\S+)', text, re.M)}
-        assert counts["proposed"] > 0 and counts["proposed"] >= counts["accepted"]  # whether more is tried depends on the clock
+        # whether more is tried depends on the clock
+        assert counts["proposed"] > 0 and counts["proposed"] >= counts["accepted"]
         server.idle()
     finally:
         server.stop()

@@ -1,4 +1,6 @@
-"""Weights that reach `rondel serve` by broadcast and by shared memory, from a trainer that knows nothing of this house."""
+"""Weights that reach `rondel serve` by broadcast and by shared memory, from a trainer that knows
+nothing of this house.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def init_custom_process_group(port: int, size: int, rank: int, name: str):
     """As OpenRLHF, slime and SGLang make it: torch's own helper over a store of the caller's."""
     store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", rank, size, timeout=c10d.default_pg_timeout))
     store = c10d.PrefixStore(name, store)
-    group, _ = c10d._new_process_group_helper(size, rank, [], c10d.Backend("gloo"), store, group_name=name, timeout=c10d.default_pg_timeout)
+    group, _ = c10d._new_process_group_helper(
+        size, rank, [], c10d.Backend("gloo"), store, group_name=name, timeout=c10d.default_pg_timeout
+    )
     c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
     return group
 
@@ -55,8 +59,16 @@ class Client:
 
     def __init__(self, server, name: str) -> None:
         self.server, self.name, port = server, name, _free_port()
-        body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
-        asked = threading.Thread(target=lambda: setattr(self, "reply", server.post("/init_weights_update_group", group_name=name, **body)))
+        body = {
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": 2,
+            "backend": "gloo",
+        }
+        asked = threading.Thread(
+            target=lambda: setattr(self, "reply", server.post("/init_weights_update_group", group_name=name, **body))
+        )
         asked.start()
         self.group = init_custom_process_group(port, 2, 0, name)
         asked.join(60)
@@ -64,9 +76,15 @@ class Client:
 
     def send(self, rows, *, flat: bool = False, **more):
         told: list = []
-        described = {"names": [n for n, _ in rows], "dtypes": [str(t.dtype) for _, t in rows], "shapes": [list(t.shape) for _, t in rows]}
+        described = {
+            "names": [n for n, _ in rows],
+            "dtypes": [str(t.dtype) for _, t in rows],
+            "shapes": [list(t.shape) for _, t in rows],
+        }
         described |= {"group_name": self.name, **({"load_format": "flattened_bucket"} if flat else {}), **more}
-        asking = threading.Thread(target=lambda: told.append(self.server.post("/update_weights_from_distributed", **described)))
+        asking = threading.Thread(
+            target=lambda: told.append(self.server.post("/update_weights_from_distributed", **described))
+        )
         asking.start()
         tensors = [t.contiguous() for _, t in rows]
         if flat:
@@ -95,9 +113,13 @@ def moved(model, seed: int):
 
 
 def drawn(server, model) -> str:
-    """Whose weights serve: the greedy continuation of a prompt and its logprobs agree with this model's, computed by transformers."""
+    """Whose weights serve: the greedy continuation of a prompt and its logprobs agree with
+    this model's, computed by transformers.
+    """
     tokens = prompt(3, 9)
-    reply = server.ok("/generate", input_ids=tokens, sampling_params={"temperature": 0, "max_new_tokens": 4}, return_logprob=True)
+    reply = server.ok(
+        "/generate", input_ids=tokens, sampling_params={"temperature": 0, "max_new_tokens": 4}, return_logprob=True
+    )
     logp = plain_logits(model, tokens + reply["output_ids"])[len(tokens) - 1 : -1].log_softmax(-1)
     told = [row[0] for row in reply["meta_info"]["output_token_logprobs"]]
     ours = [float(logp[i, t]) for i, t in enumerate(reply["output_ids"])]
@@ -106,7 +128,9 @@ def drawn(server, model) -> str:
 
 
 def test_tensors_by_broadcast_in_buckets(server, model):
-    """The old version serves until the last tensor has come; then the new one, whole. Buckets flat or one by one, bf16 or fp32."""
+    """The old version serves until the last tensor has come; then the new one, whole.
+    Buckets flat or one by one, bf16 or fp32.
+    """
     client, before = Client(server, "first"), drawn(server, model)
     for number, (flat, dtype) in enumerate([(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)]):
         other = moved(model, number)
@@ -116,7 +140,10 @@ def test_tensors_by_broadcast_in_buckets(server, model):
         rows = [(n, t.to(dtype)) for n, t in names.weights(other.model)]
         half = len(rows) // 2
         status, told = client.send(rows[:half], flat=flat)
-        assert (status, told["weight_version"]) == (200, before) and f"{len(rows) - half} that are still to come" in told["message"]
+        assert (status, told["weight_version"]) == (
+            200,
+            before,
+        ) and f"{len(rows) - half} that are still to come" in told["message"]
         assert drawn(server, moved(model, number - 1) if number else model) == before
         status, told = client.send(rows[half:], flat=flat, weight_version=str(int(before) + 7))
         assert (status, told["weight_version"]) == (200, str(int(before) + 7))
@@ -145,8 +172,19 @@ def test_what_does_not_fit_is_refused_before_anyone_waits(server, model):
     ):
         status, told = server.post("/update_weights_from_distributed", **{**ask, **change})
         assert status == 400 and told["success"] is False and says in told["message"], (change, told)
-    for change, says in (({"backend": "nccl"}, "gloo"), ({"world_size": 1}, "world_size"), ({"rank_offset": 2}, "of 2 members")):
-        body = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 2, "backend": "gloo", "group_name": "third", **change}
+    for change, says in (
+        ({"backend": "nccl"}, "gloo"),
+        ({"world_size": 1}, "world_size"),
+        ({"rank_offset": 2}, "of 2 members"),
+    ):
+        body = {
+            "master_address": "127.0.0.1",
+            "master_port": 1,
+            "world_size": 2,
+            "backend": "gloo",
+            "group_name": "third",
+            **change,
+        }
         status, told = server.post("/init_weights_update_group", **body)
         assert status == 400 and says in told["message"]
     assert server.post("/init_weights_update_group", **{**body, "rank_offset": 1, "group_name": "second"})[0] == 409
@@ -157,14 +195,22 @@ def test_what_does_not_fit_is_refused_before_anyone_waits(server, model):
     assert client.send(rows[:1])[0] == 200
     status, told = server.post("/update_weights_from_distributed", **ask)
     assert status == 400 and "came twice" in told["message"]
-    assert client.send(rows, weight_version=int(serves) + 1)[0] == 200, "what had come is forgotten, the group is in step"
+    assert client.send(rows, weight_version=int(serves) + 1)[0] == 200, (
+        "what had come is forgotten, the group is in step"
+    )
     drawn(server, model)
     del client.group
     server.ok("/destroy_weights_update_group", group_name="second")
 
 
 def test_a_group_at_a_dead_address_holds_up_nobody(server, model):
-    body = {"master_address": "127.0.0.1", "master_port": _free_port(), "world_size": 2, "backend": "gloo", "group_name": "dead"}
+    body = {
+        "master_address": "127.0.0.1",
+        "master_port": _free_port(),
+        "world_size": 2,
+        "backend": "gloo",
+        "group_name": "dead",
+    }
     told: list = []
 
     def ask():
@@ -174,9 +220,13 @@ def test_a_group_at_a_dead_address_holds_up_nobody(server, model):
     asking = threading.Thread(target=ask)
     asking.start()
     again: list = []
-    serve_kit.until(lambda: again.append(server.post("/init_weights_update_group", **body, timeout=0.1)) or again[-1][0] == 409, 20)
+    serve_kit.until(
+        lambda: again.append(server.post("/init_weights_update_group", **body, timeout=0.1)) or again[-1][0] == 409, 20
+    )
     assert "being joined" in again[-1][1]["message"]
-    assert server.post("/destroy_weights_update_group", group_name="nobody") == (400, ANY), "409 while another update is on its way"
+    assert server.post("/destroy_weights_update_group", group_name="nobody") == (400, ANY), (
+        "409 while another update is on its way"
+    )
     asking.join(30)
     status, reply = told[-1]
     assert status == 400 and "nobody listens at 127.0.0.1" in reply["message"] and "waited 4 s" in reply["message"]
@@ -199,8 +249,12 @@ def test_an_older_version_and_whole_numbers_are_not_served_by_mistake(server, mo
         assert status == 409 and f"{serves + 5} serves" in told["message"] and "rollback = true" in told["message"]
     octets, blob = {"Content-Type": "application/octet-stream"}, safetensors.torch.save(rows)
     assert server.raw("POST", f"/update_weights_from_tensor?weight_version={serves}", blob, octets)[0] == 409
-    assert server.raw("POST", f"/update_weights_from_tensor?weight_version={serves}&rollback=true", blob, octets)[0] == 200
-    assert server.raw("POST", f"/update_weights_from_tensor?weight_version={serves}&rollback=yes", blob, octets)[0] == 400
+    assert (
+        server.raw("POST", f"/update_weights_from_tensor?weight_version={serves}&rollback=true", blob, octets)[0] == 200
+    )
+    assert (
+        server.raw("POST", f"/update_weights_from_tensor?weight_version={serves}&rollback=yes", blob, octets)[0] == 400
+    )
     codes = {n: (t * 100).to(torch.int32) for n, t in rows.items()}
     (tmp_path / "codes").mkdir()
     safetensors.torch.save_file(codes, tmp_path / "codes" / "model.safetensors", metadata={"format": "pt"})
@@ -226,7 +280,11 @@ def test_a_trainer_that_dies_leaves_the_old_version(server, model):
     del client.group
     asking.join(60)
     status, reply = told[0]
-    assert status == 400 and f"version {serves} goes on serving" in reply["message"] and "the group is left" in reply["message"]
+    assert (
+        status == 400
+        and f"version {serves} goes on serving" in reply["message"]
+        and "the group is left" in reply["message"]
+    )
     assert drawn(server, model) == serves
     assert server.post("/update_weights_from_distributed", **ask)[0] == 400
 
@@ -238,7 +296,10 @@ def test_tensors_in_shared_memory_are_read_in_place(server, model):
         rows = list(names.described((n, t) for n, t in names.weights(other.model)))
         manifest, route = writer.publish(Route("ipc"), 0, iter(rows))
         place = route.data
-        body = {"manifest": manifest.tree(), "segment": {"path": place.path, "size": place.size, "number": place.number}}
+        body = {
+            "manifest": manifest.tree(),
+            "segment": {"path": place.path, "size": place.size, "number": place.number},
+        }
         reply = server.ok("/update_weights_from_ipc", **body)
         serves += 1
         assert reply["weight_version"] == str(serves) == drawn(server, other)
@@ -280,5 +341,7 @@ def test_no_pickle_is_read_from_the_network(server, tmp_path):
             assert server.raw("POST", f"/update_weights_{path}", blob, headers)[0] in (400, 415)
         for field in ("serialized_named_tensors", "manifest", "segment", "names", "zmq_handles", "load_format"):
             for value in (text, [text], {"x": text}):
-                assert server.raw("POST", f"/update_weights_{path}", json.dumps({field: value}), serve_kit.JSON)[0] == 400
+                assert (
+                    server.raw("POST", f"/update_weights_{path}", json.dumps({field: value}), serve_kit.JSON)[0] == 400
+                )
     assert not (tmp_path / "fired").exists()

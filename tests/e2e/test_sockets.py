@@ -1,4 +1,6 @@
-"""What a run or a server listens on: every socket of every mode is listed here, and none can be reached from another machine unasked."""
+"""What a run or a server listens on: every socket of every mode is listed here, and none
+can be reached from another machine unasked.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from run_kit import run
 
 from rondel.models.save import save
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the kernel does not list its sockets here")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the kernel does not list its sockets here"),
+]
 
 SPLIT = {"place__kind": "split", "loop__steps": 2, "loop__warmup__steps": 1}
 TWO = {**SPLIT, "place__ranks": 2}
@@ -26,11 +31,15 @@ MODES = {  # what is set, and how many sockets listen at once
     "shared": ({"loop__steps": 2, "loop__warmup__steps": 1}, 0),
     "split": (SPLIT, 0),
     "split, weights by disk": ({**SPLIT, "sync__kind": "disk"}, 0),
-    "split, weights by torch.distributed": ({**SPLIT, "sync__kind": "distributed"}, 3),  # the store, and a pair a member
+    # the store, and a pair a member
+    "split, weights by torch.distributed": ({**SPLIT, "sync__kind": "distributed"}, 3),
     "two ranks": (TWO, 3),
     "two ranks, weights by torch.distributed": ({**TWO, "sync__kind": "distributed"}, 6),
     "page of metrics": ({"loop__steps": 2, "loop__warmup__steps": 1, "run__metrics_port": "free"}, 1),
-    "gateway": ({"task__env": "gateway", "task__agent": "gateway_kit:three_turns", "loop__steps": 2, "loop__warmup__steps": 1}, 1),
+    "gateway": (
+        {"task__env": "gateway", "task__agent": "gateway_kit:three_turns", "loop__steps": 2, "loop__warmup__steps": 1},
+        1,
+    ),
 }
 
 
@@ -64,7 +73,9 @@ def listening(process: int) -> set[tuple[str, int]]:
             if state == "0A":
                 address, _, port = local.partition(":")
                 words = bytes.fromhex(address)
-                raw = b"".join(struct.pack(">I", *struct.unpack("=I", words[i : i + 4])) for i in range(0, len(words), 4))
+                raw = b"".join(
+                    struct.pack(">I", *struct.unpack("=I", words[i : i + 4])) for i in range(0, len(words), 4)
+                )
                 inodes[f"socket:[{inode}]"] = socket.inet_ntop(kind, raw), int(port, 16)
     found = set()
     for pid in _family(process):

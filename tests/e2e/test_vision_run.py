@@ -1,4 +1,6 @@
-"""The recipe with pictures, whole and small: it learns to look, survives a kill bit for bit, and a step is trained again from its store."""
+"""The recipe with pictures, whole and small: it learns to look, survives a kill bit for
+bit, and a step is trained again from its store.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ SMALL = {
 
 
 def run(folder: Path, **changes) -> None:
-    train(Job.read(RECIPE, {**SMALL, "run.folder": str(folder), **{k.replace("__", "."): v for k, v in changes.items()}}), quiet=True)
+    train(
+        Job.read(RECIPE, {**SMALL, "run.folder": str(folder), **{k.replace("__", "."): v for k, v in changes.items()}}),
+        quiet=True,
+    )
 
 
 def _dies(folder: Path, kind: str, n: int) -> None:
@@ -58,7 +63,9 @@ def test_a_run_that_looks_survives_a_kill_and_is_replayed(tmp_path):
     assert steps(broken) == steps(whole)
     for n in store.steps(whole):
         mine, other = store.read_step(broken, n), store.read_step(whole, n)
-        assert [(r["tokens"], r["media"], r["task_data"]) for r in mine] == [(r["tokens"], r["media"], r["task_data"]) for r in other]
+        assert [(r["tokens"], r["media"], r["task_data"]) for r in mine] == [
+            (r["tokens"], r["media"], r["task_data"]) for r in other
+        ]
         assert all(len(r["media"]) == 1 for r in mine)
     seen = {row["media"][0].image.digest for n in store.steps(whole) for row in store.read_step(whole, n)}
     kept = list((whole / "rollouts" / "media").glob("*.png"))
@@ -89,12 +96,19 @@ LEARNS = {
 @pytest.mark.slow
 def test_a_recipe_is_refused_before_it_costs_anything(tmp_path):
     plain = {"random": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    with pytest.raises(DataError, match="1 images in a conversation with a model that reads text alone: take a vision-language model"):
+    with pytest.raises(
+        DataError, match="1 images in a conversation with a model that reads text alone: take a vision-language model"
+    ):
         run(tmp_path / "blind", model__path=plain)
     text = {"kind": "digits", "holdout": 4}
     for key, value in (("model.tower", "trained"), ("model.image_tokens", 16)):
         with pytest.raises(ConfigError, match=rf"{key} = .*, but 'random-llama' reads text alone"):
-            train(Job.read(RECIPE, {"run.folder": str(tmp_path / "x"), "model.path": plain, "task.data": text, key: value}), quiet=True)
+            train(
+                Job.read(
+                    RECIPE, {"run.folder": str(tmp_path / "x"), "model.path": plain, "task.data": text, key: value}
+                ),
+                quiet=True,
+            )
     with pytest.raises(ConfigError, match=r"model.tower = 'trained' beside model.adapter, which alone is trained"):
         run(tmp_path / "both", model__tower="trained", model__adapter__kind="lora")
     with pytest.raises(DataError, match=r"task.data.rows\[1\]: no image at .*/there.png"):

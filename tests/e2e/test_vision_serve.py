@@ -1,4 +1,6 @@
-"""Pictures through `rondel serve`: OpenAI's client and SGLang's payload show what the engine sees in process, and nothing hostile breaks it."""
+"""Pictures through `rondel serve`: OpenAI's client and SGLang's payload show what the engine
+sees in process, and nothing hostile breaks it.
+"""
 
 from __future__ import annotations
 
@@ -59,19 +61,26 @@ def drawn(prompt: list[int], media, seed: int, **sampling):
     """What the engine draws in process."""
 
     async def draw():
-        return await engine(model(KIND)).generate(Request(prompt, Sampling(**sampling), key=sample_key(seed, 0, 0), media=tuple(media)))
+        return await engine(model(KIND)).generate(
+            Request(prompt, Sampling(**sampling), key=sample_key(seed, 0, 0), media=tuple(media))
+        )
 
     return asyncio.run(draw())
 
 
 def said(*parts: str) -> list[dict]:
     """A user's message: data: URLs are images."""
-    shown = [{"type": "image_url", "image_url": {"url": p}} if p.startswith("data:") else {"type": "text", "text": p} for p in parts]
+    shown = [
+        {"type": "image_url", "image_url": {"url": p}} if p.startswith("data:") else {"type": "text", "text": p}
+        for p in parts
+    ]
     return [{"role": "user", "content": shown}]
 
 
 def test_a_chat_about_pictures_is_what_the_engine_sees(server):
-    """Odd sizes, three formats: the prompt is TokenChat's to the token, and the answer that of the engine in process."""
+    """Odd sizes, three formats: the prompt is TokenChat's to the token, and the answer that of the
+    engine in process.
+    """
     m = model(KIND)
     pictures = [url(file(raw(1))), url(file(raw(2, 112, 57), "WEBP"), "webp")]
     messages = said("look ", pictures[0], " and ", pictures[1], "?")
@@ -79,7 +88,12 @@ def test_a_chat_about_pictures_is_what_the_engine_sees(server):
     own.give(messages)
     prompt, media = own.trajectory.tokens, own.trajectory.media
     reply = server.client.chat.completions.create(
-        model="tiny", messages=messages, max_tokens=12, seed=5, logprobs=True, extra_body={"return_token_ids": True, "ignore_eos": True}
+        model="tiny",
+        messages=messages,
+        max_tokens=12,
+        seed=5,
+        logprobs=True,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
     )
     (choice,) = reply.choices
     expected = drawn(prompt, media, 5, max_tokens=12, ignore_eos=True)
@@ -99,8 +113,12 @@ def test_a_chat_about_pictures_is_what_the_engine_sees(server):
         seed=5,
         extra_body={"return_token_ids": True, "ignore_eos": True},
     )
-    assert other.prompt_token_ids == prompt and other.choices[0].token_ids != choice.token_ids, "the same tokens, another picture"
-    plain = server.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "no picture"}], max_tokens=3)
+    assert other.prompt_token_ids == prompt and other.choices[0].token_ids != choice.token_ids, (
+        "the same tokens, another picture"
+    )
+    plain = server.client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "no picture"}], max_tokens=3
+    )
     assert plain.usage.completion_tokens
 
 
@@ -112,7 +130,9 @@ def test_generate_takes_one_placeholder_or_all_of_them(server):
     images = [url_of(place.image) for place in media]
     draw = {"sampling_params": {"max_new_tokens": 9, "sampling_seed": 4, "ignore_eos": True}, "return_logprob": True}
     whole = server.ok("/generate", input_ids=tokens, image_data=images, logprob_start_len=0, **draw)
-    single = server.ok("/generate", input_ids=short, image_data=[{"url": images[0]}, images[1].partition(",")[2]], **draw)
+    single = server.ok(
+        "/generate", input_ids=short, image_data=[{"url": images[0]}, images[1].partition(",")[2]], **draw
+    )
     expected = drawn(tokens, media, 4, max_tokens=9, ignore_eos=True)
     assert whole["output_ids"] == single["output_ids"] == expected.tokens
     assert whole["meta_info"]["prompt_tokens"] == single["meta_info"]["prompt_tokens"] == len(tokens)
@@ -123,16 +143,24 @@ def test_generate_takes_one_placeholder_or_all_of_them(server):
     behind = [i for i in range(len(exact)) if tokens[i + 1] != pad]
     assert max(abs(given[i] - exact[i]) for i in behind) < 1e-4
     many = server.ok("/generate", input_ids=[short, tokens[:3]], image_data=[images, None], **draw)
-    assert [row["meta_info"]["prompt_tokens"] for row in many] == [len(tokens), 3] and many[0]["output_ids"] == expected.tokens
+    assert [row["meta_info"]["prompt_tokens"] for row in many] == [len(tokens), 3] and many[0][
+        "output_ids"
+    ] == expected.tokens
     text = "see <|vision_start|><|image_pad|><|vision_end|> now"
     alone = server.ok("/generate", text=text, image_data=images[0], **draw)
     assert alone["meta_info"]["prompt_tokens"] == len(m.tokenizer.encode(text)) + media[0].image.tokens - 1
 
 
 def test_the_adapter_draws_and_scores_over_http_what_is_drawn_in_process(server):
-    """engine.kind = "sglang" -> rondel serve: tokens equal, logprobs within 1e-4; a placeholder that the policy drew is refused."""
+    """engine.kind = "sglang" -> rondel serve: tokens equal, logprobs within 1e-4; a
+    placeholder that the policy drew is refused.
+    """
     m = model(KIND)
-    given = [stream(m, 3, image(m, 5), 2, seed=1), stream(m, 2, image(m, 6, 2, 3), 1, image(m, 5), 3, seed=2), stream(m, 6, seed=3)]
+    given = [
+        stream(m, 3, image(m, 5), 2, seed=1),
+        stream(m, 2, image(m, 6, 2, 3), 1, image(m, 5), 3, seed=2),
+        stream(m, 6, seed=3),
+    ]
 
     async def work():
         far = ForeignEngine(Sglang(f"http://127.0.0.1:{server.port}"), version=0)
@@ -141,8 +169,12 @@ def test_the_adapter_draws_and_scores_over_http_what_is_drawn_in_process(server)
             request = ask(tokens, media, key=key, n=10, temperature=0.7)
             seed = int.from_bytes(blake2b(f"{key}/0".encode(), digest_size=8).digest(), "little") >> 1
             theirs = await far.generate(request)
-            ours = await engine(m).generate(Request(tokens, request.sampling, key=sample_key(seed, 0, 0), media=tuple(media)))
-            assert theirs.tokens == ours.tokens and max(abs(a - b) for a, b in zip(theirs.logprobs, ours.logprobs)) < 1e-4
+            ours = await engine(m).generate(
+                Request(tokens, request.sampling, key=sample_key(seed, 0, 0), media=tuple(media))
+            )
+            assert (
+                theirs.tokens == ours.tokens and max(abs(a - b) for a, b in zip(theirs.logprobs, ours.logprobs)) < 1e-4
+            )
             scored = await far.score(ask(tokens, media))
             near = await engine(m).score(ask(tokens, media))
             assert max(abs(a - b) for a, b in zip(scored.logprobs, near.logprobs)) < 1e-4
@@ -202,7 +234,9 @@ def test_a_bad_image_is_a_400_that_says_why(server, name):
     status, reply = server.post("/v1/chat/completions", model="tiny", messages=said("see"), max_tokens=1)
     assert status == 200, reply
     part = {"type": "image_url", "image_url": {"url": sent}}
-    status, reply = server.post("/v1/chat/completions", model="tiny", messages=[{"role": "user", "content": [part]}], max_tokens=1)
+    status, reply = server.post(
+        "/v1/chat/completions", model="tiny", messages=[{"role": "user", "content": [part]}], max_tokens=1
+    )
     assert status == 400 and words in reply["error"]["message"], reply
     status, reply = server.post("/generate", text="<|image_pad|>", image_data=sent)
     assert status == 400, reply
@@ -216,7 +250,8 @@ def test_what_is_no_image_where_one_must_be(server):
 
     chat, ids = "/v1/chat/completions", {"input_ids": [5, 6, 7]}
     status, reply = server.post(chat, messages=[{"role": "user", "content": "<|image_pad|>"}], max_tokens=1)
-    assert status == 200 and reply["usage"]["prompt_tokens"] == len("<|image_pad|>") + 2  # what a text spells is no place for one
+    # what a text spells is no place for one
+    assert status == 200 and reply["usage"]["prompt_tokens"] == len("<|image_pad|>") + 2
     assert "must be a string or a list of parts of type text or image_url" in told(
         chat, messages=[{"role": "user", "content": [{"type": "input_audio"}]}]
     )
@@ -224,7 +259,9 @@ def test_what_is_no_image_where_one_must_be(server):
     low = [{"type": "image_url", "image_url": {"url": GOOD, "detail": "low"}}]
     assert 'detail = "low"' in told(chat, messages=[{"role": "user", "content": low}])
     assert "the keys ['type']" in told(chat, messages=[{"role": "user", "content": [{"type": "image_url"}]}])
-    assert "0 image placeholders for 1 images: the chat template shows no place" in told("/generate", **ids, image_data=GOOD)
+    assert "0 image placeholders for 1 images: the chat template shows no place" in told(
+        "/generate", **ids, image_data=GOOD
+    )
     assert "must be a list of 2" in told("/generate", input_ids=[[5], [6]], image_data=[GOOD])
     assert "image_data has 7" in told("/generate", **ids, image_data=[7])
     pad = model(KIND).sight.placeholder

@@ -1,4 +1,6 @@
-"""A whole run over a real vLLM, where RONDEL_VLLM_PYTHON names an interpreter that has it and RONDEL_VLLM_MODEL a small model's folder."""
+"""A whole run over a real vLLM, where RONDEL_VLLM_PYTHON names an interpreter that has it
+and RONDEL_VLLM_MODEL a small model's folder.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from rondel.assemble import train
 from rondel.core.config import Job
 
 PYTHON, MODEL = os.environ.get("RONDEL_VLLM_PYTHON", ""), os.environ.get("RONDEL_VLLM_MODEL", "")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not (PYTHON and MODEL), reason="RONDEL_VLLM_PYTHON and RONDEL_VLLM_MODEL are not set")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (PYTHON and MODEL), reason="RONDEL_VLLM_PYTHON and RONDEL_VLLM_MODEL are not set"),
+]
 STEPS = 3
 
 
@@ -37,11 +42,26 @@ def url(model, tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
-    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1", "--port", str(port)]
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+    }
+    command = [
+        PYTHON,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        model,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     log = tmp_path_factory.mktemp("vllm") / "log"
     with log.open("w") as out:
-        server = subprocess.Popen([*command, "--dtype", "float32", "--max-model-len", "512"], env=env, stdout=out, stderr=out)
+        server = subprocess.Popen(
+            [*command, "--dtype", "float32", "--max-model-len", "512"], env=env, stdout=out, stderr=out
+        )
 
     def listens():
         assert server.poll() is None, log.read_text()[-3000:]
@@ -59,7 +79,9 @@ def url(model, tmp_path_factory):
 
 
 def test_three_steps_with_vllm(url, model, tmp_path):
-    """Weights change live under samples in flight; what vLLM says of a token is what the trainer computes, up to its arithmetic."""
+    """Weights change live under samples in flight; what vLLM says of a token is what the
+    trainer computes, up to its arithmetic.
+    """
     tree = {
         "model": {"path": model, "dtype": "float32"},
         "task": {"data": {"kind": "digits", "holdout": 4}, "reward": "number", "eval": {"n": 4}},
@@ -76,6 +98,9 @@ def test_three_steps_with_vllm(url, model, tmp_path):
     assert len(synced) == STEPS + 1 and len({e["root"] for e in synced}) > 1
     assert max(e["probe_gap"] for e in synced) < 1e-4
     for e in synced:
-        print(f"version {e['version']}: {e['seconds']:.2f} s, of which {e['paused']:.2f} s paused; gap on the probe {e['probe_gap']:.1e}")
+        print(
+            f"version {e['version']}: {e['seconds']:.2f} s, of which {e['paused']:.2f} s paused; gap on the probe "
+            f"{e['probe_gap']:.1e}"
+        )
     for e in done:
         print({k: v for k, v in e["metrics"].items() if "gap" in k or "mismatch" in k or "tokens" in k}, e["seconds"])

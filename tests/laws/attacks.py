@@ -1,6 +1,7 @@
 """What code tries that wants out of its box, or wants more than its share: each says what it must have seen instead.
 
-`held(act)` prints "held: PermissionError 1" where the act failed, and "ESCAPED" where it did not; `host` names things of the host.
+`held(act)` prints "held: PermissionError 1" where the act failed, and "ESCAPED" where it
+did not; `host` names things of the host.
 """
 
 from __future__ import annotations

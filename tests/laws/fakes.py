@@ -1,4 +1,6 @@
-"""Ten-line fakes: an engine that scripts, a trainer that counts. For laws and speed, never instead of an end-to-end test."""
+"""Ten-line fakes: an engine that scripts, a trainer that counts. For laws and speed,
+never instead of an end-to-end test.
+"""
 
 from __future__ import annotations
 

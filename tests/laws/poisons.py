@@ -1,4 +1,5 @@
-"""Answers to the code reward that want a point for nothing, no score, or that the answers after them are judged otherwise.
+"""Answers to the code reward that want a point for nothing, no score, or that the
+answers after them are judged otherwise.
 
 None computes a square, so that each of them is worth 0.
 """
@@ -21,7 +22,10 @@ def f(x): return 0
 """
 LEAVES = "\ndef f(x): return 0"
 PARENTS = "\nfor n in (1, os.getppid()):\n    try: %s\n    except (OSError, ValueError): pass" + LEAVES
-ANSWERS = "import os\nfor fd in range(1, 64):\n    try:\n        while True: os.write(fd, %s)\n    except OSError: pass" + LEAVES
+ANSWERS = (
+    "import os\nfor fd in range(1, 64):\n    try:\n        while True: os.write(fd, %s)\n    except OSError: pass"
+    + LEAVES
+)
 
 POISONS = {
     "leaves well": "import sys; sys.exit(0)",
@@ -124,5 +128,7 @@ POISONS = {
 SLOW = {
     name
     for name in POISONS
-    if any(word in name for word in ("hangs", "floods", "bomb", "eats", "without end", "equal hashes", "crashes", "aborts"))
+    if any(
+        word in name for word in ("hangs", "floods", "bomb", "eats", "without end", "equal hashes", "crashes", "aborts")
+    )
 }

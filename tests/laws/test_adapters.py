@@ -1,4 +1,6 @@
-"""Adapters: what serves is what is trained, the base never moves, and only the adapter travels and is stored (SPEC W11)."""
+"""Adapters: what serves is what is trained, the base never moves, and only the
+adapter travels and is stored (SPEC W11).
+"""
 
 from __future__ import annotations
 
@@ -56,12 +58,21 @@ def adapted(kind: str = "llama", dtype: str = "float32", **how) -> Loaded:
 
 def merged(loaded: Loaded) -> Loaded:
     """The oracle: a plain module in float64 whose weights are W + alpha/r · B A, by hand."""
-    plain = load({"random": loaded.model.config.model_type, "seed": 3, **FAMILIES[loaded.model.config.model_type]}, dtype="float32")
-    state = {n.replace(".base_layer.", "."): p.detach().double() for n, p in loaded.model.named_parameters() if ".lora_" not in n}
+    plain = load(
+        {"random": loaded.model.config.model_type, "seed": 3, **FAMILIES[loaded.model.config.model_type]},
+        dtype="float32",
+    )
+    state = {
+        n.replace(".base_layer.", "."): p.detach().double()
+        for n, p in loaded.model.named_parameters()
+        if ".lora_" not in n
+    }
     for name, layer in loaded.adapter.layers.items():
         a, b = (m["default"].weight.detach().double() for m in (layer.lora_A, layer.lora_B))
         delta = loaded.adapter.config.lora_alpha / loaded.adapter.config.r * b @ a
-        state[f"{name}.weight"] = state[f"{name}.weight"] + (delta.T if loaded.model.config.model_type == "gpt2" else delta)
+        state[f"{name}.weight"] = state[f"{name}.weight"] + (
+            delta.T if loaded.model.config.model_type == "gpt2" else delta
+        )
     plain.model.double()
     plain.model.load_state_dict(state, strict=False)
     return plain
@@ -115,14 +126,17 @@ def test_the_forward_pass_is_that_of_peft(tmp_path):
     loaded = adapted("llama")
     plain = load({"random": "llama", "seed": 3, **SIZE}, dtype="float32")
     plain.model.load_state_dict(
-        {n.replace(".base_layer.", "."): p for n, p in loaded.model.state_dict().items() if ".lora_" not in n}, strict=True
+        {n.replace(".base_layer.", "."): p for n, p in loaded.model.state_dict().items() if ".lora_" not in n},
+        strict=True,
     )
     save_model(plain, tmp_path / "base")
     (tmp_path / "adapter").mkdir()
     adapters.save(loaded, tmp_path / "adapter")
     from transformers import AutoModelForCausalLM
 
-    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter").eval()
+    theirs = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
+    ).eval()
     stored = load_file(tmp_path / "adapter" / adapters.WEIGHTS)
     assert stored.keys() == peft.get_peft_model_state_dict(theirs).keys()
     tokens = prompt(0, 30)
@@ -132,7 +146,11 @@ def test_the_forward_pass_is_that_of_peft(tmp_path):
     assert max(abs(a - b) for a, b in zip(trained(loaded, [tokens])[0], wanted, strict=True)) < 1e-5
     config = json.loads((tmp_path / "adapter" / adapters.CONFIG).read_text())  # what vLLM reads of it
     assert (config["r"], config["lora_alpha"], config["bias"], config["peft_type"]) == (4, 8, "none", "LORA")
-    assert config["target_modules"] == sorted(config["target_modules"]) and not config["use_dora"] and not config["modules_to_save"]
+    assert (
+        config["target_modules"] == sorted(config["target_modules"])
+        and not config["use_dora"]
+        and not config["modules_to_save"]
+    )
 
 
 @pytest.mark.slow
@@ -222,7 +240,9 @@ def model_adapted(kind: str = "llama", **how) -> Loaded:
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "gemma3_text"])
 def test_the_gradient_is_that_of_the_merged_weights(kind):
-    """dL/dA = s · Bᵀ G and dL/dB = s · G Aᵀ, with G the gradient of the merged weight in a model without an adapter; for any split (law 3)."""
+    """dL/dA = s · Bᵀ G and dL/dB = s · G Aᵀ, with G the gradient of the merged weight in a
+    model without an adapter; for any split (law 3).
+    """
     algo, loaded = row(), noise(model_adapted(kind))
     wanted = {}
     plain = model(kind)
@@ -378,7 +398,10 @@ def test_a_checkpoint_is_the_adapter_alone_and_resumes_to_the_same_bits(tmp_path
         step(t, batch(awkward_groups(), algo), algo)
     save_trainer(t, tmp_path / "c")
     stored = load_file(tmp_path / "c" / adapters.WEIGHTS)
-    assert sum(x.numel() for x in stored.values()) == t.loaded.adapter.numbers and not (tmp_path / "c" / "model.safetensors").exists()
+    assert (
+        sum(x.numel() for x in stored.values()) == t.loaded.adapter.numbers
+        and not (tmp_path / "c" / "model.safetensors").exists()
+    )
     assert not any(key.startswith("master.") for key in load_file(tmp_path / "c" / "optimizer.safetensors"))
     other = trainer(adapted_from("llama"), algo)
     load_trainer(other, tmp_path / "c")
@@ -522,7 +545,8 @@ def test_two_ranks_train_and_publish_the_adapter_of_one(whole, tmp_path):
     run(tmp_path / "run", **LORA, place__kind="split", place__ranks=2, place__threads=1, loop__steps=2)
     sizes = load_file(sorted((whole / "checkpoints").glob("step-*"))[-1] / adapters.WEIGHTS).values()
     assert {e["bytes_copied"] for e in events(tmp_path / "run", "Synced")} == {sum(t.numel() * 4 for t in sizes)}
-    for two, one in zip(events(tmp_path / "run", "StepDone")[:6], events(whole, "StepDone")):  # later a token may fall otherwise
+    # later a token may fall otherwise
+    for two, one in zip(events(tmp_path / "run", "StepDone")[:6], events(whole, "StepDone")):
         assert two["metrics"]["train/loss"] == pytest.approx(one["metrics"]["train/loss"], rel=0.02)
 
 
@@ -547,7 +571,9 @@ def test_a_served_adapter_takes_the_next_one_from_disk(whole):
     async def inline(f, *args):
         return f(*args)
 
-    assert asyncio.run(staged_update.update(e, inline, staged_update.from_disk, str(second), version=1, keep=False)) == 1
+    assert (
+        asyncio.run(staged_update.update(e, inline, staged_update.from_disk, str(second), version=1, keep=False)) == 1
+    )
     assert trained(mine, [tokens]) == trained(theirs, [tokens])
     plain = engine(load(mine.path, dtype="bfloat16"))
     with pytest.raises(SyncError, match="the model that serves has none"):

@@ -1,4 +1,6 @@
-"""Law 3: the gradient is the same for any split of the samples into micro-batches, any order and any permutation of the groups."""
+"""Law 3: the gradient is the same for any split of the samples into micro-batches, any
+order and any permutation of the groups.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,34 @@ from rondel.train.step_metrics import Sums
 
 AGGREGATES = [aggregate.TokenMean(), aggregate.SeqMeanTokenMean(), aggregate.SeqMeanTokenSum(), aggregate.FixedNorm(9)]
 COMPARING = [
-    *(advantage.GroupNorm(), advantage.GroupCenter(), advantage.LeaveOneOut(), advantage.LengthBaseline(), advantage.PassAtK(divide=True)),
+    *(
+        advantage.GroupNorm(),
+        advantage.GroupCenter(),
+        advantage.LeaveOneOut(),
+        advantage.LengthBaseline(),
+        advantage.PassAtK(divide=True),
+    ),
     *(advantage.MeanNorm(), advantage.SignalCenter()),
 ]
 ADVANTAGES = [*COMPARING, advantage.Accept(), advantage.Raw(), advantage.Constant()]
-TOGETHER = correction.Importance(high=1.2, reject="geometric", reject_low=0.7, reject_high=1.5, normalize="token", denominator="kept")
+TOGETHER = correction.Importance(
+    high=1.2, reject="geometric", reject_low=0.7, reject_high=1.5, normalize="token", denominator="kept"
+)
 
 
 def rows():
     """Every row as it stands; with everything beside it that compares samples; and every aggregate."""
     for row in table.TABLE.values():
         row = lively(row)
-        beside = correction.OffPolicyMask(0.02, "kept") if "behavior" in {*row.surrogate.reads, row.ratio.anchor} else TOGETHER
+        beside = (
+            correction.OffPolicyMask(0.02, "kept")
+            if "behavior" in {*row.surrogate.reads, row.ratio.anchor}
+            else TOGETHER
+        )
         yield pytest.param(row, id=row.name)
-        full = replace(row, correction=beside, kl=kl.Kl("k3", 0.1, unbiased=True), entropy=EntropyBonus(0.01, target=9.0, top=0.4))
+        full = replace(
+            row, correction=beside, kl=kl.Kl("k3", 0.1, unbiased=True), entropy=EntropyBonus(0.01, target=9.0, top=0.4)
+        )
         yield pytest.param(full, id=f"{row.name}+")
     for how in AGGREGATES:
         yield pytest.param(replace(table.GRPO, aggregate=how, correction=TOGETHER), id=type(how).__name__)
@@ -78,13 +94,20 @@ def test_decided_over_the_update_or_in_the_micro_batch_is_the_same_where_no_row_
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "forking", "m2po", "normalised"])
 def test_a_choice_within_each_micro_batch_would_break_the_law(name):
     """The counter-example: what compares samples, decided locally, is another gradient."""
-    row = replace(table.GRPO, correction=correction.Importance(normalize="token")) if name == "normalised" else lively(table.TABLE[name])
+    row = (
+        replace(table.GRPO, correction=correction.Importance(normalize="token"))
+        if name == "normalised"
+        else lively(table.TABLE[name])
+    )
     worst = 0.0
     for seed in range(3):
         batch = Ragged.make([3, 6, 5, 2], seed)
         a_T = row.advantages_T(batch.scored())
         fixed = replace(row, aggregate=aggregate.FixedNorm(9), advantage=Given(a_T))
-        halves = [(replace(fixed, advantage=Given(a_T[:9])), [0, 1]), (replace(fixed, advantage=Given(a_T[9:])), [2, 3])]
+        halves = [
+            (replace(fixed, advantage=Given(a_T[:9])), [0, 1]),
+            (replace(fixed, advantage=Given(a_T[9:])), [2, 3]),
+        ]
         local = sum(batch.loss(half, order=part)[1] / 2 for half, part in halves)
         worst = max(worst, apart(local, batch.loss(fixed)[1]))
     assert worst > 1e-3
@@ -109,7 +132,8 @@ def test_a_mean_over_each_micro_batch_would_break_the_law():
         assert not torch.allclose(local, how(lengths_N))
 
 
-# -- the weights themselves ---------------------------------------------------------------------------------------------
+# -- the weights themselves
+# ---------------------------------------------------------------------------------------------
 
 
 @quick
@@ -144,7 +168,8 @@ def test_an_unset_length_is_said_aloud():
     assert aggregate.FixedNorm(7).bounded(4).length == 7
 
 
-# -- advantages ---------------------------------------------------------------------------------------------------------
+# -- advantages
+# ---------------------------------------------------------------------------------------------------------
 
 groups = st.lists(st.tuples(st.floats(-1e3, 1e3, width=32), st.integers(-2, 3)), max_size=12)
 
@@ -153,17 +178,25 @@ groups = st.lists(st.tuples(st.floats(-1e3, 1e3, width=32), st.integers(-2, 3)),
 @quick
 @given(samples=groups, data=st.data())
 def test_advantages_move_with_their_samples(rule, samples, data):
-    rewards_N, group_N = torch.tensor([r for r, _ in samples], dtype=F64), torch.tensor([g for _, g in samples], dtype=torch.int64)
+    rewards_N, group_N = (
+        torch.tensor([r for r, _ in samples], dtype=F64),
+        torch.tensor([g for _, g in samples], dtype=torch.int64),
+    )
     order = torch.tensor(data.draw(st.permutations(range(len(samples)))), dtype=torch.int64)
     renamed = group_N * 1_000_003 + 17  # ids are names, not indices
-    assert torch.allclose(rule(scored(rewards_N[order], renamed[order])), rule(scored(rewards_N, group_N))[order], rtol=1e-9, atol=1e-9)
+    assert torch.allclose(
+        rule(scored(rewards_N[order], renamed[order])), rule(scored(rewards_N, group_N))[order], rtol=1e-9, atol=1e-9
+    )
 
 
 @named
 @quick
 @given(samples=groups, dtype=st.sampled_from([torch.float32, F64]))
 def test_advantages_are_total(rule, samples, dtype):
-    rewards_N, group_N = torch.tensor([r for r, _ in samples], dtype=dtype), torch.tensor([g for _, g in samples], dtype=torch.int64)
+    rewards_N, group_N = (
+        torch.tensor([r for r, _ in samples], dtype=dtype),
+        torch.tensor([g for _, g in samples], dtype=torch.int64),
+    )
     found = rule(scored(rewards_N, group_N))
     assert found.shape == rewards_N.shape and found.dtype == dtype and torch.isfinite(found).all()
 
@@ -176,12 +209,17 @@ def test_a_constant_group_is_exactly_zero(rule, reward, size, dtype):
 
 
 @pytest.mark.parametrize(
-    "rule", [rule for rule in COMPARING if not isinstance(rule, advantage.PassAtK | advantage.MeanNorm)], ids=lambda r: type(r).__name__
+    "rule",
+    [rule for rule in COMPARING if not isinstance(rule, advantage.PassAtK | advantage.MeanNorm)],
+    ids=lambda r: type(r).__name__,
 )
 @quick
 @given(samples=groups)
 def test_a_baseline_leaves_nothing_over_in_its_group(rule, samples):
-    rewards_N, group_N = torch.tensor([r for r, _ in samples], dtype=F64), torch.tensor([g for _, g in samples], dtype=torch.int64)
+    rewards_N, group_N = (
+        torch.tensor([r for r, _ in samples], dtype=F64),
+        torch.tensor([g for _, g in samples], dtype=torch.int64),
+    )
     found = rule(scored(rewards_N, group_N))
     assert all(abs(float(found[group_N == g].sum())) < 1e-8 for g in group_N.unique())
 
@@ -192,7 +230,9 @@ def test_an_empty_micro_batch_is_a_loss_of_zero():
         assert float(loss) == 0 and gradient.numel() == 0 and all(term.shape == (0,) for term in terms.values())
 
 
-@pytest.mark.parametrize("rule", [gae.Returns(0.9), advantage.WhitenedCenter(), advantage.PartsNorm()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize(
+    "rule", [gae.Returns(0.9), advantage.WhitenedCenter(), advantage.PartsNorm()], ids=lambda r: type(r).__name__
+)
 @quick
 @given(lengths=st.lists(st.integers(0, 6), max_size=9), seed=st.integers(0, 99))
 def test_what_is_whitened_has_mean_0_and_a_variance_of_1_at_most(rule, lengths, seed):
@@ -204,7 +244,9 @@ def test_what_is_whitened_has_mean_0_and_a_variance_of_1_at_most(rule, lengths, 
 @pytest.mark.parametrize("denominator", ["all", "kept"])
 @pytest.mark.parametrize("normalize", ["none", "token", "sequence"])
 def test_an_update_whose_every_token_is_rejected_is_a_loss_of_zero(denominator, normalize):
-    rule = correction.Importance(veto=0.9, reject="token", reject_low=1.0, reject_high=1.0, normalize=normalize, denominator=denominator)
+    rule = correction.Importance(
+        veto=0.9, reject="token", reject_low=1.0, reject_high=1.0, normalize=normalize, denominator=denominator
+    )
     for row in (table.GRPO, table.DAPO.bounded(9), table.RLOO):
         batch = Ragged.make([3, 1, 4], 2)
         batch.guided_N[:] = False  # a demonstration has no behavior to be far from
@@ -213,15 +255,19 @@ def test_an_update_whose_every_token_is_rejected_is_a_loss_of_zero(denominator, 
 
 
 def test_rejected_tokens_leave_the_denominator_only_if_told_to():
-    """One sample of two is rejected whole: the mean over samples halves the other one, unless only the kept are counted."""
+    """One sample of two is rejected whole: the mean over samples halves the other
+    one, unless only the kept are counted.
+    """
     batch = Ragged.make([2, 3], 0)
-    batch.others_3T[1] = batch.others_3T[0] - torch.tensor([0, 0, 3, 3, 3], dtype=F64)  # the second sample's weight is e³
+    # the second sample's weight is e³
+    batch.others_3T[1] = batch.others_3T[0] - torch.tensor([0, 0, 3, 3, 3], dtype=F64)
     stay = replace(table.REINFORCE, correction=correction.Importance(action="mask"))
     leave = replace(stay, correction=correction.Importance(action="mask", denominator="kept"))
     assert apart(batch.loss(leave)[1], 2 * batch.loss(stay)[1]) <= 1e-12 and batch.loss(stay)[1].norm() > 0.1
 
 
-# -- answers that the token limit cut off -------------------------------------------------------------------------------
+# -- answers that the token limit cut off
+# -------------------------------------------------------------------------------
 
 
 def step_gradient(kind, cut, **knobs):
@@ -270,5 +316,9 @@ def test_a_masked_answer_pays_no_kl_and_no_entropy_either_and_a_step_of_masked_a
     t = trainer(model(), algo, start_probe=4)
     before = [p.clone() for p in t.loaded.model.parameters()]
     stats = step(t, b, algo)
-    assert stats.stepped and stats.metrics["train/truncated_masked"] == len(b.samples) and "train/kl_to_start" not in stats.metrics
+    assert (
+        stats.stepped
+        and stats.metrics["train/truncated_masked"] == len(b.samples)
+        and "train/kl_to_start" not in stats.metrics
+    )
     assert all(torch.equal(p, was) for p, was in zip(t.loaded.model.parameters(), before, strict=True))

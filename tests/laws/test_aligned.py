@@ -1,4 +1,6 @@
-"""Law 4, aligned: the same bits whatever the batch, packing, chunking or cache state, and in the trainer's recompute (SPEC M5)."""
+"""Law 4, aligned: the same bits whatever the batch, packing, chunking or cache state,
+and in the trainer's recompute (SPEC M5).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ WIDE = SIZE | {"head_dim": 16}
 FAMILIES = {
     "llama": SIZE,
     "qwen3": WIDE,
-    "gemma2": WIDE | {"sliding_window": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0, "query_pre_attn_scalar": 24},
+    "gemma2": WIDE
+    | {"sliding_window": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0, "query_pre_attn_scalar": 24},
     "gpt2": dict(n_embd=64, n_layer=2, n_head=4, n_positions=512),
 }
 DTYPES = ["float32", "bfloat16"]
@@ -114,7 +117,8 @@ def test_fast_numerics_do_not_have_this_property():
 def test_the_gradient_is_that_of_the_fast_path():
     loaded = model("qwen3", "float32")
     tokens, at = torch.tensor(prompt(5, 40)), torch.cat([torch.arange(10), torch.arange(10, 25), torch.arange(10, 25)])
-    grads, up = [], torch.randn(40, 64, generator=torch.Generator().manual_seed(2))  # a norm of normalised outputs would have none
+    # a norm of normalised outputs would have none
+    grads, up = [], torch.randn(40, 64, generator=torch.Generator().manual_seed(2))
     for loaded.aligned in (True, False):
         loaded.model.zero_grad()
         layout = PackedLayout([Segment(0, 10), Segment(10, 15, 0), Segment(25, 15, 0)])
@@ -135,7 +139,12 @@ def test_what_depends_on_the_batch_is_refused(monkeypatch):
 def test_mixtures_are_refused_by_name():
     """A probe may hold by luck: which tokens share an expert changes with every batch."""
     with pytest.raises(ConfigError, match="mixture of experts"):
-        align(load({"random": "mixtral", "seed": 3, **SIZE, "num_local_experts": 4, "num_experts_per_tok": 2}, dtype="bfloat16"))
+        align(
+            load(
+                {"random": "mixtral", "seed": 3, **SIZE, "num_local_experts": 4, "num_experts_per_tok": 2},
+                dtype="bfloat16",
+            )
+        )
 
 
 @pytest.mark.slow
@@ -148,7 +157,9 @@ def test_a_run_with_aligned_numerics_has_a_gap_of_zero(tmp_path):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_look_ups_change_no_bit(kind, dtype):
-    """Speculative decoding only changes the shape of a step: aligned, tokens and logprobs are those of plain decoding."""
+    """Speculative decoding only changes the shape of a step: aligned, tokens and logprobs are
+    those of plain decoding.
+    """
     loaded = model(kind, dtype)
     asks = [ask((prompt(i, 9) * 4)[: 20 + 5 * i], key=i, n=50, temperature=0.05) for i in range(5)]
     plain = asyncio.run(all_of(engine(loaded), asks))
@@ -160,7 +171,10 @@ def test_look_ups_change_no_bit(kind, dtype):
 def test_a_draft_states_the_trainers_bits():
     loaded = model("llama", "bfloat16")
     asks = [r for r in requests() if r.sampling.max_tokens > 1]
-    e = engine(loaded, speculation=Speculation(3, Draft(load({"random": "llama", "seed": 4, **SIZE}, dtype="bfloat16")), always=True))
+    e = engine(
+        loaded,
+        speculation=Speculation(3, Draft(load({"random": "llama", "seed": 4, **SIZE}, dtype="bfloat16")), always=True),
+    )
     done = asyncio.run(all_of(e, asks))
     assert 0 < e.speculation.accepted < e.speculation.proposed
     b = annotate(loaded, batch_of(asks, done), "again", budget=10_000, temperature=1.0)

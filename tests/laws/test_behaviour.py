@@ -1,4 +1,6 @@
-"""Law 4: the logprob stored for a token is that of the distribution it was drawn from, and scheduling changes no draw."""
+"""Law 4: the logprob stored for a token is that of the distribution it was drawn from, and
+scheduling changes no draw.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,16 @@ def test_stored_logprobs_are_those_of_a_plain_forward(kind, temperature):
     for request, c in zip(requests, asyncio.run(all_of(e, requests))):
         expected = plain_logprobs(model, request.tokens + c.tokens, temperature=temperature)[len(request.tokens) - 1 :]
         worst = max(worst, *(abs(a - b) for a, b in zip(c.logprobs, expected, strict=True)))
-        assert min(expected) < -1 and max(expected) > min(expected) + 1  # neither uniform nor certain: the test can fail
+        # neither uniform nor certain: the test can fail
+        assert min(expected) < -1 and max(expected) > min(expected) + 1
     print(f"GAP {kind} T={temperature} {worst:.2e}")
     assert worst <= 1e-5
     idle(e)
 
 
-@pytest.mark.parametrize("how", [dict(top_k=7), dict(top_p=0.8), dict(min_p=0.1), dict(top_k=20, top_p=0.9, min_p=0.05, temperature=1.3)])
+@pytest.mark.parametrize(
+    "how", [dict(top_k=7), dict(top_p=0.8), dict(min_p=0.1), dict(top_k=20, top_p=0.9, min_p=0.05, temperature=1.3)]
+)
 def test_truncated_logprobs_are_those_of_the_kept_support(how):
     model = tiny()
     p = prompt(1, 12)
@@ -68,7 +73,9 @@ def test_score_is_a_plain_forward():
 
     for n in (1, 2, 40):
         scored = asyncio.run(engine(model, kv_pages=1).score(Request(prompt(2, n))))
-        assert scored.logprobs == pytest.approx([0.0, *plain_logprobs(model, prompt(2, n))] if n > 1 else [0.0], abs=1e-5)
+        assert scored.logprobs == pytest.approx(
+            [0.0, *plain_logprobs(model, prompt(2, n))] if n > 1 else [0.0], abs=1e-5
+        )
 
 
 # -- the sampler draws what it states --------------------------------------------------------------
@@ -101,7 +108,9 @@ def reference(logits, s):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vocab, how", [(v, how) for v in (50, 1000) for how in (TRANSFORMS if v == 50 else TRANSFORMS[::3])], ids=str)
+@pytest.mark.parametrize(
+    "vocab, how", [(v, how) for v in (50, 1000) for how in (TRANSFORMS if v == 50 else TRANSFORMS[::3])], ids=str
+)
 def test_draws_have_the_stated_distribution(vocab, how):
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2
     s = Sampling(**how)
@@ -113,7 +122,9 @@ def test_draws_have_the_stated_distribution(vocab, how):
         logprobs += drawn[1]
     kept = reference(logits, s)
     stated = {t: math.exp(lp) for t, lp in zip(tokens, logprobs)}
-    assert all(kept[t] == pytest.approx(p, rel=1e-5) for t, p in stated.items()), "a token outside the support, or a wrong logprob"
+    assert all(kept[t] == pytest.approx(p, rel=1e-5) for t, p in stated.items()), (
+        "a token outside the support, or a wrong logprob"
+    )
     counts = np.bincount(tokens, minlength=vocab)
     p_value = chi_square(counts, kept)
     print(f"CHI {vocab} {how} p={p_value:.3f}")
@@ -152,14 +163,25 @@ def test_no_noise_leads_out_of_the_support(vocab, seed):
         assert all(row[t] > 0 for t in drawn) and drawn[0] == int(row.nonzero()[0, 0])
         assert logprobs == pytest.approx((row[drawn].double() / row.double().sum()).log().tolist(), abs=1e-5)
         cumulative = (row / row.max()).double().cumsum(0)
-        exact = torch.searchsorted(cumulative, torch.tensor(noise, dtype=torch.float64) * cumulative[-1], right=True).tolist()
+        exact = torch.searchsorted(
+            cumulative, torch.tensor(noise, dtype=torch.float64) * cumulative[-1], right=True
+        ).tolist()
         assert drawn[len(EDGES) :] == exact[len(EDGES) :]
 
 
 def test_the_inverse_of_the_cumulative_distribution_by_hand():
     p = torch.zeros(1, 600)
     p[0, 3], p[0, 255], p[0, 256], p[0, 599] = 1.0, 2.0, 0.5, 0.5
-    for u, token in ((0, 3), (0.2499, 3), (0.25, 255), (0.7499, 255), (0.75, 256), (0.8749, 256), (0.875, 599), (1 - 2.0**-53, 599)):
+    for u, token in (
+        (0, 3),
+        (0.2499, 3),
+        (0.25, 255),
+        (0.7499, 255),
+        (0.75, 256),
+        (0.8749, 256),
+        (0.875, 599),
+        (1 - 2.0**-53, 599),
+    ):
         assert int(_inverse_cdf(p, torch.tensor([u], dtype=torch.float64))[0]) == token
 
 
@@ -197,7 +219,9 @@ def test_uniform_is_philox():
 
 def test_scheduling_changes_no_token():
     model = tiny()
-    requests = [ask(prompt(i, 6 + 5 * i), key=1000 + i, n=25, temperature=0.9, top_p=(1.0, 0.9)[i % 2]) for i in range(8)]
+    requests = [
+        ask(prompt(i, 6 + 5 * i), key=1000 + i, n=25, temperature=0.9, top_p=(1.0, 0.9)[i % 2]) for i in range(8)
+    ]
     alone = [asyncio.run(engine(model).generate(r)) for r in requests]
     batch = asyncio.run(all_of(engine(model), requests))
     reverse = asyncio.run(all_of(engine(model), requests[::-1]))[::-1]

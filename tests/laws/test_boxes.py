@@ -1,4 +1,6 @@
-"""The door to the boxes: sessions that are cut off and go on, pools, other substrates, and what happens where nothing would contain anything."""
+"""The door to the boxes: sessions that are cut off and go on, pools, other substrates, and
+what happens where nothing would contain anything.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def test_a_session_that_is_killed_runs_no_command_twice(tmp_path):
     """kill -9 of the controller at random moments, and again, until one comes to the end."""
     draw, folder, kills = random.Random(7), tmp_path / "session", 0
     for _ in range(20):
-        controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, folder], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        controller = subprocess.Popen(
+            [sys.executable, "-c", CONTROLLER, folder], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         for _ in range(draw.randint(1, 3)):  # commands that it has carried out itself
             controller.stdout.readline()
         time.sleep(draw.uniform(0, 0.06))
@@ -84,7 +88,11 @@ def test_a_session_that_is_killed_runs_no_command_twice(tmp_path):
 
 
 def rows(folder: Path) -> tuple[set[int], dict[int, dict]]:
-    found = [json.loads(line) for line in (folder / "log.jsonl").read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    found = [
+        json.loads(line)
+        for line in (folder / "log.jsonl").read_bytes().splitlines(keepends=True)
+        if line.endswith(b"\n")
+    ]
     return {row["n"] for row in found if "begin" in row}, {row["n"]: row for row in found if "ran" in row}
 
 
@@ -95,12 +103,20 @@ def test_a_session_goes_on_where_its_log_ends(tmp_path):
     async def first():
         async with opened(Sandbox(), tmp_path) as session:
             await session.write("kept", b"text")
-            return [await session.run(add), await session.run(add, stdin=b"1"), await session.run(["sh", "-c", "exit 3"])]
+            return [
+                await session.run(add),
+                await session.run(add, stdin=b"1"),
+                await session.run(["sh", "-c", "exit 3"]),
+            ]
 
     async def again(*, more: bool):
         async with opened(Sandbox(), tmp_path, resume=True) as session:
             await session.write("kept", b"text")
-            ran = [await session.run(add), await session.run(add, stdin=b"1"), await session.run(["sh", "-c", "exit 3"])]
+            ran = [
+                await session.run(add),
+                await session.run(add, stdin=b"1"),
+                await session.run(["sh", "-c", "exit 3"]),
+            ]
             assert session.replayed == 4
             return ran, (await session.run(add)).stdout if more else b"", await session.read("kept")
 
@@ -183,7 +199,9 @@ def test_a_slow_command_delays_no_other_box():
 @boxed
 def test_a_snippet_finds_nothing_of_the_one_before():
     with Functions(Sandbox(), Limits(wall=5), size=1) as pool:
-        first = pool.call("import builtins, sys, os; builtins.left = sys.left = 1; os.environ['LEFT'] = '1'; print(os.getpid())")
+        first = pool.call(
+            "import builtins, sys, os; builtins.left = sys.left = 1; os.environ['LEFT'] = '1'; print(os.getpid())"
+        )
         assert first.ok
         seen = "import sys, os; print(hasattr(sys, 'left'), 'left' in dir(__builtins__), 'LEFT' in os.environ, os.listdir('.'), os.listdir('/tmp'))"
         assert pool.call(seen).stdout == b"False False False [] []\n"
@@ -191,7 +209,9 @@ def test_a_snippet_finds_nothing_of_the_one_before():
         assert pool.call("open('/tmp/left', 'w'); open('left', 'w')").ok
         assert pool.call(seen).stdout == b"False False False [] []\n", "another box"
         assert before not in pool._all and not before.alive
-        assert pool.call("raise SystemExit(3)").exit == 3 and pool.call("import os; os.kill(os.getpid(), 9)").signal == 9
+        assert (
+            pool.call("raise SystemExit(3)").exit == 3 and pool.call("import os; os.kill(os.getpid(), 9)").signal == 9
+        )
         assert pool.call("while True: pass", wall=0.2).limit == "wall" and pool.call("print(1)").stdout == b"1\n"
         (last,) = pool._all
     assert last.process.poll() is not None
@@ -311,7 +331,9 @@ def test_a_root_with_a_single_number_has_boxes_as_a_plain_user_does(wall):
     trial = "from rondel.runtime.sandbox.probe import tried; import sys; print(tried(sys.argv[1]).line())"
     python = ["/usr/bin/python3", "-B"] if os.access("/usr/bin/python3", os.X_OK) else [sys.executable]
     env = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(["unshare", "-Ur", *python, "-c", trial, wall], env=env, capture_output=True, text=True, cwd="/", timeout=60)
+    done = subprocess.run(
+        ["unshare", "-Ur", *python, "-c", trial, wall], env=env, capture_output=True, text=True, cwd="/", timeout=60
+    )
     if re.search("unshare: |No module named|bwrap is not installed|Operation not permitted", done.stderr):
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert all(what in done.stdout for what in ("files", "network", "processes", "user")), done.stderr[-2000:]
@@ -325,7 +347,9 @@ def test_where_nothing_would_contain_it_no_code_runs(monkeypatch):
         raise SandboxError("unshare: Operation not permitted" if wall == "native" else "bwrap is not installed")
 
     monkeypatch.setattr(probe, "tried", none)
-    with pytest.raises(SandboxError, match=r"native: unshare.*bubblewrap: bwrap is not installed.*apt install bubblewrap"):
+    with pytest.raises(
+        SandboxError, match=r"native: unshare.*bubblewrap: bwrap is not installed.*apt install bubblewrap"
+    ):
         probe.isolation.__wrapped__()
     monkeypatch.setattr(probe, "tried", lambda wall: probe.Isolation(wall, ("files", "processes", "user")))
     with pytest.raises(SandboxError, match="native: does not hold network"):
@@ -334,7 +358,8 @@ def test_where_nothing_would_contain_it_no_code_runs(monkeypatch):
 
 def test_what_holds_and_what_does_not_is_one_line():
     assert probe.Isolation("native", ("files", "network", "processes", "count")).line() == (
-        "native: files, network, processes, count; no user; no filter of system calls; memory is held for each process only"
+        "native: files, network, processes, count; no user; no filter of system calls; memory is held for each process "
+        "only"
     )
 
 
@@ -381,7 +406,11 @@ def test_the_machines_have_no_network_and_keep_nothing():
     for needed in ("-nic none", "-nodefaults", "-m 256M", "snapshot=on", "-sandbox on,", "-kernel k", "-serial stdio"):
         assert needed in text, needed
     config = images.micro_config(Limits(memory=256 << 20), "k", "r")
-    assert "network-interfaces" not in config and config["drives"][0]["is_read_only"] and config["machine-config"]["mem_size_mib"] == 256
+    assert (
+        "network-interfaces" not in config
+        and config["drives"][0]["is_read_only"]
+        and config["machine-config"]["mem_size_mib"] == 256
+    )
 
 
 DOCKER = """

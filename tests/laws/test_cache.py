@@ -50,7 +50,8 @@ def test_a_prompt_that_is_cached_whole_feeds_its_last_token():
     again = asyncio.run(e.generate(ask(p, key=1)))
     assert (again.tokens, again.cached_tokens) == (first.tokens, len(p) - 1)
     assert again.logprobs == pytest.approx(first.logprobs, abs=1e-5)
-    longer = asyncio.run(e.generate(ask(p + first.tokens, key=2)))  # the next turn: the answer is cached but for its last token
+    # the next turn: the answer is cached but for its last token
+    longer = asyncio.run(e.generate(ask(p + first.tokens, key=2)))
     assert longer.cached_tokens == len(p) + len(first.tokens) - 1
     idle(e)
 
@@ -105,7 +106,9 @@ def test_new_weights_between_two_turns_cost_the_whole_history():
 
 
 def test_siblings_of_a_second_turn_prefill_their_own_deltas():
-    """G conversations over one prompt: the prompt once, then to each its answer's last token and what the world said to it."""
+    """G conversations over one prompt: the prompt once, then to each its answer's last
+    token and what the world said to it.
+    """
     e, p, g = watched(engine(MODEL)), prompt(1, 40), 4
 
     async def main():
@@ -148,9 +151,13 @@ def test_one_request_may_fill_the_whole_cache():
     idle(e)
 
 
-@pytest.mark.parametrize("count, together, pages", [(320, 8, 300), pytest.param(10_000, 48, 1600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count, together, pages", [(320, 8, 300), pytest.param(10_000, 48, 1600, marks=pytest.mark.slow)]
+)
 def test_many_requests_leak_no_page(count, together, pages):
-    """All are there at once. At its first token every eleventh asks for its end, and the caller of every thirteenth goes away."""
+    """All are there at once. At its first token every eleventh asks for its end, and the
+    caller of every thirteenth goes away.
+    """
     e = engine(MODEL, kv_pages=pages, max_running=together)
     requests = [replace(ask(prompt(i % 40, 3 + i % 23), key=i, n=2 + i % 9), id=str(i)) for i in range(count)]
     tasks, aborts = [], []
@@ -162,7 +169,9 @@ def test_many_requests_leak_no_page(count, together, pages):
             tasks[i].cancel()
 
     async def main():
-        tasks.extend(asyncio.create_task(e.generate(r, on_token=lambda *_, i=i: heard(i))) for i, r in enumerate(requests))
+        tasks.extend(
+            asyncio.create_task(e.generate(r, on_token=lambda *_, i=i: heard(i))) for i, r in enumerate(requests)
+        )
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     for i, c in enumerate(asyncio.run(main())):

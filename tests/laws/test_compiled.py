@@ -1,4 +1,6 @@
-"""models/compilation.py: the compiled serving pass gives what the model gives, for every family, size and layout, and reads live weights."""
+"""models/compilation.py: the compiled serving pass gives what the model gives, for every
+family, size and layout, and reads live weights.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def answers(e, requests):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_and_logprobs_are_those_of_the_model_before_and_after_an_update(kind):
-    """Siblings, prefix hits, chunked prompts and a batch that shrinks to one request; then other weights in the same tensors."""
+    """Siblings, prefix hits, chunked prompts and a batch that shrinks to one request;
+    then other weights in the same tensors.
+    """
     loaded = tiny(kind, **KINDS[kind])
     e = engine(loaded, compiled=Compiled(loaded), prefill_tokens=16)
     for round_ in range(2):

@@ -1,4 +1,6 @@
-"""Concurrency that finds itself: against an engine with a knee, one without room, and a run whose results it must leave as they are."""
+"""Concurrency that finds itself: against an engine with a knee, one without room, and a
+run whose results it must leave as they are.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def test_it_says_once_what_it_found_and_the_gain():
             said.append(found)
     assert len(said) == 1
     message, gain = said[0]
-    assert message.startswith("engine.concurrency: 40 of at most 128 requests together") and gain == pytest.approx(40 / 8, rel=0.01)
+    assert message.startswith("engine.concurrency: 40 of at most 128 requests together") and gain == pytest.approx(
+        40 / 8, rel=0.01
+    )
 
 
 @pytest.mark.slow
@@ -90,7 +94,9 @@ def test_results_are_those_of_a_run_without(tmp_path):
             (e["step"], e["version"], e["ledger"], {k: v for k, v in e["metrics"].items() if not k.endswith("_s")})
             for e in events(folder, "StepDone")
         ]
-        asked = sum(e["counts"].get("steps", 0) for e in events(folder, "WorkerTime") if e["worker"].startswith("engine"))
+        asked = sum(
+            e["counts"].get("steps", 0) for e in events(folder, "WorkerTime") if e["worker"].startswith("engine")
+        )
         return done, asked
 
     (fixed, steps), (auto, more) = told("fixed"), told("auto")

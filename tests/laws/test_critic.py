@@ -1,4 +1,6 @@
-"""PPO's critic: its loss and gradient are the written formula's, for any split; it resumes to the bit, and frozen means frozen."""
+"""PPO's critic: its loss and gradient are the written formula's, for any split; it
+resumes to the bit, and frozen means frozen.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def critic_bits(t) -> list[bytes]:
 
 
 def gradient(t, b: Batch, algo, *, micro_tokens: int = 10**6, share: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the policy and of the critic, each in one vector; values and returns once for all splits, and a step away from them."""
+    """Of the policy and of the critic, each in one vector; values and returns once for
+    all splits, and a step away from them.
+    """
     t.main = replace(t.main, micro_tokens=micro_tokens, share_prompts=share)
     t.weights.zero_grad()
     t._accumulate(b, algo, Sums(), proximal_noted=False)
@@ -76,7 +80,9 @@ def test_both_gradients_are_the_same_for_any_split(kind):
     splits = [(b, micro, share) for micro in (1, 13, 40) for share in (True, False)]
     splits += [(shuffled(b, seed, whole_groups=seed < 2), 25, True) for seed in range(4)]
     worst = max(
-        apart(x, y) for other, micro, share in splits for x, y in zip(gradient(t, other, CHARGED, micro_tokens=micro, share=share), whole)
+        apart(x, y)
+        for other, micro, share in splits
+        for x, y in zip(gradient(t, other, CHARGED, micro_tokens=micro, share=share), whole)
     )
     assert worst <= 1e-6, worst
 
@@ -91,12 +97,15 @@ def test_two_updates_move_both_alike_for_any_split():
         end = [torch.cat([m.detach().flatten() for m in w.masters]).double() for w in (t.weights, t.critic.weights)]
         moved.append([b - a for a, b in zip(start, end)])
     for other in moved[1:]:
-        assert all(apart(x, y) <= 2e-3 for x, y in zip(other, moved[0]))  # AdamW magnifies the rounding of tiny gradients
+        # AdamW magnifies the rounding of tiny gradients
+        assert all(apart(x, y) <= 2e-3 for x, y in zip(other, moved[0]))
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "gemma3_text"])
 def test_both_gradients_are_those_of_the_formula(kind):
-    """Token by token in float64 through plain transformers modules: values, KL in the reward, GAE, whitening, both losses."""
+    """Token by token in float64 through plain transformers modules: values, KL in the
+    reward, GAE, whitening, both losses.
+    """
     algo, groups = CHARGED, awkward_groups()
     t = learned(kind, algo)
     for g in groups[3].trajectories:  # rewards on the way, one of them at a token that was only read
@@ -109,7 +118,10 @@ def test_both_gradients_are_those_of_the_formula(kind):
     def plain(loaded):
         twin = AutoModelForCausalLM.from_config(loaded.model.config, attn_implementation="eager")
         there = twin.state_dict()
-        twin.load_state_dict({k: v for k, v in loaded.model.state_dict().items() if k in there and v.shape == there[k].shape}, strict=False)
+        twin.load_state_dict(
+            {k: v for k, v in loaded.model.state_dict().items() if k in there and v.shape == there[k].shape},
+            strict=False,
+        )
         return twin.double().eval()
 
     policy, reference, critic = plain(t.loaded), plain(t.start), plain(t.critic.loaded)
@@ -147,7 +159,10 @@ def test_both_gradients_are_those_of_the_formula(kind):
     theirs = dict(policy.named_parameters())
     exact = torch.cat([theirs[n].grad.flatten() for n in t.weights.names])
     assert apart(mine[0], exact) <= 1e-5
-    theirs = {n: p.grad for n, p in critic.named_parameters()} | {"lm_head.weight": head[0].grad, "lm_head.bias": head[1].grad}
+    theirs = {n: p.grad for n, p in critic.named_parameters()} | {
+        "lm_head.weight": head[0].grad,
+        "lm_head.bias": head[1].grad,
+    }
     exact = torch.cat([theirs[n].flatten() for n in t.critic.weights.names])
     assert apart(mine[1], exact) <= 1e-5
 
@@ -164,7 +179,10 @@ def test_an_observation_changes_no_advantage():
         groups = []
         for n, gap in enumerate(observed):
             t = trajectory(
-                [(3, 1), *([(gap, 0)] if gap else []), (4, 1), *([(gap, 0)] if gap else [])], ours, prompt=[7, 8], reward=float(n)
+                [(3, 1), *([(gap, 0)] if gap else []), (4, 1), *([(gap, 0)] if gap else [])],
+                ours,
+                prompt=[7, 8],
+                reward=float(n),
             )
             first = len(t.mask) - 1 if n % 2 else 2 + 3 + gap - 1  # somewhere behind the written tokens it belongs to
             t.score = Score(float(n), steps=((first, 0.5),))
@@ -203,7 +221,9 @@ def test_the_kl_is_charged_to_the_reward_of_a_row_without_time_too():
     for s in b.samples:
         s.notes["ref"] = rng.normal(size=len(s.trainable)).astype(np.float32)
     credit(b, algo)
-    paid = {(s.group, s.index): s.reward - 0.2 * float((s.behavior.astype(float) - s.notes["ref"]).sum()) for s in b.samples}
+    paid = {
+        (s.group, s.index): s.reward - 0.2 * float((s.behavior.astype(float) - s.notes["ref"]).sum()) for s in b.samples
+    }
     for s in b.samples:
         others = [r for (g, i), r in paid.items() if g == s.group and i != s.index]
         wanted = paid[s.group, s.index] - np.mean(others) if others else 0.0
@@ -213,7 +233,9 @@ def test_the_kl_is_charged_to_the_reward_of_a_row_without_time_too():
 def test_a_reward_out_of_place_names_its_sample():
     groups = awkward_groups()
     groups[1].trajectories[0].score = Score(1.0, steps=((0, 1.0),))
-    with pytest.raises(ValueError, match="group 7, sample 0: a reward of 1 at position 0, but the policy wrote nothing before 4"):
+    with pytest.raises(
+        ValueError, match="group 7, sample 0: a reward of 1 at position 0, but the policy wrote nothing before 4"
+    ):
         batch_of(groups)
 
 
@@ -226,11 +248,15 @@ def test_what_is_not_finite_names_its_sample_and_moves_nothing(broken):
     b = batch_of(groups)
     if broken == "value":
         t.critic.annotate = lambda batch, settings: [
-            s.notes.update(values=np.full(len(s.trainable), np.inf if s.group == 7 else 0, np.float32)) for s in batch.samples
+            s.notes.update(values=np.full(len(s.trainable), np.inf if s.group == 7 else 0, np.float32))
+            for s in batch.samples
         ]
     before = bits(t) + critic_bits(t)
     stats = step(t, b, PPO)
-    assert not stats.stepped and f"{'reward' if broken == 'step' else 'value'}: not finite for group 7, sample 0" in stats.note
+    assert (
+        not stats.stepped
+        and f"{'reward' if broken == 'step' else 'value'}: not finite for group 7, sample 0" in stats.note
+    )
     assert bits(t) + critic_bits(t) == before
 
 
@@ -248,7 +274,12 @@ def test_the_first_mini_batch_is_on_policy_to_the_bit():
     t._accumulate(first, PPO, sums, proximal_noted=True)
     t.critic.accumulate(first, PPO, t.settings, sums)
     metrics = sums.metrics(1)
-    assert metrics["train/ratio_max_deviation"] == metrics["train/clip_fraction"] == metrics["train/value_clip_fraction"] == 0
+    assert (
+        metrics["train/ratio_max_deviation"]
+        == metrics["train/clip_fraction"]
+        == metrics["train/value_clip_fraction"]
+        == 0
+    )
     stats = step(learned(updates_per_step=3, lr=1e-2, critic_lr=1e-2), b, PPO)
     assert stats.metrics["train/ratio_max_deviation"] > 0 and stats.metrics["train/value_clip_fraction"] > 0
 
@@ -281,19 +312,30 @@ def test_the_critic_begins_where_the_policy_is_at_its_first_step():
     step(t, batch_of(awkward_groups(3)), PPO)
     own = dict(zip(t.critic.weights.names, t.critic.weights.masters))
     heads = own.keys() - policy.keys()
-    assert all(torch.equal(own[name], policy[name]) for name in own.keys() - heads if own[name].shape == policy[name].shape)
-    assert sum(not bool(own[name].any()) and own[name].numel() <= 48 for name in own) == 2  # weight and bias of the head
+    assert all(
+        torch.equal(own[name], policy[name]) for name in own.keys() - heads if own[name].shape == policy[name].shape
+    )
+    # weight and bias of the head
+    assert sum(not bool(own[name].any()) and own[name].numel() <= 48 for name in own) == 2
     step(t, batch_of(awkward_groups(4)), PPO)
-    assert all(torch.equal(a, b) for a, b in zip(own.values(), t.critic.weights.masters))  # and does not follow it further
+    # and does not follow it further
+    assert all(torch.equal(a, b) for a, b in zip(own.values(), t.critic.weights.masters))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_critic_learns_what_to_expect(dtype):
-    """The same rollouts again and again: the reward is told by the prompt, so it can be known before the first token."""
+    """The same rollouts again and again: the reward is told by the prompt, so it can be known
+    before the first token.
+    """
     rng = np.random.default_rng(0)
     groups = [
-        Group(n, Task(f"t{n}", "fake", {}), [trajectory([(4, 1)], rng, prompt=[20 + n % 4, 9], reward=float(n % 4)) for _ in range(4)], 0)
+        Group(
+            n,
+            Task(f"t{n}", "fake", {}),
+            [trajectory([(4, 1)], rng, prompt=[20 + n % 4, 9], reward=float(n % 4)) for _ in range(4)],
+            0,
+        )
         for n in range(8)
     ]
     t = trainer(model("llama", dtype), PPO, critic_warmup=10**6, critic_lr=3e-3)
@@ -312,7 +354,9 @@ def test_the_coefficient_follows_the_kl_and_outlives_a_resume(tmp_path):
         b = batch_of(awkward_groups(n))
         stats = step(t, b, algo)
         measured = np.mean([sum(float(x) - float(y) for x, y in zip(s.behavior, s.notes["ref"])) for s in b.samples])
-        assert stats.metrics["train/kl_coef"] == pytest.approx(coef, rel=1e-12) and kl_of_samples(b) == pytest.approx(measured, rel=1e-6)
+        assert stats.metrics["train/kl_coef"] == pytest.approx(coef, rel=1e-12) and kl_of_samples(b) == pytest.approx(
+            measured, rel=1e-6
+        )
         coef *= 1 + min(max(measured / 2.0 - 1, -0.2), 0.2) * len(b.samples) / 100
     assert t.steered["kl"] == pytest.approx(coef, rel=1e-6) and abs(coef - 0.3) > 1e-3
     save_trainer(t, tmp_path)
@@ -384,13 +428,21 @@ def test_a_killed_run_with_a_critic_ends_with_the_same_bits_and_its_steps_replay
     done = {e["step"]: e["metrics"] for e in events(tmp_path / "whole", "StepDone")}
     assert [n for n, m in done.items() if m["train/weights_changed"] == 0] == [7, 8]
     again = replay(tmp_path / "whole", 11)
-    for name in ("train/loss", "train/value_loss", "train/explained_variance", "train/grad_norm", "train/critic_grad_norm"):
+    for name in (
+        "train/loss",
+        "train/value_loss",
+        "train/explained_variance",
+        "train/grad_norm",
+        "train/critic_grad_norm",
+    ):
         assert again[name] == done[11][name], name
 
 
 @pytest.mark.slow
 def test_turns_that_pay_on_their_own_stale_and_held_to_the_start(tmp_path):
-    """Two turns with an observation in between, a reward for each, the KL charged to the rewards with a target, one step of staleness."""
+    """Two turns with an observation in between, a reward for each, the KL charged to the
+    rewards with a target, one step of staleness.
+    """
     changes = {
         "task__env": "rewards_kit:Twice",
         "task__reward": {"kind": "combine", "parts": {"turns": {"kind": "rewards_kit:turns", "weight": 0.25}}},

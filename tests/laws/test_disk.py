@@ -1,4 +1,6 @@
-"""What a run has written stays whole: beside copies that a user made, after a power cut, on a full disk and on one that became read-only."""
+"""What a run has written stays whole: beside copies that a user made, after a power cut, on
+a full disk and on one that became read-only.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,16 @@ def same(folder: Path, whole: Path) -> bool:
 
 
 def test_a_name_is_the_runs_only_as_the_run_writes_it(tmp_path):
-    odd = ["step-best", "step-000005-keep", "step-5", "step-0000005", "step-000005.bak", "step-", "step-００００05", "xstep-000005"]
+    odd = [
+        "step-best",
+        "step-000005-keep",
+        "step-5",
+        "step-0000005",
+        "step-000005.bak",
+        "step-",
+        "step-００００05",
+        "xstep-000005",
+    ]
     for name in [*odd, "step-999999", "step-000004", "step-1000000"]:
         (tmp_path / name).mkdir()
     assert list(numbered(tmp_path, "step-")) == [4, 999999, 1000000]
@@ -78,7 +89,9 @@ def test_the_newest_is_that_of_the_highest_number(whole, tmp_path):
     for step in (999998, 1000000):
         copy = tmp_path / f"step-{step:06d}"
         shutil.copytree(whole / "checkpoints" / "step-000008", copy)
-        (copy / "manifest.json").write_text((copy / "manifest.json").read_text().replace('"step": 8', f'"step": {step}', 1))
+        (copy / "manifest.json").write_text(
+            (copy / "manifest.json").read_text().replace('"step": 8', f'"step": {step}', 1)
+        )
     found = Checkpoints(tmp_path, 1).latest()
     assert found is not None and found[0].name == "step-1000000"
 
@@ -112,14 +125,20 @@ def _published(transport, version):
     from rondel.core.types import Route, TensorInfo
 
     tensor = torch.full((4,), float(version))
-    return Route("disk" if isinstance(transport, FromDisk) else "delta"), version, [(TensorInfo("a", (4,), "float32", "0"), tensor)]
+    return (
+        Route("disk" if isinstance(transport, FromDisk) else "delta"),
+        version,
+        [(TensorInfo("a", (4,), "float32", "0"), tensor)],
+    )
 
 
 # -- power -------------------------------------------------------------------------------------------
 
 
 def test_a_power_cut_at_any_moment_leaves_the_last_checkpoint(whole, tmp_path, monkeypatch):
-    """Before and after every fsync, and before every change of a name; from three of those the run goes on, to the same bits."""
+    """Before and after every fsync, and before every change of a name; from three of
+    those the run goes on, to the same bits.
+    """
     folder, rng, saved, moments = tmp_path / "run", random.Random(0), [0], [0]
     folder.mkdir()
     disk = PowerCut(folder)
@@ -178,7 +197,9 @@ def _in_own_mounts(outside: Path, work: Callable[..., None], given: tuple) -> No
 
 @pytest.mark.parametrize("disk", [FullDisk, ReadOnlyDisk])
 def test_a_disk_that_refuses_at_any_moment_is_named_and_the_run_goes_on(whole, tmp_path, disk):
-    """Twenty times in one run, at a random event: the error has path, reason and remedy, and what was whole stays whole."""
+    """Twenty times in one run, at a random event: the error has path, reason and
+    remedy, and what was whole stays whole.
+    """
     in_own_mounts(tmp_path, _strikes, whole, disk)
 
 
@@ -194,7 +215,11 @@ def _strikes(at: Path, whole: Path, kind: type[FullDisk] | type[ReadOnlyDisk]) -
             if wait[0] == 0:
                 disk.strike(rng)
 
-        saved = max((e["step"] for e in events(folder, "Checkpointed")), default=0) if (folder / "journal.jsonl").exists() else 0
+        saved = (
+            max((e["step"] for e in events(folder, "Checkpointed")), default=0)
+            if (folder / "journal.jsonl").exists()
+            else 0
+        )
         stop = subscribe(strike)
         try:
             run(folder, **SHORT)

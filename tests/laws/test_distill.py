@@ -1,4 +1,6 @@
-"""algos/distill.py: learning from a teacher on the policy's own samples lowers the reverse KL, with no reward at all."""
+"""algos/distill.py: learning from a teacher on the policy's own samples lowers the reverse KL,
+with no reward at all.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_its_expected_gradient_is_that_of_the_reverse_kl():
     teacher = torch.randn(V, dtype=torch.float64, generator=generator).log_softmax(0)
     logp = logits.log_softmax(0)
     opd = row("opd")
-    scored = Scored(torch.zeros(V), torch.arange(V), torch.ones(V, dtype=torch.int64), behavior_T=logp.detach(), teacher_T=teacher)
+    scored = Scored(
+        torch.zeros(V), torch.arange(V), torch.ones(V, dtype=torch.int64), behavior_T=logp.detach(), teacher_T=teacher
+    )
     advantages = opd.advantages_T(scored)
     ours = torch.autograd.grad((logp.detach().exp() * -advantages * logp).sum(), logits, retain_graph=True)[0]
     wanted = torch.autograd.grad((logp.exp() * (logp - teacher)).sum(), logits)[0]
@@ -70,7 +74,9 @@ def reverse_kl(loaded, teacher, b: Batch) -> float:
     for sample in b.samples:
         tokens, at = torch.tensor(sample.tokens), torch.arange(len(sample.tokens))
         ours, theirs = (
-            m.head.logits(m.hidden(tokens, at, PackedLayout([Segment(0, len(at))]))).double().log_softmax(-1)[sample.trainable - 1]
+            m.head.logits(m.hidden(tokens, at, PackedLayout([Segment(0, len(at))])))
+            .double()
+            .log_softmax(-1)[sample.trainable - 1]
             for m in (loaded, teacher)
         )
         total, count = total + float((ours.exp() * (ours - theirs)).sum()), count + len(sample.trainable)
@@ -94,7 +100,13 @@ def test_without_any_reward_the_reverse_kl_falls_and_falls():
     assert np.abs(np.array(told) - seen).max() < 0.5 * seen[0]  # the metric is its estimate from the drawn tokens
 
 
-TEACHER = {"random": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+TEACHER = {
+    "random": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
 
 
 @pytest.mark.parametrize(
@@ -112,12 +124,15 @@ def test_a_teacher_without_a_use_and_a_use_without_a_teacher_are_refused(tmp_pat
 
 @pytest.mark.slow
 def test_a_run_learns_from_its_teacher(tmp_path):
-    """A whole run, with the supervised phase before it: rewards are computed and reported, and only the teacher is learnt from."""
+    """A whole run, with the supervised phase before it: rewards are computed and
+    reported, and only the teacher is learnt from.
+    """
     run(tmp_path, algo__kind="opd", model__teacher=TEACHER, loop__steps=3)
     for event, number in zip(events(tmp_path, "StepDone")[-3:], store.steps(tmp_path)[-3:]):
         metrics, rows = event["metrics"], store.read_step(tmp_path, number)
         advantages = [a for r in rows for a, written in zip(r["advantages"], r["mask"]) if written]
-        assert metrics["train/kl_teacher"] == pytest.approx(-np.mean(advantages), rel=1e-4)  # they are the teacher's alone
+        # they are the teacher's alone
+        assert metrics["train/kl_teacher"] == pytest.approx(-np.mean(advantages), rel=1e-4)
         assert np.std(advantages) > 0.05 and {r["reward"] for r in rows} <= {0.0, 1.0}
 
 
@@ -155,7 +170,12 @@ def test_several_teachers_are_heard_by_their_weights_and_each_by_its_source():
 SOURCES = {
     "kind": "mix",
     "sources": [
-        {"source": name, "kind": "list", "rows": [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for b in range(10)], "holdout": 2}
+        {
+            "source": name,
+            "kind": "list",
+            "rows": [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for b in range(10)],
+            "holdout": 2,
+        }
         for a, name in enumerate(("low", "high"))
     ],
 }
@@ -172,13 +192,20 @@ def test_each_source_learns_from_its_teacher_and_one_may_learn_from_none(tmp_pat
     ("changes", "says"),
     [
         ({"model__teacher": tables({"source": "lwo"}), "algo__kind": "opd"}, "low"),
-        ({"model__teacher": tables({"source": "low"}), "algo__kind": "opd"}, "'high' learns from a teacher and has none"),
+        (
+            {"model__teacher": tables({"source": "low"}), "algo__kind": "opd"},
+            "'high' learns from a teacher and has none",
+        ),
         ({"model__teacher": tables({"url": "http://127.0.0.1:1"}), "algo__kind": "opd"}, "either a path"),
         ({"model__teacher": [{"weight": 1.0}], "algo__kind": "opd"}, "either a path"),
         ({"model__teacher": tables({"weight": 0.0}), "algo__kind": "opd"}, "weight"),
         ({"model__teacher": [{"url": "http://127.0.0.1:1"}], "algo__kind": "opd"}, "is a server running there"),
         (
-            {"model__teacher": [{"url": "http://127.0.0.1:1"}], "algo__kind": "opd", "engine__sampling__temperature": 0.7},
+            {
+                "model__teacher": [{"url": "http://127.0.0.1:1"}],
+                "algo__kind": "opd",
+                "engine__sampling__temperature": 0.7,
+            },
             "logprobs of temperature 1",
         ),
     ],
@@ -201,5 +228,8 @@ def test_a_teacher_that_is_served_teaches_what_it_would_teach_here(tmp_path):
         run(tmp_path / "there", model__teacher=[{"url": f"http://127.0.0.1:{server.port}"}], **how)
     finally:
         server.stop()
-    here, there = ([e["metrics"]["train/kl_teacher"] for e in events(tmp_path / name, "StepDone")[-2:]] for name in ("here", "there"))
+    here, there = (
+        [e["metrics"]["train/kl_teacher"] for e in events(tmp_path / name, "StepDone")[-2:]]
+        for name in ("here", "there")
+    )
     assert there == pytest.approx(here, rel=1e-4) and min(here) > 0.01

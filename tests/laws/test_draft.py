@@ -146,7 +146,8 @@ def test_a_run_with_a_draft_and_its_resume(tmp_path):
     done = events(folder, "StepDone")
     assert done[-1]["step"] == 14 and balances(done[-1]["ledger"])
     losses = [e["metrics"]["train/draft_loss"] for e in done]
-    assert losses[5] < losses[0] - 0.1 and all(np.isfinite(losses))  # six supervised steps; then a policy that is nearly uniform
+    # six supervised steps; then a policy that is nearly uniform
+    assert losses[5] < losses[0] - 0.1 and all(np.isfinite(losses))
     assert max(e["metrics"].get("train/gap_max", 0.0) for e in done) < 1e-4  # law 4 as the trainer sees it
     guessed = events(folder, "Speculated")
     assert sum(e["proposed"] for e in guessed) > 0
@@ -156,18 +157,29 @@ def test_a_run_with_a_draft_and_its_resume(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_looks_up_writes_what_one_without_writes(tmp_path):
-    """Long forced answers in float32, so that there is something to look up: the tokens of the first step are the same."""
-    how = {"engine__sampling": {"max_tokens": 24, "ignore_eos": True, "temperature": 0.6}, "loop__steps": 2, "loop__warmup__steps": 0}
+    """Long forced answers in float32, so that there is something to look up: the tokens of the
+    first step are the same.
+    """
+    how = {
+        "engine__sampling": {"max_tokens": 24, "ignore_eos": True, "temperature": 0.6},
+        "loop__steps": 2,
+        "loop__warmup__steps": 0,
+    }
     run(tmp_path / "off", **how)
     run(tmp_path / "on", **how, engine__speculative={"kind": "ngram"})
-    assert sum(e["rounds"] for e in events(tmp_path / "on", "Speculated")) > 0 and not events(tmp_path / "off", "Speculated")
+    assert sum(e["rounds"] for e in events(tmp_path / "on", "Speculated")) > 0 and not events(
+        tmp_path / "off", "Speculated"
+    )
     first = [[r["tokens"] for r in store.read_step(tmp_path / name, 1)] for name in ("off", "on")]
     assert first[0] == first[1]
 
 
 def test_the_metrics_of_a_step():
     told = [Speculated(10, 40, 20), Speculated(10, 20, 10)]
-    assert from_guesses(told) == {"generate/guess_acceptance": 0.5, "generate/tokens_per_round": 2.5} and from_guesses([]) == {}
+    assert (
+        from_guesses(told) == {"generate/guess_acceptance": 0.5, "generate/tokens_per_round": 2.5}
+        and from_guesses([]) == {}
+    )
 
 
 # -- what a recipe may say ---------------------------------------------------------------------------
@@ -198,5 +210,7 @@ def test_a_draft_of_another_family_is_refused_at_the_start(tmp_path):
 
 def test_a_draft_that_split_placement_would_not_train_is_refused_at_the_start(tmp_path):
     """It was neither trained nor stored, and the card said that it learned."""
-    with pytest.raises(ConfigError, match=r"engine.speculative.lr = 0.01 with place.kind = \"split\".* Set engine.speculative.lr = 0"):
+    with pytest.raises(
+        ConfigError, match=r"engine.speculative.lr = 0.01 with place.kind = \"split\".* Set engine.speculative.lr = 0"
+    ):
         run(tmp_path / "run", engine__speculative=DRAFT, place__kind="split", place__cluster="local")

@@ -1,4 +1,6 @@
-"""Episodes of several trajectories: a branch has its episode's score, is counted once in every baseline, and costs its own tokens only."""
+"""Episodes of several trajectories: a branch has its episode's score, is counted once in
+every baseline, and costs its own tokens only.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,14 @@ def test_the_first_of_each_agent_is_its_root_and_what_nothing_was_written_in_is_
         return t
 
     found = joined(
-        map(rooted, [[made(wrote=0), made()], [made("a"), made("b"), made("a"), made("b", score=2.0), made("c", wrote=0)], [made(wrote=0)]])
+        map(
+            rooted,
+            [
+                [made(wrote=0), made()],
+                [made("a"), made("b"), made("a"), made("b", score=2.0), made("c", wrote=0)],
+                [made(wrote=0)],
+            ],
+        )
     )
     assert [(t.agent, t.parent, t.written) for t in found] == [
         ("", None, 2),
@@ -58,17 +67,25 @@ def test_a_baseline_counts_an_episode_once_however_often_it_was_forked():
 
 
 def test_agents_are_compared_with_their_own_kind():
-    """A zero-sum game: side a wins 2 of 4. Each side's baseline is its own mean; together the mean would be 0 for both."""
+    """A zero-sum game: side a wins 2 of 4. Each side's baseline is its own mean; together the mean
+    would be 0 for both.
+    """
     rng = np.random.default_rng(1)
     episodes = []
     for won in (1.0, 1.0, 0.0, 0.0):
-        pair = [trajectory([(3, 1)], rng, prompt=[5, 6], reward=won), trajectory([(4, 1)], rng, prompt=[7], reward=-won)]
+        pair = [
+            trajectory([(3, 1)], rng, prompt=[5, 6], reward=won),
+            trajectory([(4, 1)], rng, prompt=[7], reward=-won),
+        ]
         pair[0].agent, pair[1].agent = "a", "b"
         episodes.append(pair)
     group = Group(0, TASK, joined(map(rooted, episodes)), 0)
     got = [float(s.advantages[0]) for s in batch([group], row("dr_grpo")).samples]
     assert got == [0.5, -0.5, 0.5, -0.5, -0.5, 0.5, -0.5, 0.5]
-    apart = [batch([Group(i, TASK, [t for t in group.trajectories if t.agent == a], 0)], row("grpo")) for i, a in enumerate("ab")]
+    apart = [
+        batch([Group(i, TASK, [t for t in group.trajectories if t.agent == a], 0)], row("grpo"))
+        for i, a in enumerate("ab")
+    ]
     whole = batch([group], row("grpo"))
     for i, alone in enumerate(apart):
         for mine, its in zip(whole.samples[i::2], alone.samples, strict=True):
@@ -78,14 +95,18 @@ def test_agents_are_compared_with_their_own_kind():
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 def test_the_gradient_is_that_of_the_walks_one_by_one(kind, kl):
-    """Law 3, with a tree: a shared trainable token weighs the sum over its leaves, and denominators are counted as if unrolled."""
+    """Law 3, with a tree: a shared trainable token weighs the sum over its leaves, and
+    denominators are counted as if unrolled.
+    """
     algo, t = row("grpo", kl={"coef": kl}), trainer(model(kind), row("grpo", kl={"coef": 0.1}))
     tree = batch([forked_group(), forked_group(5, number=9)], algo)
     t._annotate(tree, algo.needs | {"proximal_logprobs"})
     credit(tree, algo)
     walks = Batch([replace(s, group=i, index=0, parent=None, notes={}) for i, s in enumerate(tree.samples)])
     t._annotate(walks, algo.needs | {"proximal_logprobs"})
-    assert all(np.allclose(a.notes["proximal"], b.notes["proximal"], atol=1e-5) for a, b in zip(tree.samples, walks.samples))
+    assert all(
+        np.allclose(a.notes["proximal"], b.notes["proximal"], atol=1e-5) for a, b in zip(tree.samples, walks.samples)
+    )
     whole = gradient(t, walks, algo, share=False, noted=True)
     assert whole.norm() > 1e-3
     for micro_tokens in (10**6, 60, 30):
@@ -131,5 +152,7 @@ def test_a_run_trains_on_walks_and_its_ledger_counts_groups(tmp_path):
     parents = [r["parent"] for r in rows if r["group"] == rows[0]["group"]]
     assert len(parents) == 8 and parents[::2] == [None] * 4 and parents[1::2] == [0, 2, 4, 6]
     groups = store.groups_of(rows)
-    assert all(t.reward == g.trajectories[t.parent].reward for g in groups for t in g.trajectories if t.parent is not None)
+    assert all(
+        t.reward == g.trajectories[t.parent].reward for g in groups for t in g.trajectories if t.parent is not None
+    )
     assert all(len(e["rewards"]) == 4 for e in events(folder, "GroupFinished"))

@@ -30,7 +30,9 @@ def test_two_epochs_are_two_passes_written_out(updates):
         written._accumulate(part, algo, Sums(), proximal_noted=True)
         written.weights.step(lr=HOW["lr"], clip=written.settings.clip, norm=written.weights.gradient_norm())
     assert all(torch.equal(p, q) for p, q in zip(once.weights.masters, written.weights.masters))
-    assert stats.metrics["train/ratio_max_deviation"] > 0, "the second pass is off-policy, and measured against the first"
+    assert stats.metrics["train/ratio_max_deviation"] > 0, (
+        "the second pass is off-policy, and measured against the first"
+    )
 
 
 def test_a_second_epoch_moves_on_and_replays_to_the_bit(tmp_path):
@@ -41,4 +43,6 @@ def test_a_second_epoch_moves_on_and_replays_to_the_bit(tmp_path):
     done = {e["step"]: e["metrics"] for e in events(tmp_path, "StepDone")}
     assert all(metrics["train/ratio_max_deviation"] > 0 for metrics in done.values())
     again = replay(tmp_path, 2)
-    assert {name: again[name] for name in ("train/loss", "train/grad_norm")} == {n: done[2][n] for n in ("train/loss", "train/grad_norm")}
+    assert {name: again[name] for name in ("train/loss", "train/grad_norm")} == {
+        n: done[2][n] for n in ("train/loss", "train/grad_norm")
+    }

@@ -1,4 +1,6 @@
-"""Law 11 over a whole run: faults of the world take answers away, at random, and change no reward; too many of them end the run."""
+"""Law 11 over a whole run: faults of the world take answers away, at random, and change
+no reward; too many of them end the run.
+"""
 
 import asyncio
 import math
@@ -29,7 +31,11 @@ class Bandit(Rollouts):
     judge = staticmethod(Complete(2))
 
     async def _one(self, slot, index, policy="policy"):
-        parts, coin, world = self.parts, random.Random(f"reward {slot.number} {index}"), random.Random(f"world {slot.number} {index}")
+        parts, coin, world = (
+            self.parts,
+            random.Random(f"reward {slot.number} {index}"),
+            random.Random(f"world {slot.number} {index}"),
+        )
         broken = world.random() < self.faults
 
         class Env:
@@ -83,7 +89,10 @@ def test_the_limit():
         failures.count(Failed("timeout"))
         assert not failures.why
     failures.count(Failed("environment fault", "no disk"))
-    assert failures.spent.is_set() and failures.why == f"{LEAST} of the last {LEAST} answers have no score, {LEAST - 1} of them: timeout"
+    assert (
+        failures.spent.is_set()
+        and failures.why == f"{LEAST} of the last {LEAST} answers have no score, {LEAST - 1} of them: timeout"
+    )
     calm = Failures(0.1)
     for n in range(10 * LAST):
         calm.count(Failed("timeout") if n % 10 == 9 else Score(1.0))  # a tenth is not more than a tenth
@@ -121,7 +130,9 @@ def test_a_run_stops_with_the_cause_and_a_checkpoint_and_goes_on(tmp_path, monke
     }
     from rondel.core.events import StepDone, subscribe
 
-    end = subscribe(lambda event: (tmp_path / "down").touch() if isinstance(event, StepDone) and event.step == 3 else None)
+    end = subscribe(
+        lambda event: (tmp_path / "down").touch() if isinstance(event, StepDone) and event.step == 3 else None
+    )
     try:
         with pytest.raises(
             RewardError,
@@ -137,7 +148,9 @@ def test_a_run_stops_with_the_cause_and_a_checkpoint_and_goes_on(tmp_path, monke
     assert run_kit.events(tmp_path / "run", "RunEnded")[-1]["step"] == 8
     steps = [e["step"] for e in run_kit.events(tmp_path / "run", "StepDone")]
     assert (
-        steps[-1] == 8 and sorted(set(steps)) == list(range(1, 9)) and run_kit.events(tmp_path / "run", "Resumed")[-1]["step"] == done[-1]
+        steps[-1] == 8
+        and sorted(set(steps)) == list(range(1, 9))
+        and run_kit.events(tmp_path / "run", "Resumed")[-1]["step"] == done[-1]
     )
 
 
@@ -157,14 +170,21 @@ def test_what_was_scored_twice_is_counted_once(tmp_path):
 def test_a_pause_ends_when_the_world_mends(tmp_path):
     """Down from the 100th answer on and up again after six questions: no answer is lost, and one asks at a time."""
     parts = SimpleNamespace(
-        job=run_kit.tiny(Path(tmp_path)), sampling=Sampling(), failures=Failures(0.3, patience=60, first=0.001), pool=None
+        job=run_kit.tiny(Path(tmp_path)),
+        sampling=Sampling(),
+        failures=Failures(0.3, patience=60, first=0.001),
+        pool=None,
     )
     rollouts, trainer, asked = Bandit(parts, 8), CountingTrainer(), []
 
     class Down(Bandit):
         async def _one(self, slot, index, policy="policy"):
             asked.append((slot.number, index))
-            self.faults = 1.0 if len(asked) > 100 and (parts.failures.since is None or len(asked) < down[0] + 6) and not mended else 0.0
+            self.faults = (
+                1.0
+                if len(asked) > 100 and (parts.failures.since is None or len(asked) < down[0] + 6) and not mended
+                else 0.0
+            )
             if self.faults == 0.0 and parts.failures.since is not None:
                 mended.append(True)
             if parts.failures.since is None:
@@ -177,7 +197,9 @@ def test_a_pause_ends_when_the_world_mends(tmp_path):
     asyncio.run(asyncio.wait_for(loop.run(endless(), buffer, **loop_kit(trainer, rollouts, 20)), 60))
     book = buffer.ledger()
     assert run_kit.balances(book) and not parts.failures.why and mended and parts.failures.since is None
-    assert sum(n for name, n in book.items() if name.startswith("failed")) <= 100 / 8, "what failed before the pause, and nobody after"
+    assert sum(n for name, n in book.items() if name.startswith("failed")) <= 100 / 8, (
+        "what failed before the pause, and nobody after"
+    )
     assert len(asked) - len(set(asked)) < 200
 
 

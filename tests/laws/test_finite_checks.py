@@ -138,7 +138,9 @@ def test_too_many_in_a_row_end_the_run():
 
 
 def test_a_refusal_between_two_updates_tells_what_was_taken():
-    """The first update cannot be taken back; the trainer says so, and that the weights did move, so that the sync agrees."""
+    """The first update cannot be taken back; the trainer says so, and that the weights
+    did move, so that the sync agrees.
+    """
     algo = row("grpo")
     t = trainer(model("llama"), algo, updates_per_step=2)
     b = batch(awkward_groups(), algo)
@@ -169,7 +171,9 @@ def test_faults_of_the_data_are_found_before_the_first_of_two_updates():
 
 
 def test_a_batch_without_signal_moves_nothing():
-    """All advantages 0: neither the momentum of earlier steps nor weight decay may move the weights, and the sync must know."""
+    """All advantages 0: neither the momentum of earlier steps nor weight decay may move
+    the weights, and the sync must know.
+    """
     algo = row("dr_grpo")
     t = trainer(model("llama"), algo, weight_decay=0.1)
     assert step(t, batch(awkward_groups(), algo), algo).stepped and t.moved
@@ -220,7 +224,8 @@ def test_what_is_finite_is_known_for_every_type_of_weights(dtype):
     assert names.is_finite(values).tolist() == [True] * 4
     if dtype.is_floating_point:
         bad = torch.tensor([1.0, torch.nan, torch.inf, 2.0]).to(dtype)
-        infinity = dtype == torch.float8_e4m3fn and not bool(bad.float()[2].isnan())  # it has none: the cast saturates or gives NaN
+        # it has none: the cast saturates or gives NaN
+        infinity = dtype == torch.float8_e4m3fn and not bool(bad.float()[2].isnan())
         assert names.is_finite(bad).tolist() == [True, False, infinity, True]
 
 

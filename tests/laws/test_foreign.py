@@ -1,4 +1,6 @@
-"""An engine of others under our contract: each token has the version that drew it, nothing is drawn while weights change, nothing is lost."""
+"""An engine of others under our contract: each token has the version that drew it, nothing
+is drawn while weights change, nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -111,8 +113,11 @@ def test_every_token_has_the_version_that_drew_it(tmp_path, seed):
             assert await update(e, tmp_path, version, how="hold" if rng.random() < 0.8 else "drain") == version
         done = await asyncio.gather(*tasks)
         for c in done:
-            assert c.finish_reason == "length" and c.tokens == list(range(3, 3 + len(c.tokens)))  # no token twice, none left out
-            assert c.versions == [int(-1 - lp) for lp in c.logprobs] == sorted(c.versions) and c.text == "x" * len(c.tokens)
+            # no token twice, none left out
+            assert c.finish_reason == "length" and c.tokens == list(range(3, 3 + len(c.tokens)))
+            assert c.versions == [int(-1 - lp) for lp in c.logprobs] == sorted(c.versions) and c.text == "x" * len(
+                c.tokens
+            )
         assert any(len(set(c.versions)) > 1 for c in done)
         assert len(set(fake.seeds)) == len(fake.seeds)  # every piece has noise of its own
         s = await e.status()
@@ -259,18 +264,29 @@ def test_an_update_that_is_aborted_after_its_commit_leaves_the_engine_refusing(t
 
 
 def test_replies_of_sglang():
-    """Shapes of SGLang v0.5 (srt/managers/tokenizer_manager.py: meta_info; srt/managers/schedule_batch.py: finish reasons)."""
+    """Shapes of SGLang v0.5 (srt/managers/tokenizer_manager.py: meta_info;
+    srt/managers/schedule_batch.py: finish reasons).
+    """
     meta = {
         "id": "r1", "prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 2, "weight_version": "4", "e2e_latency": 0.1,
         "output_token_logprobs": [[-0.5, 11, None], [-0.25, 2, None]],
     }  # fmt: skip
-    got = sglang_piece({"text": "a", "output_ids": [11, 2], "meta_info": {**meta, "finish_reason": {"type": "stop", "matched": 2}}})
+    got = sglang_piece(
+        {"text": "a", "output_ids": [11, 2], "meta_info": {**meta, "finish_reason": {"type": "stop", "matched": 2}}}
+    )
     assert got == Piece([11, 2], [-0.5, -0.25], "stop", "a", 2, "4")
     cut = {"type": "abort", "message": "Abort in waiting queue", "status_code": None, "err_type": None}
-    got = sglang_piece({"text": "", "output_ids": [], "meta_info": {"id": "r1", "finish_reason": cut, "weight_version": "default"}})
+    got = sglang_piece(
+        {"text": "", "output_ids": [], "meta_info": {"id": "r1", "finish_reason": cut, "weight_version": "default"}}
+    )
     assert got == Piece([], [], "abort", "", 0, "default")
     sent = sglang_params(Sampling(stop=("END", 7), max_tokens=9), 5)
-    assert sent["top_k"] == -1 and sent["stop"] == ["END"] and sent["stop_token_ids"] == [7] and sent["max_new_tokens"] == 9
+    assert (
+        sent["top_k"] == -1
+        and sent["stop"] == ["END"]
+        and sent["stop_token_ids"] == [7]
+        and sent["max_new_tokens"] == 9
+    )
 
 
 def test_replies_of_vllm():
@@ -281,7 +297,9 @@ def test_replies_of_vllm():
         "prompt_logprobs": None,
     }  # fmt: skip
     assert vllm_piece(choice) == Piece([7042, 30], [-0.5, -1.5], "length", " Paris")
-    assert vllm_piece({"text": "", "finish_reason": "abort", "token_ids": [], "logprobs": None}) == Piece([], [], "abort", "")
+    assert vllm_piece({"text": "", "finish_reason": "abort", "token_ids": [], "logprobs": None}) == Piece(
+        [], [], "abort", ""
+    )
 
 
 def scripted(server, replies):
@@ -303,7 +321,9 @@ def test_faults_name_the_address_what_came_back_and_the_remedy():
         with pytest.raises(EngineError, match=r"http://gpu-7:30000/get_model_info answered 500: x{200}\.\.\.$"):
             await server.version()
         lost = Sglang("http://127.0.0.1:9")
-        with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9/get_model_info cannot be reached \(ConnectError.*launch_server"):
+        with pytest.raises(
+            EngineError, match=r"http://127\.0\.0\.1:9/get_model_info cannot be reached \(ConnectError.*launch_server"
+        ):
             await lost.version()
         with pytest.raises(EngineError, match="cannot be reached"):
             lost.open(Sampling())
@@ -312,7 +332,9 @@ def test_faults_name_the_address_what_came_back_and_the_remedy():
         replies = {"/update_weights_from_disk": (200, {"success": False, "message": "no such folder"})}
         body = {"model_path": "/weights/v-1", "weight_version": "1", "flush_cache": True}
         for serves, more in (("default", {}), ("0", {}), ("1", {}), ("2", {"rollback": True})):
-            server, asked = scripted(Sglang("http://a"), {**replies, "/get_model_info": (200, {"weight_version": serves})})
+            server, asked = scripted(
+                Sglang("http://a"), {**replies, "/get_model_info": (200, {"weight_version": serves})}
+            )
             with pytest.raises(EngineError, match="no such folder"):
                 await server.load("/weights/v-1", "1")
             assert asked == [("/get_model_info", None), ("/update_weights_from_disk", {**body, **more})]
@@ -321,7 +343,9 @@ def test_faults_name_the_address_what_came_back_and_the_remedy():
 
 
 def test_images_go_as_they_are_seen_or_not_at_all():
-    """Law 5 over a wire: the ids with all placeholders, lossless pixels; a server that made another prompt of them is refused."""
+    """Law 5 over a wire: the ids with all placeholders, lossless pixels; a server that
+    made another prompt of them is refused.
+    """
     picture = Image.of(np.arange(4 * 8 * 3, dtype=np.uint8).reshape(4, 8, 3), 4)
     request = Request([1, 9, 9, 2], Sampling(max_tokens=1), media=(Placed(1, picture),))
     meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 3, None]], "prompt_tokens": 4}
@@ -331,15 +355,26 @@ def test_images_go_as_they_are_seen_or_not_at_all():
         replies = {"/generate": (200, {"text": "x", "meta_info": meta})}
         server, asked = scripted(Sglang("http://a"), replies)
         e = ForeignEngine(server, version=0)
-        assert (await e.generate(request)).tokens == [3] and (await e.score(request)).logprobs == [0.0, -1.0, -2.0, -3.0]
+        assert (await e.generate(request)).tokens == [3] and (await e.score(request)).logprobs == [
+            0.0,
+            -1.0,
+            -2.0,
+            -3.0,
+        ]
         for _, body in asked:
             (sent,) = body["image_data"]
             pixels = np.asarray(Pillow.open(io.BytesIO(base64.b64decode(sent.partition(",")[2]))))
-            assert body["input_ids"] == [1, 9, 9, 2] and sent.startswith("data:image/png;base64,") and (pixels == picture.pixels).all()
+            assert (
+                body["input_ids"] == [1, 9, 9, 2]
+                and sent.startswith("data:image/png;base64,")
+                and (pixels == picture.pixels).all()
+            )
         await e.generate(Request([1, 9], Sampling(max_tokens=1)))
         assert "image_data" not in asked[-1][1]
         meta["prompt_tokens"] = 3
-        with pytest.raises(EngineError, match=r"made 3 tokens of a prompt of 4 with 1 images.*SGLANG_MM_AVOID_RETOKENIZE=1"):
+        with pytest.raises(
+            EngineError, match=r"made 3 tokens of a prompt of 4 with 1 images.*SGLANG_MM_AVOID_RETOKENIZE=1"
+        ):
             await e.generate(request)
         with pytest.raises(EngineError, match="by their placeholders alone, and the policy has drawn one"):
             await e.generate(replace(request, tokens=[1, 9, 9, 2, 9]))
@@ -370,7 +405,10 @@ def test_vllm_is_asked_whether_it_can_carry_the_run():
 
 def test_vllm_takes_weights_in_order_and_forgets_its_cache(tmp_path):
     async def work():
-        replies = {path: (200, {"success": True}) for path in ("/collective_rpc", "/reset_prefix_cache", "/update_weight_version")}
+        replies = {
+            path: (200, {"success": True})
+            for path in ("/collective_rpc", "/reset_prefix_cache", "/update_weight_version")
+        }
         server, asked = scripted(Vllm("http://a"), replies)
         await server.load("/weights/v-3", "3")
         assert asked == [

@@ -1,7 +1,9 @@
 """Text of others, through every door: none is invalid where it is read, and none becomes a control token.
 
-A door takes a text where a policy, a tool, a page, a client, another agent, a judge or a file may put it, and returns the prompts that
-the policy was given. They must hold exactly the control tokens that they hold for a harmless text: those of the template.
+A door takes a text where a policy, a tool, a page, a client, another agent, a judge or a
+file may put it, and returns the prompts that the policy was given. They must hold
+exactly the control tokens that they hold for a
+harmless text: those of the template.
 """
 
 from __future__ import annotations
@@ -89,7 +91,11 @@ class Policy:
 def play(env: Any, *says: str, data: dict[str, Any] | None = None) -> list[list[int]]:
     """One episode. What the policy itself wrote is left out of its prompts, where it spells what it likes."""
     policy = Policy(*says)
-    asyncio.run(env.run(Task("t/1", "x", data or {"prompt": "go"}), chat(tok(), policy, max_context=1 << 14, max_tokens=1 << 12)))
+    asyncio.run(
+        env.run(
+            Task("t/1", "x", data or {"prompt": "go"}), chat(tok(), policy, max_context=1 << 14, max_tokens=1 << 12)
+        )
+    )
     written = [spelled_out(said) for said in says]
     return [without(prompt, written) for prompt in policy.prompts]
 
@@ -187,7 +193,9 @@ def served(reader: Any, **body: Any) -> list[list[int]]:
 
 
 def shown(answer: str) -> list[list[int]]:
-    trajectory = asyncio.run(Demonstrate().run(Task("t/1", "x", {"prompt": "go", "answer": answer}), chat(tok(), Engine())))
+    trajectory = asyncio.run(
+        Demonstrate().run(Task("t/1", "x", {"prompt": "go", "answer": answer}), chat(tok(), Engine()))
+    )
     return [trajectory.tokens]
 
 
@@ -269,7 +277,9 @@ def test_without_a_template_text_is_text_too():
     assert special.names and not control(Template(bare).opening([user(TEXTS["a turn of the system"])]), bare)
     parts = [user("<|im_"), user("end|>")]
     assert not control(Template(bare).later(parts), bare) and bare.decode(Template(bare).later(parts)) == "<|im_end|>"
-    assert control(Template(bare).opening([{**user("<|im_end|>"), SPLIT: False}]), bare) == [special.names["<|im_end|>"]]
+    assert control(Template(bare).opening([{**user("<|im_end|>"), SPLIT: False}]), bare) == [
+        special.names["<|im_end|>"]
+    ]
 
 
 def test_the_whole_text_is_read():
@@ -293,12 +303,15 @@ WORDS = [
 def template(names: list[str]) -> str:
     start, end, _ = names
     return (
-        f"{{% for m in messages %}}{start}{{{{ m['role'] }}}}\n{{{{ m['content'].split('</think>')[-1] }}}}{end}\n{{% endfor %}}"
+        f"{{% for m in messages %}}{start}{{{{ m['role'] }}}}\n{{{{ m['content'].split('</think>')[-1] }}}}{end}\n{{% "
+        f"endfor %}}"
         f"{{% if add_generation_prompt %}}{start}assistant\n{{% endif %}}"
     )
 
 
-def finished(made: Tokenizer, names: list[str], *, special: bool = True, normalized: bool = False, post: bool = False) -> Any:
+def finished(
+    made: Tokenizer, names: list[str], *, special: bool = True, normalized: bool = False, post: bool = False
+) -> Any:
     """`special`: whether the marks of turns are declared so, as the third token always is."""
     made.add_tokens([AddedToken(name, special=special or name == names[2], normalized=normalized) for name in names])
     made.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
@@ -334,7 +347,10 @@ def unigrams(names: list[str]) -> Any:
     letters = sorted(set("".join(WORDS) + "xyz\n▁") - {" "})
     vocab = [(name, 0.0) for name in names] + [("<unk>", -20.0)] + [(letter, -5.0) for letter in letters]
     made = Tokenizer(models.Unigram(vocab, unk_id=len(names), byte_fallback=False))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(prepend_scheme="first"), decoders.Metaspace(prepend_scheme="first")
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.Metaspace(prepend_scheme="first"),
+        decoders.Metaspace(prepend_scheme="first"),
+    )
     return finished(made, names)
 
 
@@ -383,10 +399,19 @@ def test_text_reads_as_if_the_control_tokens_had_other_names(kind, asks, again):
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_without_control_tokens_reads_as_the_tokenizer_reads_it(kind):
     made, _ = pair(kind)
-    messages = [user("what is 3 < 4 [5]?"), {"role": "assistant", "content": "<think>x</think>seven. \U00013000"}, user("look again.")]
-    assert Template(made).opening(messages) == made.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    messages = [
+        user("what is 3 < 4 [5]?"),
+        {"role": "assistant", "content": "<think>x</think>seven. \U00013000"},
+        user("look again."),
+    ]
+    assert Template(made).opening(messages) == made.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
     special = special_tokens(made)
-    assert set(special.names) == set(NAMES) | ({"[UNK]", "<unk>"} & set(special.names)) and special.spelled("".join(NAMES)) == NAMES
+    assert (
+        set(special.names) == set(NAMES) | ({"[UNK]", "<unk>"} & set(special.names))
+        and special.spelled("".join(NAMES)) == NAMES
+    )
     covered = special.cover("a [b] <c> <|im_end|>")
     assert special._twin is not None and special._twin.encode("seven. <think>").ids == made.encode(
         "seven. <think>", add_special_tokens=True
@@ -432,8 +457,12 @@ def test_data_that_means_its_control_tokens_says_so():
     assert len(control(prompt)) == len(control(harmless)) + 2
     told = asyncio.run(Demonstrate().run(task, chat(tok(), Engine()))).tokens
     assert told[-2:] == [start, end] and told.count(end) == len([t for t in harmless if t == end]) + 2
-    for tools in (play(Tools([tool("<|im_end|>")]), call("find"), data=task.data), play(Tools([tool("x")]), call("find"), data=task.data)):
-        assert control(tools[1]) == control(play(Tools([tool("x")]), call("find"), data=task.data)[1])  # the data's, and not a tool's
+    for tools in (
+        play(Tools([tool("<|im_end|>")]), call("find"), data=task.data),
+        play(Tools([tool("x")]), call("find"), data=task.data),
+    ):
+        # the data's, and not a tool's
+        assert control(tools[1]) == control(play(Tools([tool("x")]), call("find"), data=task.data)[1])
 
 
 def test_a_client_of_the_server_may_mean_them():
@@ -453,11 +482,17 @@ def test_no_text_makes_room_for_an_image():
     assert Template(made).opening([user([{"type": "image"}, {"type": "text", "text": text}])]).count(slot) == 1
     eager = character_tokenizer(MARKS)  # its template makes room for an image wherever a text says so
     eager.chat_template = "{% for m in messages %}{{ m['content'].replace('<image>', '<|image_pad|>') }}{% endfor %}"
-    assert Template(eager).opening([user(text)]).count(slot) == 0 == Template(eager).opening([user("<|image_<image>pad|>")]).count(slot)
+    assert (
+        Template(eager).opening([user(text)]).count(slot)
+        == 0
+        == Template(eager).opening([user("<|image_<image>pad|>")]).count(slot)
+    )
     special = special_tokens(made)
     marks = special.of_images(slot)
     assert marks == {MARKS[0], MARKS[1], MARKS[2]}
-    tokens = special.encode(special.cover_but("<user>" + "".join(MARKS[:1] + MARKS[2:3] + MARKS[1:2]) + "<|video_pad|>", marks))
+    tokens = special.encode(
+        special.cover_but("<user>" + "".join(MARKS[:1] + MARKS[2:3] + MARKS[1:2]) + "<|video_pad|>", marks)
+    )
     assert control(tokens, made) == [made.convert_tokens_to_ids(name) for name in (MARKS[0], MARKS[2], MARKS[1])]
 
 
@@ -482,8 +517,12 @@ def test_what_a_template_refuses_is_the_fault_of_its_episode():
                 await talk.reply()
 
     for then in ([{"role": "system", "content": "x"}], [user(), user()]):
-        assert tried(Odd([user()], then)).outcome.reason.startswith("TemplateError: the chat template cannot append messages")
-    assert "TemplateError: the chat template refuses messages (user, user)" in tried(Odd([user(), user()])).outcome.reason
+        assert tried(Odd([user()], then)).outcome.reason.startswith(
+            "TemplateError: the chat template cannot append messages"
+        )
+    assert (
+        "TemplateError: the chat template refuses messages (user, user)" in tried(Odd([user(), user()])).outcome.reason
+    )
 
 
 def test_a_fault_of_an_environment_is_valid_text():
@@ -496,9 +535,16 @@ def test_a_fault_of_an_environment_is_valid_text():
 
 def test_a_text_of_others_that_fills_the_context_ends_its_own_conversation():
     """What the writer wrote is too long for the critic to read: no fault of the data, which would end the run."""
-    env = Agents([{"agent": "writer", "says": "{prompt}"}, {"agent": "critic", "says": "what is wrong with it? " * 9 + "{writer}"}])
+    env = Agents(
+        [
+            {"agent": "writer", "says": "{prompt}"},
+            {"agent": "critic", "says": "what is wrong with it? " * 9 + "{writer}"},
+        ]
+    )
     policy = Policy("q" * 270)
-    found = asyncio.run(env.run(Task("t/1", "x", {"prompt": "go"}), chat(tok(), policy, max_context=300, max_tokens=280)))
+    found = asyncio.run(
+        env.run(Task("t/1", "x", {"prompt": "go"}), chat(tok(), policy, max_context=300, max_tokens=280))
+    )
     assert len(policy.prompts) == 1 and [t.finish_reason for t in found] == ["length", "stop"] and found[0].written == 0
     with pytest.raises(DataError, match="leaves no room for an answer"):
         asyncio.run(env.run(Task("t/1", "x", {"prompt": "go " * 300}), chat(tok(), Policy(), max_context=300)))
@@ -547,7 +593,15 @@ def test_what_looks_like_a_control_token_is_broken_up_and_nothing_else():
         "[TOOL_CALLS]",
     ]:
         assert broken_up(f"a{name}b") == f"a{name[0]} {name[1:]}b"
-    for text in ["a < b | c > d", "x[0] | y[1]", "<b>bold</b>", "[1, 2]", "<image>", "if a <b and c> d:", "<a href='x|y'>"]:
+    for text in [
+        "a < b | c > d",
+        "x[0] | y[1]",
+        "<b>bold</b>",
+        "[1, 2]",
+        "<image>",
+        "if a <b and c> d:",
+        "<a href='x|y'>",
+    ]:
         assert broken_up(text) == text
 
 
@@ -555,5 +609,7 @@ def test_what_looks_like_a_control_token_is_broken_up_and_nothing_else():
 def test_names_of_rewards_are_valid_text(text):
     remote = Remote(url="http://127.0.0.1:1")
     remote.post._client = Server({"reward": 1.0, "parts": {TEXTS[text]: 1.0}})
-    assert asyncio.run(remote(Trajectory(text="7"), Task("t/1", "x", {"prompt": "p"}))) == Score(1.0, {valid(TEXTS[text]): 1.0})
+    assert asyncio.run(remote(Trajectory(text="7"), Task("t/1", "x", {"prompt": "p"}))) == Score(
+        1.0, {valid(TEXTS[text]): 1.0}
+    )
     assert read({TEXTS[text]: 1.0}) == Score(1.0, {valid(TEXTS[text]): 1.0})

@@ -1,4 +1,6 @@
-"""train/teacher_distributions.py: the reverse KL over the whole vocabulary, from hidden states that were kept (SPEC T2)."""
+"""train/teacher_distributions.py: the reverse KL over the whole vocabulary, from
+hidden states that were kept (SPEC T2).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ FULL = {"distill": {"kind": "full", "coef": 1.0}}
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_it_is_that_of_the_logits_in_value_and_gradient(monkeypatch, temperature, softcap):
-    """Two teachers, one of which speaks of some tokens only, in chunks of three rows, against whole logits in float64."""
+    """Two teachers, one of which speaks of some tokens only, in chunks of three rows, against
+    whole logits in float64.
+    """
     monkeypatch.setattr(logprobs, "LOGITS", 3 * 29)
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(11, 8, generator=g), torch.randn(29, 8, generator=g)
@@ -113,7 +117,14 @@ def test_a_step_says_the_exact_distance_and_forgets_what_it_kept():
 
 @pytest.mark.slow
 def test_a_run_comes_closer_to_its_teacher(tmp_path):
-    run(tmp_path, algo__kind="opd", algo__distill={"kind": "full"}, model__teacher=TEACHER, loop__steps=8, trainer__lr=3e-3)
+    run(
+        tmp_path,
+        algo__kind="opd",
+        algo__distill={"kind": "full"},
+        model__teacher=TEACHER,
+        loop__steps=8,
+        trainer__lr=3e-3,
+    )
     told = [e["metrics"]["train/kl_teacher"] for e in events(tmp_path, "StepDone")[-8:]]
     assert np.mean(told[-2:]) < 0.5 * np.mean(told[:2]), told
 
@@ -133,4 +144,9 @@ def test_where_it_cannot_work_it_is_refused(tmp_path, changes, says):
     from rondel.assemble.components import build
 
     with pytest.raises(ConfigError, match=says):
-        build(tiny(tmp_path, **{"algo__kind": "opd", "algo__distill": {"kind": "full"}, "model__teacher": TEACHER, **changes})).close()
+        build(
+            tiny(
+                tmp_path,
+                **{"algo__kind": "opd", "algo__distill": {"kind": "full"}, "model__teacher": TEACHER, **changes},
+            )
+        ).close()

@@ -1,4 +1,6 @@
-"""What stands beside a group's samples: demonstrations (LUFFY) teach where the policy never earns anything, a greedy answer is a baseline."""
+"""What stands beside a group's samples: demonstrations (LUFFY) teach where the policy never
+earns anything, a greedy answer is a baseline.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,11 @@ def test_a_demonstration_has_no_gap_to_the_engine():
     loaded, luffy = model(), row("luffy")
     t = trainer(loaded, luffy)
     metrics = step(t, batch(groups(loaded, 0, guides=2), luffy), luffy).metrics
-    assert metrics["train/mismatch_k3"] < 1e-6 and metrics["train/gap_max"] < 1e-4 and metrics["train/ratio_max_deviation"] == 0.0
+    assert (
+        metrics["train/mismatch_k3"] < 1e-6
+        and metrics["train/gap_max"] < 1e-4
+        and metrics["train/ratio_max_deviation"] == 0.0
+    )
 
 
 def test_beside_the_samples_stand_a_greedy_answer_and_demonstrations(tmp_path):
@@ -123,7 +129,10 @@ def test_a_group_whose_greedy_answer_could_not_be_scored_is_a_failure():
 
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [({"algo__kind": "luffy"}, "set algo.guides = 1"), ({"algo__guides": 1}, "algo.guides = 1 has no effect on kind = 'grpo'")],
+    [
+        ({"algo__kind": "luffy"}, "set algo.guides = 1"),
+        ({"algo__guides": 1}, "algo.guides = 1 has no effect on kind = 'grpo'"),
+    ],
 )
 def test_demonstrations_nobody_reads_and_readers_without_any_are_refused(tmp_path, changes, says):
     with pytest.raises(ConfigError, match=says):
@@ -145,4 +154,6 @@ def test_whole_runs(tmp_path, changes, beside, trained):
             assert [r["policy"] for r in own] == ["policy"] * 4 and last["policy"] == beside
             if trained:
                 assert max(last["advantages"]) == pytest.approx(1 - np.mean([r["reward"] for r in (*own, last)]))
-        assert event["metrics"]["train/tokens"] == sum(sum(r["mask"]) for r in rows if r["policy"] == "policy" or trained)
+        assert event["metrics"]["train/tokens"] == sum(
+            sum(r["mask"]) for r in rows if r["policy"] == "policy" or trained
+        )

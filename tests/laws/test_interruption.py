@@ -50,7 +50,9 @@ async def wrote(e, n):
 
 @torch.no_grad()
 def replayed(old, new, tokens, kept):
-    """log p of tokens[1:] when keys and values of the first `kept` tokens are of the old weights, by transformers' own cache."""
+    """log p of tokens[1:] when keys and values of the first `kept` tokens are of the old
+    weights, by transformers' own cache.
+    """
     for m in (old, new):
         m.model.set_attn_implementation("eager")
     first = old.model(torch.tensor([tokens[:kept]]), use_cache=True)
@@ -97,7 +99,11 @@ def test_new_weights_in_the_middle_of_a_sample(kind, copied, cache):
         assert c.versions == [0] * n + [1] * (30 - n)
         whole, start = request.tokens + c.tokens, len(request.tokens) - 1
         first = plain_logprobs(old, whole)[start:]
-        later = replayed(old, model, whole, len(tokens) - 1)[start:] if cache == "kept" else plain_logprobs(model, whole)[start:]
+        later = (
+            replayed(old, model, whole, len(tokens) - 1)[start:]
+            if cache == "kept"
+            else plain_logprobs(model, whole)[start:]
+        )
         assert c.logprobs[:n] == pytest.approx(first[:n], abs=1e-5)
         assert c.logprobs[n:] == pytest.approx(later[n:], abs=2e-5)
         assert max(abs(a - b) for a, b in zip(later[n:], first[n:])) > 0.01  # the weights did change something
@@ -216,13 +222,17 @@ def test_abort_returns_what_is_written():
     for a, b in zip(done[:3], free):
         n = len(a.tokens)
         assert a.finish_reason == "abort" and 7 <= n < 40
-        assert (a.tokens, a.versions) == (b.tokens[:n], [0] * n) and a.logprobs == pytest.approx(b.logprobs[:n], abs=1e-5)
+        assert (a.tokens, a.versions) == (b.tokens[:n], [0] * n) and a.logprobs == pytest.approx(
+            b.logprobs[:n], abs=1e-5
+        )
     assert done[3].finish_reason == "abort" and done[3].tokens == []
 
 
 @pytest.mark.parametrize("pages", [4096, 75])
 def test_drain_ends_the_begun_and_keeps_the_others(pages):
-    """With 75 pages some of the begun ones are retracted meanwhile; they still end under the weights that began them."""
+    """With 75 pages some of the begun ones are retracted meanwhile; they still end under the
+    weights that began them.
+    """
     model, requests = tiny(), [ask(prompt(i, 10 + i), key=i, n=30) for i in range(6)]
 
     async def main():
@@ -383,7 +393,9 @@ def test_a_deadline_says_who_waits_for_whom():
         request = ask(prompt(1, 10))
         request.deadline = 0.05
         await e.pause("hold")
-        with pytest.raises(StalledError, match=r"waits for the engine since 0.05 s; it had written 0 tokens, engine held"):
+        with pytest.raises(
+            StalledError, match=r"waits for the engine since 0.05 s; it had written 0 tokens, engine held"
+        ):
             await e.generate(request)
         await e.resume()
         idle(e)

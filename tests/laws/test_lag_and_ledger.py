@@ -23,7 +23,9 @@ def windows(p: int, s: int) -> list[int | None]:
 
 
 SETTINGS = [
-    (p, s, w, drop, seed) for p, s, drop, seed in itertools.product((1, 2, 5), (0, 1, 2, 4), (0.0, 0.3), (0, 1)) for w in windows(p, s)
+    (p, s, w, drop, seed)
+    for p, s, drop, seed in itertools.product((1, 2, 5), (0, 1, 2, 4), (0.0, 0.3), (0, 1))
+    for w in windows(p, s)
 ]
 
 
@@ -83,7 +85,9 @@ def test_short_batches_make_nobody_late(p, s, refills, hard, keep_every, cut, se
         second.restore(state)
         asyncio.run(loop.run(endless(), second, **kit(12 - cut, nothing)))
     except ExceptionGroup as group:
-        assert not group.subgroup(lambda error: not isinstance(error, (UserError, ExceptionGroup))), "only 'no group survived' may end it"
+        assert not group.subgroup(lambda error: not isinstance(error, (UserError, ExceptionGroup))), (
+            "only 'no group survived' may end it"
+        )
     assert all(version - born <= s for batch in trainer.seen for _, born, version in batch)
     trained = [number for batch in trainer.seen for number, _, _ in batch]
     assert len(trained) == len(set(trained))
@@ -134,7 +138,9 @@ def test_staleness_is_used_when_allowed():
 
 
 def in_time(births: list[int], places: dict[int, int], s: int) -> bool:
-    """Whether every group can still be trained by version born + s, when version v has so many places: earliest deadline first."""
+    """Whether every group can still be trained by version born + s, when version v has so
+    many places: earliest deadline first.
+    """
     left, due = dict(places), sorted(born + s for born in births)
     for version in sorted(left):
         while due and left[version]:
@@ -145,9 +151,13 @@ def in_time(births: list[int], places: dict[int, int], s: int) -> bool:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 4), st.integers(0, 3), st.lists(st.integers(0, 9), max_size=60), st.randoms(use_true_random=False))
+@given(
+    st.integers(1, 4), st.integers(0, 3), st.lists(st.integers(0, 9), max_size=60), st.randoms(use_true_random=False)
+)
 def test_take_picks_whatever_leaves_all_others_their_time(p, s, moves, dice):
-    """It never picks what makes another group late, and never waits although it could pick: against a schedule made by hand."""
+    """It never picks what makes another group late, and never waits although it could
+    pick: against a schedule made by hand.
+    """
 
     async def scenario():
         buffer, n = Buffer(groups_per_step=p, max_staleness=s, patience=1), 0
@@ -157,16 +167,27 @@ def test_take_picks_whatever_leaves_all_others_their_time(p, s, moves, dice):
                 n += 1
             while buffer._waiting:
                 await buffer.claim()
-            slot = dice.choice(sorted(buffer._rolling.values(), key=lambda slot: slot.number)) if buffer._rolling else None
+            slot = (
+                dice.choice(sorted(buffer._rolling.values(), key=lambda slot: slot.number)) if buffer._rolling else None
+            )
             if slot and move:
-                await (buffer.put(slot, Group(slot.number, slot.task, [], slot.born)) if move < 9 else buffer.drop(slot, "why"))
+                await (
+                    buffer.put(slot, Group(slot.number, slot.task, [], slot.born))
+                    if move < 9
+                    else buffer.drop(slot, "why")
+                )
             while True:
-                births = {**{k: slot.born for k, slot in buffer._rolling.items()}, **{k: g.born for k, g in buffer._finished.items()}}
+                births = {
+                    **{k: slot.born for k, slot in buffer._rolling.items()},
+                    **{k: g.born for k, g in buffer._finished.items()},
+                }
                 now = p - len(buffer._taken)
                 places = {buffer.version + k: now if k == 0 else p for k in range(s + 1)}
                 assert in_time(list(births.values()), places, s), "a deadline is lost"
                 after = {**places, buffer.version: now - 1}
-                may = [k for k in sorted(buffer._finished) if in_time([b for j, b in births.items() if j != k], after, s)]
+                may = [
+                    k for k in sorted(buffer._finished) if in_time([b for j, b in births.items() if j != k], after, s)
+                ]
                 picked = buffer._next()
                 assert (picked is None) == (not may) and (picked is None or picked == may[0])
                 if picked is None:
@@ -222,7 +243,9 @@ def test_a_reward_that_fails_everywhere_ends_with_its_own_words():
     kit = loop_kit(CountingTrainer(), Rollouts(0), 5)
 
     async def attempt(slot):
-        broken = [Trajectory(score=Failed("raised KeyError", "grade.py:3 in grade: KeyError: 'gold'")) for _ in range(2)]
+        broken = [
+            Trajectory(score=Failed("raised KeyError", "grade.py:3 in grade: KeyError: 'gold'")) for _ in range(2)
+        ]
         return Group(slot.number, slot.task, broken, slot.born)
 
     with pytest.raises(ExceptionGroup) as caught:
@@ -300,6 +323,9 @@ def test_an_error_in_a_lane_ends_the_run_at_once():
 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(
-            asyncio.wait_for(loop.run(endless(), Buffer(groups_per_step=2), **{**loop_kit(trainer, rollouts, 3), "attempt": broken}), 5)
+            asyncio.wait_for(
+                loop.run(endless(), Buffer(groups_per_step=2), **{**loop_kit(trainer, rollouts, 3), "attempt": broken}),
+                5,
+            )
         )
     assert caught.group_contains(RuntimeError, match="lane broke")

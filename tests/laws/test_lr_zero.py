@@ -28,11 +28,14 @@ def test_nothing_moves_and_the_gap_stays_flat(tmp_path, name):
     assert len(metrics) == 10 and any(m["train/grad_norm"] > 0 for m in metrics)
     assert max(m["train/gap_max"] for m in metrics) < 1e-5  # engine and trainer agree on every token
     assert all(m["train/ratio_max_deviation"] == 0 for m in metrics)
-    assert all(m["train/clip_fraction"] == 0 and m["train/lr"] == 0 and m["train/weights_changed"] == 0 for m in metrics)
+    assert all(
+        m["train/clip_fraction"] == 0 and m["train/lr"] == 0 and m["train/weights_changed"] == 0 for m in metrics
+    )
     assert max(m["train/kl_to_start"] for m in metrics) < 1e-9
     if name == "stale":
         assert max(abs(m["train/correction"] - 1) for m in metrics) < 1e-5
     after = final(tmp_path / "run")
     assert all(torch.equal(after[f"model/{n}"], p) for n, p in start.items())
     roots = {e["root"] for e in events(tmp_path / "run", "Synced")}
-    assert len(roots) == 1 and [e["version"] for e in done] == list(range(1, 11))  # versions count batches, digests count moves
+    # versions count batches, digests count moves
+    assert len(roots) == 1 and [e["version"] for e in done] == list(range(1, 11))

@@ -31,7 +31,10 @@ def test_the_kernel_counts_what_is_touched():
     [
         (MemoryError(), True),
         (
-            RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"),
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+                "1 bytes"
+            ),
             True,
         ),
         (RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB"), True),
@@ -47,7 +50,12 @@ def test_a_report_has_a_line_a_process_and_its_tenants():
     lines = report(
         {"engine-0": os.getpid(), "trainer-0": 2**22 + 1}, {"engine-0": {"rss": 5, "kv_cache": 96_000_000, "draft": 0}}
     ).splitlines()
-    assert lines[0] == "memory" and "resident" in lines[1] and lines[1].endswith("kv_cache 96 MB") and lines[2].endswith("gone")
+    assert (
+        lines[0] == "memory"
+        and "resident" in lines[1]
+        and lines[1].endswith("kv_cache 96 MB")
+        and lines[2].endswith("gone")
+    )
 
 
 def test_python_s_own_where_it_is_traced():
@@ -64,14 +72,18 @@ def test_the_tenants_of_workers_without_a_process_are_the_controller_s(tmp_path)
     stacks.read(WorkerTime("trainer", {}, memory={"rss": 1, "moments": 7_000_000}))
     stacks.read(WorkerTime("engine-0", {}, memory={"rss": 1, "kv_cache": 3_000_000}))
     _, controller, engine = stacks.memory().splitlines()
-    assert controller.endswith("moments 7.00 MB") and "kv_cache" not in controller and engine.endswith("kv_cache 3.00 MB")
+    assert (
+        controller.endswith("moments 7.00 MB") and "kv_cache" not in controller and engine.endswith("kv_cache 3.00 MB")
+    )
     stacks.dump()
     assert "moments 7.00 MB" in (tmp_path / "logs" / "controller.log").read_text()
 
 
 @pytest.mark.slow
 def test_a_run_counts_what_the_planner_bills_and_says_where_it_ran_out(tmp_path):
-    """Weights, gradients and moments within a tenth of the bill; a reward that has no memory left leaves the report behind."""
+    """Weights, gradients and moments within a tenth of the bill; a reward that has no
+    memory left leaves the report behind.
+    """
     run(tmp_path, loop__steps=2)
     told = [e["memory"] for e in events(tmp_path, "WorkerTime") if e["worker"] == "trainer" and e["memory"]]
     card = json.loads((tmp_path / "card.json").read_text())["memory"]["trainer"]

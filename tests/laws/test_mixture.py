@@ -29,7 +29,10 @@ def mixed() -> tuple[Batch, Mixture]:
     b = batch(groups, row("grpo"))
     for s in b.samples:
         s.stream = {8: "code", 11: "books"}.get(s.group, "math")
-    return b, Mixture(row("grpo"), {"code": (row("rloo", kl={"coef": 0.1}), 0.7), "books": (row("sft"), 0.2), "nobody": (row("sft"), 9.0)})
+    return b, Mixture(
+        row("grpo"),
+        {"code": (row("rloo", kl={"coef": 0.1}), 0.7), "books": (row("sft"), 0.2), "nobody": (row("sft"), 9.0)},
+    )
 
 
 def gradient(b: Batch, algo, **settings) -> torch.Tensor:
@@ -53,7 +56,9 @@ def test_the_gradient_is_the_weighted_sum_of_each_row_on_its_own_samples():
 
 
 def test_no_stream_changes_the_weight_of_another():
-    """Denominators of one row do not see the samples of the others: without the demonstrations the rest is what it was."""
+    """Denominators of one row do not see the samples of the others: without the demonstrations the
+    rest is what it was.
+    """
     b, mixture = mixed()
     rest = Batch([s for s in b.samples if s.stream != "books"])
     shown = Batch([s for s in b.samples if s.stream == "books"])
@@ -88,7 +93,9 @@ def test_a_run_trains_demonstrations_beside_its_rewards(tmp_path):
         other = asyncio.run(prepare_of(parts)([Group(18, group.task, [], 0)])).samples
     finally:
         parts.close()
-    assert [s.tokens.tolist() for s in made[0]] == [s.tokens.tolist() for s in made[1]], "a step done again must be shown the same"
+    assert [s.tokens.tolist() for s in made[0]] == [s.tokens.tolist() for s in made[1]], (
+        "a step done again must be shown the same"
+    )
     assert len(made[0]) == 3 and [s.tokens.tolist() for s in made[0]] != [s.tokens.tolist() for s in other]
     run(tmp_path / "b", algo__beside=[BESIDE], loop__steps=3, loop__warmup__steps=0)
     for event in events(tmp_path / "b", "StepDone"):
@@ -128,7 +135,10 @@ def test_each_source_has_its_environment_its_row_and_its_numbers(tmp_path):
     own = {"twice": {"kind": "rloo", "weight": 0.5, "filters": ["signal"]}}
     parts = build(tiny(tmp_path / "a", task__data=TWO, algo__sources=own))
     try:
-        assert parts.algo.streams == {"twice": (parts.rows.of["twice"][0], 0.5)} and parts.rows.of["twice"][0].name == "rloo"
+        assert (
+            parts.algo.streams == {"twice": (parts.rows.of["twice"][0], 0.5)}
+            and parts.rows.of["twice"][0].name == "rloo"
+        )
         assert parts.env.turns == 1 and {t.env for t in parts.tasks.train} == {"single_turn", "rehearsed_envs:twice"}
         alike = [Trajectory([1, 2], [False, True], score=Score(1.0)) for _ in range(4)]
         by_source = {t.data["source"]: t for t in parts.tasks.train}
@@ -138,7 +148,9 @@ def test_each_source_has_its_environment_its_row_and_its_numbers(tmp_path):
     assert verdicts["sums"].keep and not verdicts["twice"].keep, "a group passes the filters of its own row"
     run(tmp_path / "b", task__data=TWO, algo__sources={"twice": {"kind": "rloo"}}, loop__steps=2)
     rows = store.read_step(tmp_path / "b", 7)
-    assert {len([1 for a, b in pairwise([False, *r["mask"]]) if b and not a]) for r in rows if r["env"] != "single_turn"} == {2}
+    assert {
+        len([1 for a, b in pairwise([False, *r["mask"]]) if b and not a]) for r in rows if r["env"] != "single_turn"
+    } == {2}
     [*_, last] = events(tmp_path / "b", "Evaluated")
     assert last["of"].keys() == {"sums", "twice"}
     assert {e["source"] for e in events(tmp_path / "b", "GroupFinished") if e["lengths"]} == {"sums", "twice"}

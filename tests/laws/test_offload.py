@@ -1,4 +1,6 @@
-"""One device for two: trainer state or KV cache, never both, counted in bytes of tensors; what sleeps wakes bit for bit (law 8, SPEC H1 H4 H6)."""
+"""One device for two: trainer state or KV cache, never both, counted in bytes of tensors; what
+sleeps wakes bit for bit (law 8, SPEC H1 H4 H6).
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,13 @@ def crowded(dtype: str, *, claim: OneAtATime | None = None, shared=None, algo=AL
 
 
 def everything(t: LocalTrainer) -> list[bytes]:
-    tensors = [x for owner in t.offload.owners for kind, held in owner.state().items() if kind != "gradients" for x in held]
+    tensors = [
+        x for owner in t.offload.owners for kind, held in owner.state().items() if kind != "gradients" for x in held
+    ]
     tensors += [
-        x for loaded in (t.loaded, t.critic.loaded, t.start, t.teachers[0].loaded, t.draft.loaded) for x in loaded.model.parameters()
+        x
+        for loaded in (t.loaded, t.critic.loaded, t.start, t.teachers[0].loaded, t.draft.loaded)
+        for x in loaded.model.parameters()
     ]
     return [x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for x in tensors]
 
@@ -65,7 +71,9 @@ def test_after_any_number_of_naps_a_trainer_has_the_same_bits(dtype):
     for number in range(3):
         b = batch(awkward_groups(number), ALL)
         told = [asyncio.run(t.step(copy.deepcopy(b), ALL)).metrics for t in (napping, awake)]
-        assert {k: v for k, v in told[0].items() if not k.endswith("_s")} == {k: v for k, v in told[1].items() if not k.endswith("_s")}
+        assert {k: v for k, v in told[0].items() if not k.endswith("_s")} == {
+            k: v for k, v in told[1].items() if not k.endswith("_s")
+        }
         before = everything(napping)
         for _ in range(4):
             asyncio.run(napping.sleep(("optimizer",))), asyncio.run(napping.wake(("optimizer",)))
@@ -88,7 +96,9 @@ def test_the_first_kl_to_a_reference_that_comes_and_goes_is_exactly_0(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_on_the_device_is_counted_from_the_tensors(dtype):
-    """Asleep: the weights alone. Awake: a closed form, of policy, critic and draft; frozen models are there for their pass and no longer."""
+    """Asleep: the weights alone. Awake: a closed form, of policy, critic and draft; frozen
+    models are there for their pass and no longer.
+    """
     claim = OneAtATime("trainer")
     t = crowded(dtype, claim=claim)
 
@@ -105,7 +115,11 @@ def test_what_is_on_the_device_is_counted_from_the_tensors(dtype):
     models = [t.loaded, t.critic.loaded, t.draft.loaded]
     whole, critic = sum(size(m, 4) for m in models), size(t.critic.loaded)
     half = dtype == "bfloat16"
-    masters = whole - size(t.critic.loaded, 4) + sum(p.numel() * 4 for p in t.critic.loaded.model.parameters() if p.dtype != torch.float32)
+    masters = (
+        whole
+        - size(t.critic.loaded, 4)
+        + sum(p.numel() * 4 for p in t.critic.loaded.model.parameters() if p.dtype != torch.float32)
+    )
     assert awake["weights"] == asleep["weights"] and awake["gradients"] == whole and awake["moments"] == 2 * whole
     assert awake["masters"] == (masters if half else 0)
     assert awake["critic"] == critic + buffers and awake["reference"] == awake["teacher"] == 0
@@ -128,7 +142,18 @@ def test_a_checkpoint_is_written_and_read_in_ones_sleep(tmp_path):
     assert bits(one) == bits(two)
 
 
-VERBS = ("pause", "resume", "generate", "engine sleeps", "engine wakes", "trainer sleeps", "trainer wakes", "step", "annotate", "publish")
+VERBS = (
+    "pause",
+    "resume",
+    "generate",
+    "engine sleeps",
+    "engine wakes",
+    "trainer sleeps",
+    "trainer wakes",
+    "step",
+    "annotate",
+    "publish",
+)
 
 
 @pytest.mark.slow
@@ -145,7 +170,9 @@ async def _interleaved(verbs):
     calls = {
         "pause": lambda: e.pause("hold"),
         "resume": e.resume,
-        "generate": lambda: asyncio.wait_for(e.generate(ask(prompt(0, 5), n=2)), 5) if e.state == "serving" else asyncio.sleep(0),
+        "generate": lambda: (
+            asyncio.wait_for(e.generate(ask(prompt(0, 5), n=2)), 5) if e.state == "serving" else asyncio.sleep(0)
+        ),
         "engine sleeps": lambda: e.sleep(("kv_cache",)),
         "engine wakes": lambda: e.wake(("kv_cache",)),
         "trainer sleeps": lambda: t.sleep(("optimizer",)),
@@ -156,14 +183,21 @@ async def _interleaved(verbs):
     }
     engine_awake, trainer_awake = True, False
     for verb in verbs:
-        legal = {"engine wakes": not trainer_awake, "trainer wakes": not engine_awake, "step": trainer_awake, "annotate": trainer_awake}
+        legal = {
+            "engine wakes": not trainer_awake,
+            "trainer wakes": not engine_awake,
+            "step": trainer_awake,
+            "annotate": trainer_awake,
+        }
         if legal.get(verb, True):
             await calls[verb]()
             engine_awake = {"engine sleeps": False, "engine wakes": True}.get(verb, engine_awake)
             trainer_awake = {"trainer sleeps": False, "trainer wakes": True}.get(verb, trainer_awake)
         else:
             before = t.offload.memory(), e.state
-            with pytest.raises((LawError, TrainError), match=r"must sleep first|is asleep|are asleep|pause the engine first"):
+            with pytest.raises(
+                (LawError, TrainError), match=r"must sleep first|is asleep|are asleep|pause the engine first"
+            ):
                 await calls[verb]()
             assert (t.offload.memory(), e.state) == before
         state = sum(n for who, n in t.offload.memory().items() if who != "weights")
@@ -195,7 +229,9 @@ def test_shared_hands_over_in_the_order_that_never_needs_room_for_both():
             assert len((await asked).tokens) == 20, "a parked request goes on from its tokens"
         off()
         for told in (event for event in seen if isinstance(event, Resident)):
-            assert told.held["generate"]["kv_cache"] > 0 == told.held["train"]["kv_cache"] == told.held["sync"]["kv_cache"]
+            assert (
+                told.held["generate"]["kv_cache"] > 0 == told.held["train"]["kv_cache"] == told.held["sync"]["kv_cache"]
+            )
             assert told.held["generate"]["moments"] == 0 < told.held["train"]["moments"]
             assert told.peak["sync"] == told.held["sync"]["weights"]
         with pytest.raises(EngineError, match=r"must sleep first|is asleep|are asleep|pause the engine first"):
@@ -235,7 +271,10 @@ def test_a_reward_model_on_the_same_device_is_gone_while_the_trainer_works():
         off()
         (told,) = (event for event in seen if isinstance(event, Resident))
         assert {phase: held["reward"] for phase, held in told.held.items()} == {"generate": 4000, "train": 0, "sync": 0}
-        assert told.peak["generate"] == sum(told.held["generate"].values()) and told.peak["sync"] == told.held["sync"]["weights"]
+        assert (
+            told.peak["generate"] == sum(told.held["generate"].values())
+            and told.peak["sync"] == told.held["sync"]["weights"]
+        )
         assert reward.said == ["sleeps", "wakes"] and reward.memory == 4000
 
     asyncio.run(main())
@@ -266,7 +305,9 @@ def test_an_offloaded_run_is_the_same_run_killed_or_not(tmp_path):
     assert steps(tmp_path / "off") == steps(tmp_path / "plain")
     ours, theirs = final(tmp_path / "off"), final(tmp_path / "plain")
     assert ours.keys() == theirs.keys() and [n for n in ours if not torch.equal(ours[n], theirs[n])] == []
-    assert len(rows) == 8 and all(sum(r.held["sync"].values()) == r.held["sync"]["weights"] == r.peak["sync"] for r in rows)
+    assert len(rows) == 8 and all(
+        sum(r.held["sync"].values()) == r.held["sync"]["weights"] == r.peak["sync"] for r in rows
+    )
     assert all(r.peak["train"] > r.held["train"]["weights"] for r in rows) and rows[-1].held["generate"]["kv_cache"] > 0
     assert events(tmp_path / "off", "StepDone")[0]["metrics"]["train/kl_ref"] == 0
     assert run_and_die(tmp_path / "dies", ("StepDone", 5), **WITH, trainer__offload=True) == -9
@@ -276,12 +317,28 @@ def test_an_offloaded_run_is_the_same_run_killed_or_not(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_whose_reward_model_comes_and_goes(tmp_path):
-    """The metrics say who had what: its weights while answers are written and scored, nothing while the trainer works."""
+    """The metrics say who had what: its weights while answers are written and scored, nothing
+    while the trainer works.
+    """
     path = saved(tmp_path / "reward")
-    size = sum(p.numel() * p.element_size() for p in transformers.AutoModelForSequenceClassification.from_pretrained(path).parameters())
+    size = sum(
+        p.numel() * p.element_size()
+        for p in transformers.AutoModelForSequenceClassification.from_pretrained(path).parameters()
+    )
     reward = {"kind": "model", "path": str(path), "template": "{question}\n{answer}", "offload": True}
-    run(tmp_path / "run", task__reward=reward, loop__warmup__steps=0, loop__steps=3, loop__max_staleness=1, loop__window="auto")
+    run(
+        tmp_path / "run",
+        task__reward=reward,
+        loop__warmup__steps=0,
+        loop__steps=3,
+        loop__max_staleness=1,
+        loop__window="auto",
+    )
     rows = [e["metrics"] for e in events(tmp_path / "run", "StepDone")]
-    assert len(rows) == 3 and all(e["reasons"] == {} for e in events(tmp_path / "run", "GroupFinished") if "reasons" in e)
+    assert len(rows) == 3 and all(
+        e["reasons"] == {} for e in events(tmp_path / "run", "GroupFinished") if "reasons" in e
+    )
     held = [e["held"] for e in events(tmp_path / "run", "Resident")]
-    assert [h["generate"]["reward"] >= size and h["train"]["reward"] == h["sync"]["reward"] == 0 for h in held] == [True] * 3
+    assert [h["generate"]["reward"] >= size and h["train"]["reward"] == h["sync"]["reward"] == 0 for h in held] == [
+        True
+    ] * 3

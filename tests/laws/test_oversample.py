@@ -62,7 +62,9 @@ def test_no_group_is_trained_later_than_its_bound_and_none_is_lost_unseen(p, s, 
 
 
 def test_whose_task_is_asked_again_is_trained_like_any_other():
-    """Every third attempt is slow, whatever its task. Dropped, its task is gone; asked again, every task is trained once: Y3."""
+    """Every third attempt is slow, whatever its task. Dropped, its task is gone; asked
+    again, every task is trained once: Y3.
+    """
 
     class Slow(Rollouts):
         async def attempt(self, slot):
@@ -81,7 +83,9 @@ def test_whose_task_is_asked_again_is_trained_like_any_other():
 
         whole(buffer, Reading(), Slow(3), 30)
         state = buffer.state(buffer.version)
-        return seen, {slot["task"]["id"] for slot in state["unfinished"]} | {group["task"]["id"] for group in state["finished"]}
+        return seen, {slot["task"]["id"] for slot in state["unfinished"]} | {
+            group["task"]["id"] for group in state["finished"]
+        }
 
     (dropped, _), (again, in_flight) = trained(False), trained(True)
     assert max(again.values()) == max(dropped.values()) == 1
@@ -91,7 +95,9 @@ def test_whose_task_is_asked_again_is_trained_like_any_other():
 
 
 def test_a_long_tail_that_goes_on_in_the_next_step_leaves_the_learner_less_to_wait_for():
-    """Y5: nine in ten take 6 turns of the event loop, one in ten 30, a step takes 6: with one version of room the learner waits 40 % less."""
+    """Y5: nine in ten take 6 turns of the event loop, one in ten 30, a step takes 6: with one
+    version of room the learner waits 40 % less.
+    """
 
     def waited(**settings) -> int:
         chance, turns, idle, ended = random.Random(1), 0, 0, False
@@ -190,8 +196,14 @@ def mean(values) -> float:
 
 @pytest.mark.slow
 def test_taking_the_first_flatters_the_training_reward_and_is_said_aloud(tmp_path):
-    """Y6: short answers earn more and end first; the weights stand still. The held-out score is the same, what is trained is not."""
-    eval_ = {"task__eval": {"temperature": 1.0}, "task__data": {"kind": "digits", "holdout": 40}, "task__eval__every": 0}
+    """Y6: short answers earn more and end first; the weights stand still. The held-out
+    score is the same, what is trained is not.
+    """
+    eval_ = {
+        "task__eval": {"temperature": 1.0},
+        "task__data": {"kind": "digits", "holdout": 40},
+        "task__eval__every": 0,
+    }
     run(tmp_path / "all", **LONG, **eval_, loop__steps=10, loop__groups_per_step=8)
     run(tmp_path / "first", **LONG, **eval_, loop__steps=10, loop__groups_per_step=4, loop__oversample=4)
     check(tmp_path / "first", staleness=0, total=10)
@@ -199,7 +211,10 @@ def test_taking_the_first_flatters_the_training_reward_and_is_said_aloud(tmp_pat
     scores = [events(tmp_path / name, "Evaluated")[-1]["score"] for name in ("all", "first")]
     assert scores[0] == scores[1]
     assert flattered > honest + 0.1 and abs(honest - scores[0]) < 0.1
-    warned = [[e["message"] for e in events(tmp_path / name, "Warned") if "finish last earn" in e["message"]] for name in ("all", "first")]
+    warned = [
+        [e["message"] for e in events(tmp_path / name, "Warned") if "finish last earn" in e["message"]]
+        for name in ("all", "first")
+    ]
     assert not warned[0] and len(warned[1]) == 1 and "less than those that finish first" in warned[1][0]
     assert events(tmp_path / "first", "StepDone")[-1]["ledger"]["filtered/late"] > 10
 
@@ -218,7 +233,13 @@ def test_nothing_is_said_where_who_is_late_earns_the_same():
 @pytest.mark.slow
 @pytest.mark.parametrize("retry", ["drop", "retry"])
 def test_an_oversampled_run_resumes(tmp_path, retry):
-    changes = {**LONG, "loop__oversample": 3, "loop__late": retry, "loop__max_staleness": 1, "run__checkpoint__every": 2}
+    changes = {
+        **LONG,
+        "loop__oversample": 3,
+        "loop__late": retry,
+        "loop__max_staleness": 1,
+        "run__checkpoint__every": 2,
+    }
     changes["algo__correction"] = {"kind": "importance"}
     run(tmp_path, **changes, loop__steps=3)
     run(tmp_path, **changes, loop__steps=6)
@@ -228,7 +249,9 @@ def test_an_oversampled_run_resumes(tmp_path, retry):
 @pytest.mark.slow
 @pytest.mark.parametrize("top_k", [0, 30])
 def test_a_sample_that_was_given_back_keeps_its_tokens_and_its_group(tmp_path, top_k):
-    """Y5: what was written before the new weights is in the stored sample, bit for bit; a group is trained whole, in one step."""
+    """Y5: what was written before the new weights is in the stored sample, bit for bit;
+    a group is trained whole, in one step.
+    """
     from rondel.assemble import train
 
     pieces: dict[int, list] = {}
@@ -239,7 +262,9 @@ def test_a_sample_that_was_given_back_keeps_its_tokens_and_its_group(tmp_path, t
         async def noted(request):
             done = await plain(request)
             if done.finish_reason == "abort" and done.tokens:
-                pieces.setdefault(request.key, []).append((request.tokens[: len(request.tokens) - request.continuation], done))
+                pieces.setdefault(request.key, []).append(
+                    (request.tokens[: len(request.tokens) - request.continuation], done)
+                )
             return done
 
         parts.engine.generate = noted
@@ -255,8 +280,14 @@ def test_a_sample_that_was_given_back_keeps_its_tokens_and_its_group(tmp_path, t
     kept = 0
     for prompt, first in (mine[0] for mine in pieces.values()):
         n, m = len(prompt), len(first.tokens)
-        begin = ([*prompt, *first.tokens], [0.0] * n + [pytest.approx(x, rel=1e-6) for x in first.logprobs], [-1] * n + first.versions)
-        kept += any(t[: n + m] == begin[0] and lp[: n + m] == begin[1] and v[: n + m] == begin[2] for t, lp, v in stored)
+        begin = (
+            [*prompt, *first.tokens],
+            [0.0] * n + [pytest.approx(x, rel=1e-6) for x in first.logprobs],
+            [-1] * n + first.versions,
+        )
+        kept += any(
+            t[: n + m] == begin[0] and lp[: n + m] == begin[1] and v[: n + m] == begin[2] for t, lp, v in stored
+        )
     assert kept > 4
 
 

@@ -1,5 +1,7 @@
-"""models/paged_attention.py and models/cuda_graphs.py, the serving path of a GPU: Triton's interpreter computes what the layouts of models/attention.py do, a whole engine
-on it draws the same tokens, and a recorded step reads nothing but its inputs. On a GPU the same tests run on the card."""
+"""models/paged_attention.py and models/cuda_graphs.py, the serving path of a GPU: Triton's interpreter computes what
+the layouts of models/attention.py do, a whole engine on it draws the same tokens, and a
+recorded step reads nothing but its inputs. On a
+GPU the same tests run on the card."""
 
 from __future__ import annotations
 
@@ -62,7 +64,10 @@ def test_the_kernel_computes_what_the_layouts_do(heads, shared, size, wide, wind
     fed = [Fed(0, 0, 37, 70), Fed(1, 37, 33, 33), Fed(2, 70, 1, 1), Fed(3, 71, 9, 50)]
     q = torch.randn(80, heads, size, device=DEVICE)
     plain = PagedLayout(
-        Pool(keys), Pool(values), torch.zeros(0, dtype=torch.int64), [Chunk(f.row, f.new, table[f.line, : f.context].long()) for f in fed]
+        Pool(keys),
+        Pool(values),
+        torch.zeros(0, dtype=torch.int64),
+        [Chunk(f.row, f.new, table[f.line, : f.context].long()) for f in fed],
     )
     wanted = torch.cat([plain._prefill(chunk, q, keys, values, 0.3, window, softcap) for chunk in plain.chunks])
     torch.testing.assert_close(Feeds.of(table, fed).attend(q, keys, values, **how), wanted, atol=2e-6, rtol=1e-5)
@@ -84,7 +89,9 @@ def test_a_row_has_the_same_bits_in_every_batch():
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """The engine takes the paged kernel, wherever it is; in two splits, because every program takes an interpreter milliseconds."""
+    """The engine takes the paged kernel, wherever it is; in two splits, because every
+    program takes an interpreter milliseconds.
+    """
     monkeypatch.setattr(paged_attention, "SPLITS", 2)
     monkeypatch.setattr(runner, "has_kernel", lambda loaded: not loaded.aligned)
 
@@ -176,7 +183,9 @@ def test_what_cannot_be_recorded_is_refused_by_name(on_gpu):
     def fails(work):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    with pytest.raises(ConfigError, match=r"cannot be recorded as a CUDA graph: operation not permitted.*engine\.compile = false"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be recorded as a CUDA graph: operation not permitted.*engine\.compile = false"
+    ):
         answers(engine(tiny("llama"), compiled=Graphs(tiny("llama"), 4, record=fails)), REQUESTS[:1])
 
 
@@ -209,5 +218,7 @@ for capability, those in ((80, cases[:1]), (86, cases), (90, cases[:2])):
         assert dtype != "bf16" or "mma" in made.asm["ptx"]
 print("compiled")
 """
-    done = subprocess.run([sys.executable, "-c", text], env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", text], env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True
+    )
     assert done.stdout.endswith("compiled\n"), done.stderr[-2000:]

@@ -24,7 +24,10 @@ FORMS = {
     "assert": {"tests": ["assert f(2) == 4 and abs(f(3) - 9) < 1e-6"]},
     "case": {"tests": [{"call": [2], "expected": 4}], "entry_point": "f"},
     "program": {"tests": [{"input": "2", "output": "the-output"}]},
-    "check": {"tests": "def check(candidate):\n    assert isinstance(candidate(2), int)\n    assert candidate(2) == 4", "entry_point": "f"},
+    "check": {
+        "tests": "def check(candidate):\n    assert isinstance(candidate(2), int)\n    assert candidate(2) == 4",
+        "entry_point": "f",
+    },
 }
 
 

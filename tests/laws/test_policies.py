@@ -1,4 +1,6 @@
-"""Agents with weights of their own (N1): one episode, one step, one version; each policy learns from its own agents' tokens and no others."""
+"""Agents with weights of their own (N1): one episode, one step, one version; each policy
+learns from its own agents' tokens and no others.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ def test_a_chain_of_one_agent_is_single_agent_training_to_the_bit(tmp_path):
     plain, named = weights(tmp_path / "plain"), weights(tmp_path / "named", "only")
     assert equal(plain, named) and not equal(plain, weights(tmp_path / "named"))
     for a, b in zip(events(tmp_path / "plain", "StepDone"), events(tmp_path / "named", "StepDone"), strict=True):
-        assert a["metrics"]["train/loss"] == b["metrics"]["only/loss"] and a["metrics"]["train/grad_norm"] == b["metrics"]["only/grad_norm"]
+        assert (
+            a["metrics"]["train/loss"] == b["metrics"]["only/loss"]
+            and a["metrics"]["train/grad_norm"] == b["metrics"]["only/grad_norm"]
+        )
         assert b["metrics"]["train/tokens"] == 0 and a["version"] == b["version"]
 
 
@@ -70,7 +75,10 @@ def relay(folder: Path, **changes) -> tuple[float, float]:
     from rondel.assemble import train
 
     train(
-        Job.read(ROOT / "recipes" / "relay.toml", {"run.folder": str(folder), "run.sinks": [], "place.threads": 1, **changes}), quiet=True
+        Job.read(
+            ROOT / "recipes" / "relay.toml", {"run.folder": str(folder), "run.sinks": [], "place.threads": 1, **changes}
+        ),
+        quiet=True,
     )
     rewards = [sum(e["rewards"]) / len(e["rewards"]) for e in events(folder, "GroupFinished")]
     return sum(rewards[:30]) / 30, sum(rewards[-50:]) / 50
@@ -133,7 +141,10 @@ def test_each_policy_is_trained_as_if_it_were_alone(kind):
     for name in (n for n in stats.metrics if n.startswith("critic/")):
         known = meaning(name.replace("critic/", "train/")) or name in ("critic/reward_mean", "critic/length_mean")
         assert (meaning(name) is not None) == bool(known), name
-    assert meaning("critic/gap_max") == (SCHEMA["train/gap_max"][0], f"{SCHEMA['train/gap_max'][1]}; of the policy 'critic'")
+    assert meaning("critic/gap_max") == (
+        SCHEMA["train/gap_max"][0],
+        f"{SCHEMA['train/gap_max'][1]}; of the policy 'critic'",
+    )
     assert meaning("critic/nothing") is None
 
 
@@ -176,7 +187,11 @@ PAIR = [
     {"agent": "writer", "turn": "final", "says": "{critic} "},
 ]
 PLAY = dict(
-    task__agents=PAIR, task__env="agents", loop__warmup__steps=0, policies__critic={"lr": 2e-3}, model__path__max_position_embeddings=128
+    task__agents=PAIR,
+    task__env="agents",
+    loop__warmup__steps=0,
+    policies__critic={"lr": 2e-3},
+    model__path__max_position_embeddings=128,
 )
 
 
@@ -207,7 +222,11 @@ def test_a_token_of_a_version_that_its_policy_never_had_is_a_broken_law():
 def test_an_interrupted_run_goes_on_to_the_same_bits_and_its_folder_holds_every_policy(tmp_path):
     """Aligned: in which batch a turn is computed depends on when the turn before it ended, and so on the clock."""
     settings = dict(
-        loop__steps=6, run__checkpoint__every=2, engine__numerics="aligned", task__data={"kind": "digits", "holdout": 6}, **PLAY
+        loop__steps=6,
+        run__checkpoint__every=2,
+        engine__numerics="aligned",
+        task__data={"kind": "digits", "holdout": 6},
+        **PLAY,
     )
     run(tmp_path / "whole", **settings)
     assert run_and_die(tmp_path / "killed", ("GroupsTaken", 4), **settings) == -9
@@ -227,7 +246,10 @@ def test_an_interrupted_run_goes_on_to_the_same_bits_and_its_folder_holds_every_
         assert want.isfinite().all() and out.logprobs[0] <= 0
     within = events(tmp_path / "whole", "Evaluated")[-1]
     again = evaluate_checkpoint(str(tmp_path / "whole"), None, {})
-    assert (again.score, [s["text"] for s in again.samples]) == (within["score"], [s["text"] for s in within["samples"]])
+    assert (again.score, [s["text"] for s in again.samples]) == (
+        within["score"],
+        [s["text"] for s in within["samples"]],
+    )
     card = json.loads((tmp_path / "whole" / "card.json").read_text())
     assert card["policies"]["critic"]["agents"] == ["critic"] and card["policies"]["critic"]["reward_last"] is not None
     assert "| critic | critic |" in (tmp_path / "whole" / "card.md").read_text()
@@ -257,12 +279,19 @@ class Balking:
 
 @pytest.mark.parametrize("at", [Route, Commit])
 def test_when_one_policy_fails_nothing_is_mixed(tmp_path, at):
-    """Before anyone has committed the old version goes on serving, for all; after that nobody generates until a good update."""
-    mine = {"policy": tiny_model(), "critic": tiny_model(seed=4, **{k: v for k, v in dict(hidden_size=32, num_hidden_layers=2).items()})}
+    """Before anyone has committed the old version goes on serving, for all; after that
+    nobody generates until a good update.
+    """
+    mine = {
+        "policy": tiny_model(),
+        "critic": tiny_model(seed=4, **{k: v for k, v in dict(hidden_size=32, num_hidden_layers=2).items()}),
+    }
     engines = {name: engine(loaded, transports={"disk": FromDisk(tmp_path / name)}) for name, loaded in mine.items()}
     critic = Balking(engines["critic"])
     both = Policies({"policy": engines["policy"], "critic": critic})
-    trainers = Trainers({name: Moving(twin(loaded), transport=FromDisk(tmp_path / name)) for name, loaded in mine.items()})
+    trainers = Trainers(
+        {name: Moving(twin(loaded), transport=FromDisk(tmp_path / name)) for name, loaded in mine.items()}
+    )
 
     def said(name):
         async def logprobs(tokens):
@@ -271,7 +300,14 @@ def test_when_one_policy_fails_nothing_is_mixed(tmp_path, at):
         return logprobs
 
     ways = Several({name: FromDisk(tmp_path / name) for name in mine})
-    update = Update(ways, probe=prompt(0, 12), score=said("policy"), others={"critic": said("critic")}, tolerance=1e-4, moved=lambda: True)
+    update = Update(
+        ways,
+        probe=prompt(0, 12),
+        score=said("policy"),
+        others={"critic": said("critic")},
+        tolerance=1e-4,
+        moved=lambda: True,
+    )
 
     async def answers():
         asked = [ask(prompt(1, 9), key=7, n=6) for _ in mine]
@@ -388,7 +424,10 @@ def test_what_is_not_carried_is_refused_by_name_before_anything_is_loaded(tmp_pa
 
     for changes, said in [
         ({"task__env": "single_turn", "task__agents": []}, 'has one agent, without a name.*use env = "agents"'),
-        ({"policies__crtic": {}}, "plays the agent 'crtic', and the environment has none of that name. Did you mean 'critic'"),
+        (
+            {"policies__crtic": {}},
+            "plays the agent 'crtic', and the environment has none of that name. Did you mean 'critic'",
+        ),
         ({"place__kind": "split", "place__ranks": 2}, "place.ranks = 2 shards one: set it to 1"),
         ({"place__kind": "split", "place__engines": 2}, "place.engines = 2 are replicas of one: set it to 1"),
         ({"place__kind": "split", "place__cluster": "ray"}, 'place.cluster = "ray".*cluster = "process"'),
@@ -398,7 +437,10 @@ def test_what_is_not_carried_is_refused_by_name_before_anything_is_loaded(tmp_pa
         ({"trainer__offload": True}, "trainer.offload"),
         ({"run__record": True}, "run.record"),
         ({"engine__speculative": {"kind": "draft", "model": "x"}}, 'use "ngram" or "off"'),
-        ({"engine__kind": "sglang", "engine__url": "http://127.0.0.1:1", "place__kind": "split"}, "use the built-in engine"),
+        (
+            {"engine__kind": "sglang", "engine__url": "http://127.0.0.1:1", "place__kind": "split"},
+            "use the built-in engine",
+        ),
         ({"policies__critic": {"frozen": True, "lr": 1.0}}, "lr = 1 has no effect on frozen weights"),
         ({"policies__train": {}}, "a policy cannot be called 'train'"),
         ({"policies__b": {"agents": ["critic"]}}, "'critic' cannot play both 'critic' and 'b'"),
@@ -406,8 +448,16 @@ def test_what_is_not_carried_is_refused_by_name_before_anything_is_loaded(tmp_pa
     ]:
         with pytest.raises(ConfigError, match=said):
             build(tiny(tmp_path, **{**PLAY, **changes}))
-    with pytest.raises(ConfigError, match=r"policies.critic.model = 'random-llama' carries 64 tokens and 'random-llama' 128"):
-        build(tiny(tmp_path, **PLAY, policies__critic__model={**tiny(tmp_path, **PLAY).model.path, "max_position_embeddings": 64}))
+    with pytest.raises(
+        ConfigError, match=r"policies.critic.model = 'random-llama' carries 64 tokens and 'random-llama' 128"
+    ):
+        build(
+            tiny(
+                tmp_path,
+                **PLAY,
+                policies__critic__model={**tiny(tmp_path, **PLAY).model.path, "max_position_embeddings": 64},
+            )
+        )
     job = tiny(tmp_path, task__env="test_policies:Unnamed", policies__critic={}, loop__warmup__steps=0)
     [fault] = [f for f in [*_faults(job)] if "is played by 'critic'" in f]
     assert "an environment names its agents before they speak" in fault
@@ -430,6 +480,12 @@ def test_memory_counts_every_policy(tmp_path):
     assert planned(both) == planned(tiny(tmp_path, **{k: v for k, v in PLAY.items() if k != "policies__critic"}))
     apart = tiny(tmp_path, **PLAY, policies__rival={"agents": ["nobody"], "frozen": True}, place__kind="split")
     assert devices_of(both) == 1 and devices_of(apart) == 5
-    assert [bill.pool for bill in bills(of_job(apart))] == ["trainer", "engine", "trainer of critic", "engine of critic", "engine of rival"]
+    assert [bill.pool for bill in bills(of_job(apart))] == [
+        "trainer",
+        "engine",
+        "trainer of critic",
+        "engine of critic",
+        "engine of rival",
+    ]
     told = {f.what: f.message for f in check_recipe(both)}
     assert told["policy critic"] == "plays critic with random-llama, lr 0.002" and "of 2 policies" in told["memory"]

@@ -1,4 +1,6 @@
-"""Workers as processes: calls, errors, events and cancellation as in process; a dead or silent worker is named; nothing is left behind."""
+"""Workers as processes: calls, errors, events and cancellation as in process; a dead or
+silent worker is named; nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +161,9 @@ def test_a_dead_worker_is_named_with_its_last_words(cluster):
     async def work():
         waits = asyncio.create_task(worker.nap(60))
         await asyncio.sleep(0)
-        with pytest.raises(WorkerError, match=r"worker engine-0 \(process \d+\) was ended by SIGKILL(?s:.*)these are my last words"):
+        with pytest.raises(
+            WorkerError, match=r"worker engine-0 \(process \d+\) was ended by SIGKILL(?s:.*)these are my last words"
+        ):
             await worker.dies()
         with pytest.raises(WorkerError, match="SIGKILL"):
             await waits
@@ -176,7 +180,9 @@ def test_a_stopped_worker_is_named_within_its_deadline(cluster):
     worker.now()
     os.kill(worker.pid, signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(StalledError, match=r"worker trainer-1 .* no sign of life .* asked for: add(?s:.*)most recent call first") as told:
+    with pytest.raises(
+        StalledError, match=r"worker trainer-1 .* no sign of life .* asked for: add(?s:.*)most recent call first"
+    ) as told:
         worker.now("add", 1)
     assert time.monotonic() - began < 10
     assert isinstance(told.value, WorkerError), "and is given up like one that ended"
@@ -195,7 +201,9 @@ def test_a_deadlock_is_no_life_and_long_work_is(tmp_path):
         worker.now()
 
     async def all_of_them():
-        return await asyncio.gather(*(getattr(workers[name], name)(*args) for name, args in names.items()), return_exceptions=True)
+        return await asyncio.gather(
+            *(getattr(workers[name], name)(*args) for name, args in names.items()), return_exceptions=True
+        )
 
     *stuck, computed, ran, slept = asyncio.run(all_of_them())
     assert (computed, ran, slept) == ("computed", "ran", "slept")
@@ -247,7 +255,8 @@ def test_workers_end_with_a_killed_controller(tmp_path):
     import subprocess
 
     code = (
-        "import time; from tests.laws.test_process import Part; from rondel.runtime.cluster.process import ProcessCluster\n"
+        "import time; from tests.laws.test_process import Part; from rondel.runtime.cluster.process import "
+        "ProcessCluster\n"
         "w = ProcessCluster().spawn('part', Part, 0); w.now(); print(w.pid, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as controller:
@@ -271,7 +280,8 @@ def exists(pid: int) -> bool:
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or any(map(os.path.exists, forkserver.ACCELERATORS)), reason="workers are forked on Linux's CPUs"
+    sys.platform != "linux" or any(map(os.path.exists, forkserver.ACCELERATORS)),
+    reason="workers are forked on Linux's CPUs",
 )
 class TestNursery:
     def test_workers_are_forked_where_the_imports_are(self, cluster, tmp_path, monkeypatch):
@@ -324,8 +334,10 @@ class TestNursery:
         import subprocess
 
         code = (
-            "import time; from rondel.core.time_account import Account; from rondel.runtime.cluster import nursery, process\n"
-            "w = process.ProcessCluster().spawn('part', Account, 'x'); w.now(); print(w.pid, forkserver.pid(), flush=True); time.sleep(60)"
+            "import time; from rondel.core.time_account import Account; from rondel.runtime.cluster import nursery, "
+            "process\n"
+            "w = process.ProcessCluster().spawn('part', Account, 'x'); w.now(); print(w.pid, forkserver.pid(), "
+            "flush=True); time.sleep(60)"
         )
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as controller:
             pids = [int(word) for word in controller.stdout.readline().split()]

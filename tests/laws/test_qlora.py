@@ -1,4 +1,6 @@
-"""A base in 4 bits: one for engine, trainer and reference, the bits that bitsandbytes makes, and a run that is that of its decoded weights."""
+"""A base in 4 bits: one for engine, trainer and reference, the bits that bitsandbytes makes,
+and a run that is that of its decoded weights.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def far(kind: str, dtype: str = "float32", **size) -> Loaded:
     loaded = load({"random": kind, "seed": 3, **(size or FAMILIES[kind])}, dtype="float32")
     with torch.no_grad():
         for p in loaded.model.parameters():
-            p.data = (p * 3 if p.dim() > 1 else p).bfloat16().to(getattr(torch, dtype))  # and no buffer, of which rotary angles are one
+            # and no buffer, of which rotary angles are one
+            p.data = (p * 3 if p.dim() > 1 else p).bfloat16().to(getattr(torch, dtype))
     return replace(loaded, head=Head.of(loaded.model))
 
 
@@ -71,7 +74,9 @@ def oracle(loaded: Loaded) -> Loaded:
     """A module in float64 without adapter: W + alpha/r · B A, by hand."""
     kind = loaded.model.config.model_type
     plain, scale = far(kind), loaded.adapter.config.lora_alpha / loaded.adapter.config.r
-    state = {n.replace(".base_layer.", "."): p.detach() for n, p in loaded.model.named_parameters() if ".lora_" not in n}
+    state = {
+        n.replace(".base_layer.", "."): p.detach() for n, p in loaded.model.named_parameters() if ".lora_" not in n
+    }
     for name, layer in loaded.adapter.layers.items():
         base = layer.get_base_layer()
         a, b = (m["default"].weight.detach().double() for m in (layer.lora_A, layer.lora_B))
@@ -85,8 +90,9 @@ def oracle(loaded: Loaded) -> Loaded:
 
 
 def by_hand(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """-> the nearest quantile of every weight, the largest of every block of 64 before, and after a second quantisation with at most so much
-    error: half the widest step of the 8-bit map, of what is largest in 256 blocks."""
+    """-> the nearest quantile of every weight, the largest of every block of 64 before, and
+    after a second quantisation with at most so much error: half the widest step of the 8-bit
+    map, of what is largest in 256 blocks."""
     quantiles, flat = np.array(NF4.split(), np.float32), weights.reshape(-1)
     blocks = np.pad(flat, (0, -len(flat) % 64)).reshape(-1, 64)
     top = np.abs(blocks).max(1)
@@ -207,10 +213,14 @@ def test_the_compiled_pass_has_it():
 
 
 def theirs(folder: str | Path, dtype: torch.dtype = torch.float32):
-    """transformers with bitsandbytes. In train mode: what it computes on a CPU otherwise is another product, in bfloat16."""
+    """transformers with bitsandbytes. In train mode: what it computes on a CPU
+    otherwise is another product, in bfloat16.
+    """
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
+    how = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=how, dtype=dtype, device_map={"": "cpu"})
 
 
@@ -323,7 +333,9 @@ def test_a_merged_model_computes_what_was_trained(tmp_path, kind, dtype):
 
 def test_what_is_missing_is_named(monkeypatch, tmp_path):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find(name, *rest)
+    )
     with pytest.raises(ConfigError, match=r"bitsandbytes.*pip install 'rondel\[qlora\]'"):
         run(tmp_path / "run", **QLORA)
 
@@ -364,8 +376,12 @@ def whole(tmp_path_factory) -> Path:
 
 def test_a_run_stores_the_adapter_and_holds_what_was_planned(whole, tmp_path):
     newest = max((whole / "checkpoints").glob("step-*"))
-    assert adapters.is_adapter(newest) and adapters.over_four_bits(newest) and not (newest / "model.safetensors").exists()
-    assert all(e["metrics"]["train/gap_mean"] < 0.05 for e in events(whole, "StepDone") if "train/gap_mean" in e["metrics"])
+    assert (
+        adapters.is_adapter(newest) and adapters.over_four_bits(newest) and not (newest / "model.safetensors").exists()
+    )
+    assert all(
+        e["metrics"]["train/gap_mean"] < 0.05 for e in events(whole, "StepDone") if "train/gap_mean" in e["metrics"]
+    )
     assert "in 4 bits" in (whole / "card.md").read_text()
     held = events(whole, "Resident")[-1]["held"]["train"]
     setting = of_job(tiny(tmp_path, **QLORA))
@@ -435,6 +451,7 @@ def test_a_family_that_clamps_what_a_layer_returns_trains_over_four_bits(dtype):
     loaded = packed("olmo", dtype, SIZE | {"clip_qkv": 0.5}, targets=["q_proj", "o_proj"])
     algo = row("grpo")
     moved = [
-        step(trainer(each, algo), batch(awkward_groups(), algo), algo).metrics["train/grad_norm"] for each in (loaded, decoded(loaded))
+        step(trainer(each, algo), batch(awkward_groups(), algo), algo).metrics["train/grad_norm"]
+        for each in (loaded, decoded(loaded))
     ]
     assert moved[0] == pytest.approx(moved[1], rel=1e-4 if dtype == "float32" else 2e-2) and moved[0] > 0

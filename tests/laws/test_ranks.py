@@ -1,4 +1,6 @@
-"""Two ranks of FSDP2 over gloo are one rank: gradients, steps, metrics, faults and checkpoints, whatever the row (law 3, SPEC B2)."""
+"""Two ranks of FSDP2 over gloo are one rank: gradients, steps, metrics, faults and
+checkpoints, whatever the row (law 3, SPEC B2).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def made(kind: str, dtype: str) -> Loaded:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for layer in loaded.adapter.layers.values() if adapter == "used" else ():
-                layer.lora_B["default"].weight.copy_(0.1 * torch.randn(layer.lora_B["default"].weight.shape, generator=generator))
+                layer.lora_B["default"].weight.copy_(
+                    0.1 * torch.randn(layer.lora_B["default"].weight.shape, generator=generator)
+                )
     return loaded
 
 
@@ -191,7 +195,9 @@ def test_ranks_that_see_pictures_at_different_times_have_the_gradient_of_one(pai
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(TABLE))
 def test_every_row_has_the_same_gradient_on_two_ranks(pair, name):
-    """As tests/laws/test_split.py has it for micro-batches: a stale batch with demonstrations and singled-out tokens."""
+    """As tests/laws/test_split.py has it for micro-batches: a stale batch with demonstrations and
+    singled-out tokens.
+    """
     algo, rng = lively(TABLE[name]), np.random.default_rng(0)
     groups = awkward_groups()
     for x in (x for g in groups for x in g.trajectories):
@@ -219,7 +225,9 @@ def test_every_row_has_the_same_gradient_on_two_ranks(pair, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "dtype"), [("llama", "float32"), ("tied", "float32"), ("gemma3_text", "float32"), ("llama", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("llama", "float32"), ("tied", "float32"), ("gemma3_text", "float32"), ("llama", "bfloat16")]
+)
 def test_five_steps_on_two_ranks_end_where_one_ends(pair, kind, dtype):
     algo = row("ppo", kl={"coef": 0.05}) if kind == "llama" else row("grpo", kl={"coef": 0.1})
     alone = Rank(0)
@@ -232,7 +240,9 @@ def test_five_steps_on_two_ranks_end_where_one_ends(pair, kind, dtype):
         two = pair.step(batch(groups, algo), algo)
         near = 2e-4 if dtype == "float32" else 0.1
         assert two[0][0] and {k for k in two[0][1]} == {k for k in one[1]}
-        for name in one[1].keys() - {k for k in one[1] if k.endswith("_s")} - {"train/packed_tokens", "train/weights_changed"}:
+        for name in (
+            one[1].keys() - {k for k in one[1] if k.endswith("_s")} - {"train/packed_tokens", "train/weights_changed"}
+        ):
             assert two[0][1][name] == pytest.approx(one[1][name], rel=near, abs=near), name
             assert two[0][1][name] == two[1][1][name], name
         for mine, theirs, others in zip(one[3], two[0][3], two[1][3]):
@@ -248,7 +258,9 @@ def test_five_steps_on_two_ranks_end_where_one_ends(pair, kind, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "llama + fresh"], ids=["whole", "adapter"])
 def test_gradients_agree_at_each_step_from_equal_parameters(pair, tmp_path, model):
-    """AdamW turns rounding of a gradient near zero into a whole step, so parameters are made equal again after every one."""
+    """AdamW turns rounding of a gradient near zero into a whole step, so parameters
+    are made equal again after every one.
+    """
     algo, alone = row("grpo"), Rank(0)
     alone.make(model, algo=algo)
     pair.make(model, algo=algo)
@@ -284,8 +296,13 @@ def test_a_checkpoint_of_two_resumes_on_one_and_the_reverse(pair, tmp_path, dtyp
         assert all(torch.equal(ours[k], theirs[k]) for k in ours if k != "rng")
     pair.load(tmp_path / "one")
     for number in range(2, 4):
-        one, two = alone.step(batch(awkward_groups(number), algo), algo), pair.step(batch(awkward_groups(number), algo), algo)
-        assert two[0][1]["train/grad_norm"] == pytest.approx(one[1]["train/grad_norm"], rel=1e-4 if dtype == "float32" else 0.05)
+        one, two = (
+            alone.step(batch(awkward_groups(number), algo), algo),
+            pair.step(batch(awkward_groups(number), algo), algo),
+        )
+        assert two[0][1]["train/grad_norm"] == pytest.approx(
+            one[1]["train/grad_norm"], rel=1e-4 if dtype == "float32" else 0.05
+        )
     shutil.rmtree(tmp_path)
 
 
@@ -316,10 +333,16 @@ def test_a_fault_on_one_rank_is_everyones(pair):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "dtype"), [("llama + fresh", "float32"), ("tied + used", "float32"), ("gemma3_text + used", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("llama + fresh", "float32"), ("tied + used", "float32"), ("gemma3_text + used", "bfloat16")]
+)
 def test_an_adapter_has_the_gradient_of_one_rank_and_ends_where_it_ends(pair, kind, dtype):
     """Gradients of each of 5 steps, and the parameters behind them; with a critic whose adapter is its own."""
-    algo = row("ppo", kl={"coef": 0.05}) if kind == "tied + used" else row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})
+    algo = (
+        row("ppo", kl={"coef": 0.05})
+        if kind == "tied + used"
+        else row("grpo", kl={"coef": 0.1}, entropy={"coef": 0.02})
+    )
     alone, how, exact = Rank(0), {"lr": 1e-3, "micro_tokens": 40, "start_probe": 8}, dtype == "float32"
     alone.make(kind, dtype, algo, **how)
     pair.make(kind, dtype, algo, **how)
@@ -330,7 +353,9 @@ def test_an_adapter_has_the_gradient_of_one_rank_and_ends_where_it_ends(pair, ki
         for got in pair.gradient(copy.deepcopy(b), algo, micro_tokens=40):
             assert apart(got, whole) <= (1e-6 if exact and number == 0 else 1e-4 if exact else 0.05)
         one, two = alone.step(copy.deepcopy(b), algo), pair.step(b, algo)
-        assert two[0][0] and two[0][1]["train/grad_norm"] == pytest.approx(one[1]["train/grad_norm"], rel=1e-4 if exact else 0.05)
+        assert two[0][0] and two[0][1]["train/grad_norm"] == pytest.approx(
+            one[1]["train/grad_norm"], rel=1e-4 if exact else 0.05
+        )
     first, second = pair.masters()
     np.testing.assert_array_equal(first, second)
     assert apart(first, alone.masters()) <= (1e-5 if exact else 0.02)
@@ -353,8 +378,11 @@ def test_an_adapter_of_two_ranks_is_stored_and_published_as_that_of_one(pair, tm
     published = alone.published()
     assert pair.published() == [published, None] and published[0][1]
     loaded = alone.trainer.loaded
-    sizes = [(p.in_features, p.out_features) for p in (layer.get_base_layer() for layer in loaded.adapter.layers.values())]
-    assert sum(4 * t.size for t in alone.weights().values()) == 4 * sum(4 * (i + o) for i, o in sizes)  # float32, rank 4
+    sizes = [
+        (p.in_features, p.out_features) for p in (layer.get_base_layer() for layer in loaded.adapter.layers.values())
+    ]
+    # float32, rank 4
+    assert sum(4 * t.size for t in alone.weights().values()) == 4 * sum(4 * (i + o) for i, o in sizes)
     assert {n: t.shape for n, t in pair.weights()[0].items()} == {n: t.shape for n, t in alone.weights().items()}
 
 
@@ -364,7 +392,10 @@ def test_the_base_lies_in_shards_and_is_the_reference(pair):
     alone.make("llama + fresh", "float32", algo)
     pair.make("llama + fresh", "float32", algo)
     whole, parts = alone.resident(), pair.resident()
-    assert sum(part["frozen"] for part in parts) == whole["frozen"] and max(part["frozen"] for part in parts) <= 0.51 * whole["frozen"]
+    assert (
+        sum(part["frozen"] for part in parts) == whole["frozen"]
+        and max(part["frozen"] for part in parts) <= 0.51 * whole["frozen"]
+    )
     assert [part["trained"] for part in parts] == [whole["trained"]] * 2
     before = pair.reference(copy.deepcopy(b))[0]
     pair.step(batch(awkward_groups(1), algo), algo)

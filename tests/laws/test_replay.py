@@ -55,7 +55,12 @@ def record(folder: Path, seed: int, **changes) -> list[dict]:
     from rondel.assemble import train
 
     train(tiny(folder, **{**BASE, **changes}), quiet=True, built=delays(seed))
-    return [row for step in store.steps(folder) for row in store.read_step(folder, step) if row["env"] and row["trained_at"] >= 1]
+    return [
+        row
+        for step in store.steps(folder)
+        for row in store.read_step(folder, step)
+        if row["env"] and row["trained_at"] >= 1
+    ]
 
 
 def again(folder: Path, into: Path, seed: int | None = None) -> None:
@@ -87,20 +92,35 @@ def test_whatever_becomes_of_answers_in_flight(tmp_path, how):
 
 
 def test_episodes_of_several_turns(tmp_path):
-    rows = record(tmp_path / "run", 6, task__env="rewards_kit:Twice", engine__sampling={"max_tokens": 12, "ignore_eos": True}, **SPLIT)
+    rows = record(
+        tmp_path / "run",
+        6,
+        task__env="rewards_kit:Twice",
+        engine__sampling={"max_tokens": 12, "ignore_eos": True},
+        **SPLIT,
+    )
     assert any(len(set(row["versions"])) > 2 for row in rows)
     again(tmp_path / "run", tmp_path / "again", seed=2)
 
 
 def test_on_a_shared_device_with_a_filter(tmp_path):
-    record(tmp_path / "run", 4, task__filters=["signal"], task__reward="rewards_kit:parity", algo__group_size=2, loop__steps=3)
+    record(
+        tmp_path / "run",
+        4,
+        task__filters=["signal"],
+        task__reward="rewards_kit:parity",
+        algo__group_size=2,
+        loop__steps=3,
+    )
     assert {e["kept"] for e in events(tmp_path / "run", "GroupFinished")} == {True, False}
     again(tmp_path / "run", tmp_path / "again", seed=5)
 
 
 @pytest.mark.parametrize("late", ["retry", "drop"])
 def test_groups_that_were_given_up_are_given_up_again(tmp_path, late):
-    """What is late depends on the clock, and so do the numbers, the tasks and the noise of all that is asked instead."""
+    """What is late depends on the clock, and so do the numbers, the tasks and the noise of all
+    that is asked instead.
+    """
     changes = {"loop__oversample": 3, "loop__late": late, **SPLIT}
     for attempt in range(3):  # on a busy machine all may be in time
         folder = tmp_path / f"run {attempt}"
@@ -169,7 +189,9 @@ async def life(e, trainer, requests, *, moments: list[int], how: str, arrive: ra
 @pytest.mark.parametrize("how", ["hold", "abort"])
 @pytest.mark.parametrize("seed", [1, 3])
 def test_an_engine_goes_through_its_stints_again(seed, how):
-    """Prompts cut in the middle by new weights, requests whose cache was taken from them, samples begun twice: all drawn again, bit for bit."""
+    """Prompts cut in the middle by new weights, requests whose cache was taken from them,
+    samples begun twice: all drawn again, bit for bit.
+    """
     chance = random.Random(seed)
     requests = [ask(prompt(i % 5, chance.choice([3, 20, 90])), key=i, n=chance.randrange(1, 40)) for i in range(12)]
     first = engine(aligned_model(), kv_pages=150, max_running=6, prefill_tokens=16)
@@ -187,7 +209,9 @@ def test_an_engine_goes_through_its_stints_again(seed, how):
     told = asyncio.run(life(first, Publisher(first.loaded), requests, moments=moments, how=how, arrive=chance))
     assert first.scheduler.retracted and any(len(set(c.versions)) > 2 for c in told)
     if how == "hold":
-        assert any(not written and computed for stints in pieces.values() for _, computed, written in stints), "no prompt was cut"
+        assert any(not written and computed for stints in pieces.values() for _, computed, written in stints), (
+            "no prompt was cut"
+        )
     second = engine(aligned_model(), max_running=24, prefill_tokens=50)
     again, awaited = second.generate, dict(pieces)
 
@@ -206,9 +230,16 @@ def test_an_engine_goes_through_its_stints_again(seed, how):
 
     second.pause = when_all_have_come
     moments = [0] * len(moments)
-    repeated = asyncio.run(life(second, Publisher(second.loaded), requests, moments=moments, how=how, arrive=random.Random(99)))
+    repeated = asyncio.run(
+        life(second, Publisher(second.loaded), requests, moments=moments, how=how, arrive=random.Random(99))
+    )
     for a, b in zip(told, repeated, strict=True):
-        assert (a.tokens, a.logprobs, a.versions, a.finish_reason) == (b.tokens, b.logprobs, b.versions, b.finish_reason)
+        assert (a.tokens, a.logprobs, a.versions, a.finish_reason) == (
+            b.tokens,
+            b.logprobs,
+            b.versions,
+            b.finish_reason,
+        )
     idle(second)
 
 
@@ -248,7 +279,13 @@ def test_a_reward_that_reads_the_world_is_found_out(tmp_path, monkeypatch):
     monkeypatch.setenv("RONDEL_TEST_WORLD", "2")
     run(
         tmp_path / "run",
-        **{**BASE, "task__reward": "rewards_kit:world", "task__filters": ["signal"], "algo__group_size": 2, "loop__steps": 2},
+        **{
+            **BASE,
+            "task__reward": "rewards_kit:world",
+            "task__filters": ["signal"],
+            "algo__group_size": 2,
+            "loop__steps": 2,
+        },
     )
     monkeypatch.setenv("RONDEL_TEST_WORLD", "3")
     with pytest.raises(ExceptionGroup) as caught:

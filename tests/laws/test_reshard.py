@@ -54,7 +54,10 @@ def test_a_sharded_layer_computes_what_the_whole_computes(tp):
     truth = torch.einsum("thd,shd->hts", (x @ q.T).view(5, H, D), (x @ k.T).view(5, K, D).repeat_interleave(H // K, 1))
     scores, own = [], max(1, K // tp)
     for shard in split(w["qkv"], QKV, tp):
-        mine_q, mine_k = (x @ shard[: H * D // tp].T).view(5, H // tp, D), (x @ shard[H * D // tp :][: own * D].T).view(5, own, D)
+        mine_q, mine_k = (
+            (x @ shard[: H * D // tp].T).view(5, H // tp, D),
+            (x @ shard[H * D // tp :][: own * D].T).view(5, own, D),
+        )
         scores.append(torch.einsum("thd,shd->hts", mine_q, mine_k.repeat_interleave(H // tp // own, 1)))
     assert torch.allclose(torch.cat(scores), truth)
     logits = torch.cat([x @ s.T for s in split(w["vocabulary"], SIZES["vocabulary"][0], tp)], -1)

@@ -19,7 +19,9 @@ TAGS = ("kv_cache", "weights", "cuda_graph")
 
 @pytest.mark.parametrize("moves", [False, True], ids=["on a CPU", "as beside a GPU"])
 def test_what_sleeps_comes_back_bit_for_bit(moves):
-    """Requests are parked in the middle; their answers are those of an engine that never slept, whose contexts were read in other pieces."""
+    """Requests are parked in the middle; their answers are those of an engine that never
+    slept, whose contexts were read in other pieces.
+    """
     loaded = tiny()
     e = engine(loaded, transports={"tensor": FromTensor()})
     e.resting.moves = moves
@@ -78,7 +80,9 @@ def test_an_engine_in_the_trainers_module_gives_no_weights_away():
     e = engine(loaded)
     before = [p.data_ptr() for p in loaded.model.parameters()]
     asyncio.run(e.sleep(("weights",)))
-    assert [p.data_ptr() for p in loaded.model.parameters()] == before and "weights" not in (asyncio.run(e.status())).memory
+    assert [p.data_ptr() for p in loaded.model.parameters()] == before and "weights" not in (
+        asyncio.run(e.status())
+    ).memory
 
 
 def test_recorded_steps_are_forgotten_by_their_tag():

@@ -106,8 +106,8 @@ def test_a_stale_run_that_is_asked_to_end_keeps_what_it_has(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["process", "torchrun", "ray"])
 def test_the_whole_process_group_may_be_asked(tmp_path, cluster):
-    """By the command, on several processes: exit code and word; nobody ends before the checkpoint is whole, nobody is left after it.
-    Ray would take SIGTERM for itself, print a stack and leave.
+    """By the command, on several processes: exit code and word; nobody ends before the
+    checkpoint is whole, nobody is left after it. Ray would take SIGTERM for itself, print a stack and leave.
     """
     folder = tmp_path / "run"
     ranks = {"place.ranks": 2} if cluster == "process" else {}
@@ -120,13 +120,27 @@ def test_the_whole_process_group_may_be_asked(tmp_path, cluster):
         **ranks,
     }
     words = [f"--{key}={json.dumps(value)}" for key, value in {**FAST, **settings}.items()]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"] if cluster == "torchrun" else []
-    command = [*launch, sys.executable, "-c", "from rondel.cli import main; main()", "train", str(RECIPE), "--quiet", *words]
+    launch = (
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+        if cluster == "torchrun"
+        else []
+    )
+    command = [
+        *launch,
+        sys.executable,
+        "-c",
+        "from rondel.cli import main; main()",
+        "train",
+        str(RECIPE),
+        "--quiet",
+        *words,
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         while not (folder / "journal.jsonl").is_file() or len(events(folder, "StepDone")) < 5:
             assert process.poll() is None
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGTERM) if cluster != "ray" else process.terminate()  # Ray's own processes would end first
+        # Ray's own processes would end first
+        os.killpg(process.pid, signal.SIGTERM) if cluster != "ray" else process.terminate()
         said = process.communicate(timeout=60)[1]
     kept = events(folder, "Checkpointed")[-1]["step"]
     assert process.returncode == 143 or cluster == "torchrun", "which has codes of its own"
@@ -158,8 +172,9 @@ def test_other_recipes_resume_to_the_same_bits(tmp_path, name):
 
 @pytest.mark.slow
 def test_with_refills_the_samples_are_the_same(tmp_path):
-    """A dropped group is replaced when its reward arrives, so the engine's batches depend on the clock, and with them the last
-    bits of a behavior logprob (numerics = "fast"). Tokens, rewards, ledger are those of the uninterrupted run."""
+    """A dropped group is replaced when its reward arrives, so the engine's batches
+    depend on the clock, and with them the last bits of a behavior logprob (numerics = "fast"). Tokens,
+    rewards, ledger are those of the uninterrupted run."""
     easy = {"algo__kind": "dapo", "task__reward": "rewards_kit:parity", "loop__steps": 5}
     run(tmp_path / "whole", **easy)
     assert run_and_die(tmp_path / "run", ("StepDone", 10), **easy) == -9
@@ -257,7 +272,15 @@ def test_a_complete_run_says_so_and_trains_nothing(whole):
     """By the command itself: exit code 0, the word, and not a byte of the journal."""
     journal = (whole / "journal.jsonl").read_bytes()
     words = [f"--{key}={json.dumps(value)}" for key, value in FAST.items()]
-    command = [sys.executable, "-c", "from rondel.cli import main; main()", "train", str(RECIPE), f"--run.folder={whole}", *words]
+    command = [
+        sys.executable,
+        "-c",
+        "from rondel.cli import main; main()",
+        "train",
+        str(RECIPE),
+        f"--run.folder={whole}",
+        *words,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "is complete: 14 of 14 steps" in " ".join((done.stdout + done.stderr).split())
@@ -323,7 +346,9 @@ def test_a_checkpoint_is_a_model_that_transformers_loads(tmp_path, kind):
     t = trainer(model(kind))
     step(t, batch(awkward_groups(), row()), row())
     save_trainer(t, tmp_path)
-    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, attn_implementation="eager")
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True, attn_implementation="eager"
+    )
     assert not report["missing_keys"] and not report["unexpected_keys"]
     theirs = dict(loaded.named_parameters())
     assert all(torch.equal(theirs[n], p) for n, p in zip(t.weights.names, t.weights.compute, strict=True))
@@ -344,6 +369,8 @@ def test_frozen_weights_and_buffers_are_saved_too(tmp_path):
 @pytest.mark.slow
 def test_kills_at_random_moments(tmp_path):
     script = Path(__file__).parent.parent.parent / "benchmarks" / "kill_resume.py"
-    done = subprocess.run([sys.executable, script, "--kills", "2", "--folder", tmp_path], capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [sys.executable, script, "--kills", "2", "--folder", tmp_path], capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1])["equal"] is True

@@ -1,4 +1,6 @@
-"""run/replay_buffer.py: groups that come back (SPEC A15), each once, never older than the limit (law 2), the same after a resume."""
+"""run/replay_buffer.py: groups that come back (SPEC A15), each once, never older than
+the limit (law 2), the same after a resume.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ def steps_of(p: int, s: int, n: int):
     """(step, groups) of a run whose groups are 0 .. s versions old, in turn."""
     numbers = itertools.count()
     for step in range(1, n + 1):
-        yield step, [Group(k, Task(f"t{k}", "fake", {}), [], max(0, step - 1 - k % (s + 1))) for k in itertools.islice(numbers, p)]
+        yield (
+            step,
+            [
+                Group(k, Task(f"t{k}", "fake", {}), [], max(0, step - 1 - k % (s + 1)))
+                for k in itertools.islice(numbers, p)
+            ],
+        )
 
 
 @pytest.mark.parametrize("p,s,n", [(p, s, n) for p, s, n in itertools.product((1, 4, 16), (1, 2, 5), (1, 3)) if n <= p])
@@ -46,7 +54,14 @@ def test_whoever_comes_later_draws_the_same():
 
 @pytest.mark.slow
 def test_a_run_trains_them_beside_its_own_and_replays_to_the_bit(tmp_path):
-    run(tmp_path, loop__max_staleness=2, loop__replays=2, loop__warmup__steps=2, loop__steps=6, algo__correction={"kind": "importance"})
+    run(
+        tmp_path,
+        loop__max_staleness=2,
+        loop__replays=2,
+        loop__warmup__steps=2,
+        loop__steps=6,
+        algo__correction={"kind": "importance"},
+    )
     done = {e["step"]: e for e in events(tmp_path, "StepDone")}
     back = {e["step"]: e["groups"] for e in events(tmp_path, "Replayed")}
     assert back and min(back) > 3 and all(balances(e["ledger"]) for e in done.values())

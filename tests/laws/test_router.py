@@ -1,4 +1,6 @@
-"""Many engines as one: nothing is lost, nothing is answered twice, a cap is a cap, a group stays together, and all serve one version."""
+"""Many engines as one: nothing is lost, nothing is answered twice, a cap is a cap, a group
+stays together, and all serve one version.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Fake:
 
     async def status(self) -> EngineStatus:
         self._live()
-        return EngineStatus(self.version, self.state, self.now, 0, 0, 5, 1, 6, frozenset({"hold", f"only-{id(self)}"}), "r", 7)
+        return EngineStatus(
+            self.version, self.state, self.now, 0, 0, 5, 1, 6, frozenset({"hold", f"only-{id(self)}"}), "r", 7
+        )
 
     async def generate(self, request: Request) -> Completion:
         self.prompts.append(tuple(request.tokens))
@@ -92,7 +96,8 @@ async def committed(r: Router, version: int) -> int:
 
 
 ACTS = st.lists(
-    st.tuples(st.sampled_from(["ask", "turn", "join", "leave", "die", "update", "give up", "hold"]), st.integers(0, 5)), max_size=60
+    st.tuples(st.sampled_from(["ask", "turn", "join", "leave", "die", "update", "give up", "hold"]), st.integers(0, 5)),
+    max_size=60,
 )
 
 
@@ -402,7 +407,9 @@ def test_two_real_engines_draw_what_one_draws_through_a_death_and_an_update(tmp_
         assert set(r.replicas) == {"a"} and a.seconds > 0 and b.left < 0
         late = engine(twin(loaded), **disk)
         r.replicas["late"] = type(r.replicas["a"])("late", late)
-        update = Update(FromDisk(tmp_path), probe=prompt(9, 8), score=lambda tokens: a.runner and score(a, tokens), tolerance=1e-3)
+        update = Update(
+            FromDisk(tmp_path), probe=prompt(9, 8), score=lambda tokens: a.runner and score(a, tokens), tolerance=1e-3
+        )
         assert await update(Trainer(), r) == 3
         done = await asyncio.gather(*map(r.generate, requests))
         assert {v for c in done for v in c.versions} == {3} and late.seconds > 0

@@ -1,4 +1,6 @@
-"""Routing replay (X1, X2): the trainer sends every token to the experts that the engine chose, each record exactly once."""
+"""Routing replay (X1, X2): the trainer sends every token to the experts that the
+engine chose, each record exactly once.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ LATENT = dict(
 )  # fmt: skip
 MOES = {
     "mixtral": SIZE | EXPERTS | {"num_local_experts": 8},
-    "qwen3_moe": SIZE | EXPERTS | {"head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "qwen3_moe": SIZE
+    | EXPERTS
+    | {"head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32, "norm_topk_prob": True},
     "deepseek_v3": SIZE | LATENT | EXPERTS,
 }
 
@@ -72,10 +76,14 @@ def rollout(loaded: Loaded, n: int = 6, **settings):
 
 @pytest.mark.parametrize("kind", MOES)
 @pytest.mark.parametrize(
-    "how", [{}, {"prefill_tokens": 16}, {"kv_pages": 60}, {"max_running": 2}], ids=["plain", "chunked", "retracted", "two at a time"]
+    "how",
+    [{}, {"prefill_tokens": 16}, {"kv_pages": 60}, {"max_running": 2}],
+    ids=["plain", "chunked", "retracted", "two at a time"],
 )
 def test_every_token_that_was_computed_has_its_route(kind, how):
-    """Through shared prompts, chunks and retraction: the rows are those of a plain forward pass over the whole stream."""
+    """Through shared prompts, chunks and retraction: the rows are those of a plain forward pass
+    over the whole stream.
+    """
     loaded = model(kind)
     e, given, outs = rollout(loaded, **how)
     assert e.scheduler.reused > 0 and (e.scheduler.retracted > 0 or "kv_pages" not in how)
@@ -88,7 +96,9 @@ def test_every_token_that_was_computed_has_its_route(kind, how):
 @pytest.mark.parametrize("kind", MOES)
 @pytest.mark.parametrize("rounding", [torch.float8_e4m3fn, torch.bfloat16])
 def test_replay_closes_the_gap_that_a_rounded_router_opens(kind, rounding):
-    """The trainer's routers are rounded, as by another kernel or precision: tokens flip to other experts unless their routes are replayed."""
+    """The trainer's routers are rounded, as by another kernel or precision: tokens flip to
+    other experts unless their routes are replayed.
+    """
     loaded = model(kind)
     _, given, outs = rollout(loaded, n=32)
     other = copy.deepcopy(loaded.model)

@@ -1,4 +1,6 @@
-"""Law 4 for everything that changes the distribution: bias, penalties, grammar, min_tokens, temperature, truncation; and the raw streams."""
+"""Law 4 for everything that changes the distribution: bias, penalties, grammar, min_tokens,
+temperature, truncation; and the raw streams.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def standing(sampling: Sampling, given: list[int], own: list[int], *, continued:
     return live
 
 
-def reference(logits: torch.Tensor, s: Sampling, given: list[int], own: list[int], *, written: int | None = None) -> np.ndarray:
+def reference(
+    logits: torch.Tensor, s: Sampling, given: list[int], own: list[int], *, written: int | None = None
+) -> np.ndarray:
     """Straight from the definitions, one token after the other, in double precision."""
     row = logits.double().clone()
     for token, bias in s.logit_bias.items():
@@ -93,7 +97,10 @@ def test_draws_have_the_stated_distribution(how):
 def test_the_stated_distribution_sums_to_one_over_its_support(seed):
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(8, 3000, generator=g) * 3
-    hows = [Sampling(**how) for how in (dict(), dict(top_k=5), dict(top_p=0.9), dict(min_p=0.1), dict(top_p=0.999, temperature=3.0))]
+    hows = [
+        Sampling(**how)
+        for how in (dict(), dict(top_k=5), dict(top_p=0.9), dict(min_p=0.1), dict(top_p=0.999, temperature=3.0))
+    ]
     hows += [Sampling(**EVERYTHING), Sampling(top_k=1), Sampling(top_p=1e-6)]
     shape(logits, [(5, standing(hows[5], GIVEN, OWN))])
     before = logits.clone()
@@ -102,7 +109,9 @@ def test_the_stated_distribution_sums_to_one_over_its_support(seed):
         kept = p[row].double() / p[row].double().sum()
         assert torch.allclose(kept, torch.from_numpy(truncated(before[row], s)), atol=1e-7)
         assert ((kept > 0).numpy() == (truncated(before[row], s) > 0)).all()
-        drawn = draw(before[row].repeat(2000, 1), [s] * 2000, torch.rand(2000, generator=g, dtype=torch.float64).tolist())
+        drawn = draw(
+            before[row].repeat(2000, 1), [s] * 2000, torch.rand(2000, generator=g, dtype=torch.float64).tolist()
+        )
         stated = dict(zip(*drawn))
         assert float(kept.sum()) == pytest.approx(1, abs=1e-9) and sum(map(math.exp, stated.values())) <= 1 + 1e-5
         assert len(stated) < int((kept > 0).sum()) or sum(map(math.exp, stated.values())) == pytest.approx(1, abs=1e-5)
@@ -188,7 +197,9 @@ def check_stated(model, request, completion):
 
 @pytest.mark.slow
 def test_everything_at_once_states_the_truth_whatever_the_schedule():
-    requests = [replace(ask(prompt(i, 5 + 3 * i), key=i, n=30, **(EVERYTHING if i % 3 else {})), wants=ALL) for i in range(12)]
+    requests = [
+        replace(ask(prompt(i, 5 + 3 * i), key=i, n=30, **(EVERYTHING if i % 3 else {})), wants=ALL) for i in range(12)
+    ]
     free = asyncio.run(all_of(engine(MODEL), requests))
     for request, c in zip(requests, free):
         check_stated(MODEL, request, c)
@@ -219,7 +230,13 @@ def test_raw_streams_are_a_plain_forward(how):
         assert [i for i, _ in best] == ids.tolist() and [v for _, v in best] == pytest.approx(values.tolist(), abs=1e-5)
     assert all(entry is None for entry in c.support) == (not how or how["temperature"] == 0)
     bare = asyncio.run(e.generate(ask(p, n=12, **how)))
-    assert (bare.tokens, bare.raw_logprobs, bare.top_logprobs, bare.prompt_logprobs, bare.support) == (c.tokens, None, None, None, None)
+    assert (bare.tokens, bare.raw_logprobs, bare.top_logprobs, bare.prompt_logprobs, bare.support) == (
+        c.tokens,
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 def test_the_support_is_all_that_the_logprob_needs():
@@ -272,7 +289,9 @@ def test_what_cannot_be_trained_is_named():
     assert Sampling(**EVERYTHING | {"min_tokens": 0}).untrainable == (
         "min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias"
     )
-    assert Sampling(temperature=0, min_tokens=2, grammar={"regex": "a"}).untrainable == "temperature, min_tokens, grammar"
+    assert (
+        Sampling(temperature=0, min_tokens=2, grammar={"regex": "a"}).untrainable == "temperature, min_tokens, grammar"
+    )
 
 
 def test_training_refuses_what_evaluation_may_use():
@@ -282,8 +301,12 @@ def test_training_refuses_what_evaluation_may_use():
 
     more = {"top_p": 0.9, "logit_bias": {"5": 1.0}, "repetition_penalty": 1.1, "stop": ["x", 7]}
     s = profile(Evaluation(temperature=0.5, sampling=more), Sampling(max_tokens=9, stop=("y",)))
-    assert s == Sampling(temperature=0.5, max_tokens=9, top_p=0.9, logit_bias={5: 1.0}, repetition_penalty=1.1, stop=("x", 7))
-    assert profile(Evaluation(), Sampling(max_tokens=9, stop=("y",))) == Sampling(temperature=0, max_tokens=9, stop=("y",))
+    assert s == Sampling(
+        temperature=0.5, max_tokens=9, top_p=0.9, logit_bias={5: 1.0}, repetition_penalty=1.1, stop=("x", 7)
+    )
+    assert profile(Evaluation(), Sampling(max_tokens=9, stop=("y",))) == Sampling(
+        temperature=0, max_tokens=9, stop=("y",)
+    )
     with pytest.raises(ConfigError, match="drawn with repetition_penalty, logit_bias cannot be trained"):
         refuse_untrainable(s)
 
@@ -302,7 +325,11 @@ def test_stop_strings_end_a_sample_across_tokens():
         stop = text_of(free.tokens[at : at + size])
         ends = free.text.find(stop) + len(stop)
         c = asyncio.run(engine(MODEL).generate(ask(p, key=1, n=30, stop=(stop, "never written"))))
-        assert c.finish_reason == "stop" and c.tokens == free.tokens[: len(c.tokens)] and c.logprobs == free.logprobs[: len(c.tokens)]
+        assert (
+            c.finish_reason == "stop"
+            and c.tokens == free.tokens[: len(c.tokens)]
+            and c.logprobs == free.logprobs[: len(c.tokens)]
+        )
         assert len(text_of(c.tokens)) == ends and c.text == free.text[: ends - len(stop)]
 
 
@@ -324,7 +351,9 @@ def test_min_tokens_forbids_ends_and_passes_over_early_stop_strings():
     model.stop_ids = frozenset([free.tokens[3]])
     early = asyncio.run(engine(model).generate(ask(p, key=1, n=20, ignore_eos=False)))
     assert (early.tokens, early.finish_reason) == (free.tokens[:4], "stop")
-    late = asyncio.run(engine(model).generate(ask(p, key=1, n=20, ignore_eos=False, min_tokens=7, stop=(free.tokens[1],))))
+    late = asyncio.run(
+        engine(model).generate(ask(p, key=1, n=20, ignore_eos=False, min_tokens=7, stop=(free.tokens[1],)))
+    )
     assert not {free.tokens[3], free.tokens[1]} & set(late.tokens[:7]) and len(late.tokens) >= 7
     row = plain_logits(model, p + late.tokens)[len(p) - 1]
     row[[free.tokens[3], free.tokens[1]]] = -math.inf

@@ -1,4 +1,6 @@
-"""Nothing that code does in a box reaches out of it, costs more than its limits, or outlives it: each attack, behind each wall."""
+"""Nothing that code does in a box reaches out of it, costs more than its limits, or
+outlives it: each attack, behind each wall.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,18 @@ from rondel.runtime.sandbox.probe import WALLS, tried
 pytestmark = pytest.mark.slow
 
 SECRET = "the-secret-of-the-host"
-VENV = sys.prefix if sys.prefix != sys.base_prefix else str(Path(pytest.__file__).parent)  # the base interpreter is shown to every box
-SMALL = {"wall": 4.0, "cpu": 4.0, "memory": 128 << 20, "processes": 24, "disk": 16 << 20, "file": 8 << 20, "files": 500, "output": 20_000}
+# the base interpreter is shown to every box
+VENV = sys.prefix if sys.prefix != sys.base_prefix else str(Path(pytest.__file__).parent)
+SMALL = {
+    "wall": 4.0,
+    "cpu": 4.0,
+    "memory": 128 << 20,
+    "processes": 24,
+    "disk": 16 << 20,
+    "file": 8 << 20,
+    "files": 500,
+    "output": 20_000,
+}
 
 
 @pytest.fixture(scope="module", params=["native", pytest.param("bubblewrap", marks=pytest.mark.slow)])
@@ -105,9 +117,14 @@ def nothing_reached(host) -> None:
         host["udp"].recv(1)
 
 
-UNREAD = {  # attack -> files that it left -> why its controller, who reads them as the box's own user, does not get them
+# attack -> files that it left -> why its controller, who reads them as the box's own user, does not get them
+UNREAD = {
     "a link out": {"link": "No such file|Permission denied"},
-    "files with odd names to read": {"folder": "Is a directory", "endless": "over its output limit", "loop": "Too many levels"},
+    "files with odd names to read": {
+        "folder": "Is a directory",
+        "endless": "over its output limit",
+        "loop": "Too many levels",
+    },
 }
 
 
@@ -211,10 +228,15 @@ def test_without_control_groups_a_process_is_still_held(wall):
     cell = Cell(Limits(**SMALL), wall.wall, group=False)
     try:
         assert not cell.grouped
-        for one in ("x = [bytearray(1 << 24) for _ in range(99)]", "import mmap\nx = [mmap.mmap(-1, 1 << 24) for _ in range(99)]"):
+        for one in (
+            "x = [bytearray(1 << 24) for _ in range(99)]",
+            "import mmap\nx = [mmap.mmap(-1, 1 << 24) for _ in range(99)]",
+        ):
             ran = cell.call(one)
             assert ran.exit == 1 and (b"MemoryError" in ran.stderr or b"Cannot allocate" in ran.stderr), ran
-        hoard = cell.call("import os\nx = []\nwhile True:\n    x.append(os.memfd_create('x')); os.write(x[-1], bytes(1 << 20))")
+        hoard = cell.call(
+            "import os\nx = []\nwhile True:\n    x.append(os.memfd_create('x')); os.write(x[-1], bytes(1 << 20))"
+        )
         assert "calls" not in wall.holds or b"PermissionError" in hoard.stderr, hoard
         if "user" in wall.holds:
             assert b"BlockingIOError" in cell.call("import os\nwhile True:\n    os.fork()").stderr
@@ -228,7 +250,11 @@ def test_a_folder_of_the_host_is_held_to_its_size(wall, tmp_path):
     try:
         cell.write("kept", b"before")
         assert (tmp_path / "box" / "kept").read_bytes() == b"before"
-        assert cell.call("n = 0\nwhile True:\n    open(f'f{n}', 'wb').write(bytes(1 << 20)); n += 1").limit in ("disk", "cpu", "wall")
+        assert cell.call("n = 0\nwhile True:\n    open(f'f{n}', 'wb').write(bytes(1 << 20)); n += 1").limit in (
+            "disk",
+            "cpu",
+            "wall",
+        )
         ran = cell.call("import os\nos.symlink('/etc/shadow', 'link'); os.chmod('.', 0o4777)")
         assert ran.exit == 0 or ran.limit == "disk"
         with pytest.raises(OSError):
@@ -243,14 +269,18 @@ def test_a_folder_of_the_host_is_held_to_its_size(wall, tmp_path):
 @pytest.mark.parametrize("name", WALLS)
 def test_a_plain_users_box_holds_too(name):
     """The same by user namespaces; with the system's interpreter, because another's home may not be open to all."""
-    if not os.access("/usr/bin/python3", os.X_OK) or (name == "bubblewrap" and not os.access("/usr/bin/bwrap", os.X_OK)):
+    if not os.access("/usr/bin/python3", os.X_OK) or (
+        name == "bubblewrap" and not os.access("/usr/bin/bwrap", os.X_OK)
+    ):
         pytest.skip(f"no interpreter for all, or no {name}")
     trial = "from rondel.runtime.sandbox.probe import tried; import sys; print(tried(sys.argv[1]).line())"
     done = subprocess.run(
         ["/usr/bin/python3", "-B", "-c", trial, name], env={"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "PATH": "/usr/bin:/bin"},
         user=65534, group=65534, extra_groups=[], capture_output=True, text=True, cwd="/", timeout=60,
     )  # fmt: skip
-    if done.returncode and re.search("No module named|can't open file|Permission denied: '/|unshare|user namespace", done.stderr):
+    if done.returncode and re.search(
+        "No module named|can't open file|Permission denied: '/|unshare|user namespace", done.stderr
+    ):
         pytest.skip(f"{name} is not for plain users here: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr[-2000:]
     assert all(what in done.stdout for what in ("files", "network", "processes", "user", "count")), done.stdout
@@ -263,7 +293,11 @@ def test_a_root_that_may_not_do_much_has_a_box_by_user_namespaces_or_none():
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     some, none = (
         subprocess.run(
-            ["setpriv", f"--bounding-set=-{what}", sys.executable, "-c", trial], env=env, capture_output=True, text=True, timeout=60
+            ["setpriv", f"--bounding-set=-{what}", sys.executable, "-c", trial],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         for what in ("sys_admin", "all")
     )

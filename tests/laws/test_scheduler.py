@@ -1,4 +1,6 @@
-"""Law 7 and fairness, without arithmetic: pages that remember what was written into them take the place of keys and values."""
+"""Law 7 and fairness, without arithmetic: pages that remember what was written into
+them take the place of keys and values.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class Machine:
         held = [self.memory[page] for page in live.pages[:first]]
         assert [context for context, _ in held] == truth[:first], "a page does not hold what its request put there"
         if live.root is not None:
-            assert {version for _, version in held} <= {live.root[0]}, "keys and values of other weights under this root"
+            assert {version for _, version in held} <= {live.root[0]}, (
+                "keys and values of other weights under this root"
+            )
         for page, context in zip(live.pages[first:], truth[first:]):
             self.memory[page] = context, self.version
 
@@ -104,7 +108,10 @@ def crowd(r, groups):
     """Groups of 1 to 8 siblings; prompts of 1 to 60 tokens, half of them behind one of three common beginnings."""
     openings = [[r.randrange(TOKENS) for _ in range(n)] for n in (6, 20, 30)]
     for _ in range(groups):
-        prompt = [*(r.choice(openings) if r.random() < 0.5 else []), *(r.randrange(TOKENS) for _ in range(r.randrange(1, 31)))]
+        prompt = [
+            *(r.choice(openings) if r.random() < 0.5 else []),
+            *(r.randrange(TOKENS) for _ in range(r.randrange(1, 31))),
+        ]
         place = r.choice(["", "", "", "held-out"])
         for _ in range(r.randrange(1, 9)):
             yield replace(ask(prompt, key=r.randrange(1 << 30), n=r.randrange(1, 30)), namespace=place)
@@ -112,7 +119,9 @@ def crowd(r, groups):
 
 @pytest.mark.parametrize("requests", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_many_requests_leak_no_page_and_all_end(requests):
-    """A crowd ten times larger than the cache; some are aborted, the cache is dropped at times, and weights change under what runs."""
+    """A crowd ten times larger than the cache; some are aborted, the cache is dropped at
+    times, and weights change under what runs.
+    """
     r = random.Random(4)
     m, coming, aborted, came, most = Machine(110), crowd(r, requests), 0, 0, 60
     while came < requests or m.inside:
@@ -138,7 +147,9 @@ def test_many_requests_leak_no_page_and_all_end(requests):
 
 
 def test_a_short_prompt_does_not_wait_for_long_ones_that_came_later():
-    """Each of them begins like it and computes its prompt over many steps; their ends differ, so that they do not wait for each other."""
+    """Each of them begins like it and computes its prompt over many steps; their ends
+    differ, so that they do not wait for each other.
+    """
     m, opening = Machine(4000), [1] * 30
     tail = iter(range(10**6))
 
@@ -155,7 +166,9 @@ def test_a_short_prompt_does_not_wait_for_long_ones_that_came_later():
 
 
 def test_siblings_wait_for_the_first_of_them_only():
-    """What waits for a sibling's prompt computes its last token when the prompt is there, in however many chunks it came."""
+    """What waits for a sibling's prompt computes its last token when the prompt is
+    there, in however many chunks it came.
+    """
     m = Machine(400)
     lives = [m.add(ask([k % TOKENS for k in range(100)], key=g, n=2)) for g in range(8)]
     while m.inside:

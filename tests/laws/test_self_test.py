@@ -17,7 +17,11 @@ SMALL = {"loop__warmup__steps": 1, "loop__groups_per_step": 2, "algo__group_size
 
 
 def lines(tmp_path, **changes) -> dict[str, tuple[bool, str]]:
-    return {f.what: (f.ok, f.message) for f in check(tiny(tmp_path / "run", **(SMALL | changes))) if f.what.startswith("lr = 0")}
+    return {
+        f.what: (f.ok, f.message)
+        for f in check(tiny(tmp_path / "run", **(SMALL | changes)))
+        if f.what.startswith("lr = 0")
+    }
 
 
 @pytest.mark.parametrize(
@@ -50,7 +54,9 @@ def test_an_engine_that_samples_from_another_distribution_is_found(tmp_path, mon
     """The trainer forgets a temperature of 0.7: the commonest lie of a log-probability."""
     forward = annotate.forward
     monkeypatch.setattr(
-        annotate, "forward", lambda loaded, packed, *, temperature, **more: forward(loaded, packed, temperature=1.0, **more)
+        annotate,
+        "forward",
+        lambda loaded, packed, *, temperature, **more: forward(loaded, packed, temperature=1.0, **more),
     )
     assert failing(tmp_path, engine__sampling={"temperature": 0.7, "max_tokens": 6}) == {"lr = 0: gap"}
 

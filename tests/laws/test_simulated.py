@@ -1,4 +1,6 @@
-"""The simulator runs the house's own loop; here it is held against closed forms, against counts of real runs, and against the laws."""
+"""The simulator runs the house's own loop; here it is held against closed forms, against
+counts of real runs, and against the laws.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ def test_tails_idle_as_they_do_in_real_runs(staleness, measured):
 
 @pytest.mark.parametrize("staleness, least", [(0, 0.7875), (1, 0.575), (2, 0.3625)])
 def test_no_step_is_shorter_than_the_longest_answer_allows(staleness, least):
-    """An answer of 128 is in time only if S + 1 steps take 128 decode steps: of 64 places 1 - 27.2·(S + 1)/128 are empty at least."""
+    """An answer of 128 is in time only if S + 1 steps take 128 decode steps: of 64 places
+    1 - 27.2·(S + 1)/128 are empty at least.
+    """
     world = World(
         engines=1, places=64, beat=[1.0] * 65, prefill=0.0, train=0.001, lengths=tailed(16, 0.1, 8), prompts=16, group=4, shared=True,
         staleness=staleness,
@@ -87,7 +91,10 @@ def test_no_step_is_shorter_than_the_longest_answer_allows(staleness, least):
 def test_drain_and_abort_cost_more_than_hold():
     world = flat(4, 4, seconds_a_sample=0.5, staleness=2, prompt=50.0, sync=1.0, pause=0.01)
     world = replace(world, lengths=log_normal(LENGTH, 1.0, 1000), prefill=0.05)
-    rate = {how: simulate(replace(world, in_flight=how), steps=30)["samples_per_second"] for how in ("hold", "abort", "drain")}
+    rate = {
+        how: simulate(replace(world, in_flight=how), steps=30)["samples_per_second"]
+        for how in ("hold", "abort", "drain")
+    }
     assert rate["hold"] > rate["abort"] and rate["hold"] > rate["drain"]
 
 
@@ -107,7 +114,9 @@ def test_the_same_seed_is_the_same_run():
 
 
 def test_ten_thousand_devices():
-    """Bounded by work, not by time: events are counted in answers, so so many devices are tens of thousands of them a step."""
+    """Bounded by work, not by time: events are counted in answers, so so many devices
+    are tens of thousands of them a step.
+    """
     setting = what_if(["model=7b", "gpus=10240", "prompts=512", "output=8k", "staleness=2", "trainers=2560"])
     told = simulate(world_of(setting), steps=3, first=2)
     assert told["steps"] == 3 and told["samples_per_second"] > 0 and max(map(int, told["lags"])) <= 2
@@ -151,12 +160,29 @@ def test_a_sweep(capsys):
 
     from rondel.cli import main
 
-    asked = ["simulate", "--what-if", "model=7b", "gpus=8", "--staleness", "0,2", "--split", "1:1,1:3", "--steps", "3", "--json"]
+    asked = [
+        "simulate",
+        "--what-if",
+        "model=7b",
+        "gpus=8",
+        "--staleness",
+        "0,2",
+        "--split",
+        "1:1,1:3",
+        "--steps",
+        "3",
+        "--json",
+    ]
     with pytest.raises(SystemExit) as end:
         main(asked)
     told = json.loads(capsys.readouterr().out)
     assert not end.value.code
-    assert [(row["split"], row["staleness"]) for row in told["rows"]] == [("4:4", 0), ("4:4", 2), ("2:6", 0), ("2:6", 2)]
+    assert [(row["split"], row["staleness"]) for row in told["rows"]] == [
+        ("4:4", 0),
+        ("4:4", 2),
+        ("2:6", 0),
+        ("2:6", 2),
+    ]
 
 
 def test_lengths_of_a_recorded_run(tmp_path):

@@ -1,4 +1,6 @@
-"""No sink ends a run: one that fails is told once and left out. The journal and the rollouts, which a resumed run depends on, are none."""
+"""No sink ends a run: one that fails is told once and left out. The journal and the
+rollouts, which a resumed run depends on, are none.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,17 @@ def test_a_run_outlives_its_tracker_and_its_terminal(tmp_path, monkeypatch):
     train(tiny(folder, loop__warmup__steps=0, loop__steps=3, run__sinks=["tracked:Sink", "jsonl"]))
     said = [e["message"] for e in events(folder, "Warned") if "left out" in e["message"]]
     assert len(said) == len(set(said)) == 3
-    assert any(text.startswith("the sink 'tracked:Sink' is left out") and "the tracker is down" in text for text in said)
+    assert any(
+        text.startswith("the sink 'tracked:Sink' is left out") and "the tracker is down" in text for text in said
+    )
     assert any(text.startswith("the end of the sink 'tracked:Sink'") for text in said)
-    assert any(text.startswith("the console is left out") and "nobody reads" in text for text in said) and terminal.getvalue()
+    assert (
+        any(text.startswith("the console is left out") and "nobody reads" in text for text in said)
+        and terminal.getvalue()
+    )
     assert [e["step"] for e in events(folder, "StepDone")] == [1, 2, 3] and events(folder, "RunEnded")
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 5  # three steps and two evaluations: one sink's end is not another's
+    # three steps and two evaluations: one sink's end is not another's
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 5
 
 
 def test_a_sink_that_fails_is_told_once_and_not_asked_again(capsys):
@@ -71,7 +79,10 @@ def test_a_sink_that_fails_is_told_once_and_not_asked_again(capsys):
     for end in ends:
         end()
     assert len(asked) == 1 and len(told) == 1 and "the console is left out from here on" in told[0].message
-    assert capsys.readouterr().err == "warning: the console is left out from here on, and the run goes on: ValueError: \\ud83d\\x1b[2J\n"
+    assert (
+        capsys.readouterr().err
+        == "warning: the console is left out from here on, and the run goes on: ValueError: \\ud83d\\x1b[2J\n"
+    )
 
 
 @pytest.mark.parametrize("order", [0, 1])

@@ -1,4 +1,6 @@
-"""Speculative decoding changes how fast tokens come and nothing else: the same tokens with look-ups, the same distribution with a draft."""
+"""Speculative decoding changes how fast tokens come and nothing else: the same tokens with
+look-ups, the same distribution with a draft.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,16 @@ from rondel.core.events import Warned, subscribe
 from rondel.core.types import Begin, Commit, Route, Sampling, sample_key
 from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.sampler import choose, uniform
-from rondel.generate.engine.builtin.speculative import PROBE, Grams, Pays, Speculation, accepts, agreeing, expected, leftover
+from rondel.generate.engine.builtin.speculative import (
+    PROBE,
+    Grams,
+    Pays,
+    Speculation,
+    accepts,
+    agreeing,
+    expected,
+    leftover,
+)
 from rondel.models import names
 
 MODEL = tiny()
@@ -145,7 +156,8 @@ def test_an_end_in_the_middle_of_an_accepted_run(how):
     """What a look-up guesses stood there before, so the earlier occurrences are given: a sample that is continued."""
     model = tiny()
     p, free, at = accepted_run(model)
-    first, end = at - 1, at + 1  # the last step of the prompt draws `first`, then one round draws the rest and ends inside
+    # the last step of the prompt draws `first`, then one round draws the rest and ends inside
+    first, end = at - 1, at + 1
     sampling: dict = dict(temperature=0.5)
     if how == "end token":
         model.stop_ids = frozenset([free[end]])
@@ -194,7 +206,9 @@ def test_streams_hear_every_token_once():
     p, heard = echoing(2, 30), []
     e = looking_up()
     c = asyncio.run(e.generate(ask(p, key=1, n=40, temperature=0.2), on_token=lambda *told: heard.append(told)))
-    assert [t for t, *_ in heard] == c.tokens and [lp for _, lp, *_ in heard] == c.logprobs and e.speculation.accepted > 0
+    assert (
+        [t for t, *_ in heard] == c.tokens and [lp for _, lp, *_ in heard] == c.logprobs and e.speculation.accepted > 0
+    )
 
 
 def test_a_continuation_goes_on():
@@ -289,7 +303,12 @@ def test_routes_are_those_of_the_tokens_that_stayed(kind):
 
 WORDS = 5
 LITTLE = dict(
-    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=512,
 )
 
 
@@ -330,7 +349,9 @@ SAMPLINGS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("how", SAMPLINGS, ids=str)
 def test_sequences_have_the_targets_distribution(how):
-    """6,000 samples behind one prompt against the product of exact conditionals: their first four tokens, of which up to three are guessed."""
+    """6,000 samples behind one prompt against the product of exact conditionals: their first
+    four tokens, of which up to three are guessed.
+    """
     model, given, n = tiny(), prompt(1, 6), 6000
     with torch.no_grad():
         model.head.weight.mul_(0.25)
@@ -400,14 +421,18 @@ def constant(model, seed: int, spread: float):
     with torch.no_grad():
         norm = model.model.base_model.norm.weight
         norm.zero_()
-        model.head.bias = torch.randn(model.head.weight.shape[0], generator=torch.Generator().manual_seed(seed)) * spread
+        model.head.bias = (
+            torch.randn(model.head.weight.shape[0], generator=torch.Generator().manual_seed(seed)) * spread
+        )
     return model
 
 
 @pytest.mark.parametrize("k", [1, 3, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_mean_tokens_of_a_round(k):
-    """With p and q the same everywhere acceptance is i.i.d. with alpha = sum of min(p, q): (1 - alpha^(k+1)) / (1 - alpha) tokens a round."""
+    """With p and q the same everywhere acceptance is i.i.d. with alpha = sum of min(p, q): (1
+    - alpha^(k+1)) / (1 - alpha) tokens a round.
+    """
     model, draft = constant(MODEL, 1, 1.0), constant(tiny("llama", **LITTLE), 2, 0.5)
     p, q = model.head.bias.softmax(-1), draft.head.bias.softmax(-1)
     alpha = float(torch.minimum(p, q).sum())
@@ -428,7 +453,9 @@ def test_a_draft_that_is_the_model_is_always_right():
     s = e.speculation
     assert s.rounds > 20 and s.accepted == s.proposed
     for r, c in zip(requests, done):
-        assert c.logprobs == pytest.approx(plain_logprobs(MODEL, r.tokens + c.tokens, temperature=0.8)[len(r.tokens) - 1 :], abs=1e-5)
+        assert c.logprobs == pytest.approx(
+            plain_logprobs(MODEL, r.tokens + c.tokens, temperature=0.8)[len(r.tokens) - 1 :], abs=1e-5
+        )
     quiet(e)
 
 
@@ -452,7 +479,9 @@ def test_stored_logprobs_are_the_targets(how):
 
 
 async def renew(e, draft=None):
-    """The same weights again under the next version, as a sync brings them; and other weights of the draft, as training does."""
+    """The same weights again under the next version, as a sync brings them; and other
+    weights of the draft, as training does.
+    """
     await e.pause("hold")
     counts = [live.written for live in e.scheduler.running]
     assert all(not live.ahead and not live.guess and live.pending == 1 for live in e.scheduler.running if live.written)
@@ -470,7 +499,9 @@ async def renew(e, draft=None):
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [4096, 100])
 def test_what_the_draft_knows_is_what_it_would_compute(pages):
-    """Its guesses do not depend on how its cache came about: pages that were others' before, times when it was off, new weights."""
+    """Its guesses do not depend on how its cache came about: pages that were others'
+    before, times when it was off, new weights.
+    """
     draft = near(MODEL, share=0.1)
     weights_by_version = {0: twin(draft)}
     e = drafted(MODEL, draft, kv_pages=pages)

@@ -1,4 +1,6 @@
-"""Law 3: the gradient is the same for any micro-batch size, packing order and group permutation; and it is the written formula's."""
+"""Law 3: the gradient is the same for any micro-batch size, packing order and group
+permutation; and it is the written formula's.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,17 @@ ROWS = {
     "sft": row("sft"),
 }
 WHOLE = {
-    "normalised": row("grpo", correction={"kind": "importance", "normalize": "token"}, entropy={"coef": 0.02, "top": 0.4}),
+    "normalised": row(
+        "grpo", correction={"kind": "importance", "normalize": "token"}, entropy={"coef": 0.02, "top": 0.4}
+    ),
     "clip_cov": row("clip_cov", surrogate={"share": 0.1, "least": 0.05}),
 }
 
 
 def gradient(t, b: Batch, algo, *, micro_tokens: int = 10**6, share: bool = True, noted: bool = False) -> torch.Tensor:
-    """All masters' gradients of one update, in one vector; `noted`: its proximal logprobs are with the samples already."""
+    """All masters' gradients of one update, in one vector; `noted`: its proximal logprobs are with
+    the samples already.
+    """
     object.__setattr__(t.settings, "micro_tokens", micro_tokens)
     object.__setattr__(t.settings, "share_prompts", share)
     t.weights.zero_grad()
@@ -44,7 +50,11 @@ def gradient(t, b: Batch, algo, *, micro_tokens: int = 10**6, share: bool = True
         t._annotate(b, algo.needs)
         credit(b, algo)
     t._accumulate(b, algo, Sums(), proximal_noted=noted)
-    return torch.cat([(torch.zeros_like(m) if m.grad is None else m.grad).flatten() for m in t.weights.masters]).double().clone()
+    return (
+        torch.cat([(torch.zeros_like(m) if m.grad is None else m.grad).flatten() for m in t.weights.masters])
+        .double()
+        .clone()
+    )
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -63,9 +73,12 @@ def shuffled(b: Batch, seed: int, *, whole_groups: bool) -> Batch:
 
 
 @pytest.mark.parametrize(
-    "name", ["grpo", "ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(ROWS.keys() - {"grpo", "ppo"}))]
+    "name",
+    ["grpo", "ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(ROWS.keys() - {"grpo", "ppo"}))],
 )
-@pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tied", "qwen3", "gemma3_text"))])
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tied", "qwen3", "gemma3_text"))]
+)
 def test_the_gradient_is_the_same_for_any_split(kind, name):
     algo = ROWS[name]
     t = trainer(model(kind), algo)
@@ -77,14 +90,20 @@ def test_the_gradient_is_the_same_for_any_split(kind, name):
         for share in (True, False):
             worst = max(worst, apart(gradient(t, b, algo, micro_tokens=micro_tokens, share=share), whole))
     for seed, whole_groups in ((0, True), (1, True), (2, False), (3, False)):
-        worst = max(worst, apart(gradient(t, shuffled(b, seed, whole_groups=whole_groups), algo, micro_tokens=25), whole))
+        worst = max(
+            worst, apart(gradient(t, shuffled(b, seed, whole_groups=whole_groups), algo, micro_tokens=25), whole)
+        )
     print(f"{kind}, {name}: relative difference {worst:.1e}")
     assert worst <= TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3", "gemma3_text"))])
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3", "gemma3_text"))]
+)
 def test_groups_that_begin_alike_share_it_and_keep_the_gradient(kind):
-    """Two system messages over the awkward groups: each is computed once a micro-batch, forward and backward, and changes nothing."""
+    """Two system messages over the awkward groups: each is computed once a micro-batch,
+    forward and backward, and changes nothing.
+    """
     rng, groups = np.random.default_rng(5), awkward_groups()
     systems = [rng.integers(5, 100, 20).tolist(), rng.integers(5, 100, 33).tolist()]
     for number, group in enumerate(groups):
@@ -101,13 +120,21 @@ def test_groups_that_begin_alike_share_it_and_keep_the_gradient(kind):
     assert once < apart_each - 3 * 20 - 2 * 33
     for micro_tokens in (60, 90, 150, 10**6):
         assert apart(gradient(t, b, ROWS["grpo"], micro_tokens=micro_tokens), whole) <= TOLERANCE
-        assert apart(gradient(t, shuffled(b, micro_tokens, whole_groups=True), ROWS["grpo"], micro_tokens=micro_tokens), whole) <= TOLERANCE
+        assert (
+            apart(
+                gradient(t, shuffled(b, micro_tokens, whole_groups=True), ROWS["grpo"], micro_tokens=micro_tokens),
+                whole,
+            )
+            <= TOLERANCE
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE)
 def test_every_row_is_the_same_for_any_split_of_a_stale_batch(name):
-    """Proximal and behavior lie elsewhere than the policy, some samples are demonstrations, and some tokens are singled out."""
+    """Proximal and behavior lie elsewhere than the policy, some samples are
+    demonstrations, and some tokens are singled out.
+    """
     algo, rng = lively(TABLE[name]), np.random.default_rng(0)
     groups = awkward_groups()
     for x in (x for g in groups for x in g.trajectories):
@@ -127,10 +154,15 @@ def test_every_row_is_the_same_for_any_split_of_a_stale_batch(name):
     for micro_tokens, share in ((1, True), (20, False), (40, True)):
         assert apart(gradient(t, b, algo, micro_tokens=micro_tokens, share=share, noted=True), whole) <= TOLERANCE
     for seed, whole_groups in ((0, True), (1, False)):
-        assert apart(gradient(t, shuffled(b, seed, whole_groups=whole_groups), algo, micro_tokens=25, noted=True), whole) <= TOLERANCE
+        assert (
+            apart(gradient(t, shuffled(b, seed, whole_groups=whole_groups), algo, micro_tokens=25, noted=True), whole)
+            <= TOLERANCE
+        )
 
 
-@pytest.mark.parametrize("name", [name for name, algo in ROWS.items() if not getattr(algo.advantage, "per_token", False)])
+@pytest.mark.parametrize(
+    "name", [name for name, algo in ROWS.items() if not getattr(algo.advantage, "per_token", False)]
+)
 @pytest.mark.parametrize("kind", ["llama", "tied", "gemma3_text"])
 def test_the_gradient_is_that_of_the_formula(kind, name):
     """One sample at a time through the plain transformers model, the loss written out by hand in float64."""
@@ -181,7 +213,12 @@ def test_the_gradient_is_that_of_the_formula(kind, name):
         loss = loss + weight * token.sum()
     loss.backward()
     theirs = dict(plain.named_parameters())
-    exact = torch.cat([theirs[n].grad.flatten() if theirs[n].grad is not None else torch.zeros(theirs[n].numel()) for n in t.weights.names])
+    exact = torch.cat(
+        [
+            theirs[n].grad.flatten() if theirs[n].grad is not None else torch.zeros(theirs[n].numel())
+            for n in t.weights.names
+        ]
+    )
     assert apart(mine, exact) <= 1e-5, apart(mine, exact)
 
 
@@ -189,17 +226,22 @@ def test_the_gradient_is_that_of_the_formula(kind, name):
 @pytest.mark.parametrize("name", ["grpo", "grpo, k3 and entropy", "dapo", "sft", "normalised", "clip_cov"])
 @pytest.mark.parametrize("updates", [1, 2])
 def test_a_step_moves_alike_for_any_split(name, updates):
-    """A whole step: with two updates, or where samples are compared, proximal logprobs are noted before the first move."""
+    """A whole step: with two updates, or where samples are compared, proximal logprobs are noted
+    before the first move.
+    """
     algo, masters, metrics = (ROWS | WHOLE)[name], [], []
     for micro_tokens, share in ((1, False), (20, True), (10**6, True)):
-        t = trainer(model("llama"), algo, micro_tokens=micro_tokens, share_prompts=share, updates_per_step=updates, lr=1e-3)
+        t = trainer(
+            model("llama"), algo, micro_tokens=micro_tokens, share_prompts=share, updates_per_step=updates, lr=1e-3
+        )
         stats = step(t, batch(awkward_groups(), algo), algo)
         assert stats.stepped
         start = torch.cat([p.flatten() for p in model("llama").model.parameters()]).detach().double()
         masters.append(torch.cat([m.detach().flatten() for m in t.weights.masters]).double() - start)
         metrics.append(stats.metrics)
     for other, numbers in zip(masters[1:], metrics[1:]):
-        assert apart(other, masters[0]) <= 2e-3  # AdamW divides by the root of its second moment: tiny gradients magnify rounding
+        # AdamW divides by the root of its second moment: tiny gradients magnify rounding
+        assert apart(other, masters[0]) <= 2e-3
         for key in metrics[0].keys() & {
             "train/loss",
             "train/grad_norm",
@@ -212,7 +254,9 @@ def test_a_step_moves_alike_for_any_split(name, updates):
 
 
 def test_denominators_count_the_update_not_the_micro_batch():
-    """Law 3 read backwards: without whole-batch denominators the split would show. Halving the batch must change the weights."""
+    """Law 3 read backwards: without whole-batch denominators the split would show.
+    Halving the batch must change the weights.
+    """
     algo = ROWS["grpo"]
     b = batch(awkward_groups(), algo)
     t = trainer(model("llama"), algo)

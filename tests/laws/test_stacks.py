@@ -1,4 +1,6 @@
-"""Law 10: who notices that nothing moves names who waits for what, and the stacks of all processes are on disk (SPEC F4)."""
+"""Law 10: who notices that nothing moves names who waits for what, and the stacks of
+all processes are on disk (SPEC F4).
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ def test_a_rank_that_does_not_come_is_named_with_the_operation(cluster, tmp_path
     assert asyncio.run(trainer.total()) == 2.0
     began = time.monotonic()
     with pytest.raises(
-        StalledError, match=r"rank 0 of 2 waits for another one since 3 s, in all_reduce \(test_stacks.py:\d+, summed\), asked for: total"
+        StalledError,
+        match=r"rank 0 of 2 waits for another one since 3 s, in all_reduce \(test_stacks.py:\d+, summed\), asked for: total",
     ) as told:
         asyncio.run(trainer.total(1))
     assert time.monotonic() - began < 30
@@ -91,7 +94,11 @@ def test_a_buffer_in_which_nothing_moves_says_where_the_stacks_are(cluster, tmp_
 
     asyncio.run(work())
     text = (tmp_path / "logs" / "controller.log").read_text()
-    assert "learner waits for finished groups" in text and "in a_lane_that_never_ends" in text and "most recent call first" in text
+    assert (
+        "learner waits for finished groups" in text
+        and "in a_lane_that_never_ends" in text
+        and "most recent call first" in text
+    )
     assert "most recent call first" in said(tmp_path / "logs" / "engine-0.log", "call first")
 
 
@@ -153,7 +160,12 @@ def test_the_first_signal_asks_and_the_second_ends(number):
 
 
 def test_before_there_is_anything_to_keep_one_signal_is_enough():
-    with subprocess.Popen([sys.executable, "-c", ASKED, "starting"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", ASKED, "starting"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "works\n"
         process.terminate()
-        assert "stopped by SIGTERM while it was starting; continue with the same command" in process.communicate(timeout=10)[1]
+        assert (
+            "stopped by SIGTERM while it was starting; continue with the same command"
+            in process.communicate(timeout=10)[1]
+        )

@@ -1,4 +1,6 @@
-"""Top-k and top-p in training (law 4): the trainer's logprob runs over the tokens that the engine kept, as recorded with the draw."""
+"""Top-k and top-p in training (law 4): the trainer's logprob runs over the tokens that
+the engine kept, as recorded with the draw.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,12 @@ def test_the_gradient_is_that_of_the_formula_for_any_split(kind, cut):
             loss = loss - (weight * s.reward * own - 0.02 * (logp.exp() * logp).sum()) / len(b.samples)
     loss.backward()
     theirs = dict(plain.named_parameters())
-    exact = torch.cat([theirs[n].grad.flatten() if theirs[n].grad is not None else torch.zeros(theirs[n].numel()) for n in t.weights.names])
+    exact = torch.cat(
+        [
+            theirs[n].grad.flatten() if theirs[n].grad is not None else torch.zeros(theirs[n].numel())
+            for n in t.weights.names
+        ]
+    )
     assert apart(mine, exact) <= 1e-5
 
 
@@ -115,10 +122,14 @@ def test_forward_and_backward_across_chunks_equal_autograd(softcap):
     m = 2 * (LOGITS // vocab) + 3
     hidden, target = torch.randn(m, 6).requires_grad_(), torch.randint(0, vocab, (m,))
     head = Head(torch.nn.Parameter(torch.randn(vocab, 6)), softcap=softcap)
-    rows = [None if i % 3 == 0 else np.unique([*np.random.default_rng(i).integers(0, vocab, 1 + i % 9), int(target[i])]) for i in range(m)]
+    rows = [
+        None if i % 3 == 0 else np.unique([*np.random.default_rng(i).integers(0, vocab, 1 + i % 9), int(target[i])])
+        for i in range(m)
+    ]
     counts = [0 if ids is None else len(ids) for ids in rows]
     kept = Kept(
-        torch.tensor(np.concatenate([ids for ids in rows if ids is not None])), torch.arange(m).repeat_interleave(torch.tensor(counts))
+        torch.tensor(np.concatenate([ids for ids in rows if ids is not None])),
+        torch.arange(m).repeat_interleave(torch.tensor(counts)),
     )
     logprob, entropy = logprob_and_entropy(hidden, target, head, temperature=0.8, kept=kept)
     some = [0, 1, 2, LOGITS // vocab, LOGITS // vocab + 1, m - 2, m - 1]
@@ -130,7 +141,9 @@ def test_forward_and_backward_across_chunks_equal_autograd(softcap):
         ids = torch.arange(vocab) if rows[i] is None else torch.tensor(rows[i])
         logp = z[ids].log_softmax(-1)
         exact.append((logp[ids == target[i]][0], -(logp.exp() * logp).sum()))
-        assert all(abs(float((ours[i] - theirs).detach())) < 1e-4 for ours, theirs in zip((logprob, entropy), exact[-1]))
+        assert all(
+            abs(float((ours[i] - theirs).detach())) < 1e-4 for ours, theirs in zip((logprob, entropy), exact[-1])
+        )
     ours = torch.autograd.grad((logprob + 0.3 * entropy)[some].sum(), [hidden, head.weight])
     wanted = torch.autograd.grad(sum(a + 0.3 * e for a, e in exact), [h, w])
     for mine, theirs in zip(ours, wanted):
@@ -170,7 +183,9 @@ def test_what_is_nearly_the_vocabulary_or_was_not_recorded_is_refused_by_name():
     with pytest.raises(ConfigError, match=f"engine.sampling.top_k = {WIDEST + 1}; at most {WIDEST} are recorded"):
         refuse_untrainable(Sampling(top_k=WIDEST + 1))
     refuse_wide([None, range(WIDEST)], Sampling(top_p=0.9))
-    with pytest.raises(ConfigError, match=f"top_p = 0.9 left {WIDEST + 1} tokens .* Set engine.sampling.top_k = {WIDEST // 2}"):
+    with pytest.raises(
+        ConfigError, match=f"top_p = 0.9 left {WIDEST + 1} tokens .* Set engine.sampling.top_k = {WIDEST // 2}"
+    ):
         refuse_wide([None, range(WIDEST + 1)], Sampling(top_p=0.9))
     lost = Trajectory()
     lost.extend([5])
@@ -181,7 +196,9 @@ def test_what_is_nearly_the_vocabulary_or_was_not_recorded_is_refused_by_name():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [{"engine__sampling__top_p": 0.9}, {"engine__sampling__top_k": 5, "loop__updates_per_step": 2}])
+@pytest.mark.parametrize(
+    "how", [{"engine__sampling__top_p": 0.9}, {"engine__sampling__top_k": 5, "loop__updates_per_step": 2}]
+)
 def test_a_run_under_truncation_has_no_gap_and_replays(tmp_path, how):
     run(tmp_path, loop__steps=4, **how)
     done = events(tmp_path, "StepDone")[-4:]
@@ -191,11 +208,16 @@ def test_a_run_under_truncation_has_no_gap_and_replays(tmp_path, how):
         assert cut and all(r["support"] is not None for r in rows)
         assert event["metrics"]["train/gap_max"] < 1e-4 and not event["note"]
     again = replay(tmp_path, done[-1]["step"])
-    assert again["train/loss"] == done[-1]["metrics"]["train/loss"] and again["train/gap_max"] == done[-1]["metrics"]["train/gap_max"]
+    assert (
+        again["train/loss"] == done[-1]["metrics"]["train/loss"]
+        and again["train/gap_max"] == done[-1]["metrics"]["train/gap_max"]
+    )
 
 
 def test_a_reference_keeps_its_whole_vocabulary():
-    """x = log pi - log pi_ref is that of the cut policy: with the same weights it is what the cut left out, never below 0."""
+    """x = log pi - log pi_ref is that of the cut policy: with the same weights it is
+    what the cut left out, never below 0.
+    """
     algo, loaded = row("grpo", kl={"coef": 0.1, "kind": "k1"}), model()
     t = trainer(loaded, algo)
     b = batch(groups(loaded, CUTS["top-p"]), algo)

@@ -41,7 +41,12 @@ def test_one_shared_copy_moves_nothing():
     assert asyncio.run(update(trainer)(trainer, e)) == 1
     stop()
     (synced,) = seen
-    assert e.arrivals.bytes_copied == 0 and e.version == 1 and synced.version == 1 and synced.root == names.manifest(model.model, 1).root
+    assert (
+        e.arrivals.bytes_copied == 0
+        and e.version == 1
+        and synced.version == 1
+        and synced.root == names.manifest(model.model, 1).root
+    )
     assert synced.bytes_copied == 0 and synced.probe_gap < 1e-5
 
 
@@ -63,14 +68,24 @@ def test_a_separate_copy_becomes_bitwise_equal():
 
 def test_a_tied_tensor_travels_once():
     model = tiny(
-        "gemma2", **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+        "gemma2",
+        **{
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+        },
     )
     sent = [n for n, _ in names.weights(model.model)]
     assert len(sent) == len(set(sent)) and not any("lm_head" in n for n in sent)
     trainer, e = Publisher(twin(model)), engine(model)
     trainer.train()
     asyncio.run(update(trainer)(trainer, e))
-    assert equal(trainer.loaded, model) and model.model.lm_head.weight.data_ptr() == model.model.model.embed_tokens.weight.data_ptr()
+    assert (
+        equal(trainer.loaded, model)
+        and model.model.lm_head.weight.data_ptr() == model.model.model.embed_tokens.weight.data_ptr()
+    )
 
 
 def test_an_engine_that_ends_right_after_the_commit_has_the_update_made_again():
@@ -205,7 +220,9 @@ def test_a_weight_that_flips_between_publish_and_commit():
         await e.receive(Begin(manifest))
         await e.receive(route)
         next(iter(route.data.values())).view(-1)[5] += 1e-3
-        with pytest.raises(SyncError, match=r"1 tensors arrived with other bits than were sent, first model\.embed_tokens\.weight"):
+        with pytest.raises(
+            SyncError, match=r"1 tensors arrived with other bits than were sent, first model\.embed_tokens\.weight"
+        ):
             await e.receive(Commit(0, manifest.root))
 
     asyncio.run(main())
@@ -298,17 +315,24 @@ def test_a_tensor_that_stays_behind_is_doubted_before_it_is_an_error():
         asyncio.run(work())
     finally:
         stop()
-    assert len(heard) == 3 and "differ by 2.0e-04 nats" in heard[0].message and "moved it by 2.0e-03" in heard[0].message
+    assert (
+        len(heard) == 3 and "differ by 2.0e-04 nats" in heard[0].message and "moved it by 2.0e-03" in heard[0].message
+    )
 
 
 def probed(moves, follows, *, noise=0.0, tolerance=0.25, versions=40, replicas=None):
-    """Updates that each move the trainer's probe by `moves` nats a token; of them an engine shows the share `follows`. -> the last version."""
+    """Updates that each move the trainer's probe by `moves` nats a token; of them an engine
+    shows the share `follows`. -> the last version.
+    """
     rng, at = np.random.default_rng(0), np.zeros(24)
     signs = rng.choice([-1.0, 1.0], 24)
 
     class Engine:
         async def score(self, request):
-            told = [(-3 + share * at + noise * rng.laplace(size=24)).tolist() for share in (replicas or {"": follows}).values()]
+            told = [
+                (-3 + share * at + noise * rng.laplace(size=24)).tolist()
+                for share in (replicas or {"": follows}).values()
+            ]
             return Scored(told[0], 0, dict(zip(replicas, told)) if replicas else {})
 
     async def score(tokens):
@@ -325,11 +349,15 @@ def probed(moves, follows, *, noise=0.0, tolerance=0.25, versions=40, replicas=N
 
 
 def test_an_engine_that_acknowledges_weights_and_keeps_the_old_ones_is_an_error():
-    with pytest.raises(SyncError, match=r"from version 0 to 1 .* moved by 0.005 nats a token, and those of the engine did not move"):
+    with pytest.raises(
+        SyncError, match=r"from version 0 to 1 .* moved by 0.005 nats a token, and those of the engine did not move"
+    ):
         probed(0.005, 0.0)
     with pytest.raises(SyncError, match=r"from version 0 to 26 .* did not move"):  # below what bf16 shows it adds up
         probed(0.0001, 0.0)
-    with pytest.raises(SyncError, match=r"from version 0 to \d .* moved by 0.1 nats a token, .* followed by -?\d+% of it"):
+    with pytest.raises(
+        SyncError, match=r"from version 0 to \d .* moved by 0.1 nats a token, .* followed by -?\d+% of it"
+    ):
         probed(0.02, 0.0, noise=0.01)  # its scores of the same weights are never the same
     with pytest.raises(SyncError, match="of the engine 'b' did not move"):
         probed(0.005, 0.0, replicas={"a": 1.0, "b": 0.0})
@@ -407,7 +435,9 @@ def test_moved_and_unmoved_weights():
         asyncio.run(sync(trainer, e))
     sync.moved = lambda: True
     asyncio.run(sync(trainer, e))
-    with pytest.raises(SyncError, match="made a step with lr > 0, but the weights it publishes are bit for bit the old ones"):
+    with pytest.raises(
+        SyncError, match="made a step with lr > 0, but the weights it publishes are bit for bit the old ones"
+    ):
         asyncio.run(sync(trainer, e))
 
 
@@ -437,7 +467,10 @@ def test_accidents_that_keep_the_sum_of_words():
     for n in (64, 300, 400):
         t = torch.randn(n, n, generator=g)
         odd = torch.arange(n) % 2 * -2 + 1  # negates every other column
-        seen = {names.digest(x) for x in (t, t.clone(), t.T, -t, t * odd, t * -odd, t.flip(0), t.flip(1), t.bfloat16(), -t.bfloat16())}
+        seen = {
+            names.digest(x)
+            for x in (t, t.clone(), t.T, -t, t * odd, t * -odd, t.flip(0), t.flip(1), t.bfloat16(), -t.bfloat16())
+        }
         assert len(seen) == 9
         for _ in range(40):
             i, j = torch.randperm(n, generator=g)[:2].tolist()
@@ -452,7 +485,15 @@ def test_accidents_that_keep_the_sum_of_words():
 def test_flipped_signs_of_all_or_of_every_second_number(dtype, n):
     """Only the highest bit of a float64 flips: what a sum modulo 2^64 sees as an even number of nothing."""
     t = torch.randn(n, generator=torch.Generator().manual_seed(6)).to(dtype)
-    assert len({names.digest(t * sign) for sign in (1, -1, torch.arange(n) % 2 * -2 + 1, torch.arange(n) % 4 // 2 * -2 + 1)}) == 4
+    assert (
+        len(
+            {
+                names.digest(t * sign)
+                for sign in (1, -1, torch.arange(n) % 2 * -2 + 1, torch.arange(n) % 4 // 2 * -2 + 1)
+            }
+        )
+        == 4
+    )
 
 
 def test_the_digest_of_a_gpu_is_that_of_a_cpu():
@@ -464,7 +505,9 @@ def test_the_digest_of_a_gpu_is_that_of_a_cpu():
 
 @pytest.mark.parametrize("bit", [15, 31, 47, 62, 63])
 def test_two_flips_of_the_same_high_bit_do_not_cancel(bit):
-    """A multiplication modulo 2^64 carries only upwards: without the fold, two flipped signs at odd places would be invisible."""
+    """A multiplication modulo 2^64 carries only upwards: without the fold, two flipped
+    signs at odd places would be invisible.
+    """
     words = torch.randint(-(2**62), 2**62, (100_000,), generator=torch.Generator().manual_seed(3))
     whole, r = names.digest(words), random.Random(bit)
     for _ in range(60):
@@ -499,5 +542,12 @@ def test_the_root_knows_names_shapes_and_dtypes():
         return names.manifest(model, 0).root
 
     a, b = torch.arange(6.0), torch.ones(6)
-    roots = [root(a=a, b=b), root(a=b, b=a), root(a=a.view(2, 3), b=b), root(a=a.view(torch.int32), b=b), root(c=a, b=b), root(a=a)]
+    roots = [
+        root(a=a, b=b),
+        root(a=b, b=a),
+        root(a=a.view(2, 3), b=b),
+        root(a=a.view(torch.int32), b=b),
+        root(c=a, b=b),
+        root(a=a),
+    ]
     assert len(set(roots)) == len(roots) and root(a=a, b=b) == root(b=b, a=a)

@@ -34,7 +34,11 @@ def test_an_account_leaves_no_moment_out():
     account.tell()
     end()
     first, second = heard
-    assert isinstance(first, WorkerTime) and first.seconds.keys() == {"idle", "generate", "held"} and first.counts == {"tokens": 7}
+    assert (
+        isinstance(first, WorkerTime)
+        and first.seconds.keys() == {"idle", "generate", "held"}
+        and first.counts == {"tokens": 7}
+    )
     assert [kind for kind, _ in first.laps] == ["idle", "generate", "held", "generate", "idle"]
     assert sum(s for _, s in first.laps) == pytest.approx(sum(first.seconds.values()), abs=1e-5)
     assert last - inside <= sum(first.seconds.values()) <= after - before
@@ -55,11 +59,16 @@ def test_phases_and_accounts_of_a_run(tmp_path, place):
         passed = accounts[-1]["t"] - accounts[0]["t"]  # by the journal's clock, to a millisecond, an event's way later
         assert sum(sum(e["seconds"].values()) for e in accounts[1:]) == pytest.approx(passed, rel=0.02, abs=0.02)
     card = json.loads((tmp_path / "card.json").read_text())
-    assert card["workers"].keys() == {"controller", *told} and all(sum(w.values()) == pytest.approx(1) for w in card["workers"].values())
+    assert card["workers"].keys() == {"controller", *told} and all(
+        sum(w.values()) == pytest.approx(1) for w in card["workers"].values()
+    )
     assert "| " + min(told) + " | " in (tmp_path / "card.md").read_text()
     kinds = {name: set().union(*(e["seconds"] for e in accounts)) for name, accounts in told.items()}
     engine, trainer = sorted(kinds)
     assert {"generate", "held", "idle", "score"} <= kinds[engine] and {"step", "idle", "publish"} <= kinds[trainer]
-    wrote = sum(sum(e["lengths"]) for e in events(tmp_path, "GroupFinished") if e["number"] >= 16)  # the two steps of warmup show
-    assert sum(e["counts"].get("tokens", 0) for e in told[engine]) >= 0.5 * wrote, "only the tail after the last update is not told"
+    # the two steps of warmup show
+    wrote = sum(sum(e["lengths"]) for e in events(tmp_path, "GroupFinished") if e["number"] >= 16)
+    assert sum(e["counts"].get("tokens", 0) for e in told[engine]) >= 0.5 * wrote, (
+        "only the tail after the last update is not told"
+    )
     assert all(e["counts"]["requests"] <= e["counts"]["room"] for e in told[engine] if e["counts"])

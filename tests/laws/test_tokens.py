@@ -1,4 +1,6 @@
-"""Law 5: the token buffer is the only truth. What is trained is what was sampled, whatever a tokenizer would make of its text."""
+"""Law 5: the token buffer is the only truth. What is trained is what was sampled,
+whatever a tokenizer would make of its text.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from units.chat_kit import PREAMBLE, TEMPLATES, Engine, chat, tokenizer
 
-PIECES = ["", "a", "b", "ab", "ba", "\n", "\n\n", "u", "<e>", "<u>", "<p>"]  # ids 1..; "ab" is a+b or ab, "\n\n" one token or two
+# ids 1..; "ab" is a+b or ab, "\n\n" one token or two
+PIECES = ["", "a", "b", "ab", "ba", "\n", "\n\n", "u", "<e>", "<u>", "<p>"]
 
 
 class Ambiguous:
@@ -49,7 +52,8 @@ def test_trained_tokens_are_the_sampled_ones(turns, finish):
     tok, engine = Ambiguous(), Engine(*turns, finish=finish)
     trajectory = asyncio.run(talk(chat(tok, engine), [{"role": "user", "content": "ab\n\n"}], len(turns)))
     assert [t for t, m in zip(trajectory.tokens, trajectory.mask) if m] == list(chain(*turns))
-    for n, request in enumerate(engine.requests[1:], 1):  # append-only: every request continues the one before and its completion
+    # append-only: every request continues the one before and its completion
+    for n, request in enumerate(engine.requests[1:], 1):
         before = engine.requests[n - 1].tokens + turns[n - 1]
         assert request.tokens[: len(before)] == before
     assert trajectory.tokens.count(PIECES.index("<p>")) - list(chain(*turns)).count(PIECES.index("<p>")) == 1

@@ -1,4 +1,6 @@
-"""Law 6 on every way that weights travel: the same bits arrive, or the old version goes on serving, or the engine refuses."""
+"""Law 6 on every way that weights travel: the same bits arrive, or the old version
+goes on serving, or the engine refuses.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,11 @@ def ends(kind, folder, loaded, **knobs):
     route = {"named": "ipc"}.get(kind, kind)
     trainer = Publisher(twin(loaded), transport=transport(kind, folder, **knobs))
     e = engine(loaded, transports={route: transport(kind, folder, **knobs)}, run=in_thread)
-    return trainer, e, Update(trainer.transport, probe=[], score=None, tolerance=1e-4, moved=lambda: True, deadline=30.0)
+    return (
+        trainer,
+        e,
+        Update(trainer.transport, probe=[], score=None, tolerance=1e-4, moved=lambda: True, deadline=30.0),
+    )
 
 
 async def in_thread(f, *args):
@@ -83,10 +89,19 @@ def models():
     yield (
         "gemma2, tied",
         tiny(
-            "gemma2", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+            "gemma2",
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
         ),
     )
-    yield "bf16", load({"random": "llama", **SIZE, "vocab_size": 101, "intermediate_size": 77, "seed": 4}, dtype="bfloat16")
+    yield (
+        "bf16",
+        load({"random": "llama", **SIZE, "vocab_size": 101, "intermediate_size": 77, "seed": 4}, dtype="bfloat16"),
+    )
 
 
 @pytest.mark.slow
@@ -109,7 +124,9 @@ def test_the_same_bits_arrive(kind, name, model, tmp_path):
     close(trainer, e)
 
 
-@pytest.mark.parametrize("kind", ["ipc", "distributed", *(pytest.param(k, marks=pytest.mark.slow) for k in ("named", "disk", "delta"))])
+@pytest.mark.parametrize(
+    "kind", ["ipc", "distributed", *(pytest.param(k, marks=pytest.mark.slow) for k in ("named", "disk", "delta"))]
+)
 @pytest.mark.slow
 def test_two_engines_in_processes_of_their_own(kind, tmp_path):
     """And after the end no process, port or segment is left."""
@@ -117,7 +134,10 @@ def test_two_engines_in_processes_of_their_own(kind, tmp_path):
     route = {"named": "ipc"}.get(kind, kind)
     trainer = Publisher(tiny(), transport=transport(kind, tmp_path))
     sync = Update(trainer.transport, probe=[], score=None, tolerance=1e-4, moved=lambda: True, deadline=60.0)
-    with remote(tiny, route, transport(kind, tmp_path)) as (a, _), remote(tiny, route, transport(kind, tmp_path)) as (b, _):
+    with (
+        remote(tiny, route, transport(kind, tmp_path)) as (a, _),
+        remote(tiny, route, transport(kind, tmp_path)) as (b, _),
+    ):
 
         async def main():
             for version in (1, 2, 3):
@@ -251,13 +271,22 @@ def test_messages_repeated_or_missing(kind, tmp_path):
             ((begin, replace(route, kind="pigeon")), f"weights come by 'pigeon'; this engine takes them by .*{kind}"),
             ((begin, route, replace(commit, version=2)), "version 2 with root .* is committed, but 1"),
             ((Begin(replace(manifest, tensors=manifest.tensors[1:]), beside=True),), "1 tensors are missing"),
-            ((Begin(replace(manifest, tensors=(replace(manifest.tensors[0], shape=(3,)), *manifest.tensors[1:])), True),), "another shape"),
+            (
+                (
+                    Begin(
+                        replace(manifest, tensors=(replace(manifest.tensors[0], shape=(3,)), *manifest.tensors[1:])),
+                        True,
+                    ),
+                ),
+                "another shape",
+            ),
         ]:
             e = engine(tiny(), transports={kind: trainer.transport})
             with pytest.raises(SyncError, match=says):
                 for message in messages:
                     await e.receive(message)
-            begun = isinstance(messages[0], Begin)  # a word without a begin is nobody's update: no one knows what was written
+            # a word without a begin is nobody's update: no one knows what was written
+            begun = isinstance(messages[0], Begin)
             assert (await e.status()).state == ("serving" if begun else "refusing") and e.version == 0
 
     asyncio.run(main())
@@ -267,7 +296,9 @@ def test_messages_repeated_or_missing(kind, tmp_path):
 @pytest.mark.parametrize("kind", BESIDE)
 @pytest.mark.slow
 def test_the_engine_decodes_until_the_commit(kind, tmp_path):
-    """W15: staged beside, a pause only for the commit; the same tokens as with a pause at the same place, versions in order."""
+    """W15: staged beside, a pause only for the commit; the same tokens as with a pause
+    at the same place, versions in order.
+    """
     trainer, e, sync = ends(kind, tmp_path, tiny())
     seen = []
     stop = subscribe(lambda event: seen.append(event) if isinstance(event, Synced) else None)
@@ -311,7 +342,9 @@ def test_a_compiled_pass_reads_what_the_module_points_to(kind, tmp_path):
         await sync(trainer, e)
         after = await e.generate(ask(prompt(4, 12)))
         truth = await engine(twin(trainer.loaded)).generate(ask(prompt(4, 12)))
-        assert before.tokens != after.tokens == truth.tokens and after.logprobs == pytest.approx(truth.logprobs, abs=1e-5)
+        assert before.tokens != after.tokens == truth.tokens and after.logprobs == pytest.approx(
+            truth.logprobs, abs=1e-5
+        )
 
     asyncio.run(main())
     close(trainer, e)
@@ -356,10 +389,16 @@ MIXTURES = {
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [*((kind, "qwen3_moe") for kind in ("disk", "delta", "distributed", "ipc")), ("disk", "mixtral"), ("delta", "minimax_m2")],
+    [
+        *((kind, "qwen3_moe") for kind in ("disk", "delta", "distributed", "ipc")),
+        ("disk", "mixtral"),
+        ("delta", "minimax_m2"),
+    ],
 )
 def test_a_mixture_leaves_under_the_names_of_its_checkpoints(kind, name, tmp_path):
-    """What other programs read has names, shapes and bits of `save_pretrained`; the engine puts the experts where its module has them."""
+    """What other programs read has names, shapes and bits of `save_pretrained`; the engine
+    puts the experts where its module has them.
+    """
     trainer, e, sync = ends(kind, tmp_path, tiny(name, **(SIZE | MIXTURES[name])))
     heard = []
     begin = e.arrivals.begin
@@ -396,13 +435,17 @@ def test_a_mixture_leaves_under_the_names_of_its_checkpoints(kind, name, tmp_pat
     close(trainer, e)
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "granitemoe", "ernie4_5_moe", "deepseek_v3", "apertus", "gpt2", "qwen2_5_vl", "gemma3_text"])
+@pytest.mark.parametrize(
+    "kind", ["gpt_neox", "granitemoe", "ernie4_5_moe", "deepseek_v3", "apertus", "gpt2", "qwen2_5_vl", "gemma3_text"]
+)
 def test_published_tensors_are_those_of_save_pretrained_and_parts_of_the_module(kind, tmp_path):
     loaded = looking(kind) if kind in EYES else load({"random": kind, **FAMILIES[kind]}, dtype="bfloat16")
     loaded.model.save_pretrained(tmp_path)
     saved = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
     told = dict(names.published(loaded.model, names.weights(loaded.model)))
-    assert told.keys() == saved.keys() and all(torch.equal(t, saved[name]) and t.dtype == saved[name].dtype for name, t in told.items())
+    assert told.keys() == saved.keys() and all(
+        torch.equal(t, saved[name]) and t.dtype == saved[name].dtype for name, t in told.items()
+    )
     own = {t.untyped_storage().data_ptr() for t in loaded.model.state_dict().values()}
     assert all(t.untyped_storage().data_ptr() in own for t in told.values())  # nothing is copied to be named
 
@@ -456,7 +499,9 @@ def test_shards_are_gathered_once_an_update():
 
 @pytest.mark.parametrize("kind", ["disk", "delta"])
 def test_a_run_that_was_rolled_back_reads_what_it_publishes(kind, tmp_path):
-    """A run that dies at version 17 and goes on from 10: later versions are abandoned, and the newest is the one published last."""
+    """A run that dies at version 17 and goes on from 10: later versions are abandoned,
+    and the newest is the one published last.
+    """
 
     def publish(way, *versions):
         for version in versions:
@@ -500,7 +545,9 @@ def test_two_segments_take_turns_and_none_is_written_while_it_is_read():
         manifest, route = sender.publish(Route("ipc"), version, rows_of({n: t + version for n, t in tensors.items()}))
         places.append(route.data.path)
         held = dict(receiver.receive(route, manifest, {}))
-    assert len(set(places)) == 3 and all(torch.equal(stays[n], tensors[n]) for n in tensors), "a segment was written while it was read"
+    assert len(set(places)) == 3 and all(torch.equal(stays[n], tensors[n]) for n in tensors), (
+        "a segment was written while it was read"
+    )
     stays["a"][0] = 7.0  # private: a reader's write is its own
     assert len(sender._segments) == 3
     sender.close(), receiver.close()
@@ -524,7 +571,9 @@ def test_a_route_of_another_day():
 
 
 def test_a_read_is_never_torn():
-    """W13: a writer that fills segments as fast as it can, a reader of routes that may be old. Without lock and number it reads mixtures."""
+    """W13: a writer that fills segments as fast as it can, a reader of routes that may be old.
+    Without lock and number it reads mixtures.
+    """
     sender, receiver, routes, stop = FromIpc(), FromIpc(), [], threading.Event()
 
     def write():
@@ -532,7 +581,9 @@ def test_a_read_is_never_torn():
         while not stop.is_set():
             version += 1
             routes.append(
-                sender.publish(Route("ipc"), version, [(TensorInfo("a", (200_000,), "int64", ""), torch.full((200_000,), version))])
+                sender.publish(
+                    Route("ipc"), version, [(TensorInfo("a", (200_000,), "int64", ""), torch.full((200_000,), version))]
+                )
             )
 
     def naked(route):
@@ -578,11 +629,20 @@ def test_a_segment_whose_writer_died_is_reaped():
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(1, 3000), st.floats(0, 1), st.sampled_from(["float32", "bfloat16", "float64", "uint8"]), st.integers(0, 10**6))
+@given(
+    st.integers(1, 3000),
+    st.floats(0, 1),
+    st.sampled_from(["float32", "bfloat16", "float64", "uint8"]),
+    st.integers(0, 10**6),
+)
 def test_decode_undoes_encode(n, share, dtype, seed):
     g = torch.Generator().manual_seed(seed)
     old = delta.bits((torch.randn(n, generator=g) * 50).to(getattr(torch, dtype)))
-    new = torch.where(torch.rand(n, generator=g) < share, delta.bits((torch.randn(n, generator=g) * 50).to(getattr(torch, dtype))), old)
+    new = torch.where(
+        torch.rand(n, generator=g) < share,
+        delta.bits((torch.randn(n, generator=g) * 50).to(getattr(torch, dtype))),
+        old,
+    )
     blob = delta.encode(old, new)
     assert (blob == b"") == torch.equal(old, new)
     if blob:
@@ -626,7 +686,9 @@ def test_a_delta_on_another_base_is_refused(lies, tmp_path):
         manifest, route = await trainer.publish(Route("delta", base=e.arrivals.root))
         if lies:
             other.arrivals.root = e.arrivals.root
-        with pytest.raises(SyncError, match="other bits than were sent" if lies else "the data changes weights with root"):
+        with pytest.raises(
+            SyncError, match="other bits than were sent" if lies else "the data changes weights with root"
+        ):
             await other.receive(Begin(manifest, beside=True))
             await other.receive(route)
         assert (await other.status()).state == "serving" and other.version == 1

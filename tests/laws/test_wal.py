@@ -1,4 +1,6 @@
-"""The token log (law 15, SPEC Y7): whole blocks only, the past that this life has, and lengths as if nothing had been interrupted."""
+"""The token log (law 15, SPEC Y7): whole blocks only, the past that this life has, and
+lengths as if nothing had been interrupted.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def test_what_a_lost_life_had_trained_does_not_count(folder):
 
 
 def test_what_two_lives_drew_is_not_one_sample(tmp_path):
-    """One drew 5 tokens under version 3 and 6 under 4; the next went back to version 3 and drew 8 more there. Both are true; a mixture is not."""
+    """One drew 5 tokens under version 3 and 6 under 4; the next went back to version 3 and drew
+    8 more there. Both are true; a mixture is not.
+    """
     log = TokenLog(tmp_path)
     log.committed(3, "root-3")
     log.write(rows(1, 0, 5, 3))
@@ -106,7 +110,9 @@ def routes(n: int, experts: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("experts", [8, 300])
 def test_routes_stand_beside_their_tokens(tmp_path, experts):
-    """Requests with and without, in one block; a prompt that siblings share is stored once a segment, and again by another life."""
+    """Requests with and without, in one block; a prompt that siblings share is stored
+    once a segment, and again by another life.
+    """
     log, given = TokenLog(tmp_path), routes(500, experts)
     log.committed(3, "root-3")
     step = [*rows(1, 0, 1, 3), *rows(2, 0, 1, 3), *rows(3, 0, 1, 3)]
@@ -114,7 +120,10 @@ def test_routes_stand_beside_their_tokens(tmp_path, experts):
     one = (tmp_path / "000003.bin").stat().st_size
     assert given.size * (1 if experts < 256 else 2) < one < given.size * (1 if experts < 256 else 2) + 500
     for i in range(1, 4):
-        log.write([*rows(1, i, 1, 3), *rows(3, i, 1, 3)], [(499 + i, routes(1, experts, i)), (499 + i, routes(1, experts, 9 + i))])
+        log.write(
+            [*rows(1, i, 1, 3), *rows(3, i, 1, 3)],
+            [(499 + i, routes(1, experts, i)), (499 + i, routes(1, experts, 9 + i))],
+        )
     log.close()
     for sample, seed in ((1, 0), (3, 9)):
         again = TokenLog(tmp_path)
@@ -237,7 +246,9 @@ def test_a_life_that_was_rolled_back_keeps_what_it_writes(tmp_path):
 
 @pytest.mark.slow
 def test_interrupted_lengths_are_those_of_uninterrupted_samples(tmp_path):
-    """h = 0.02, q = 0.01: restarting gives a mean of 33.6 tokens, the log 50 (SPEC Y7); Kolmogorov-Smirnov tells them apart."""
+    """h = 0.02, q = 0.01: restarting gives a mean of 33.6 tokens, the log 50 (SPEC Y7);
+    Kolmogorov-Smirnov tells them apart.
+    """
     rng, h, q, n = np.random.default_rng(0), 0.02, 0.01, 4000
     log = TokenLog(tmp_path / "wal")
     log.committed(0, "root")
@@ -289,7 +300,11 @@ def serving(folder, loaded=None, **how):
     manifest = names.manifest(e.loaded.model, 1)
 
     async def commit():
-        for message in (Begin(manifest), Route("tensor", dict(names.weights(e.loaded.model))), Commit(1, manifest.root)):
+        for message in (
+            Begin(manifest),
+            Route("tensor", dict(names.weights(e.loaded.model))),
+            Commit(1, manifest.root),
+        ):
             await e.receive(message)
 
     asyncio.run(commit())
@@ -297,7 +312,9 @@ def serving(folder, loaded=None, **how):
 
 
 def asked(n: int = 6) -> list[Request]:
-    return [ask(prompt(i, 7 + i), n=24, temperature=1.0, ignore_eos=i % 2 == 0, key=sample_key(0, i, 0)) for i in range(n)]
+    return [
+        ask(prompt(i, 7 + i), n=24, temperature=1.0, ignore_eos=i % 2 == 0, key=sample_key(0, i, 0)) for i in range(n)
+    ]
 
 
 async def dies(e, requests, after: int):
@@ -368,23 +385,35 @@ def test_what_the_log_cannot_bring_back_is_drawn_again(tmp_path):
 
 MIXTURES = {
     "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 8},
-    "qwen3_moe": {"num_experts_per_tok": 2, "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "qwen3_moe": {
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
 }
 
 
 def routed(siblings: int = 2) -> list[Request]:
     """Groups of siblings, of a prompt each."""
     given = [
-        replace(ask(prompt(i // siblings, 9 + i // siblings), n=24, key=sample_key(0, i, 0)), wants=frozenset({"experts"}))
+        replace(
+            ask(prompt(i // siblings, 9 + i // siblings), n=24, key=sample_key(0, i, 0)), wants=frozenset({"experts"})
+        )
         for i in range(6)
     ]
     return [replace(r, sampling=replace(r.sampling, ignore_eos=True)) for r in given]
 
 
-@pytest.mark.parametrize("how", [{}, {"kv_pages": 90, "max_running": 4}, {"prefill_tokens": 4}], ids=["plain", "retracted", "chunked"])
+@pytest.mark.parametrize(
+    "how", [{}, {"kv_pages": 90, "max_running": 4}, {"prefill_tokens": 4}], ids=["plain", "retracted", "chunked"]
+)
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_a_mixture_goes_on_with_the_routes_that_were_recorded(tmp_path, kind, how):
-    """Two crashes, the second of samples that had come back from the first: every route as if nothing had happened, and nothing drawn twice."""
+    """Two crashes, the second of samples that had come back from the first: every route as if
+    nothing had happened, and nothing drawn twice.
+    """
     model = tiny(kind, **SIZE, **MIXTURES[kind])
     how = {"routes": True, **how}
     whole = asyncio.run(all_of(serving(tmp_path / "other", model, **how), routed()))
@@ -395,7 +424,10 @@ def test_a_mixture_goes_on_with_the_routes_that_were_recorded(tmp_path, kind, ho
     again = asyncio.run(all_of(e, routed()))
     assert [c.tokens for c in again] == [c.tokens for c in whole]
     assert sum(drawn) <= 6 * 24 - 4 * (6 if "kv_pages" in how else 13)  # one that waits for room is behind the others
-    assert all(np.array_equal(a.experts, b.experts) and a.experts.dtype == b.experts.dtype for a, b in zip(again, whole, strict=True))
+    assert all(
+        np.array_equal(a.experts, b.experts) and a.experts.dtype == b.experts.dtype
+        for a, b in zip(again, whole, strict=True)
+    )
     assert all(len(c.experts) == c.prompt_tokens + len(c.tokens) - 1 for c in again)
     e = serving(tmp_path / "wal", model, **how)
     e.runner.step = None  # it would break
@@ -404,7 +436,9 @@ def test_a_mixture_goes_on_with_the_routes_that_were_recorded(tmp_path, kind, ho
 
 
 def test_a_sample_that_was_given_back_in_between_has_its_first_routes(tmp_path):
-    """Pieces: the second reads the first's tokens once more, by new weights. Whose routes those are is decided as without a crash."""
+    """Pieces: the second reads the first's tokens once more, by new weights. Whose routes
+    those are is decided as without a crash.
+    """
     model = tiny("mixtral", **SIZE, **MIXTURES["mixtral"])
 
     async def pieces(e, crash: bool):
@@ -420,7 +454,11 @@ def test_a_sample_that_was_given_back_in_between_has_its_first_routes(tmp_path):
                 for p in e.loaded.model.parameters():
                     p.mul_(1.01)
             manifest = names.manifest(e.loaded.model, e.version + 1)
-            for message in (Begin(manifest), Route("tensor", dict(names.weights(e.loaded.model))), Commit(e.version + 1, manifest.root)):
+            for message in (
+                Begin(manifest),
+                Route("tensor", dict(names.weights(e.loaded.model))),
+                Commit(e.version + 1, manifest.root),
+            ):
                 await e.receive(message)
             await e.resume()
         if not crash:
@@ -439,7 +477,11 @@ def test_a_sample_that_was_given_back_in_between_has_its_first_routes(tmp_path):
     manifest = names.manifest(e.loaded.model, 3)
 
     async def commit():
-        for message in (Begin(manifest), Route("tensor", dict(names.weights(e.loaded.model))), Commit(3, manifest.root)):
+        for message in (
+            Begin(manifest),
+            Route("tensor", dict(names.weights(e.loaded.model))),
+            Commit(3, manifest.root),
+        ):
             await e.receive(message)
 
     asyncio.run(commit())
@@ -459,7 +501,9 @@ def test_tokens_without_routes_are_not_enough(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_run_of_a_mixture_trains_the_routes_of_one_that_was_left_alone(tmp_path):
-    """Killed in the middle of a step's answers. The engine's batches are other ones then, and with them last bits of logprobs; routes are not."""
+    """Killed in the middle of a step's answers. The engine's batches are other ones then, and
+    with them last bits of logprobs; routes are not.
+    """
     how = {
         "model__path": {"random": "qwen3_moe", **SIZE, **MIXTURES["qwen3_moe"]},
         "engine__sampling": {"max_tokens": 24}, "loop__warmup__steps": 2, "loop__steps": 4, "run__checkpoint__every": 2, "task__eval__n": 2,
@@ -472,5 +516,7 @@ def test_a_killed_run_of_a_mixture_trains_the_routes_of_one_that_was_left_alone(
     for n in range(3, 7):
         mine, theirs = (store.read_step(tmp_path / name, n) for name in ("run", "whole"))
         for a, b in zip(mine, theirs, strict=True):
-            assert (a["tokens"], a["versions"]) == (b["tokens"], b["versions"]) and np.array_equal(a["experts"], b["experts"])
+            assert (a["tokens"], a["versions"]) == (b["tokens"], b["versions"]) and np.array_equal(
+                a["experts"], b["experts"]
+            )
             assert len(a["experts"]) == len(a["tokens"]) - 1

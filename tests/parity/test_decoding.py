@@ -1,4 +1,6 @@
-"""Siblings that read their common context once against everyone reading everything, and the engine with and without it."""
+"""Siblings that read their common context once against everyone reading everything, and the engine
+with and without it.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,14 @@ def test_families_equal_whole_contexts(window, softcap, families):
 @pytest.fixture(scope="module")
 def tiny():
     return load(
-        {"random": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}, dtype="float32"
+        {
+            "random": "llama",
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+        dtype="float32",
     )
 
 
@@ -72,7 +81,9 @@ async def here(function, *args):
 
 
 def answers(loaded, share: float, monkeypatch) -> tuple[list[list[int]], list[float], int]:
-    """Three groups of four with prompts of 9, 17 and 30 tokens and ends at different times; some prompts begin alike."""
+    """Three groups of four with prompts of 9, 17 and 30 tokens and ends at different times; some
+    prompts begin alike.
+    """
     monkeypatch.setattr(runner, "SHARE", share)
     engine = BuiltinEngine(loaded, run=here, kv_pages=400, max_running=12)
     used = 0

@@ -1,4 +1,6 @@
-"""One module for both sides: packed training, paged serving and transformers' own attention give the same logprobs, family by family."""
+"""One module for both sides: packed training, paged serving and transformers' own
+attention give the same logprobs, family by family.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_packed_and_paged_equal_the_plain_forward(kind):
     e = engine(loaded, prefill_tokens=16)
     done = asyncio.run(all_of(e, [ask(shared, key=i, n=n) for i, n in enumerate((25, 3, 14, 1))]))
     idle(e)
-    assert (e.pages.keys.bytes + e.pages.values.bytes) / (e.pages.count + 1) == loaded.cached > 0, "what a page is billed at"
+    assert (e.pages.keys.bytes + e.pages.values.bytes) / (e.pages.count + 1) == loaded.cached > 0, (
+        "what a page is billed at"
+    )
     tails = [c.tokens for c in done]
     plain = [plain_logprobs(loaded, shared + tail)[len(shared) - 1 :] for tail in tails]
     packed = packed_logprobs(loaded, shared, tails)
@@ -62,7 +66,9 @@ def test_packed_and_paged_equal_the_plain_forward(kind):
 
 @pytest.mark.parametrize("kind", [kind for kind, config in FAMILIES.items() if "sliding_window" in config])
 def test_the_window_matters_here(kind):
-    """A token just outside every window of one layer's reach would change the answer if it were seen: otherwise parity proves nothing."""
+    """A token just outside every window of one layer's reach would change the answer if it
+    were seen: otherwise parity proves nothing.
+    """
     loaded = model(kind)
     row = prompt(7, 40)
     config, text = loaded.model.config, plain_logits(loaded, row)
@@ -143,7 +149,9 @@ def test_longrope_carries_the_range_in_which_a_position_means_the_same_in_every_
         "rope_theta": 1e4,
         "original_max_position_embeddings": 64,
     }
-    loaded = load({"random": "phi3", **SIZE, "original_max_position_embeddings": 64, "rope_parameters": rope}, dtype="float32")
+    loaded = load(
+        {"random": "phi3", **SIZE, "original_max_position_embeddings": 64, "rope_parameters": rope}, dtype="float32"
+    )
     assert loaded.max_context == _max_context(loaded.model.config) == 64
     assert model("phi3").max_context == 512
 

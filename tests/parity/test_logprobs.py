@@ -47,7 +47,9 @@ def reference(hidden, target, head: Head, temperature: float):
 
 
 def close(ours, exact, tolerance: float) -> None:
-    assert (ours.double() - exact).norm() <= tolerance * (exact.norm() + 1e-12), ((ours.double() - exact).norm() / exact.norm()).item()
+    assert (ours.double() - exact).norm() <= tolerance * (exact.norm() + 1e-12), (
+        (ours.double() - exact).norm() / exact.norm()
+    ).item()
 
 
 @pytest.mark.parametrize("how", HEADS)
@@ -98,7 +100,10 @@ def test_the_rows_do_not_depend_on_each_other():
     hidden, target, head = setup(CHUNK + 9, "all")
     whole, _ = logprob_and_entropy(hidden, target, head, temperature=0.8)
     alone = torch.stack(
-        [logprob_and_entropy(hidden[i : i + 1], target[i : i + 1], head, temperature=0.8)[0][0] for i in range(0, CHUNK + 9, 37)]
+        [
+            logprob_and_entropy(hidden[i : i + 1], target[i : i + 1], head, temperature=0.8)[0][0]
+            for i in range(0, CHUNK + 9, 37)
+        ]
     )
     assert (whole[::37] - alone).abs().max() <= 5e-6
 
@@ -108,7 +113,12 @@ def test_extreme_logits_stay_finite():
     big = (hidden.detach() * 1e4).requires_grad_()
     logprob, entropy = logprob_and_entropy(big, target, head)
     (logprob + entropy).sum().backward()
-    assert logprob.isfinite().all() and entropy.isfinite().all() and big.grad.isfinite().all() and head.weight.grad.isfinite().all()
+    assert (
+        logprob.isfinite().all()
+        and entropy.isfinite().all()
+        and big.grad.isfinite().all()
+        and head.weight.grad.isfinite().all()
+    )
     assert (entropy >= 0).all()
 
 
@@ -118,7 +128,8 @@ def test_nothing_of_the_size_of_the_logits_is_kept_for_the_backward(m):
     kept: list[tuple[int, ...]] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
         logprob, entropy = logprob_and_entropy(hidden, target, head, temperature=0.7)
-    held = [t.shape for t in vars(logprob.grad_fn).values() if isinstance(t, torch.Tensor)]  # what ctx holds beside the saved tensors
+    # what ctx holds beside the saved tensors
+    held = [t.shape for t in vars(logprob.grad_fn).values() if isinstance(t, torch.Tensor)]
     assert kept and not [s for s in [*kept, *held] if len(s) == 2 and m in s and V in s]
     assert all(len(s) == 1 for s in held)
     (logprob.sum() + entropy.sum()).backward()

@@ -32,7 +32,11 @@ def installed(peer: Peer) -> Path:
 
 def compare(peer: Peer, theirs: dict[str, Any]) -> None:
     assert len(theirs) > 100 and [key for key in theirs if not peer.knows(peer.canonical(key))] == []
-    plain = {key: value for key, value in theirs.items() if key in peer.defaults and isinstance(value, bool | int | float | str)}
+    plain = {
+        key: value
+        for key, value in theirs.items()
+        if key in peer.defaults and isinstance(value, bool | int | float | str)
+    }
     assert {key: value for key, value in plain.items() if peer.defaults[key] != value} == {}
 
 
@@ -54,12 +58,18 @@ def test_trl():
 def test_verl():
     text = (installed(VERL) / "trainer" / "config" / "_generated_ppo_trainer.yaml").read_text(encoding="utf-8")
     theirs = read("verl", text)
-    compare(VERL, {key: value for key, value in theirs.items() if not key.endswith("_target_") and "${" not in str(value)})
+    compare(
+        VERL, {key: value for key, value in theirs.items() if not key.endswith("_target_") and "${" not in str(value)}
+    )
 
 
 def test_openrlhf():
     tree = ast.parse((installed(OPENRLHF) / "cli" / "train_ppo_ray.py").read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument"]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument"
+    ]
     theirs = {}
     for call in calls:
         default = next((word.value for word in call.keywords if word.arg == "default"), None)
@@ -75,6 +85,12 @@ def test_the_whole_config_of_verl_becomes_a_recipe():
     report, bare = translate(VERL, given, Table()), translate(VERL, {}, Table())
     assert sorted([*report.translated, *report.same, *report.missing]) == sorted(given) and not report.unknown
     whole, short = (Job.parse(nested(r.lines)).tree() for r in (report, bare))
-    rows = [resolve({key: table for key, table in tree.pop("algo").items() if table and key != "group_size"}) for tree in (whole, short)]
-    assert rows[0] == rows[1] and whole["engine"].pop("max_running") == 256 and short["engine"].pop("max_running") == 64  # speed alone
-    assert {name: whole[name] for name in whole if name != "run"} == {name: short[name] for name in short if name != "run"}
+    rows = [
+        resolve({key: table for key, table in tree.pop("algo").items() if table and key != "group_size"})
+        for tree in (whole, short)
+    ]
+    # speed alone
+    assert rows[0] == rows[1] and whole["engine"].pop("max_running") == 256 and short["engine"].pop("max_running") == 64
+    assert {name: whole[name] for name in whole if name != "run"} == {
+        name: short[name] for name in short if name != "run"
+    }

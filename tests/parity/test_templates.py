@@ -1,4 +1,5 @@
-"""The chat templates that models really have, as TRL ships them: a conversation of four turns says its system message once, and only grows.
+"""The chat templates that models really have, as TRL ships them: a conversation of four turns
+says its system message once, and only grows.
 
 A template that rewrites what came before is refused by name. Run by `make parity`.
 """
@@ -52,13 +53,16 @@ def talk(name: str, turns: int = 4, thought: str = ""):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_conversation_says_its_preamble_once_and_only_grows(name):
-    thought = "<think>\nhm 4481\n</think>\n\n" if "<think>" in (HOME / f"{name}.jinja").read_text(encoding="utf-8") else ""
+    thought = (
+        "<think>\nhm 4481\n</think>\n\n" if "<think>" in (HOME / f"{name}.jinja").read_text(encoding="utf-8") else ""
+    )
     try:
         grown, text, says = talk(name, thought=thought)
     except DataError as error:
         pytest.skip(f"refused: {error}")
     except Exception as error:
-        if "system" in str(error).lower() or "has no attribute 'text'" in str(error):  # no system role; content in parts, as for pictures
+        # no system role; content in parts, as for pictures
+        if "system" in str(error).lower() or "has no attribute 'text'" in str(error):
             pytest.skip(f"the template itself refuses: {error}")
         raise
     assert text.count("7193") == 1 and all(text.count(f"question {n}") == 1 for n in range(4))
@@ -86,7 +90,11 @@ TOOL = {
     "function": {
         "name": "find",
         "description": "Finds.",
-        "parameters": {"type": "object", "properties": {"what": {"type": "string", "description": "w"}}, "required": ["what"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"what": {"type": "string", "description": "w"}},
+            "required": ["what"],
+        },
     },
 }
 
@@ -122,23 +130,39 @@ def test_a_call_is_read_back_as_the_real_template_writes_it(name):
         assert tok.decode(template.after(written, [answer])) == behind
 
 
-MARKS = re.compile(r"<[|｜][^<>\s'\"{}]{1,40}>|<[^<>\s'\"{}|/]{1,40}\|>|<(?:start|end)_of_turn>|</?s>|\[/?[A-Z_]{3,}\]|\[gMASK\]|<sop>")
+MARKS = re.compile(
+    r"<[|｜][^<>\s'\"{}]{1,40}>|<[^<>\s'\"{}|/]{1,40}\|>|<(?:start|end)_of_turn>|</?s>|\[/?[A-Z_]{3,}\]|\[gMASK\]|<sop>"
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_text_becomes_no_control_token_in_a_real_template(name):
-    """Whatever the marks of its template are, a message that spells them all has only those that the template writes around it."""
+    """Whatever the marks of its template are, a message that spells them all has only
+    those that the template writes around it.
+    """
     tok = made(name)
-    tok.add_tokens([AddedToken(mark, special=True) for mark in {*MARKS.findall(tok.chat_template), "<|user|>", "<|assistant|>"}])
+    tok.add_tokens(
+        [AddedToken(mark, special=True) for mark in {*MARKS.findall(tok.chat_template), "<|user|>", "<|assistant|>"}]
+    )
     special, template = special_tokens(tok), Template(tok)
-    hostile, ended = "x".join([*special.names, "</tool_response>", "<image>"]), tok.encode("seven<|im_end|>", add_special_tokens=False)
+    hostile, ended = (
+        "x".join([*special.names, "</tool_response>", "<image>"]),
+        tok.encode("seven<|im_end|>", add_special_tokens=False),
+    )
 
     def control(tokens):
         return [token for token in tokens if token in special.names.values()]
 
     def forms(text):
-        user, answer = {"role": "user", "content": text}, {"role": "tool", "tool_call_id": "call00001", "name": text, "content": text}
-        yield from ((template.opening, (m, tools)) for tools in ([], [TOOL]) for m in ([user], [{**user, "role": "system"}, user]))
+        user, answer = (
+            {"role": "user", "content": text},
+            {"role": "tool", "tool_call_id": "call00001", "name": text, "content": text},
+        )
+        yield from (
+            (template.opening, (m, tools))
+            for tools in ([], [TOOL])
+            for m in ([user], [{**user, "role": "system"}, user])
+        )
         yield from ((template.after, (ended, [message])) for message in (user, answer))
 
     written = 0

@@ -46,7 +46,10 @@ def test_engine_trainer_and_transformers_agree(kind):
     assert not any(m.sight.placeholder in d.tokens for d in done), "transformers could not judge it"
     whole = [(g[0] + d.tokens, g[1]) for g, d in zip(given, done)]
     own = own_logprobs(m, whole)
-    groups = [Group(i, Task(f"t{i}", "x", {}), [trajectory(m, g, d.tokens, d.logprobs)], 0) for i, (g, d) in enumerate(zip(given, done))]
+    groups = [
+        Group(i, Task(f"t{i}", "x", {}), [trajectory(m, g, d.tokens, d.logprobs)], 0)
+        for i, (g, d) in enumerate(zip(given, done))
+    ]
     for g in groups:
         g.trajectories[0].score = Score(1.0)
     batch = notes.annotate(m, batch_of(groups), "proximal", budget=10**6, temperature=1.0)
@@ -64,7 +67,10 @@ def test_aligned_numerics_have_the_same_bits_with_pictures():
     align(m)
     given = [g for g in streams(m) for _ in range(2)]
     done = asyncio.run(all_of(engine(m, prefill_tokens=7), [ask(*g, key=i + 1) for i, g in enumerate(given)]))
-    groups = [Group(i // 2, Task("t", "x", {}), [trajectory(m, g, d.tokens, d.logprobs)], 0) for i, (g, d) in enumerate(zip(given, done))]
+    groups = [
+        Group(i // 2, Task("t", "x", {}), [trajectory(m, g, d.tokens, d.logprobs)], 0)
+        for i, (g, d) in enumerate(zip(given, done))
+    ]
     for g in groups:
         g.trajectories[0].score = Score(1.0)
     batch = notes.annotate(m, batch_of(groups), "proximal", budget=10**6, temperature=1.0)
@@ -130,7 +136,9 @@ def test_another_picture_is_another_prefix_and_the_same_one_is_shared():
     again = asyncio.run(e.generate(ask(*prompts[2])))
     assert (first.cached_tokens, other.cached_tokens) == (0, 4), "what stands before the picture, and nothing of it"
     assert (
-        again.cached_tokens == len(prompts[0][0]) - 1 and again.tokens == first.tokens and again.logprobs == pytest.approx(first.logprobs)
+        again.cached_tokens == len(prompts[0][0]) - 1
+        and again.tokens == first.tokens
+        and again.logprobs == pytest.approx(first.logprobs)
     )
     assert other.logprobs != pytest.approx(first.logprobs, abs=1e-3)
     assert e.runner.eyes.looked == 2
@@ -140,7 +148,9 @@ def test_another_picture_is_another_prefix_and_the_same_one_is_shared():
 
 
 def test_what_was_seen_is_forgotten_with_the_weights_that_saw_it():
-    """Parked in the middle of its prompt and of its answer; the tower learns; the sample goes on under what serves then."""
+    """Parked in the middle of its prompt and of its answer; the tower learns; the
+    sample goes on under what serves then.
+    """
     from rondel.core.types import Begin, Commit, Route
     from rondel.models import names
 
@@ -180,16 +190,25 @@ def test_what_was_seen_is_forgotten_with_the_weights_that_saw_it():
 
 
 def test_an_observation_with_a_picture_costs_only_itself():
-    """A tool answers with a picture in the middle: the second turn computes what is new, and the trainer agrees on both turns."""
+    """A tool answers with a picture in the middle: the second turn computes what is new,
+    and the trainer agrees on both turns.
+    """
     m = model()
     e = watched(engine(m))
     chat = TokenChat(
-        m.tokenizer, e.generate, sampling=Sampling(max_tokens=5, ignore_eos=True), key=lambda t: t, max_context=512, sight=m.sight
+        m.tokenizer,
+        e.generate,
+        sampling=Sampling(max_tokens=5, ignore_eos=True),
+        key=lambda t: t,
+        max_context=512,
+        sight=m.sight,
     )
     raw = [np.random.default_rng(seed).integers(0, 256, (56, 84, 3), dtype=np.uint8) for seed in (1, 2)]
 
     async def episode():
-        chat.give([{"role": "user", "content": [{"type": "image", "image": raw[0]}, {"type": "text", "text": "what?"}]}])
+        chat.give(
+            [{"role": "user", "content": [{"type": "image", "image": raw[0]}, {"type": "text", "text": "what?"}]}]
+        )
         await chat.reply()
         before = len(chat.trajectory.tokens)
         chat.give([{"role": "tool", "content": [{"type": "image", "image": raw[1]}, {"type": "text", "text": "so?"}]}])
@@ -199,7 +218,9 @@ def test_an_observation_with_a_picture_costs_only_itself():
     assert done.cached_tokens == before - 1, "all but the token drawn last, whose keys nobody had computed"
     assert e.runner.eyes.looked == 2
     chat.trajectory.score = Score(1.0)
-    batch = notes.annotate(m, batch_of([Group(0, Task("t", "x", {}), [chat.trajectory], 0)]), "proximal", budget=999, temperature=1.0)
+    batch = notes.annotate(
+        m, batch_of([Group(0, Task("t", "x", {}), [chat.trajectory], 0)]), "proximal", budget=999, temperature=1.0
+    )
     assert np.abs(batch.samples[0].notes["proximal"] - batch.samples[0].behavior).max() < LIMIT
 
 
@@ -238,7 +259,9 @@ def gradient(t, batch: Batch, *, budget: int = 10**6, share: bool = True) -> tor
     t._annotate(batch, algo.needs)
     credit(batch, algo)
     t._accumulate(batch, algo, Sums(), proximal_noted=False)
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in t.weights.masters]).double()
+    return torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in t.weights.masters]
+    ).double()
 
 
 @pytest.mark.slow
@@ -251,7 +274,9 @@ def test_the_gradient_does_not_depend_on_the_cut(kind, trained):
     groups = groups_with_images(m)
     exact = gradient(t, batch_of(groups), budget=1, share=False)
     eye = sum(p.numel() for p in vision.tower(m.model).parameters())
-    assert t.weights.gradient_norm() > 0 and len(exact) == sum(p.numel() for p in m.model.parameters()) - (0 if trained else eye)
+    assert t.weights.gradient_norm() > 0 and len(exact) == sum(p.numel() for p in m.model.parameters()) - (
+        0 if trained else eye
+    )
     for budget, share in ((10**6, True), (40, True), (25, False)):
         got = gradient(t, batch_of(groups), budget=budget, share=share)
         assert (got - exact).norm() <= 1e-6 * exact.norm()
@@ -264,11 +289,17 @@ def test_a_micro_batch_joins_pixels_once_and_holds_each_picture_once(monkeypatch
     batch = batch_of(groups_with_images(m))
     packed = pack(batch, list(range(len(batch.samples))))
     assert len(packed.looks.images) == 3 and packed.positions.shape == (3, len(packed.tokens))
-    assert len(packed.looks.rows) == 4 + (4 + 4) + 6 + 2 * (6 + 4), "siblings share the picture that they were given together"
-    assert bool((packed.tokens[packed.looks.rows] == m.sight.placeholder).all()) and bool((packed.looks.rows.diff() > 0).all())
+    assert len(packed.looks.rows) == 4 + (4 + 4) + 6 + 2 * (6 + 4), (
+        "siblings share the picture that they were given together"
+    )
+    assert bool((packed.tokens[packed.looks.rows] == m.sight.placeholder).all()) and bool(
+        (packed.looks.rows.diff() > 0).all()
+    )
     joins = []
     real = np.concatenate
-    monkeypatch.setattr(vision.np, "concatenate", lambda parts, *a, **k: (joins.append(len(parts)), real(parts, *a, **k))[1])
+    monkeypatch.setattr(
+        vision.np, "concatenate", lambda parts, *a, **k: (joins.append(len(parts)), real(parts, *a, **k))[1]
+    )
     m.look(packed.looks.images)
     assert joins == [3]
     text = pack(batch, [i for i, s in enumerate(batch.samples) if s.group == 2])
@@ -279,7 +310,10 @@ def test_a_micro_batch_joins_pixels_once_and_holds_each_picture_once(monkeypatch
 
 
 def test_who_cannot_look_says_so():
-    m, blind = model(), load({"random": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, dtype="float32")
+    m, blind = (
+        model(),
+        load({"random": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, dtype="float32"),
+    )
     tokens, media = stream(m, 3, image(m, 1), 4)
     with pytest.raises(UserError, match=r"1 images for 'random-llama', which reads text alone.*vision-language"):
         asyncio.run(engine(blind).generate(ask([5] * 20, media)))
@@ -287,9 +321,13 @@ def test_who_cannot_look_says_so():
         blind.look([media[0].image])
     with pytest.raises(UserError, match="an image of 4 tokens at token 3, where the prompt has no such run"):
         asyncio.run(engine(m).generate(ask([5] * 20, media)))
-    assert "images" in asyncio.run(engine(m).status()).capabilities and "images" not in asyncio.run(engine(blind).status()).capabilities
+    assert (
+        "images" in asyncio.run(engine(m).status()).capabilities
+        and "images" not in asyncio.run(engine(blind).status()).capabilities
+    )
     with pytest.raises(
-        ModelError, match="'llava' is not supported: it looks at images in a way of its own; qwen2_vl, qwen2_5_vl, qwen3_vl"
+        ModelError,
+        match="'llava' is not supported: it looks at images in a way of its own; qwen2_vl, qwen2_5_vl, qwen3_vl",
     ):
         load({"random": "llava"})
     with pytest.raises(ModelError, match="the vision_config of a qwen2_5_vl has no 'dept'"):

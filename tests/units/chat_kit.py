@@ -26,15 +26,24 @@ THINKING = (  # Qwen3: the thoughts of earlier turns are dropped, the last turn 
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ALTERNATING = (  # Llama 2, Mistral: user and assistant take turns; the answer ends with </s> and no line break
-    "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    "{% if (m['role'] == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}{% set ns.n = ns.n + 1 %}"
-    "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}"
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system "
+    "role') }}{% endif %}"
+    "{% if (m['role'] == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('roles must alternate') "
+    "}}{% endif %}{% set ns.n = ns.n + 1 %}"
+    "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]{% else %} {{ m['content'] "
+    "}}</s>{% endif %}{% endfor %}"
 )
 ENDING = (  # Phi 3: an end token behind every text that asks for no more
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|endoftext|>{% endif %}"
 )
-TEMPLATES = {"ending": ENDING, "chatml": CHATML, "injecting": INJECTING, "thinking": THINKING, "alternating": ALTERNATING}
+TEMPLATES = {
+    "ending": ENDING,
+    "chatml": CHATML,
+    "injecting": INJECTING,
+    "thinking": THINKING,
+    "alternating": ALTERNATING,
+}
 
 
 @lru_cache
@@ -43,11 +52,16 @@ def tokenizer(template: str | None = "chatml") -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    text = ["what is three plus four? the answer is seven.\n\nlook again.\n", "system user assistant 12 345 + 67 =", PREAMBLE] * 4
+    text = [
+        "what is three plus four? the answer is seven.\n\nlook again.\n",
+        "system user assistant 12 345 + 67 =",
+        PREAMBLE,
+    ] * 4
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "</s>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(
-        text, trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+        text,
+        trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
     )
     end = {"alternating": "</s>", "ending": "<|endoftext|>"}.get(template or "", "<|im_end|>")
     made = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end)
@@ -70,5 +84,10 @@ class Engine:
 
 def chat(tok, engine, *, max_context=4096, max_tokens=64, **more) -> TokenChat:
     return TokenChat(
-        tok, engine.generate, sampling=Sampling(max_tokens=max_tokens), key=lambda turn: 1000 + turn, max_context=max_context, **more
+        tok,
+        engine.generate,
+        sampling=Sampling(max_tokens=max_tokens),
+        key=lambda turn: 1000 + turn,
+        max_context=max_context,
+        **more,
     )

@@ -51,7 +51,8 @@ FACTS = {
 
 def trajectory(rng: random.Random, version: int, reward: float | None, length: int = 8) -> Trajectory:
     t = Trajectory(
-        score=Failed("timeout", "10 s") if reward is None else Score(reward, {"correct": reward}), text=f"the <b>sum</b> is {reward}"
+        score=Failed("timeout", "10 s") if reward is None else Score(reward, {"correct": reward}),
+        text=f"the <b>sum</b> is {reward}",
     )
     t.extend([rng.randrange(1000) for _ in range(5)])
     t.extend(
@@ -100,7 +101,9 @@ def step_events(step: int) -> list:
 
 
 def write_run(folder: Path, steps: int = 4, crash_after: int = 0, scale: float = 1.0) -> Path:
-    """A finished run. `crash_after` = 3 adds a first life that got to step 3 and was resumed at its checkpoint of step 2."""
+    """A finished run. `crash_after` = 3 adds a first life that got to step 3 and was
+    resumed at its checkpoint of step 2.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.toml").write_text(JOB)
     store, journal = RolloutStore(folder), Journal(folder)

@@ -1,4 +1,6 @@
-"""Several agents: who reads what and when, conversations and noise of their own, one score, and a game that two of them learn."""
+"""Several agents: who reads what and when, conversations and noise of their own, one
+score, and a game that two of them learn.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,10 @@ def test_who_has_no_score_shares_the_answers():
 def test_what_cannot_be_played_is_refused_at_the_start():
     for turns, said in [
         ([{"agent": "a", "says": "{b}"}, {"agent": "b", "says": "{a}"}], "a -> b -> a|b -> a -> b"),
-        ([{"agent": "a", "says": "{c}"}, {"agent": "a", "turn": "b", "says": "x"}, {"agent": "c", "says": "{b}"}], "each of these waits"),
+        (
+            [{"agent": "a", "says": "{c}"}, {"agent": "a", "turn": "b", "says": "x"}, {"agent": "c", "says": "{b}"}],
+            "each of these waits",
+        ),
         ([{"agent": "a", "says": "x"}, {"agent": "a", "says": "y"}], "two turns are called 'a'"),
         ([{"agent": "a", "says": "x", "sytem": "y"}], "Did you mean 'system'"),
         ([{"agent": "a"}], "needs agent"),
@@ -101,10 +106,14 @@ def test_one_turn_is_single_turn_to_the_bit(tmp_path):
 
 
 class Relay(Agents):
-    """The speaker sees a number and says one token, the listener sees that token only: each is half of what the episode is worth."""
+    """The speaker sees a number and says one token, the listener sees that token only:
+    each is half of what the episode is worth.
+    """
 
     def __init__(self) -> None:
-        super().__init__([{"agent": "speaker", "says": "say {prompt} "}, {"agent": "listener", "says": "hear {speaker} "}])
+        super().__init__(
+            [{"agent": "speaker", "says": "say {prompt} "}, {"agent": "listener", "says": "hear {speaker} "}]
+        )
 
     async def run(self, task, chat):
         episode = await super().run(task, chat)
@@ -139,7 +148,9 @@ def rollouts(env, engine, folder) -> Rollouts:
         def chat(self, key, *args, **kwargs):
             return TokenChat(tokenizer(), engine, sampling=Sampling(max_tokens=4), key=key, max_context=200)
 
-    return Fake(SimpleNamespace(job=tiny(folder), sampling=Sampling(), env=env, pool=None, failures=Failures()), group_size=1)
+    return Fake(
+        SimpleNamespace(job=tiny(folder), sampling=Sampling(), env=env, pool=None, failures=Failures()), group_size=1
+    )
 
 
 def tried(env, engine, folder):

@@ -9,7 +9,9 @@ from rondel.core.types import Completion
 from rondel.generate.engine.builtin.text import Reader
 from rondel.generate.engine.server.answers import Answer
 
-BYTES = st.lists(st.sampled_from(list("abcé€🎉 ".encode())), max_size=40)  # halves of characters and nonsense among them
+BYTES = st.lists(
+    st.sampled_from(list("abcé€🎉 ".encode())), max_size=40
+)  # halves of characters and nonsense among them
 
 
 def decode(tokens: list[int]) -> str:

@@ -28,7 +28,12 @@ value = st.recursive(
 tasks = st.builds(Task, text, text, st.dictionaries(text, value, max_size=3))
 scores = (
     st.none()
-    | st.builds(Score, number, st.dictionaries(text, number, max_size=3), st.lists(st.tuples(st.integers(0, 99), number), max_size=2))
+    | st.builds(
+        Score,
+        number,
+        st.dictionaries(text, number, max_size=3),
+        st.lists(st.tuples(st.integers(0, 99), number), max_size=2),
+    )
     | st.builds(Failed, text, text)
 )
 outcomes = st.just(Ok()) | st.builds(EnvFault, text) | st.builds(PolicyFault, text)
@@ -83,7 +88,9 @@ def simple(slot) -> Group:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(["claim", "put", "drop", "fail"]), max_size=30), st.integers(1, 3), st.integers(0, 2))
 def test_state_and_restore_are_inverse(moves, p, s):
-    """Whatever state the buffer is in: the ledger, the ages and the finished groups are the same; what was running is started again."""
+    """Whatever state the buffer is in: the ledger, the ages and the finished groups are the
+    same; what was running is started again.
+    """
 
     async def scenario():
         buffer = Buffer(groups_per_step=p, max_staleness=s, version=4)
@@ -97,7 +104,9 @@ def test_state_and_restore_are_inverse(moves, p, s):
                 rolling.append(await buffer.claim())
             elif rolling and move != "claim":
                 slot = rolling.pop(0)
-                await (buffer.put(slot, simple(slot)) if move == "put" else buffer.drop(slot, "why", failed=move == "fail"))
+                await (
+                    buffer.put(slot, simple(slot)) if move == "put" else buffer.drop(slot, "why", failed=move == "fail")
+                )
         state = json.loads(json.dumps(buffer.state(buffer.version)))
         other = Buffer(groups_per_step=p, max_staleness=s)
         other.restore(state)

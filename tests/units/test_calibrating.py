@@ -1,4 +1,6 @@
-"""From measured runs to the planner's shares: times that the planner itself would predict lead back to what it predicted them with."""
+"""From measured runs to the planner's shares: times that the planner itself would predict
+lead back to what it predicted them with.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from rondel.planner import cost
 from rondel.planner.hardware import DEVICES
 from rondel.planner.setting import of_job
 
-TRUE = replace(DEVICES["cpu"], overhead=0.001, calls=0.02, answer=0.002, row=0.0005, decode_efficiency=0.4, efficiency=0.6, stream=1.0)
+TRUE = replace(
+    DEVICES["cpu"],
+    overhead=0.001,
+    calls=0.02,
+    answer=0.002,
+    row=0.0005,
+    decode_efficiency=0.4,
+    efficiency=0.6,
+    stream=1.0,
+)
 BLANK = replace(TRUE, overhead=0.0, calls=0.0, answer=0.0, row=0.0, decode_efficiency=1.0, efficiency=1.0)
 
 
@@ -23,7 +34,11 @@ def as_predicted(model, **how):
 
 
 def test_what_was_put_in_comes_out():
-    runs = as_predicted(SMALL, groups=8, new=48), as_predicted(SMALL, groups=32, new=8), as_predicted(LARGE, groups=8, new=32)
+    runs = (
+        as_predicted(SMALL, groups=8, new=48),
+        as_predicted(SMALL, groups=32, new=8),
+        as_predicted(LARGE, groups=8, new=32),
+    )
     found = fitted(BLANK, *runs)
     for name in ("overhead", "answer", "calls", "row", "efficiency", "decode_efficiency"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.15), name
@@ -43,8 +58,14 @@ def test_a_run_says_how_long_its_texts_were(tmp_path):
     from run_kit import tiny
 
     job = tiny(
-        tmp_path, loop__warmup__steps=0, loop__steps=2, task__data__holdout=0, engine__sampling={"max_tokens": 3, "ignore_eos": True}
+        tmp_path,
+        loop__warmup__steps=0,
+        loop__steps=2,
+        task__data__holdout=0,
+        engine__sampling={"max_tokens": 3, "ignore_eos": True},
     )
     setting, paced = measured(job)
-    assert paced.new == 4 * 4 * 3 and setting.mean == 3 and paced.packed == pytest.approx(setting.packed_tokens, rel=0.25)
+    assert (
+        paced.new == 4 * 4 * 3 and setting.mean == 3 and paced.packed == pytest.approx(setting.packed_tokens, rel=0.25)
+    )
     assert paced.generate > 0 and paced.train > 0

@@ -78,7 +78,15 @@ def test_nine_questions_are_answered_from_measurement(tmp_path):
     answers = write_card(write_run(tmp_path))["questions"]
     assert len(answers) == 9
     text = " | ".join(answers.values())
-    for fact in ("rondel 0.1.0, torch 2.13.0", "engine builtin", "placement shared", "cpu", "compute float32", "2.0e-06", "1.0e-07"):
+    for fact in (
+        "rondel 0.1.0, torch 2.13.0",
+        "engine builtin",
+        "placement shared",
+        "cpu",
+        "compute float32",
+        "2.0e-06",
+        "1.0e-07",
+    ):
         assert fact in text, fact
     assert "on-policy: all 8 trained groups" in text and "cap 0" in text and "4 answers a task" in text
     assert answers["where the time went"] == "wait 50.0%, train 37.5%, sync 12.5%"
@@ -99,7 +107,9 @@ def test_a_mean_reward_above_1_is_no_percentage(tmp_path):
     assert "| before | 0.6 | 0.3 to 0.9 | 48 | 0 |" in page and "| after | 1.8 | 1.5 to 2.1 | 48 | 4 |" in page
     said = ending("runs/a", card)
     assert "before     0.6   95 % interval 0.3 to 0.9 " in said and "after      1.8   95 % interval 1.5 to 2.1 " in said
-    assert is_share({"score": 0.4, "low": 0.1, "high": 0.7}) and not is_share({"score": 0.873, "low": 0.54, "high": 1.2})
+    assert is_share({"score": 0.4, "low": 0.1, "high": 0.7}) and not is_share(
+        {"score": 0.873, "low": 0.54, "high": 1.2}
+    )
     assert not is_share({"score": 0.4, "low": 0.3, "high": 0.5, "reward_min": -1.0, "reward_max": 1.0})
 
 
@@ -109,7 +119,9 @@ def test_a_run_that_has_only_begun_still_has_a_card(tmp_path):
     (tmp_path / "journal.jsonl").write_text("".join(lines[:2]))
     (tmp_path / "job.toml").unlink()
     card = write_card(tmp_path)
-    assert card["eval_after"] is None and card["steps"] == 0 and card["questions"]["group size"].startswith("not recorded")
+    assert (
+        card["eval_after"] is None and card["steps"] == 0 and card["questions"]["group size"].startswith("not recorded")
+    )
     assert "shows no effect" in (tmp_path / "card.md").read_text()
 
 
@@ -130,7 +142,10 @@ def test_only_what_differs_is_shown(tmp_path):
     found = compare(a, b)
     assert found.keys() == {"results", "answers"}, "one recipe, one machine"
     assert found["results"]["steps"] == (4, 6) and found["results"]["ledger.trained"] == (8, 12)
-    other = b | {"recipe": {**b["recipe"], "loop": {**b["recipe"]["loop"], "seed": 7}}, "data": {"digests": {"train": "ab"}}}
+    other = b | {
+        "recipe": {**b["recipe"], "loop": {**b["recipe"]["loop"], "seed": 7}},
+        "data": {"digests": {"train": "ab"}},
+    }
     found = compare(b, other)
     assert found == {"recipe": {"loop.seed": (None, 7)}, "data": {"digests.train": (None, "ab")}}
     assert "| loop.seed |  | 7 |" in comparison("b", "c", found)
@@ -150,9 +165,14 @@ def test_what_it_takes_to_do_it_again(tmp_path, capsys):
     for name in ("reward", "gap", "lag"):
         assert first[name] is None and second[name] is not None
     assert {t[3] for t in answer(tmp_path, 1, 0)["tokens"]} == {None}
-    assert "largest K3 of fresh tokens in a step" in (said := " ".join(card["questions"].values())) and "a warning above 1e-06" in said
+    assert (
+        "largest K3 of fresh tokens in a step" in (said := " ".join(card["questions"].values()))
+        and "a warning above 1e-06" in said
+    )
     assert "on-policy: all 4 trained groups" in said, "demonstrations are not counted"
-    assert card["eval_supervised"]["step"] == 1 and "| after the supervised phase |" in (tmp_path / "card.md").read_text()
+    assert (
+        card["eval_supervised"]["step"] == 1 and "| after the supervised phase |" in (tmp_path / "card.md").read_text()
+    )
     told = ending(str(tmp_path), card | {"eval_after": card["eval_after"] | {"request": {}}})
     lines = told.splitlines()
     assert lines[1] == "held-out tasks, greedy" and [line.split("  ")[1] for line in lines[2:5]] == [
@@ -161,9 +181,13 @@ def test_what_it_takes_to_do_it_again(tmp_path, capsys):
         "after",
     ]
     assert "tensorboard" not in told and "  correct " in told
-    assert card["score_is_share"] and all(0 <= e["reward_min"] <= e["reward_max"] <= 1 for e in events(tmp_path, "Evaluated"))
+    assert card["score_is_share"] and all(
+        0 <= e["reward_min"] <= e["reward_max"] <= 1 for e in events(tmp_path, "Evaluated")
+    )
     assert card["seeds"] == {"loop": 5} and "grpo" in card["loss"] and "A = (R - mean of its group)" in card["loss"]
-    assert card["cost"]["devices"] == 1 and card["cost"]["device_hours"] == pytest.approx(card["seconds"] / 3600, abs=1e-4)
+    assert card["cost"]["devices"] == 1 and card["cost"]["device_hours"] == pytest.approx(
+        card["seconds"] / 3600, abs=1e-4
+    )
     assert all(len(card["data"]["digests"][name]) == 32 for name in ("train", "held_out"))
     assert (
         card["questions"]["routing replay"] == "none: a dense model"

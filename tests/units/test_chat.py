@@ -43,8 +43,16 @@ def test_turns_read_as_the_template_writes_a_whole_conversation(template):
     lead = " " if template == "alternating" else ""
     engine = Engine(*([*words(tok, lead + s), end(tok)] for s in says))
     trajectory = asyncio.run(turns(chat(tok, engine), ASK, AGAIN, AGAIN))
-    history = [*ASK, {"role": "assistant", "content": says[0]}, *AGAIN, {"role": "assistant", "content": says[1]}, *AGAIN]
-    whole = tok.apply_chat_template(history, tokenize=True, add_generation_prompt=True, return_dict=False) + engine.turns[2]
+    history = [
+        *ASK,
+        {"role": "assistant", "content": says[0]},
+        *AGAIN,
+        {"role": "assistant", "content": says[1]},
+        *AGAIN,
+    ]
+    whole = (
+        tok.apply_chat_template(history, tokenize=True, add_generation_prompt=True, return_dict=False) + engine.turns[2]
+    )
     assert trajectory.tokens == whole
     assert engine.requests[2].tokens == whole[: -len(engine.turns[2])]
     assert [t for t, m in zip(trajectory.tokens, trajectory.mask) if m] == list(chain(*engine.turns))
@@ -59,8 +67,12 @@ def test_provenance_keys_text_and_times():
     assert trajectory.mask[first - 1 : first + n + 1] == [False] + [True] * n + [False]
     assert set(trajectory.versions) == {-1, 1, 2} and trajectory.versions[first] == 1 and trajectory.versions[-1] == 2
     assert [lp for lp, m in zip(trajectory.logprobs, trajectory.mask) if m] == [-0.5] * trajectory.written
-    assert [r.key for r in engine.requests] == [1000, 1001] and engine.requests[0].policy == trajectory.policy == "actor"
-    assert trajectory.text == "seven\n8" and trajectory.timings == {"decode": 1.0} and trajectory.finish_reason == "stop"
+    assert [r.key for r in engine.requests] == [1000, 1001] and engine.requests[
+        0
+    ].policy == trajectory.policy == "actor"
+    assert (
+        trajectory.text == "seven\n8" and trajectory.timings == {"decode": 1.0} and trajectory.finish_reason == "stop"
+    )
 
 
 @pytest.mark.parametrize("ending", ["", "<|endoftext|>", "<|im_end|>", "<|im_end|>\n"])
@@ -69,7 +81,9 @@ def test_a_turn_without_its_end_is_closed_by_given_tokens(ending):
     engine = Engine(words(tok, "seven" + ending), [end(tok)], finish="length")
     trajectory = asyncio.run(turns(chat(tok, engine), ASK, AGAIN))
     closed = {"": "<|im_end|>\n", "<|endoftext|>": "<|endoftext|><|im_end|>\n"}.get(ending, "<|im_end|>\n")
-    assert "seven" + closed + "<|im_start|>user\nlook again.<|im_end|>\n<|im_start|>assistant\n" in tok.decode(trajectory.tokens)
+    assert "seven" + closed + "<|im_start|>user\nlook again.<|im_end|>\n<|im_start|>assistant\n" in tok.decode(
+        trajectory.tokens
+    )
     assert [t for t, m in zip(trajectory.tokens, trajectory.mask) if m] == list(chain(*engine.turns))
 
 
@@ -85,7 +99,10 @@ def test_the_system_message_is_given_once_and_only_where_none_is():
     for messages, system in ((ASK, "be brief"), ([{"role": "system", "content": "mine"}, *ASK], "mine")):
         engine = Engine([end(tok)], [end(tok)])
         read = tok.decode(asyncio.run(turns(chat(tok, engine, system="be brief"), messages, AGAIN)).tokens)
-        assert read.count("<|im_start|>system\n" + system) == read.count("<|im_start|>system") == 1 and PREAMBLE not in read
+        assert (
+            read.count("<|im_start|>system\n" + system) == read.count("<|im_start|>system") == 1
+            and PREAMBLE not in read
+        )
 
 
 def test_a_prompt_that_fills_the_context_is_an_error_of_the_data():
@@ -129,7 +146,8 @@ def test_single_turn():
     task = Task("t/1", "single_turn", {"prompt": "3 + 4 =", "answer": "7"})
     trajectory = asyncio.run(SingleTurn(suffix=" Be brief.", system="s").run(task, chat(tok, engine)))
     assert tok.decode(trajectory.tokens) == (
-        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n3 + 4 = Be brief.<|im_end|>\n<|im_start|>assistant\n7<|im_end|>"
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n3 + 4 = Be "
+        "brief.<|im_end|>\n<|im_start|>assistant\n7<|im_end|>"
     )
     assert trajectory.text == "7" and task.data["prompt"] == "3 + 4 ="
     listed = Task("t/2", "single_turn", {"messages": [{"role": "system", "content": "mine"}, *ASK]})
@@ -145,8 +163,18 @@ def test_examples_are_turns_before_the_question_that_are_only_read():
     task = Task("t/1", "single_turn", {"prompt": "3 + 4 =", "answer": "7"})
     policy = SingleTurn(suffix=" Be brief.", system="s", examples=shown)
     trajectory = asyncio.run(policy.run(task, chat(tok, Engine([*words(tok, "7"), end(tok)]))))
-    turns = ["user\n2 + 2 = Be brief.", "assistant\n4", "user\n1 - 3 = Be brief.", "assistant\n-2", "user\n3 + 4 = Be brief."]
-    before = "<|im_start|>system\ns<|im_end|>\n" + "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns) + "<|im_start|>assistant\n"
+    turns = [
+        "user\n2 + 2 = Be brief.",
+        "assistant\n4",
+        "user\n1 - 3 = Be brief.",
+        "assistant\n-2",
+        "user\n3 + 4 = Be brief.",
+    ]
+    before = (
+        "<|im_start|>system\ns<|im_end|>\n"
+        + "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns)
+        + "<|im_start|>assistant\n"
+    )
     assert tok.decode(trajectory.tokens) == before + "7<|im_end|>"
     assert tok.decode([t for t, wrote in zip(trajectory.tokens, trajectory.mask) if wrote]) == "7<|im_end|>"
     told = asyncio.run(Demonstrate(suffix=" Be brief.", system="s", examples=shown).run(task, chat(tok, Engine())))
@@ -179,7 +207,26 @@ def test_the_example_environment(monkeypatch):
 
 
 def test_environments_and_rewards_start_without_torch():
-    modules = ["agents", "chat", "curriculum", "demonstrate", "gym", "mcp", "order", "single_turn", "sources", "verifiers"]
-    code = ";".join(f"import rondel.generate.envs.{m}" for m in modules) + ";import rondel.score.pool, rondel.score.preflight, sys"
+    modules = [
+        "agents",
+        "chat",
+        "curriculum",
+        "demonstrate",
+        "gym",
+        "mcp",
+        "order",
+        "single_turn",
+        "sources",
+        "verifiers",
+    ]
+    code = (
+        ";".join(f"import rondel.generate.envs.{m}" for m in modules)
+        + ";import rondel.score.pool, rondel.score.preflight, sys"
+    )
     code += ";print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow', 'reasoning_gym', 'math_verify') if m in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", f"import sys; sys.path[:] = {sys.path}; {code}"], text=True).strip() == "[]"
+    assert (
+        subprocess.check_output(
+            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path}; {code}"], text=True
+        ).strip()
+        == "[]"
+    )

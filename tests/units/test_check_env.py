@@ -61,7 +61,11 @@ def test_a_reward_is_asked_where_the_environment_does_not_score(tmp_path):
 
 
 def test_tools_are_counted_to_their_close(tmp_path):
-    how = {"task__tools": ["rehearsed_envs:Notes"], "model__path__max_position_embeddings": 2048, "engine__sampling__max_tokens": 200}
+    how = {
+        "task__tools": ["rehearsed_envs:Notes"],
+        "model__path__max_position_embeddings": 2048,
+        "engine__sampling__max_tokens": 200,
+    }
     found = checked(tmp_path, "tools", **how)
     assert found.ok and " Notes" in next(f.message for f in found.findings if f.what == "closed"), found.findings
     found = checked(tmp_path, "tools", **how | {"task__tools": ["rehearsed_envs:Sticks"]})

@@ -92,7 +92,9 @@ def test_a_wrong_verb_exits_with_the_usage(rondel):
 
 
 def test_endings():
-    tree = ExceptionGroup("crew", [ExceptionGroup("in", [KeyError("x"), EngineError("no\n  pages")]), UserError("later")])
+    tree = ExceptionGroup(
+        "crew", [ExceptionGroup("in", [KeyError("x"), EngineError("no\n  pages")]), UserError("later")]
+    )
     assert ending(tree) == ("error: no pages (and 2 more; --debug shows them)", 1)
     assert ending(KeyboardInterrupt()) == ("stopped; continue with the same command", 130)
     assert ending(BaseExceptionGroup("crew", [KeyboardInterrupt()]))[1] == 130
@@ -161,7 +163,12 @@ def test_check_exits_1_if_anything_is_wrong(rondel, recipe, assemble):
     bad = SimpleNamespace(ok=False, what="signal", message="0 % of groups differ", remedy="take an easier task")
     assemble.check = lambda job, *, asked=False: [good, bad]
     code, out, _ = rondel("check", recipe)
-    assert code == 1 and "✗ signal  0 % of groups differ" in out and "do: take an easier task" in out and "1 of 2 checks failed" in out
+    assert (
+        code == 1
+        and "✗ signal  0 % of groups differ" in out
+        and "do: take an easier task" in out
+        and "1 of 2 checks failed" in out
+    )
     seen = []
     assemble.check = lambda job, *, asked=False: seen.append(asked) or [good]
     assert rondel("check", recipe)[0] == rondel("check", recipe, "--self-test")[0] == 0 and seen == [False, True]
@@ -187,7 +194,11 @@ def test_replay_compares_and_names_the_steps_that_exist(rondel, tmp_path, assemb
     code, out, _ = rondel("replay", tmp_path, "--step", "2")
     assert code == 0
     rows = {line.split()[0]: line for line in out.splitlines()}
-    assert rows["train/entropy"].endswith("equal") and rows["train/gap_max"].endswith("+1.0e-06") and "only one side" in rows["train/loss"]
+    assert (
+        rows["train/entropy"].endswith("equal")
+        and rows["train/gap_max"].endswith("+1.0e-06")
+        and "only one side" in rows["train/loss"]
+    )
     code, _, err = rondel("replay", tmp_path, "--step", "9")
     assert code == 1 and "has no finished step 9; finished: 1 to 4" in err
 
@@ -218,7 +229,10 @@ def test_explain_says_who_set_what_the_arithmetic_and_the_loss(rondel, recipe):
     assert code == 0
     assert rows["loop.steps"][1:] == ["recipe", "3"] and rows["algo.group_size"][1:] == ["command", "line", "2"]
     assert rows["trainer.lr"][1:] == ["default", "1e-05"]
-    assert "4 groups x 2 samples = 8 answers of at most 64 tokens, in 1 update; 3 steps = 24 answers" in out and "\nloss " in out
+    assert (
+        "4 groups x 2 samples = 8 answers of at most 64 tokens, in 1 update; 3 steps = 24 answers" in out
+        and "\nloss " in out
+    )
 
 
 def test_explain_shows_how_passes_became_steps(rondel, recipe):
@@ -260,7 +274,10 @@ def test_view_filters(rondel, tmp_path):
     code, out, _ = rondel("view", tmp_path)
     assert code == 0 and "8 of 8 trajectories of step 4; --step shows others (1 to 4 are stored)" in out
     assert "the <b>sum</b> is 1.0" in out and "gap" in out and "\x1b" not in out
-    assert "1 of 8 trajectories of step 2, 1 match" in rondel("view", tmp_path, "--step", 2, "--group", 3, "--min-reward", 0.9)[1]
+    assert (
+        "1 of 8 trajectories of step 2, 1 match"
+        in rondel("view", tmp_path, "--step", 2, "--group", 3, "--min-reward", 0.9)[1]
+    )
     failed = rondel("view", tmp_path, "--errors")[1]
     assert "2 match" in failed and "reward failed: timeout 10 s" in failed and "no reward" in failed
 
@@ -292,7 +309,12 @@ def test_the_web_page_is_escaped_and_needs_nothing_else(rondel, tmp_path):
     text = (tmp_path / "out.html").read_text()
     page = Tags()
     page.feed(text)
-    assert code == 0 and page.tags.count("script") == 1 and page.tags.count("article") == 8 and page.tags.count("input") == 1
+    assert (
+        code == 0
+        and page.tags.count("script") == 1
+        and page.tags.count("article") == 8
+        and page.tags.count("input") == 1
+    )
     assert page.tags.count("b") == 8 and page.links == [] and "&lt;script&gt;" in text and "http" not in text
 
 
@@ -382,7 +404,9 @@ def test_no_message_speaks_of_a_law_by_its_number():
             and isinstance(node.body[0], ast.Expr)
         }
         texts = (
-            node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in papers
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in papers
         )
         found += [f"{path.name}:{node.lineno}" for node in texts if re.search(r"\blaws? \d", node.value)]
     assert found == []

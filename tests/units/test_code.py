@@ -1,4 +1,6 @@
-"""The code reward: what counts as solved, what cheats earn, and whose fault what is. And the python tool of an episode."""
+"""The code reward: what counts as solved, what cheats earn, and whose fault what is. And the
+python tool of an episode.
+"""
 
 from __future__ import annotations
 
@@ -212,7 +214,8 @@ def test_what_is_awaited(reward):
     for test in (
         "async def test_a():\n    assert await f(2) == 4",
         "import asyncio\nassert asyncio.run(f(2)) == 4",
-        "import asyncio\nasync def test_a():\n    assert await asyncio.gather(f(1), f(2)) == [1, 4] and await asyncio.wait_for(f(3), 1) == 9",
+        "import asyncio\nasync def test_a():\n    assert await asyncio.gather(f(1), f(2)) == [1, 4] and await "
+        "asyncio.wait_for(f(3), 1) == 9",
         "import asyncio\nasync def test_a():\n    assert await asyncio.create_task(f(2)) == 4",
     ):
         assert earned(reward, COROUTINES, [test]) == 1.0, test
@@ -308,11 +311,130 @@ def test_who_is_judged_raises_no_count_and_ends_no_loop(reward, text, test):
 @boxed
 def test_an_iterator_may_end(reward):
     code = (
-        "def f():\n    got = yield 1\n    return got\nclass I:\n    def __next__(s): raise StopIteration(7)\n    def __iter__(s): return s"
+        "def f():\n    got = yield 1\n    return got\nclass I:\n    def __next__(s): raise StopIteration(7)\n    def "
+        "__iter__(s): return s"
     )
     for test in (
-        "g = f()\nassert next(g) == 1\ntry:\n    g.send(5)\n    assert False\nexcept StopIteration as end:\n    assert end.value == 5",
-        "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(list(I()), [])\n        with self.assertRaises(StopIteration): next(I())",
+        "g = f()\nassert next(g) == 1\ntry:\n    g.send(5)\n    assert False\nexcept StopIteration as end:\n    assert "
+        "end.value == 5",
+        "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(list(I()), [])\n "
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        "       with self.assertRaises(StopIteration): next(I())",
     ):
         assert earned(reward, code, [test]) == 1.0, test
 
@@ -355,7 +477,10 @@ REACHED = {  # a candidate that speaks to the other box by itself -> what it doe
 @pytest.mark.parametrize("what", REACHED)
 def test_a_candidate_that_speaks_for_itself_gets_nothing_of_the_tests(reward, what):
     """Neither a point nor a failure: of the other box it has what a test hands to it, and no more."""
-    for test in ("assert f(2) == 4", "def g(x): return x\nclass O:\n    x = 3\nassert f(2) == 4 and f(g) == 5 and f(O()) == 5"):
+    for test in (
+        "assert f(2) == 4",
+        "def g(x): return x\nclass O:\n    x = 3\nassert f(2) == 4 and f(g) == 5 and f(O()) == 5",
+    ):
         assert earned(reward, PROTOCOL + REACHED[what], [test]) == 0.0
     for expected in (4, [1, 4]):
         assert earned(reward, PROTOCOL + REACHED[what], [{"call": [2], "expected": expected}], entry_point="f") == 0.0
@@ -365,10 +490,19 @@ def test_a_candidate_that_speaks_for_itself_gets_nothing_of_the_tests(reward, wh
 def test_a_module_that_a_test_forgot_to_import_is_not_the_candidates(reward):
     """As in tests whose prompt imports it: the candidate's own `math` would say that all is close."""
     forged = "class math:\n    def isclose(*a): return True\n    def add(*a): return 4\nnp = numpy = math\ndef f(x): return %s"
-    for test in ("assert math.isclose(f(2), 4)", "def test_a():\n    assert numpy.isclose(f(2), 4)", "assert np.isclose(f(2), 4).all()"):
+    for test in (
+        "assert math.isclose(f(2), 4)",
+        "def test_a():\n    assert numpy.isclose(f(2), 4)",
+        "assert np.isclose(f(2), 4).all()",
+    ):
         assert earned(reward, forged % 0, [test]) == 0.0 and earned(reward, forged % "x * x", [test]) == 1.0, test
-    assert earned(reward, forged % 0, ["assert math.add(1, 3) == 4 and f(0) == 0"]) == 1.0, "its own, where the module knows no such thing"
-    for code, test in (("class queue:\n    size = 4", "assert queue.size == 4"), ("def bisect(x): return 4", "assert bisect(2) == 4")):
+    assert earned(reward, forged % 0, ["assert math.add(1, 3) == 4 and f(0) == 0"]) == 1.0, (
+        "its own, where the module knows no such thing"
+    )
+    for code, test in (
+        ("class queue:\n    size = 4", "assert queue.size == 4"),
+        ("def bisect(x): return 4", "assert bisect(2) == 4"),
+    ):
         assert earned(reward, code, [test]) == 1.0, test
 
 
@@ -378,7 +512,9 @@ def test_texts_that_run_together_share_no_name():
         tree = ast.parse((BOXED / f"{part}.py").read_text())
         here = {node.name for node in tree.body if hasattr(node, "name")}
         rest = [node for node in tree.body if not hasattr(node, "name")]
-        here |= {n.id for node in rest for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)} - {
+        here |= {
+            n.id for node in rest for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        } - {
             "name",
             "_name",
         }
@@ -414,7 +550,10 @@ def test_tests_that_the_tasks_own_answer_does_not_pass_are_no_zero(reward):
     assert earned(reward, "def f(x): return 1", ["assert f(2) == 4"], answer="def f(x): return x * x") == 0.0
     for broken in (["assert f(2) == 5"], ["assert helper(f)"], ["assert f(lambda: 1) == 4"]):
         with pytest.raises(DataError, match="does not pass with the task's own answer"):
-            reward(Trajectory(text="def f(x): return 1"), Task("t/2", "x", {"tests": broken, "answer": "def f(x): return x * x"}))
+            reward(
+                Trajectory(text="def f(x): return 1"),
+                Task("t/2", "x", {"tests": broken, "answer": "def f(x): return x * x"}),
+            )
 
 
 @boxed
@@ -425,7 +564,9 @@ def test_in_a_pool_hangs_are_the_policys_and_data_the_worlds():
             return asyncio.run(pool.score(Trajectory(text=text), task(tests, **data)))
 
         assert score(SQUARE, ["assert f(2) == 4"]) == Score(1.0, {"passed": 1.0})
-        assert score("while True: pass", ["assert f(2) == 4"] * 60).value == 0.0, "it ran out of the call's time, and that is no failure"
+        assert score("while True: pass", ["assert f(2) == 4"] * 60).value == 0.0, (
+            "it ran out of the call's time, and that is no failure"
+        )
         assert score(SQUARE, []).reason == "raised DataError"
         assert not [r for r in pool._recent.outcomes if "timeout" in r]
 
@@ -445,7 +586,9 @@ COLLIDES = PROTOCOL + "answer({'%s': [%s for n in range(33000)]})"
     ],
 )
 def test_time_that_an_answer_takes_is_its_own(answer, tests):
-    """The reference, which is slow itself, is not tried in what is left of it, nor does what an answer says cost time elsewhere."""
+    """The reference, which is slow itself, is not tried in what is left of it, nor does
+    what an answer says cost time elsewhere.
+    """
     with RewardPool({"kind": "code", "seconds": 0.8, "packages": []}, timeout=2.5, lends=LENDS) as pool:
 
         def score(text, tests, reference):
@@ -565,7 +708,12 @@ def test_the_last_block_is_the_answer():
 
 
 def test_the_names_that_a_test_asks_the_candidate_for():
-    assert free_names("import math\nx = f(1)\nassert all(g(y) == math.pi for y in x) and solution.h(3)") == ["f", "g", "h", "solution"]
+    assert free_names("import math\nx = f(1)\nassert all(g(y) == math.pi for y in x) and solution.h(3)") == [
+        "f",
+        "g",
+        "h",
+        "solution",
+    ]
     assert free_names("def g(f): return f(1)\nassert g(f) and [h for h in k]") == ["f", "k"], (
         "an argument of the same name hides nothing outside"
     )
@@ -574,16 +722,33 @@ def test_the_names_that_a_test_asks_the_candidate_for():
 
 
 def test_equal_as_json_can_say_it():
-    assert same(Fraction(1, 2), 0.5) and same(Decimal(3), 3) and not same(Fraction(1, 3), 0.5) and same(math.inf, math.inf)
+    assert (
+        same(Fraction(1, 2), 0.5) and same(Decimal(3), 3) and not same(Fraction(1, 3), 0.5) and same(math.inf, math.inf)
+    )
     assert same((1, [2.0]), [1, [2]]) and same({"a": (1,)}, {"a": [1]}) and same(0.1 + 0.2, 0.3)
-    assert not same(True, 1) and not same(1, True) and not same([1], [1, 2]) and not same("1", 1) and not same(float("nan"), 1.0)
+    assert (
+        not same(True, 1)
+        and not same(1, True)
+        and not same([1], [1, 2])
+        and not same("1", 1)
+        and not same(float("nan"), 1.0)
+    )
     assert same_text("a \nb\n\n", "a\nb") and not same_text("a\n\nb", "a\nb")
 
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.complex_numbers(allow_nan=False),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False),
     lambda inner: (
-        st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner) | st.frozensets(st.integers())
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.integers(), inner)
+        | st.frozensets(st.integers())
     ),
     max_leaves=12,
 )
@@ -637,7 +802,9 @@ def test_what_the_policy_reads_of_it(interpreter):
     assert "SyntaxError" in run("def f(:") and run("x") == "3\n"
     assert "sub\n" in run("import os; os.system('echo sub')"), "what it starts is heard too"
     flood = run("print('a' * 50000 + 'z')")
-    assert len(flood) < tool.MOST + 300 and flood.startswith("aaa") and flood.endswith("z\n") and "bytes left out" in flood
+    assert (
+        len(flood) < tool.MOST + 300 and flood.startswith("aaa") and flood.endswith("z\n") and "bytes left out" in flood
+    )
     assert "TimeoutError" in run("while True: pass") and run("x") == "3\n", "stopped, and its variables are kept"
     assert "network" not in run("import socket; socket.create_connection(('127.0.0.1', 80))") and "exit code 3" in run(
         "import os; os._exit(3)"
@@ -645,7 +812,9 @@ def test_what_the_policy_reads_of_it(interpreter):
     assert "NameError" in run("x")
     deaf = "import signal; signal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True: pass"
     assert "it took too long" in run(deaf) and run("1 + 1") == "2\n"
-    assert "interpreter ended" in run("import os\nfor fd in range(3, 9):\n    try: os.write(fd, b'{nonsense\\n')\n    except OSError: pass")
+    assert "interpreter ended" in run(
+        "import os\nfor fd in range(3, 9):\n    try: os.write(fd, b'{nonsense\\n')\n    except OSError: pass"
+    )
     assert run("input()").endswith("EOFError: EOF when reading a line\n")
 
 
@@ -704,7 +873,9 @@ def test_slow_code_of_one_episode_delays_no_other(monkeypatch):
         ended.append(name)
 
     async def main() -> None:
-        await asyncio.gather(episode("import time; time.sleep(2)", "slow"), *(episode("1", f"quick {n}") for n in range(3)))
+        await asyncio.gather(
+            episode("import time; time.sleep(2)", "slow"), *(episode("1", f"quick {n}") for n in range(3))
+        )
 
     asyncio.run(main())
     assert ended[-1] == "slow"
@@ -715,7 +886,10 @@ def test_slow_code_of_one_episode_delays_no_other(monkeypatch):
 
 @boxed
 def test_a_recipe_lends_its_rewards_boxes_and_the_check_asks_them(tmp_path):
-    rows = [{"prompt": f"? {n}", "answer": f"def f(x): return x + {n}", "tests": [f"assert f(1) == {n + 1}"]} for n in range(3)]
+    rows = [
+        {"prompt": f"? {n}", "answer": f"def f(x): return x + {n}", "tests": [f"assert f(1) == {n + 1}"]}
+        for n in range(3)
+    ]
     parts = build_parts(with_rows(tmp_path, rows))
     try:
         findings = asyncio.run(check_reward(parts.pool, parts.tasks.train))
@@ -733,12 +907,18 @@ def with_rows(tmp_path, rows, **more):
 @boxed
 def test_tests_that_never_run_are_refused_before_the_first_step(tmp_path):
     rows = [
-        {"prompt": f"? {n}", "answer": "def f(x): return x", "tests": ["assert f(1) == 1" if n else "def g(): assert f(1)"]}
+        {
+            "prompt": f"? {n}",
+            "answer": "def f(x): return x",
+            "tests": ["assert f(1) == 1" if n else "def g(): assert f(1)"],
+        }
         for n in range(3)
     ]
     job = with_rows(tmp_path, rows)
     for verb in (build_parts, train):
-        with pytest.raises(DataError, match=r"test 0 of .* tests nothing: it asserts nothing that is run: write assert"):
+        with pytest.raises(
+            DataError, match=r"test 0 of .* tests nothing: it asserts nothing that is run: write assert"
+        ):
             verb(job)
     (found,) = check(job)
     assert not found.ok and "tests nothing" in found.message
@@ -761,7 +941,9 @@ def test_a_python_tool_without_a_box_is_refused_before_the_run(tmp_path, monkeyp
 
     monkeypatch.setattr(parts_module, "isolation", none)
     job = tiny(tmp_path, task__env="tools", task__tools=["calculator", "python"])
-    with pytest.raises(ConfigError, match=r'task\.tools has "python": code of the policy cannot be run here\. Install bubblewrap'):
+    with pytest.raises(
+        ConfigError, match=r'task\.tools has "python": code of the policy cannot be run here\. Install bubblewrap'
+    ):
         build_parts(job)
     (found,) = check(job)
     assert not found.ok and "Install bubblewrap" in found.message

@@ -23,7 +23,9 @@ async def app(scope, receive, send):
 @asynccontextmanager
 async def serving():
     with bind("127.0.0.1", 0, api_key="") as sock:
-        config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", log_level="critical", timeout_graceful_shutdown=60)
+        config = uvicorn.Config(
+            app, http=Connection, ws="none", lifespan="off", log_level="critical", timeout_graceful_shutdown=60
+        )
         ready = asyncio.Event()
         server = Quiet(config, ready.set)
         work = asyncio.create_task(server.serve([sock]))

@@ -21,7 +21,9 @@ def test_generation_of_a_long_step():
     assert cost.rollout_seconds(new, 1200, 8) / 60 == pytest.approx(29.1, abs=0.05)
 
 
-@pytest.mark.parametrize("size, bandwidth, seconds", [(140, 900, 0.156), (140, 50, 2.8), (64, 900, 0.071), (64, 50, 1.28)])
+@pytest.mark.parametrize(
+    "size, bandwidth, seconds", [(140, 900, 0.156), (140, 50, 2.8), (64, 900, 0.071), (64, 50, 1.28)]
+)
 def test_a_transfer(size, bandwidth, seconds):
     assert cost.transfer_seconds(size * GB, bandwidth * GB) == pytest.approx(seconds, rel=0.01)
 
@@ -38,7 +40,9 @@ def test_decoding_is_bound_by_reading_then_by_arithmetic():
     assert cost.decode_seconds(s, on, 8, 0) == alone, "the weights are read once for all"
     many = 4096
     assert cost.decode_seconds(s, on, many, 0) == pytest.approx(2 * s.active * many / (on.flops * on.decode_efficiency))
-    assert cost.decode_seconds(s, on, 8, 4096) - alone == pytest.approx(8 * 4096 * s.kv_bytes() / (on.bandwidth * on.stream))
+    assert cost.decode_seconds(s, on, 8, 4096) - alone == pytest.approx(
+        8 * 4096 * s.kv_bytes() / (on.bandwidth * on.stream)
+    )
 
 
 def test_few_requests_read_few_experts():
@@ -51,7 +55,9 @@ def test_few_requests_read_few_experts():
 def test_training_is_six_or_eight_n_a_token():
     s = shape("8b")
     setting = Setting(s, hardware("h100"), prompt=0, mean=1, output=1)
-    plain, again = (cost.train_seconds(one) - cost.update_seconds(one) for one in (setting, replace(setting, checkpointing=True)))
+    plain, again = (
+        cost.train_seconds(one) - cost.update_seconds(one) for one in (setting, replace(setting, checkpointing=True))
+    )
     assert plain * 989e12 * 0.4 / setting.packed_tokens == pytest.approx(6 * s.active, rel=1e-3)
     assert again / plain == pytest.approx(8 / 6)
     assert cost.update_seconds(setting) == pytest.approx(36 * s.parameters / 3350e9)
@@ -103,7 +109,9 @@ def test_bubbles():
 
 
 def test_bubble_is_that_of_a_schedule():
-    """1F1B on a clock whose ticks are one forward plus one backward: the last stage ends m + p - 1 ticks after the first began."""
+    """1F1B on a clock whose ticks are one forward plus one backward: the last stage ends
+    m + p - 1 ticks after the first began.
+    """
     for p, m in ((2, 4), (4, 4), (8, 32)):
         ends = [[0.0] * m for _ in range(p)]
         for i in range(m):
@@ -121,7 +129,9 @@ def test_traffic():
 
 
 def test_shards_travel_in_every_micro_batch():
-    """Data parallel in bfloat16: 2 + 2 + 4 bytes a number of a layer, 2 + 4 of embedding and head, (n-1)/n of them, a micro-batch."""
+    """Data parallel in bfloat16: 2 + 2 + 4 bytes a number of a layer, 2 + 4 of embedding
+    and head, (n-1)/n of them, a micro-batch.
+    """
     setting = replace(what_if(["model=7b", "gpus=4", "prompts=16", "group=8", "mean=1000", "prompt=480"]), micro=8192)
     s = setting.shape
     assert (setting.packed_tokens, setting.packed_tokens / 4 / 8192) == (135680, pytest.approx(4.14, abs=0.01))
@@ -136,7 +146,9 @@ def test_shards_travel_in_every_micro_batch():
 
 
 def test_traffic_of_shards_is_what_fsdp_sends():
-    """Bytes that torch's collectives are given in three passes of a tiny model, on one of four ranks that only seem to be there."""
+    """Bytes that torch's collectives are given in three passes of a tiny model, on one of
+    four ranks that only seem to be there.
+    """
     import torch
     import torch.distributed as dist
     from engine_kit import tiny
@@ -177,11 +189,15 @@ def test_traffic_of_shards_is_what_fsdp_sends():
     assert sum(sent) == pytest.approx(layout.sharded_traffic(s.body, root, ranks=4, micro_batches=3, width=4), rel=0.01)
 
 
-@pytest.mark.parametrize("words", [["model=70b", "gpus=64"], ["model=235b-a22b", "gpus=128", "trainers=64", "output=32k"]])
+@pytest.mark.parametrize(
+    "words", [["model=70b", "gpus=64"], ["model=235b-a22b", "gpus=128", "trainers=64", "output=32k"]]
+)
 def test_layouts_fill_the_devices_and_the_best_fits(words):
     setting = what_if([*words, "checkpointing=yes"])
     found = layout.layouts(setting)
-    assert all(row.dp * row.tp * row.pp * row.cp == setting.train_devices and row.dp * row.cp % row.ep == 0 for row in found)
+    assert all(
+        row.dp * row.tp * row.pp * row.cp == setting.train_devices and row.dp * row.cp % row.ep == 0 for row in found
+    )
     assert len({(row.dp, row.tp, row.pp, row.cp, row.ep) for row in found}) == len(found)
     assert found[0].fits and found[0].seconds == min(row.seconds for row in found if row.fits)
     assert all(18 * setting.shape.parameters / setting.train_devices <= row.memory for row in found)
@@ -202,7 +218,9 @@ def test_the_best_split_is_the_best_of_all_and_none_worse_is_advised(unit, cappe
         assert every[best] == max(every.values())
         trainers = rng.randrange(1, G)
         told = split.advise(G, r, t, trainers=trainers, unit=unit, most=most).text
-        assert ("would give" in told) == (every[best] > min((G - trainers) * r, most, trainers * t)) and "give -" not in told
+        assert ("would give" in told) == (
+            every[best] > min((G - trainers) * r, most, trainers * t)
+        ) and "give -" not in told
 
 
 @pytest.mark.parametrize("place", ["shared", "split"])
@@ -218,5 +236,8 @@ def test_no_step_is_shorter_than_its_longest_answer(place, staleness):
         alone = cost.decode_seconds(setting.shape, setting.hardware, 1, late, tensor=setting.tensor) * setting.output
         told = plan(setting)
         assert told["step_seconds"] >= alone / (staleness + 1), words
-        assert told["generate"]["seconds"] >= alone / (staleness + 1) and told["generate"]["longest_answer_seconds"] == alone
+        assert (
+            told["generate"]["seconds"] >= alone / (staleness + 1)
+            and told["generate"]["longest_answer_seconds"] == alone
+        )
         assert told["generate"]["tokens_per_second"] * told["generate"]["seconds"] == pytest.approx(setting.new_tokens)

@@ -1,4 +1,6 @@
-"""Costs read from journals: those that a journal was made with come back, and a simulation at them takes the time that it took."""
+"""Costs read from journals: those that a journal was made with come back, and a
+simulation at them takes the time that it took.
+"""
 
 from __future__ import annotations
 
@@ -24,34 +26,83 @@ def journal(folder, groups, steps=12, seed=0, answer=ANSWER):
     for step in range(1, steps + 1):
         lengths = [[draw.randint(5, 60) for _ in range(GROUP)] for _ in range(groups)]
         numbers = [step * groups + i for i in range(groups)]
-        lines += [{"kind": "GroupFinished", "number": n, "kept": True, "lengths": each, **WHOLE} for n, each in zip(numbers, lengths)]
-        lines.append({"kind": "GroupsTaken", "step": step, "version": step, "numbers": numbers, "born": [step] * groups, "limit": 0})
+        lines += [
+            {"kind": "GroupFinished", "number": n, "kept": True, "lengths": each, **WHOLE}
+            for n, each in zip(numbers, lengths)
+        ]
+        lines.append(
+            {
+                "kind": "GroupsTaken",
+                "step": step,
+                "version": step,
+                "numbers": numbers,
+                "born": [step] * groups,
+                "limit": 0,
+            }
+        )
         written, longest = sum(map(sum, lengths)), max(map(max, lengths))
         generate = STEP * longest + REQUEST * written + READ * groups * PROMPT
         counts = {"steps": longest, "requests": written, "read": groups * PROMPT}
-        lines.append({"kind": "WorkerTime", "worker": "engine-0", "seconds": {"generate": generate, "idle": 1.0}, "counts": counts})
-        lines.append({"kind": "Synced", "version": step, "root": "", "bytes_copied": 0, "probe_gap": 0.0, "paused": PAUSE, "seconds": SYNC})
+        lines.append(
+            {
+                "kind": "WorkerTime",
+                "worker": "engine-0",
+                "seconds": {"generate": generate, "idle": 1.0},
+                "counts": counts,
+            }
+        )
+        lines.append(
+            {
+                "kind": "Synced",
+                "version": step,
+                "root": "",
+                "bytes_copied": 0,
+                "probe_gap": 0.0,
+                "paused": PAUSE,
+                "seconds": SYNC,
+            }
+        )
         packed = written + groups * PROMPT
-        seconds = {"wait": generate + answer * groups * GROUP, "prepare": HOST, "train": FIXED + TRAIN * packed, "sync": SYNC}
+        seconds = {
+            "wait": generate + answer * groups * GROUP,
+            "prepare": HOST,
+            "train": FIXED + TRAIN * packed,
+            "sync": SYNC,
+        }
         seconds["step"] = sum(seconds.values())
         metrics = {"train/packed_tokens": packed}
-        lines.append({"kind": "StepDone", "step": step, "version": step, "seconds": seconds, "metrics": metrics, "ledger": {}})
+        lines.append(
+            {"kind": "StepDone", "step": step, "version": step, "seconds": seconds, "metrics": metrics, "ledger": {}}
+        )
     folder.mkdir()
-    (folder / "journal.jsonl").write_text("".join(json.dumps({"n": n, "t": n, **line}) + "\n" for n, line in enumerate(lines)))
+    (folder / "journal.jsonl").write_text(
+        "".join(json.dumps({"n": n, "t": n, **line}) + "\n" for n, line in enumerate(lines))
+    )
     return folder
 
 
 def test_what_a_journal_was_made_with_comes_back(tmp_path):
     found = costs_of([journal(tmp_path / "few", 2), journal(tmp_path / "many", 16)])
-    wanted = {"step": STEP, "request": REQUEST, "prefill": READ, "fixed": FIXED + HOST, "train": TRAIN, "answer": ANSWER, "sync": SYNC}
+    wanted = {
+        "step": STEP,
+        "request": REQUEST,
+        "prefill": READ,
+        "fixed": FIXED + HOST,
+        "train": TRAIN,
+        "answer": ANSWER,
+        "sync": SYNC,
+    }
     assert {name: getattr(found, name) for name in wanted} == pytest.approx(wanted, rel=1e-6)
     assert (found.pause, found.prompt) == pytest.approx((PAUSE, PROMPT))
 
 
 def test_a_simulation_at_these_costs_takes_that_time(tmp_path):
-    folder = journal(tmp_path / "run", 8, steps=60, answer=0.0)  # the simulator scores whoever ends early while others are written
+    # the simulator scores whoever ends early while others are written
+    folder = journal(tmp_path / "run", 8, steps=60, answer=0.0)
     run, costs = Timers(folder), costs_of([folder])
-    bare = World(engines=1, places=64, beat=[], prefill=0.0, train=0.0, lengths=recorded(folder), prompts=8, group=GROUP)
+    bare = World(
+        engines=1, places=64, beat=[], prefill=0.0, train=0.0, lengths=recorded(folder), prompts=8, group=GROUP
+    )
     told = simulate(costs.world(bare), steps=100)
     assert told["samples_per_second"] == pytest.approx(run.samples / run.seconds, rel=0.02)
 
@@ -59,7 +110,16 @@ def test_a_simulation_at_these_costs_takes_that_time(tmp_path):
 def test_an_answer_costs_the_controller_even_where_nothing_else_does():
     """Synchronous: P·G answers, one after the other."""
     world = World(
-        engines=4, places=64, beat=[1e-3] * 65, prefill=0.0, train=0.0, lengths=lambda draw: 1.0, prompts=8, group=4, fixed=1.0, answer=0.25
+        engines=4,
+        places=64,
+        beat=[1e-3] * 65,
+        prefill=0.0,
+        train=0.0,
+        lengths=lambda draw: 1.0,
+        prompts=8,
+        group=4,
+        fixed=1.0,
+        answer=0.25,
     )
     assert simulate(world, steps=5)["step_seconds"] == pytest.approx(1e-3 + 1.0 + 32 * 0.25, rel=1e-6)
 

@@ -1,4 +1,6 @@
-"""Which task comes when: mixtures by their weights, curricula by difficulty and by pass rate, and nothing of it is lost in a resume."""
+"""Which task comes when: mixtures by their weights, curricula by difficulty and by pass
+rate, and nothing of it is lost in a resume.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_a_mixture_keeps_its_weights_at_every_moment_and_skips_nothing(weights, 
     for i, weight in enumerate(weights):
         own = [id for id in ids if id[0] == "abcd"[i]]
         assert own == [f"{'abcd'[i]}{k}" for k in range(len(own))]  # its own order, without a gap
-        assert abs(len(own) - n * weight / sum(weights)) <= len(weights) + n * 2e-3 * (not float(sum(weights)).is_integer())
+        assert abs(len(own) - n * weight / sum(weights)) <= len(weights) + n * 2e-3 * (
+            not float(sum(weights)).is_integer()
+        )
     assert mixed.nth(10**12).id[0] in "abcd"
 
 
@@ -66,7 +70,9 @@ def test_a_band_leaves_what_always_or_never_succeeds_to_the_floor():
     assert len({order.nth(n).id for n in range(200)}) == 10  # nobody knows them yet
     step(order, 1, {"t0": [0, 0], "t1": [1, 1], "t2": [0, 1], "t3": [-5.0, 9.0]})
     counts = Counter(order.nth(n).id for n in range(8_200))
-    assert all(abs(counts[t] - 100) < 60 for t in ("t0", "t1")) and all(abs(counts[f"t{i}"] - 1000) < 150 for i in range(2, 10))
+    assert all(abs(counts[t] - 100) < 60 for t in ("t0", "t1")) and all(
+        abs(counts[f"t{i}"] - 1000) < 150 for i in range(2, 10)
+    )
 
 
 def test_rates_forget_by_halves_change_between_versions_only_and_do_not_depend_on_who_ends_first():

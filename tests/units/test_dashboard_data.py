@@ -1,4 +1,6 @@
-"""What the dashboard tells is what the run told: the same rows as `diagnose` folds, the same findings, whatever became of the journal meanwhile."""
+"""What the dashboard tells is what the run told: the same rows as `diagnose` folds, the same
+findings, whatever became of the journal meanwhile.
+"""
 
 import hashlib
 import json
@@ -56,7 +58,9 @@ def test_rows_are_those_of_the_story(tmp_path):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_findings_are_those_of_diagnose(tmp_path, fault):
     write(tmp_path, **FAULTS[fault][0])
-    assert [(f["name"], f["evidence"]) for f in read(tmp_path).findings()] == [(f.name, f.evidence) for f in diagnose(tmp_path)]
+    assert [(f["name"], f["evidence"]) for f in read(tmp_path).findings()] == [
+        (f.name, f.evidence) for f in diagnose(tmp_path)
+    ]
 
 
 @pytest.mark.parametrize("scale, unit", [(1.0, "share"), (3.0, "reward")])
@@ -67,7 +71,9 @@ def test_a_score_is_a_share_only_where_rewards_are(tmp_path, scale, unit):
 
 
 def test_no_verdict_on_half_a_journal(tmp_path, monkeypatch):
-    """A run that is complete does not look dead while its journal is being read; the badge counts what the findings view lists."""
+    """A run that is complete does not look dead while its journal is being read; the
+    badge counts what the findings view lists.
+    """
     monkeypatch.setattr(Tail.lines, "__defaults__", (4096,))
     write(tmp_path, **FAULTS["held out falls, trained rises"][0])
     run, states = Run(tmp_path, findings), []
@@ -75,11 +81,16 @@ def test_no_verdict_on_half_a_journal(tmp_path, monkeypatch):
         told = state([run])[0]
         states.append(told["state"])
         page = said(run)
-        assert sum(told["alarms"][s] for s in ("error", "warning", "note")) == len(page["findings"]) and page["reading"] == (
-            states[-1] == "reading"
-        )
+        assert sum(told["alarms"][s] for s in ("error", "warning", "note")) == len(page["findings"]) and page[
+            "reading"
+        ] == (states[-1] == "reading")
         assert states[-1] != "reading" or not page["findings"]
-    assert len(states) > 5 and set(states[:-1]) == {"reading"} and states[-1] == "complete" and len(said(run)["findings"]) == 1
+    assert (
+        len(states) > 5
+        and set(states[:-1]) == {"reading"}
+        and states[-1] == "complete"
+        and len(said(run)["findings"]) == 1
+    )
 
 
 def test_memory_of_phases_and_of_workers_is_told_apart(tmp_path):
@@ -108,7 +119,10 @@ def test_a_resumed_run_is_told_once(tmp_path):
 
 def test_accounts_are_100_percent_of_what_was_told(tmp_path):
     run = read(write_run(tmp_path))
-    assert run.accounts(1) == {"controller": {"wait": 8.0, "train": 6.0, "sync": 2.0}} and run.columns.sum("time/step", 1) == 16.0
+    assert (
+        run.accounts(1) == {"controller": {"wait": 8.0, "train": 6.0, "sync": 2.0}}
+        and run.columns.sum("time/step", 1) == 16.0
+    )
 
 
 # -- the file ------------------------------------------------------------------------------------------
@@ -166,7 +180,9 @@ def test_a_sample_has_exact_rows(tmp_path):
     found = sample(tmp_path / "journal.jsonl", places=9)
     assert 5 <= len(found) < 24 and found.steps[-1] == 24
     for i, step in enumerate(found.steps):
-        assert dict(Row(found, i)) == pytest.approx({k: v for k, v in whole[step].items() if k != "score/length_correlation"})
+        assert dict(Row(found, i)) == pytest.approx(
+            {k: v for k, v in whole[step].items() if k != "score/length_correlation"}
+        )
 
 
 # -- curves --------------------------------------------------------------------------------------------
@@ -185,7 +201,9 @@ def test_a_curve_on_a_grid_is_mean_and_extremes_of_each_cell(points):
         first = 1 + cell * grid.width
         assert first <= x <= first + grid.width - 1
         inside = [v for step, v in told.items() if first <= step < first + grid.width]
-        expected = {"mean": np.mean(inside), "low": min(inside), "high": max(inside)} if inside else dict.fromkeys(drawn)
+        expected = (
+            {"mean": np.mean(inside), "low": min(inside), "high": max(inside)} if inside else dict.fromkeys(drawn)
+        )
         for what, values in drawn.items():
             assert values[cell] == (pytest.approx(expected[what], rel=1e-4) if inside else None)
 
@@ -208,7 +226,9 @@ def test_answers_of_a_step_and_one_of_them(tmp_path):
     assert first["length"] == 8 and first["gap"] is not None and told["rows"][2]["error"] == "timeout"
     one = rollouts.answer(tmp_path, 4, 0)
     written = [t for t in one["tokens"] if t[1]]
-    assert one["of"] == 13 and len(written) == 8 and max(abs(t[3] - t[4]) for t in written) == pytest.approx(first["gap"])
+    assert (
+        one["of"] == 13 and len(written) == 8 and max(abs(t[3] - t[4]) for t in written) == pytest.approx(first["gap"])
+    )
     annotate_step(tmp_path, 4, trainer_logprobs={(6, 0): [-9.0] * 13})  # the file is another one now
     assert rollouts.answer(tmp_path, 4, 0)["tokens"][-1][4] == -9.0
     with pytest.raises(UserError, match="8 answers and no number 99"):
@@ -216,7 +236,11 @@ def test_answers_of_a_step_and_one_of_them(tmp_path):
 
 
 def test_tokens_are_spelled_by_what_they_add():
-    spell = lambda ids: b"".join([b"a", b" b", "é".encode()[:1], "é".encode()[1:], b"\n"][i] for i in ids).decode(errors="replace")  # noqa: E731
+    letters = [b"a", b" b", "é".encode()[:1], "é".encode()[1:], b"\n"]
+
+    def spell(ids):
+        return b"".join(letters[i] for i in ids).decode(errors="replace")
+
     assert rollouts.spelled([0, 1, 2, 3, 4, 0], spell, 0, 6) == ["a", " b", "", "é", "\n", "a"]
     assert "".join(rollouts.spelled([0, 1, 2, 3, 4] * 20, spell, 50, 100)) == spell([0, 1, 2, 3, 4] * 10)
 
@@ -224,7 +248,12 @@ def test_tokens_are_spelled_by_what_they_add():
 def test_a_task_at_two_steps(tmp_path):
     write_run(tmp_path)
     assert rollouts.steps_of(tmp_path, "sum/4", 2) == [3]
-    assert rollouts.worded("the sum is 7.", "the sum was 7.") == [("same", "the sum "), ("gone", "is"), ("new", "was"), ("same", " 7.")]
+    assert rollouts.worded("the sum is 7.", "the sum was 7.") == [
+        ("same", "the sum "),
+        ("gone", "is"),
+        ("new", "was"),
+        ("same", " 7."),
+    ]
     assert rollouts.beside(tmp_path, "sum/4", 3, 3)["diff"] == [("same", "the <b>sum</b> is 1.0")]
     with pytest.raises(UserError, match="step 1 has no answer to sum/4"):
         rollouts.beside(tmp_path, "sum/4", 1, 3)
@@ -317,7 +346,11 @@ def test_no_number_of_a_run_is_too_large_to_show(tmp_path):
             (tmp_path / "journal.jsonl").write_text("\n".join(edited) + "\n")
             asked = client(tmp_path)
             for path in ("state", "series?name=score/reward_mean", "books", "time", "findings", "card"):
-                assert asked.get(f"/api/{path}").status_code in (200, 400), (lines[i][:60], path, asked.get(f"/api/{path}").text[:200])
+                assert asked.get(f"/api/{path}").status_code in (200, 400), (
+                    lines[i][:60],
+                    path,
+                    asked.get(f"/api/{path}").text[:200],
+                )
     (tmp_path / "card.json").write_text('{"steps": ' + HUGE[-1] + "}")
     (tmp_path / "job.toml").write_text(f"[loop]\nsteps = {HUGE[-1]}\n")
     asked = client(tmp_path)
@@ -335,7 +368,9 @@ def test_what_others_made_is_as_they_shipped_it():
     vendor = ROOT / "src/rondel/dashboard/vendor"
     told = json.loads((vendor / "versions.json").read_text())
     assert told.keys() == {p.name for p in vendor.iterdir()} - {"versions.json"}
-    assert {name: hashlib.sha256((vendor / name).read_bytes()).hexdigest() for name in told} == {n: t["sha256"] for n, t in told.items()}
+    assert {name: hashlib.sha256((vendor / name).read_bytes()).hexdigest() for name in told} == {
+        n: t["sha256"] for n, t in told.items()
+    }
     packages = {t["package"].split("@")[0] for t in told.values()}
     assert packages == {t["package"].split("@")[0] for name, t in told.items() if name.endswith("LICENSE")}
 
@@ -343,4 +378,6 @@ def test_what_others_made_is_as_they_shipped_it():
 def test_the_page_asks_nobody_else():
     for path in (ROOT / "src/rondel/dashboard/page").iterdir():
         text = path.read_text().replace("http://www.w3.org/2000/svg", "")
-        assert "http" not in text and "innerHTML" not in text and "eval(" not in text and "onclick=" not in text, path.name
+        assert "http" not in text and "innerHTML" not in text and "eval(" not in text and "onclick=" not in text, (
+            path.name
+        )

@@ -1,4 +1,6 @@
-"""`rondel diagnose`: each fault is found by its rule, a healthy run has none, and the words are those that a person needs."""
+"""`rondel diagnose`: each fault is found by its rule, a healthy run has none, and
+the words are those that a person needs.
+"""
 
 import json
 from dataclasses import replace
@@ -45,8 +47,18 @@ def test_precision_and_recall_over_noise(tmp_path):
         found = [set(named(write(tmp_path / f"{fault}-{seed}", seed=seed, **changes))) for seed in SEEDS]
         hit, told = sum(len(f & expected) for f in found), sum(map(len, found))
         hits, said, due = hits + hit, said + told, due + len(SEEDS) * len(expected)
-        rows.append(f"{fault:<32} {', '.join(sorted(expected)):<30} found {hit}/{len(SEEDS) * len(expected)}, beside it {told - hit}")
-    print("\n".join([*rows, f"recall {hits / due:.3f}, precision {hits / said:.3f} over {len(FAULTS)} faults x {len(SEEDS)} seeds"]))
+        rows.append(
+            f"{fault:<32} {', '.join(sorted(expected)):<30} found {hit}/{len(SEEDS) * len(expected)}, beside it "
+            f"{told - hit}"
+        )
+    print(
+        "\n".join(
+            [
+                *rows,
+                f"recall {hits / due:.3f}, precision {hits / said:.3f} over {len(FAULTS)} faults x {len(SEEDS)} seeds",
+            ]
+        )
+    )
     assert len(FAULTS) >= 20 and hits / due >= 0.97 and hits / said >= 0.95
 
 
@@ -60,7 +72,12 @@ def test_a_fault_of_one_of_several_policies_is_told_of_that_one(tmp_path):
     assert found.name == "entropy_collapse" and found.evidence.startswith("policy 'critic': entropy 0.781")
     assert "mean reward 0.4" in found.evidence
     (found,) = diagnose.diagnose(
-        write(tmp_path / "note", metrics=critic, job={**job, "policies.critic": {"frozen": True}}, note=lambda s: "x" * (s == 4))
+        write(
+            tmp_path / "note",
+            metrics=critic,
+            job={**job, "policies.critic": {"frozen": True}},
+            note=lambda s: "x" * (s == 4),
+        )
     )
     assert found.name == "steps_skipped", "told once, and nothing of what is frozen"
 
@@ -71,7 +88,9 @@ def test_every_rule_has_a_fault():
 
 
 def test_the_gravest_comes_first(tmp_path):
-    folder = write(tmp_path, job={"run.checkpoint.every": 0}, finished=lambda s: {"truncated": 2}, last=words.Broke("SyncError: x"))
+    folder = write(
+        tmp_path, job={"run.checkpoint.every": 0}, finished=lambda s: {"truncated": 2}, last=words.Broke("SyncError: x")
+    )
     found = diagnose.diagnose(folder)
     assert [f.severity for f in found] == ["error", "warning", "warning"] and found[0].name == "broke"
 
@@ -149,10 +168,14 @@ def _run(*words: str) -> int:
 
 
 def test_the_gain_is_that_of_the_closed_form():
-    """R = 9 s of rollouts, T = 3 s: with 2 engines more the step is max(9·1/2, 3) for one more, which is as far as twice as many go."""
+    """R = 9 s of rollouts, T = 3 s: with 2 engines more the step is max(9·1/2, 3) for one
+    more, which is as far as twice as many go.
+    """
     split = Place(split=True, engines=1, ranks=1, staleness=1)
     told = advise({"wait": 6.0, "train": 3.0}, 0.0, split)
-    assert told.gain == pytest.approx(9 / max(9 / 2, 3)) and "place.engines = 2" in told.message and "67%" in told.message
+    assert (
+        told.gain == pytest.approx(9 / max(9 / 2, 3)) and "place.engines = 2" in told.message and "67%" in told.message
+    )
     four = advise({"wait": 6.0, "train": 3.0}, 0.0, Place(True, 4, 1, 1))
     assert four.gain == pytest.approx(9 / max(9 * 4 / 8, 3)) and "place.engines = 8" in four.message
     idle = advise({"wait": 0.0, "train": 9.0}, 0.7, split)

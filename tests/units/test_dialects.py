@@ -1,4 +1,6 @@
-"""Forms of calls of single families: read off templates of their kind, whatever a policy writes, and answered where the family answers."""
+"""Forms of calls of single families: read off templates of their kind, whatever a policy
+writes, and answered where the family answers.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,134 @@ from rondel.generate.envs.tools import Tools
 
 SHOWS = "{% if tools %}[tools {{ tools | tojson }}]{% endif %}{% for m in messages %}"
 GLM = SHOWS + (  # the mark of the next message is what ends a turn
-    "{% if m.role == 'tool' %}<|observation|>\n<tool_response>\n{{ m.content }}\n</tool_response>{% else %}<|{{ m.role }}|>\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}\n<tool_call>{{ c.function.name }}{% for k, v in c.function.arguments.items() %}\n<arg_key>{{ k }}</arg_key>"
-    "\n<arg_value>{{ v if v is string else v | tojson }}</arg_value>{% endfor %}\n</tool_call>{% endfor %}{% endif %}{% endfor %}"
+    "{% if m.role == 'tool' %}<|observation|>\n<tool_response>\n{{ m.content }}\n</tool_response>{% else %}<|{{ m.role "
+    "}}|>\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}\n<tool_call>{{ c.function.name "
+    "}}{% for k, v in c.function.arguments.items() %}\n<arg_key>{{ k }}</arg_key>"
+    "\n<arg_value>{{ v if v is string else v | tojson "
+    "}}</arg_value>{% endfor %}\n</tool_call>{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 LFM = SHOWS + (
-    "<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}<|tool_call_start|>[{% for c in m.tool_calls %}{{ c.function.name }}("
-    "{% for k, v in c.function.arguments.items() %}{{ k }}={% if v is true %}True{% elif v is none %}None{% else %}{{ v | tojson }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}<|tool_call_start|>[{% for c in m.tool_calls %}{{ "
+    "c.function.name }}("
+    "{% for k, v in c.function.arguments.items() %}{{ k }}={% if v is true %}True{% elif v is none %}None{% else %}{{ v "
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    "| tojson }}{% endif %}"
     "{{ ', ' if not loop.last }}{% endfor %}){{ ', ' if not loop.last }}{% endfor %}]<|tool_call_end|>{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -48,9 +170,18 @@ MARKS = [
     "<|constrain|>", "<|call|>",
 ]  # fmt: skip
 WHAT = {"s": 'it\'s "x"\n<b>', "n": 3, "f": -1.5, "b": True, "l": [1, "a"], "o": {"k": "v"}}
-FORMS = {"glm": (GLM, KeyedCalls), "lfm": (LFM, PythonCalls), "gemma": (GEMMA, BracedCalls), "harmony": (HARMONY, ChannelCalls)}
+FORMS = {
+    "glm": (GLM, KeyedCalls),
+    "lfm": (LFM, PythonCalls),
+    "gemma": (GEMMA, BracedCalls),
+    "harmony": (HARMONY, ChannelCalls),
+}
 ONE = {  # add(a=3) as the family writes it, with what ends the turn; and an answer
-    "glm": ("<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n</tool_call>", "<|observation|>", "so four<|user|>"),
+    "glm": (
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        "<|observation|>",
+        "so four<|user|>",
+    ),
     "lfm": ("<|tool_call_start|>[add(a=3)]<|tool_call_end|>", "<|im_end|>", "so four<|im_end|>"),
     "gemma": ("<|tool_call>call:add{a:3}<tool_call|>", "<|tool_response>", "so four<turn|>"),
     "harmony": (
@@ -95,7 +226,9 @@ def test_the_form_is_read_off_and_reads_back_what_the_template_writes(name):
     user = [{"role": "user", "content": "u"}]
     asked = [("find", WHAT)] + ([("other", {})] if name != "harmony" else [])
     text = write([*user, asking(*asked)], ())[len(write(user, ())) :]
-    expected = {k: v if name != "glm" or isinstance(v, list | dict) else str(v) if k != "b" else "true" for k, v in WHAT.items()}
+    expected = {
+        k: v if name != "glm" or isinstance(v, list | dict) else str(v) if k != "b" else "true" for k, v in WHAT.items()
+    }
     assert found.read(text) == [Call(n, expected if n == "find" else {}) for n, _ in asked]
     assert found.read("thinking aloud " + text) == found.read(text) and found.read("the answer is 7") == []
     before = "hm. "
@@ -106,7 +239,9 @@ def test_the_form_is_read_off_and_reads_back_what_the_template_writes(name):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_an_episode_says_what_the_template_says(name):
-    """Law 5 with the family's own marks: the stream is the template's rendering of the whole, no mark twice, no answer lost."""
+    """Law 5 with the family's own marks: the stream is the template's rendering of the
+    whole, no mark twice, no answer lost.
+    """
     template, _ = FORMS[name]
     t, (call, ends, says) = tok(template), ONE[name]
     engine = Engine(*(t.encode(s, add_special_tokens=False) for s in (call + ends, says)))
@@ -125,7 +260,10 @@ def test_an_episode_says_what_the_template_says(name):
 
 def test_a_turn_of_glm_ends_with_the_mark_of_the_next_message():
     t = tok(GLM)
-    c = chat(t, Engine(t.encode("hello<|user|>", add_special_tokens=False), t.encode("yes<|user|>", add_special_tokens=False)))
+    c = chat(
+        t,
+        Engine(t.encode("hello<|user|>", add_special_tokens=False), t.encode("yes<|user|>", add_special_tokens=False)),
+    )
     for said in ("hi", "sure?"):
         c.give([{"role": "user", "content": said}])
         asyncio.run(c.reply())
@@ -156,13 +294,13 @@ def test_a_turn_of_glm_ends_with_the_mark_of_the_next_message():
 )  # fmt: skip
 def test_what_cannot_be_read_is_a_call_with_a_fault(form, text, fault):
     found = form.read(text)
-    assert (len([c for c in found if c.fault]) == 1 and fault in found[-1].fault) or any(fault in c.fault for c in found), found
+    assert (len([c for c in found if c.fault]) == 1 and fault in found[-1].fault) or any(
+        fault in c.fault for c in found
+    ), found
 
 
 def test_forms_that_templates_do_not_show_are_read_too():
-    new = (
-        "<tool_call>add<arg_key>a</arg_key><arg_value>[1, 2]</arg_value><arg_key>s</arg_key><arg_value></tool_call></arg_value></tool_call>"
-    )
+    new = "<tool_call>add<arg_key>a</arg_key><arg_value>[1, 2]</arg_value><arg_key>s</arg_key><arg_value></tool_call></arg_value></tool_call>"
     assert KeyedCalls().read(new) == [Call("add", {"a": [1, 2], "s": "</tool_call>"})]
     listed = '<|tool_call_start|>[{"name": "add", "arguments": {"a": 1}}, sub(s=\'\\u00e9\\n\\q\', t=("x"), n=None,)]<|tool_call_end|>'
     with_tuple = PythonCalls().read(listed)
@@ -172,8 +310,12 @@ def test_forms_that_templates_do_not_show_are_read_too():
         Call("sub", {"s": "\u00e9\n\\q", "t": "x", "n": None}),
     ]
     function = BracedCalls("<start_function_call>", "<end_function_call>", "<escape>")
-    assert function.read("<start_function_call>call:f{a:<escape>x<escape>,n:2}<end_function_call>") == [Call("f", {"a": "x", "n": 2})]
-    assert ChannelCalls().read(' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>') == [Call("add", {"a": 1})]
+    assert function.read("<start_function_call>call:f{a:<escape>x<escape>,n:2}<end_function_call>") == [
+        Call("f", {"a": "x", "n": 2})
+    ]
+    assert ChannelCalls().read(' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>') == [
+        Call("add", {"a": 1})
+    ]
     assert ChannelCalls().read("<|channel|>commentary<|message|>I will look.<|end|>") == []
     write = writer(SHOWS.replace("[tools", "<|tool_list_start|>[tools") + "{{ m.role }}: {{ m.content }}\n{% endfor %}")
     assert isinstance(read_off(write), PythonCalls), "an older LFM2 shows tools, and leaves calls out"
@@ -206,7 +348,9 @@ def test_no_text_breaks_a_reader(form):
 
 @pytest.mark.parametrize("form", ALL, ids=lambda form: type(form).__name__)
 def test_time_grows_with_the_length_alone(form):
-    """Each piece a thousand times against sixteen thousand times, by processor time, alone and behind an open call: no square of it."""
+    """Each piece a thousand times against sixteen thousand times, by processor time, alone
+    and behind an open call: no square of it.
+    """
 
     def seconds(text: str) -> float:
         spent = []

@@ -83,7 +83,8 @@ def test_from_several_threads(engine):
     sampling, got = rondel.Sampling(n=2, max_tokens=8), {}
     want = {text: [c.tokens for c in engine.generate([text], sampling)[0]] for text in "abcd"}
     threads = [
-        threading.Thread(target=lambda t=text: got.update({t: [c.tokens for c in engine.generate([t], sampling)[0]]})) for text in "abcd"
+        threading.Thread(target=lambda t=text: got.update({t: [c.tokens for c in engine.generate([t], sampling)[0]]}))
+        for text in "abcd"
     ]
     for t in threads:
         t.start()
@@ -107,7 +108,10 @@ def test_close_ends_its_threads_and_a_closed_engine_says_so():
 def test_it_aligns_guesses_and_compiles_on_request():
     """Aligned: the trainer's bits. Guessing ahead, and fused loops: the tokens of neither."""
     load = rondel.Engine.load
-    how, sampling = {"dtype": "float32", "device": "cpu", "kv_pages": 2048}, rondel.Sampling(n=2, max_tokens=12, temperature=0.0)
+    how, sampling = (
+        {"dtype": "float32", "device": "cpu", "kv_pages": 2048},
+        rondel.Sampling(n=2, max_tokens=12, temperature=0.0),
+    )
     size = {"random": "llama", "seed": 1, **SIZE}
     told = {}
     for name, more in {
@@ -130,6 +134,8 @@ def test_a_conversation_goes_through_the_template(engine):
     with pytest.raises(UserError, match=r"engine.chat\(\[messages\]\)"):
         engine.chat([{"role": "user", "content": "Hi"}])
     messages = [{"role": "user", "content": "Hi"}]
-    tokens = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    tokens = engine.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
     sampling = rondel.Sampling(max_tokens=6, seed=2)
     assert engine.chat([messages], sampling)[0][0].tokens == engine.generate([tokens], sampling)[0][0].tokens

@@ -58,11 +58,15 @@ def test_search_finds_what_is_asked():
     import search
 
     year = next(t for t in tasks("search:questions") if t.data["answer"] == "1874")
-    found, asked = play(search.Search(), year, call("search", query="the year the lighthouse of Orm was lit", k=2), "It was 1874.")
+    found, asked = play(
+        search.Search(), year, call("search", query="the year the lighthouse of Orm was lit", k=2), "It was 1874."
+    )
     assert "Orm since 1874" in asked[1] and search.grade(found, year) == 1.0
     found, _ = play(search.Search(), year, "1902")
     assert search.grade(found, year) == 0.0
-    missed = [t.data["prompt"] for t in tasks("search:questions") if t.data["answer"] not in search.search(t.data["prompt"])]
+    missed = [
+        t.data["prompt"] for t in tasks("search:questions") if t.data["answer"] not in search.search(t.data["prompt"])
+    ]
     assert missed == [], "three sentences are enough for every question as it stands"
 
 
@@ -71,9 +75,19 @@ def test_a_customer_is_served_by_what_is_done_not_said():
 
     cancel, change = (next(t for t in tasks("shop:wishes") if t.data["order"] == n) for n in (6, 7))
     found, asked = play(shop.Shop(), cancel, "What can I do?", call("cancel", order=6), "Done.", "Bye.")
-    assert found.score.value == 1.0 and "Please cancel order 6." in asked[1] and "cancelled" in asked[2] and "that is all" in asked[3]
+    assert (
+        found.score.value == 1.0
+        and "Please cancel order 6." in asked[1]
+        and "cancelled" in asked[2]
+        and "that is all" in asked[3]
+    )
     assert play(shop.Shop(), cancel, "What?", "I have cancelled it.", "Bye.")[0].score.value == 0.0
-    assert play(shop.Shop(), cancel, "What?", call("cancel", order=6) + call("cancel", order=7), "Done.", "Bye.")[0].score.value == 0.0
+    assert (
+        play(shop.Shop(), cancel, "What?", call("cancel", order=6) + call("cancel", order=7), "Done.", "Bye.")[
+            0
+        ].score.value
+        == 0.0
+    )
     item = change.data["item"]
     assert play(shop.Shop(), change, "What?", call("change", order=7, item=item), "Done.", "Bye.")[0].score.value == 1.0
     assert play(shop.Shop(), change, *[call("cancel", order="?")] * 6)[0].score.value == 0.0
@@ -89,7 +103,9 @@ def test_the_customer_may_be_a_model(monkeypatch):
             heard.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
             message = {"role": "assistant", "content": f"wish number {len(heard)}"}
             choice = {"index": 0, "finish_reason": "stop", "message": message}
-            body = json.dumps({"id": "x", "object": "chat.completion", "created": 0, "model": "user", "choices": [choice]}).encode()
+            body = json.dumps(
+                {"id": "x", "object": "chat.completion", "created": 0, "model": "user", "choices": [choice]}
+            ).encode()
             self.send_response(200)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(body)))
@@ -106,7 +122,10 @@ def test_the_customer_may_be_a_model(monkeypatch):
         _, asked = play(shop.Shop(), task, "What can I do?", "Anything else?", "Bye.")
         server.shutdown()
     assert "wish number 1" in asked[1] and "wish number 2" in asked[2]
-    assert "cancel order 6" in heard[0]["messages"][0]["content"] and heard[1]["messages"][1]["content"] == "Anything else?"
+    assert (
+        "cancel order 6" in heard[0]["messages"][0]["content"]
+        and heard[1]["messages"][1]["content"] == "Anything else?"
+    )
 
 
 @boxed
@@ -116,7 +135,12 @@ def test_a_repository_is_mended_by_a_passing_test():
     task = next(t for t in tasks("repair:bugs") if t.data["right"] == "x + y")
     write = written("main.py", "def f(x, y):\n    return x + y\n")
     found, asked = play(repair.Repair(), task, call("run_tests") + READ, write + call("run_tests"), "Done.")
-    assert found.score.value == 1.0 and "AssertionError" in asked[1] and "return x - y" in asked[1] and "passed" in asked[2]
+    assert (
+        found.score.value == 1.0
+        and "AssertionError" in asked[1]
+        and "return x - y" in asked[1]
+        and "passed" in asked[2]
+    )
     cheat = written("test.py", "")
     found, asked = play(repair.Repair(), task, cheat, "Done.")
     assert found.score.value == 0.0 and "only main.py may be written" in asked[1]

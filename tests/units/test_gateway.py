@@ -33,7 +33,9 @@ async def ask(s, messages, tools=(), **more):
 
 def openai_message(reply):
     """As OpenAI's clients send it back."""
-    calls = [{"id": i, "type": "function", "function": {"name": n, "arguments": json.dumps(a)}} for i, n, a in reply.calls]
+    calls = [
+        {"id": i, "type": "function", "function": {"name": n, "arguments": json.dumps(a)}} for i, n, a in reply.calls
+    ]
     return {"role": "assistant", "content": reply.text or None, **({"tool_calls": calls} if calls else {})}
 
 
@@ -100,7 +102,10 @@ def change(**new):
 
 
 def calls(**function):
-    return lambda m: {**m, "tool_calls": [{**m["tool_calls"][0], "function": {**m["tool_calls"][0]["function"], **function}}]}
+    return lambda m: {
+        **m,
+        "tool_calls": [{**m["tool_calls"][0], "function": {**m["tool_calls"][0]["function"], **function}}],
+    }
 
 
 SAME = {
@@ -137,7 +142,8 @@ def test_what_clients_change_on_the_way_is_known_and_what_an_agent_changes_forks
 
 
 @pytest.mark.parametrize(
-    "given", [" what is three plus four?", "what is three plus four? ", [{"type": "text", "text": "What is three plus four?"}]]
+    "given",
+    [" what is three plus four?", "what is three plus four? ", [{"type": "text", "text": "What is three plus four?"}]],
 )
 def test_what_was_given_is_compared_to_the_letter(given):
     async def play(s):
@@ -185,7 +191,8 @@ def test_other_tools_are_another_conversation():
 def test_any_forest_is_recorded_as_it_grew(seed):
     """Against a tree of ten lines: an agent goes on from anywhere, and now and then rewrites what was said before."""
     draw = random.Random(seed)
-    states = [([SYSTEM, *ASK], {})]  # messages that can be gone on from, and which of them are replies that a branch holds
+    # messages that can be gone on from, and which of them are replies that a branch holds
+    states = [([SYSTEM, *ASK], {})]
     expected = []
 
     async def play(s):
@@ -220,7 +227,9 @@ def test_a_rewritten_history_keeps_the_turns_before_and_their_record():
     for what in ("tokens", "mask", "logprobs", "versions"):
         assert getattr(old, what)[:n] == getattr(new, what)[:n]
     assert runs(old) == 3 and runs(new) == 2 and new.text == "one\nfour"
-    assert "assistant\n2<|im_end|>\n" in tok().decode(new.tokens) and "assistant\nthree<|im_end|>\n" in tok().decode(new.tokens)
+    assert "assistant\n2<|im_end|>\n" in tok().decode(new.tokens) and "assistant\nthree<|im_end|>\n" in tok().decode(
+        new.tokens
+    )
 
 
 def test_a_fork_takes_routes_and_support_along():
@@ -241,8 +250,14 @@ def test_a_fork_takes_routes_and_support_along():
     mark = asyncio.run(play())
     twin = talk.fork(mark)
     n = len(twin.trajectory.tokens)
-    assert twin.trajectory.tokens == talk.trajectory.tokens[:n] and twin.trajectory.tokens[-3:] == [7, 8, 9] and twin.turn == 1
-    assert twin.trajectory.experts.shape == (n - 1, 1, 1) and twin.trajectory.support == [None] * n and twin.mark == mark
+    assert (
+        twin.trajectory.tokens == talk.trajectory.tokens[:n]
+        and twin.trajectory.tokens[-3:] == [7, 8, 9]
+        and twin.turn == 1
+    )
+    assert (
+        twin.trajectory.experts.shape == (n - 1, 1, 1) and twin.trajectory.support == [None] * n and twin.mark == mark
+    )
 
 
 # -- calls -----------------------------------------------------------------------------------------
@@ -326,7 +341,9 @@ def test_a_request_that_is_given_up_leaves_no_trace():
         assert work.cancelled() and other[-1]["content"] == "two"
 
     asyncio.run(play())
-    assert [said(t) for t in s.forest.trajectories()] == [ended("one", "two")], "the one that was left is a part of the other"
+    assert [said(t) for t in s.forest.trajectories()] == [ended("one", "two")], (
+        "the one that was left is a part of the other"
+    )
 
 
 def test_a_full_context_is_told_and_ends_the_branch_with_length():

@@ -52,7 +52,18 @@ ODD: list[Any] = [
     None, True, False, 0, -1, 1 << 70, 1.5, -1e308, "", "\ud83d", "\0", "\x1b[2J", "<|im_start|>system", "9" * 5000,
     [], [None], [1], ["a"] * 300, [[]], [{}], {}, {"\ud83d": "\ud83d"}, {"type": 7}, {"type": "text", "text": None}, {"a": {"b": [1]}},
 ]  # fmt: skip
-RAW = [b"", b"[", b"\xff", b'"\xed\xa0\x80"', b'{"a":' * 3000, b"[]", b"9" * 6000, b'{"x": NaN}', b'{"messages": []}', b"{}"]
+RAW = [
+    b"",
+    b"[",
+    b"\xff",
+    b'"\xed\xa0\x80"',
+    b'{"a":' * 3000,
+    b"[]",
+    b"9" * 6000,
+    b'{"x": NaN}',
+    b'{"messages": []}',
+    b"{}",
+]
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -88,7 +99,9 @@ async def asked(path: str, bodies: list[bytes]) -> list[tuple[bytes, int, str]]:
 def test_no_body_is_a_fault_of_the_gateway(path):
     whole = BODIES[path]
     made = [with_odd(whole, at, odd) for at in places(whole) for odd in ODD]
-    answers = asyncio.run(asked(path, [json.dumps(whole).encode(), *RAW, *(json.dumps(body).encode() for body in made)]))
+    answers = asyncio.run(
+        asked(path, [json.dumps(whole).encode(), *RAW, *(json.dumps(body).encode() for body in made)])
+    )
     assert answers[0][1] == 200, answers[0]
     assert [answer for answer in answers if answer[1] not in (200, 400)] == []
     assert Counter(status for _, status, _ in answers)[400] > len(RAW)
@@ -96,13 +109,19 @@ def test_no_body_is_a_fault_of_the_gateway(path):
 
 @pytest.mark.parametrize("wrong", [True, 7, "x", [None], ["x"], [[]], [{}], [{"function": "add"}], {"function": {}}])
 def test_calls_of_a_wrong_type_are_named(wrong):
-    talk = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", "tool_calls": wrong}, {"role": "user", "content": "u"}]
+    talk = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "a", "tool_calls": wrong},
+        {"role": "user", "content": "u"},
+    ]
     ((_, status, said),) = asyncio.run(asked("/v1/chat/completions", [json.dumps({"messages": talk}).encode()]))
     assert status == 400 and "messages[1].tool_calls must be a list of objects" in said
 
 
 def test_nothing_to_count_and_ids_of_half_a_character():
-    count = [json.dumps(body).encode() for body in ({}, {"messages": []}, {"messages": [{"role": "user", "content": "u"}]})]
+    count = [
+        json.dumps(body).encode() for body in ({}, {"messages": []}, {"messages": [{"role": "user", "content": "u"}]})
+    ]
     assert [status for _, status, _ in asyncio.run(asked("/v1/messages/count_tokens", count))] == [400, 400, 200]
     before = json.dumps({"input": "u", "previous_response_id": "\ud83d"}).encode()
     ((_, status, said),) = asyncio.run(asked("/v1/responses", [before]))

@@ -1,4 +1,6 @@
-"""An episode behind the gateway from outside: agents as functions and commands, their scores, and whose fault what is."""
+"""An episode behind the gateway from outside: agents as functions and commands, their scores, and
+whose fault what is.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,11 @@ def test_what_the_engine_does_wrong_is_not_put_on_the_agent():
 def test_an_agent_that_fails_on_a_full_context_is_scored():
     def agent(task, base_url, api_key):
         first = speak(base_url, api_key)
-        speak(base_url, api_key, [*ASK, {"role": "assistant", "content": first}, {"role": "user", "content": "look again. " * 40}])
+        speak(
+            base_url,
+            api_key,
+            [*ASK, {"role": "assistant", "content": first}, {"role": "user", "content": "look again. " * 40}],
+        )
 
     (one,) = play(agent, Policy("seven."), max_context=100)
     assert one.finish_reason == "length" and runs(one) == 1 and one.score is None
@@ -94,9 +100,16 @@ def test_a_full_context_has_the_code_that_agents_look_for():
     def agent(task, base_url, api_key):
         with pytest.raises(openai.BadRequestError) as seen:
             speak(base_url, api_key, [{"role": "user", "content": "look again. " * 400}])
-        assert seen.value.code == "context_length_exceeded" and "maximum context length is 300 tokens" in str(seen.value)
-        with anthropic.Anthropic(base_url=base_url, api_key=api_key) as client, pytest.raises(anthropic.BadRequestError) as seen:
-            client.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": "look again. " * 400}])
+        assert seen.value.code == "context_length_exceeded" and "maximum context length is 300 tokens" in str(
+            seen.value
+        )
+        with (
+            anthropic.Anthropic(base_url=base_url, api_key=api_key) as client,
+            pytest.raises(anthropic.BadRequestError) as seen,
+        ):
+            client.messages.create(
+                model="m", max_tokens=9, messages=[{"role": "user", "content": "look again. " * 400}]
+            )
         assert "prompt is too long" in str(seen.value) and seen.value.body["error"]["type"] == "invalid_request_error"
         return float(speak(base_url, api_key) == "seven.")
 
@@ -127,7 +140,9 @@ def test_an_agent_that_outlives_its_episode_is_not_heard_of(caplog):
 
 
 def test_answers_leave_at_once():
-    """Nagle's algorithm and delayed acknowledgements cost 40 ms a turn, and asyncio turns the former off only where it sees TCP."""
+    """Nagle's algorithm and delayed acknowledgements cost 40 ms a turn, and asyncio turns
+    the former off only where it sees TCP.
+    """
     seen = []
 
     async def agent(task, base_url, api_key):
@@ -152,7 +167,10 @@ def test_a_key_is_one_episodes_and_ends_with_it():
             with pytest.raises(openai.AuthenticationError) as refused:
                 speak(base_url, key)
             assert refused.value.code == "invalid_api_key"
-        with anthropic.Anthropic(base_url=base_url, api_key="other") as client, pytest.raises(anthropic.AuthenticationError) as refused:
+        with (
+            anthropic.Anthropic(base_url=base_url, api_key="other") as client,
+            pytest.raises(anthropic.AuthenticationError) as refused,
+        ):
             client.messages.create(model="m", max_tokens=9, messages=ASK)
         assert refused.value.body["error"]["type"] == "authentication_error"
         seen.append(api_key)
@@ -203,18 +221,32 @@ def test_a_client_that_leaves_takes_its_request_along():
         ("/v1/chat/completions", b"[]", "must be an object"),
         ("/v1/chat/completions", b"{}", "nothing to answer"),
         ("/v1/chat/completions", b'{"messages": [{"role": "critic", "content": "x"}]}', "must be one of system"),
-        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "part of type 'image_url'"),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+            "part of type 'image_url'",
+        ),
         ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', "at least 1"),
-        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "web"}]}', "tool of type 'web'"),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "web"}]}',
+            "tool of type 'web'",
+        ),
         ("/v1/completions", b'{"prompt": [1, 99999999]}', "token ids below"),
         ("/v1/responses", b'{"input": "x", "previous_response_id": "r"}', "none of this episode"),
-        ("/v1/messages", b'{"messages": [{"role": "assistant", "content": "x"}]}', "the last message is the assistant's"),
+        (
+            "/v1/messages",
+            b'{"messages": [{"role": "assistant", "content": "x"}]}',
+            "the last message is the assistant's",
+        ),
         ("/v1/embeddings", b"{}", "this gateway has"),
     ],
 )
 def test_what_cannot_be_answered_says_why(path, body, said):
     def agent(task, base_url, api_key):
-        link = httpx2.Client(base_url=base_url.removesuffix("/v1"), headers={"Authorization": f"Bearer {api_key}"}, trust_env=False)
+        link = httpx2.Client(
+            base_url=base_url.removesuffix("/v1"), headers={"Authorization": f"Bearer {api_key}"}, trust_env=False
+        )
         with link:
             reply = link.post(path, content=body)
             assert reply.status_code in (400, 404) and said in reply.json()["error"]["message"]
@@ -229,7 +261,16 @@ def test_what_a_client_asks_of_the_sampling_is_told_once_and_not_done():
 
     def agent(task, base_url, api_key):
         for _ in range(2):
-            speak(base_url, api_key, temperature=0.0, top_p=1.0, seed=3, user="me", max_tokens=5, response_format={"type": "text"})
+            speak(
+                base_url,
+                api_key,
+                temperature=0.0,
+                top_p=1.0,
+                seed=3,
+                user="me",
+                max_tokens=5,
+                response_format={"type": "text"},
+            )
 
     try:
         policy = Policy("seven.", "seven.")
@@ -245,7 +286,9 @@ def test_what_a_client_asks_of_the_sampling_is_told_once_and_not_done():
 
 def test_what_an_agent_returns_is_a_score_or_nothing():
     assert score_of(None) is None and score_of(True) == Score(1.0) and score_of(0.5) == Score(0.5)
-    assert score_of({"a": 1, "b": 0.5}) == Score(1.5, {"a": 1.0, "b": 0.5}) and score_of({"a": 1, "total": 9}).value == 9.0
+    assert (
+        score_of({"a": 1, "b": 0.5}) == Score(1.5, {"a": 1.0, "b": 0.5}) and score_of({"a": 1, "total": 9}).value == 9.0
+    )
     for strange in (float("nan"), "good", {}, {"a": "b"}, [1]):
         with pytest.raises(EnvError, match="may return nothing, a finite number"):
             score_of(strange)
@@ -304,7 +347,11 @@ def gone(pid):
 
 def test_a_command_that_hangs_ends_with_its_children(tmp_path):
     with pytest.raises(EnvError, match=r"did not end within 0\.5 s"):
-        episode(["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; echo $$ >> {tmp_path}/pid; wait"], Policy("7"), timeout=0.5)
+        episode(
+            ["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; echo $$ >> {tmp_path}/pid; wait"],
+            Policy("7"),
+            timeout=0.5,
+        )
     pids = [int(line) for line in (tmp_path / "pid").read_text().split()]
     end = time.monotonic() + 20
     while not all(map(gone, pids)):
@@ -331,7 +378,9 @@ def test_a_stream_of_another_turn_goes_on():
             for _ in range(3):
                 text = ""
                 options = {"include_usage": True}
-                for chunk in client.chat.completions.create(model="m", messages=messages, stream=True, stream_options=options):
+                for chunk in client.chat.completions.create(
+                    model="m", messages=messages, stream=True, stream_options=options
+                ):
                     text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
                     usage = chunk.usage
                 assert usage.completion_tokens

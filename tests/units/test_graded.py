@@ -1,4 +1,6 @@
-"""Several hundred graded answers: what is right is 1, what is wrong is 0, and what cannot be computed is never right."""
+"""Several hundred graded answers: what is right is 1, what is wrong is 0, and what cannot be
+computed is never right.
+"""
 
 import asyncio
 import math
@@ -39,7 +41,8 @@ def test_the_table_of_math(tmp_path, monkeypatch):
     results = graded("math", MATH)
     assert [row for row, result in results if row[2] is not REFUSED and result != Score(float(row[2]))] == []
     assert [row for row, result in results if row[2] is REFUSED and is_right(result)] == []
-    assert sum(isinstance(result, Failed) for _, result in results) <= 1  # most that cannot be computed is wrong before it is tried
+    # most that cannot be computed is wrong before it is tried
+    assert sum(isinstance(result, Failed) for _, result in results) <= 1
     assert list(Path(tmp_path).iterdir()) == []
 
 
@@ -62,7 +65,8 @@ def test_a_plain_number_is_read_exactly(value):
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.text(max_size=300) | st.lists(st.sampled_from(["\\boxed{", "}", "7", "<answer>", "</answer>", "not ", " but ", "$"])).map("".join)
+    st.text(max_size=300)
+    | st.lists(st.sampled_from(["\\boxed{", "}", "7", "<answer>", "</answer>", "not ", " but ", "$"])).map("".join)
 )
 def test_any_text_says_something(text):
     assert isinstance(said(text), str) and wild(said(text)) in (True, False)

@@ -1,4 +1,6 @@
-"""Constrained decoding: the mask is what brute force finds, what is written is a sentence, and the stated logprob is the masked one."""
+"""Constrained decoding: the mask is what brute force finds, what is written is a
+sentence, and the stated logprob is the masked one.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,14 @@ def trained_on_text():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<end>", "<other>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=400,
+        special_tokens=["<end>", "<other>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    corpus = ['{"name": "anna", "age": 17, "tags": ["red", "green"]} the blue and red trees are true, abab abba false null 1234567'] * 30
+    corpus = [
+        '{"name": "anna", "age": 17, "tags": ["red", "green"]} the blue and red trees are true, abab abba false null 1234567'
+    ] * 30
     tokenizer.train_from_iterator(corpus, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
@@ -74,7 +81,10 @@ WORDS = words_model()
 def mask(loaded, constraint, drawn):
     """Allowed ids, through the vectorised path."""
     live = Live(
-        Request([5, *drawn], Sampling(grammar={"regex": "."}), continuation=len(drawn)), lambda _: None, [5, *drawn], 1 + len(drawn)
+        Request([5, *drawn], Sampling(grammar={"regex": "."}), continuation=len(drawn)),
+        lambda _: None,
+        [5, *drawn],
+        1 + len(drawn),
     )
     live.constraint = constraint
     logits = torch.zeros(2, loaded.head.weight.shape[0])
@@ -91,7 +101,9 @@ SENTENCES = ["red", "reddish", "true", "abba", "ab ab", "the blue", '{"age": 17}
 def test_the_mask_is_that_of_brute_force(loaded, kind):
     """A token is allowed exactly if a sentence goes on with it; the end exactly where a sentence is whole."""
     sentences = [s for s in SENTENCES if loaded is WORDS or s.isascii()]
-    alternatives = [re.escape(s).replace("\\ ", " ") if kind == "regex" else json.dumps(s, ensure_ascii=False) for s in sentences]
+    alternatives = [
+        re.escape(s).replace("\\ ", " ") if kind == "regex" else json.dumps(s, ensure_ascii=False) for s in sentences
+    ]
     given = {"regex": "|".join(alternatives)} if kind == "regex" else {"grammar": "start: " + " | ".join(alternatives)}
     spelled = {i: _bytes(loaded, i) for i in range(len(loaded.tokenizer)) if i not in loaded.tokenizer.all_special_ids}
     ends, goals = set(loaded.stop_ids), [s.encode() for s in sentences]
@@ -154,7 +166,9 @@ def fits(value):
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 1.5])
 def test_a_schema_always_yields_its_json(loaded, temperature):
     e = engine(loaded)
-    requests = [grammatical(prompt(i, 6), key=i, temperature=temperature, grammar={"json_schema": SCHEMA}) for i in range(40)]
+    requests = [
+        grammatical(prompt(i, 6), key=i, temperature=temperature, grammar={"json_schema": SCHEMA}) for i in range(40)
+    ]
     done = asyncio.run(all_of(e, requests))
     for c in done:
         assert c.finish_reason == "stop" and c.tokens[-1] in loaded.stop_ids
@@ -187,7 +201,8 @@ def balanced(text):
 
 def test_the_stated_logprob_is_that_of_what_was_allowed():
     request = replace(
-        grammatical(prompt(1, 8), grammar={"json_schema": SCHEMA}, temperature=0.9), wants=frozenset({"support", "raw_logprobs"})
+        grammatical(prompt(1, 8), grammar={"json_schema": SCHEMA}, temperature=0.9),
+        wants=frozenset({"support", "raw_logprobs"}),
     )
     c = asyncio.run(engine(MODEL).generate(request))
     logits = plain_logits(MODEL, request.tokens + c.tokens)[len(request.tokens) - 1 : -1]
@@ -203,7 +218,9 @@ def test_the_stated_logprob_is_that_of_what_was_allowed():
 
 @pytest.mark.slow
 def test_retraction_and_continuation_change_nothing():
-    requests = [grammatical(prompt(i, 10), key=i, grammar={"json_schema": SCHEMA} if i % 2 else None, n=60) for i in range(12)]
+    requests = [
+        grammatical(prompt(i, 10), key=i, grammar={"json_schema": SCHEMA} if i % 2 else None, n=60) for i in range(12)
+    ]
     free = asyncio.run(all_of(engine(MODEL), requests))
     tight = engine(MODEL, kv_pages=120, prefill_tokens=9)
     pressed = asyncio.run(all_of(tight, requests))
@@ -220,8 +237,15 @@ def test_retraction_and_continuation_change_nothing():
 
 def test_a_whole_sentence_ends_before_min_tokens_and_an_open_one_does_not():
     short = asyncio.run(engine(MODEL).generate(grammatical([5, 6], grammar={"regex": "ab"}, min_tokens=9)))
-    assert (short.text, short.finish_reason, len(short.tokens)) == ("ab", "stop", 3) and short.logprobs == pytest.approx([0, 0, 0])
-    long = [asyncio.run(engine(MODEL).generate(grammatical([5, 6], key=i, grammar={"regex": "[ab]*"}, min_tokens=9))) for i in range(5)]
+    assert (short.text, short.finish_reason, len(short.tokens)) == (
+        "ab",
+        "stop",
+        3,
+    ) and short.logprobs == pytest.approx([0, 0, 0])
+    long = [
+        asyncio.run(engine(MODEL).generate(grammatical([5, 6], key=i, grammar={"regex": "[ab]*"}, min_tokens=9)))
+        for i in range(5)
+    ]
     assert all(len(c.text) >= 9 and set(c.text) <= {"a", "b"} for c in long)
 
 

@@ -74,7 +74,9 @@ def test_a_full_context_ends_it():
 def test_a_world_that_breaks_or_hangs_is_a_fault(monkeypatch):
     monkeypatch.setattr(World, "fails", True)
     before = World.closed
-    with pytest.raises(EnvError, match="step of the world 'test_gym_world:World' raised RuntimeError: the roof is down"):
+    with pytest.raises(
+        EnvError, match="step of the world 'test_gym_world:World' raised RuntimeError: the roof is down"
+    ):
         play("one")
     assert World.closed == before + 1
     monkeypatch.setattr(World, "waits", threading.Event())
@@ -96,7 +98,9 @@ def test_a_slow_world_delays_nobody(monkeypatch):
 
 def test_tasks_are_seeds_and_an_id_is_gymnasiums():
     tasks = load_tasks({"kind": "gym", "name": "guess_world:make", "n": 12, "holdout": 3}, env="gym")
-    assert len(tasks.held_out) == 3 and sorted(t.data["seed"] for t in [*tasks.train, *tasks.held_out]) == list(range(12))
+    assert len(tasks.held_out) == 3 and sorted(t.data["seed"] for t in [*tasks.train, *tasks.held_out]) == list(
+        range(12)
+    )
     with pytest.raises(EnvError, match="NoSuchWorld"):
         asyncio.run(Gym().run(Task("x", "gym", {"world": "NoSuchWorld-v0", "seed": 0}), chat(tok(), Policy("a"))))
     with pytest.raises(ConfigError, match="no module 'nowhere'"):
@@ -106,7 +110,15 @@ def test_tasks_are_seeds_and_an_id_is_gymnasiums():
 def test_a_run_of_the_example(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     data = {"kind": "gym", "name": "guess_world:make", "n": 40, "holdout": 4}
-    run(tmp_path, task__env="gym", task__data=data, task__turns=3, loop__warmup__steps=0, loop__steps=2, engine__sampling__max_tokens=1)
+    run(
+        tmp_path,
+        task__env="gym",
+        task__data=data,
+        task__turns=3,
+        loop__warmup__steps=0,
+        loop__steps=2,
+        engine__sampling__max_tokens=1,
+    )
     rows = check(tmp_path, staleness=0, total=2)
     assert len(rows) == 32 and all(-0.03 - 1e-9 <= row["reward"] <= 0.99 for row in rows)
 
@@ -118,11 +130,17 @@ def test_levels_of_reasoning_gym_come_easy_first():
     pytest.importorskip("reasoning_gym")
     data = {"kind": "reasoning_gym", "name": "chain_sum", "size": 31, "levels": [0, 2, 4]}
     tasks = load_tasks(data, env="single_turn").train
-    terms = {level: {t.data["entry"]["metadata"]["num_terms"] for t in tasks if t.data["level"] == level} for level in (0, 2, 4)}
+    terms = {
+        level: {t.data["entry"]["metadata"]["num_terms"] for t in tasks if t.data["level"] == level}
+        for level in (0, 2, 4)
+    }
     assert terms == {0: {2}, 2: {4}, 4: {6}} and len(tasks) == 31
     order = admissions(tasks, 0, {"kind": "easy_first", "by": "level", "start": 0.3, "admissions": 200})
     early, late = ([order.nth(n).data["level"] for n in range(a, a + 40)] for a in (0, 400))
     assert sum(early) / 40 < 0.5 < 1.2 < sum(late) / 40
-    for levels, error, said in (([99], DataError, "goes from 0 to"), (["a"], ConfigError, r"task\.data\.levels .* valid integer")):
+    for levels, error, said in (
+        ([99], DataError, "goes from 0 to"),
+        (["a"], ConfigError, r"task\.data\.levels .* valid integer"),
+    ):
         with pytest.raises(error, match=said):
             load_tasks({**data, "levels": levels}, env="single_turn")

@@ -95,7 +95,9 @@ def group(*answers):
 
 
 def test_the_numbers_of_a_step():
-    longer_is_better = [group(*(answer(list(range(10 * n)), Score(float(n + easy))) for n in (1, 2, 3))) for easy in (0, 50)]
+    longer_is_better = [
+        group(*(answer(list(range(10 * n)), Score(float(n + easy))) for n in (1, 2, 3))) for easy in (0, 50)
+    ]
     row = from_scored(longer_is_better)
     assert row["score/length_correlation"] == pytest.approx(1.0) and row["generate/repetition"] == 0.0
     # between groups nothing is compared: the easy task has longer answers and more reward
@@ -107,7 +109,9 @@ def test_the_numbers_of_a_step():
     assert from_scored(between)["generate/repetition"] == pytest.approx(((1 - 1 / 3) + (1 - 1 / 83)) / 2)
     # a failure is in none of them
     parts = group(
-        answer([1], Score(1.0, {"correct": 1.0, "form": 0.0})), answer([1] * 50, Failed("no")), answer([1, 2], Score(0.5, {"form": 0.5}))
+        answer([1], Score(1.0, {"correct": 1.0, "form": 0.0})),
+        answer([1] * 50, Failed("no")),
+        answer([1, 2], Score(0.5, {"form": 0.5})),
     )
     assert from_scored([parts]) == {
         "score/length_correlation": pytest.approx(-1.0), "score/part_correct": 1.0, "score/part_form": 0.25
@@ -118,7 +122,9 @@ def test_the_numbers_of_a_step():
 def test_they_are_in_the_row_of_the_step():
     rows = []
     metrics = StepMetrics(lambda step, row: rows.append(row))
-    metrics.read(GroupsTaken(1, 0, [group(answer([1], Score(1.0, {"a": 1.0})), answer([1, 2], Score(0.0, {"a": 0.0})))]))
+    metrics.read(
+        GroupsTaken(1, 0, [group(answer([1], Score(1.0, {"a": 1.0})), answer([1, 2], Score(0.0, {"a": 0.0})))])
+    )
     metrics.read(StepDone(1, 1, {}, {}, {}, ""))
     assert rows[0]["score/length_correlation"] == pytest.approx(-1.0) and rows[0]["score/part_a"] == 0.5
     assert all(meaning(name) for name in rows[0])

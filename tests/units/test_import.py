@@ -93,13 +93,17 @@ def plausible(default):
 
 
 @pytest.mark.parametrize("name", PEERS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_any_config_becomes_a_recipe_in_which_every_key_has_one_fate(name, data):
     peer = PEERS[name]
     keys = data.draw(st.lists(st.sampled_from(sorted(peer.defaults)), unique=True, max_size=40))
     given = {key: data.draw(plausible(peer.defaults[key])) for key in keys}
-    given |= dict.fromkeys(data.draw(st.lists(st.sampled_from(["no.such.key", "lerning_rate", "beta.gamma"]), unique=True)), 1)
+    given |= dict.fromkeys(
+        data.draw(st.lists(st.sampled_from(["no.such.key", "lerning_rate", "beta.gamma"]), unique=True)), 1
+    )
     given |= {
         old: peer.defaults[new]
         for old, new in data.draw(st.lists(st.sampled_from(sorted(peer.renamed.items())), max_size=3))
@@ -134,7 +138,12 @@ def test_a_bare_config_is_written_with_their_defaults(name):
             "loop.updates_per_step": 4,
             "algo.group_size": 1,
         },
-        "openrlhf": {"algo.advantage.eps": 1e-9, "trainer.betas": [0.9, 0.95], "loop.groups_per_step": 1024, "loop.updates_per_step": 8},
+        "openrlhf": {
+            "algo.advantage.eps": 1e-9,
+            "trainer.betas": [0.9, 0.95],
+            "loop.groups_per_step": 1024,
+            "loop.updates_per_step": 8,
+        },
     }[name]
     assert {key: other[key][0] for key in expected} == expected
 
@@ -144,15 +153,27 @@ def test_a_bare_config_is_written_with_their_defaults(name):
 
 def test_the_batches_of_trl():
     """8 a device, 4 processes, 6 moves accumulate 2: 192 completions are 24 groups of 8, in 3 moves."""
-    batch = {"per_device_train_batch_size": 8, "num_processes": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 6}
+    batch = {
+        "per_device_train_batch_size": 8,
+        "num_processes": 4,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 6,
+    }
     lines = said("trl", **batch, num_generations=8, max_steps=30, warmup_steps=6)
     assert (lines["loop.groups_per_step"], lines["loop.updates_per_step"], lines["loop.steps"]) == (24, 3, 10)
     assert lines["trainer.warmup_steps"] == 2
-    assert said("trl", per_device_train_batch_size=4, num_processes=2, gradient_accumulation_steps=4)["loop.groups_per_step"] == 4
+    assert (
+        said("trl", per_device_train_batch_size=4, num_processes=2, gradient_accumulation_steps=4)[
+            "loop.groups_per_step"
+        ]
+        == 4
+    )
 
 
 def test_every_row_and_part_that_an_importer_knows_exists():
-    """A row of theirs that has no equal is written by its own name, marked to be decided, and never a name of ours that does not exist."""
+    """A row of theirs that has no equal is written by its own name, marked to be decided, and
+    never a name of ours that does not exist.
+    """
     rows = {row for row, _ in trl.LOSSES.values()} | {row for row, _ in verl.ROWS.values()} | {*verl.LOSSES.values()}
     rows |= {row for row, *_ in openrlhf.ROWS.values()}
     assert rows <= set(ROWS.names)
@@ -161,7 +182,9 @@ def test_every_row_and_part_that_an_importer_knows_exists():
     for family, kinds in (("advantage", advantages - {None}), ("aggregate", aggregates)):
         assert kinds <= FAMILIES[family].keys()
     report = translate(TRL, ALIVE["trl"] | {"loss_type": "vespo"}, ROWS)
-    assert "algo.kind" in {line.key for line in report.asks} and not any(line.key == "algo.aggregate.kind" for line in report.lines)
+    assert "algo.kind" in {line.key for line in report.asks} and not any(
+        line.key == "algo.aggregate.kind" for line in report.lines
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,7 +219,70 @@ def test_another_trainer_of_theirs_is_refused(name, command, remedy):
         ("trl", "python my_grpo_after_sft.py --beta 0.1"),
         ("trl", "python train.py --beta 0.1"),
         ("verl", "python3 -m verl.experimental.fully_async_policy.fully_async_main a.b=1"),
-        ("openrlhf", "python -m openrlhf.cli.serve_rm --port 5000\nray job submit -- python -m openrlhf.cli.train_ppo_ray --beta 0.1"),
+        (
+            "openrlhf",
+            "python -m openrlhf.cli.serve_rm --port 5000\nray job submit -- python -m openrlhf.cli.train_ppo_ray --beta "
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            "0.1",
+        ),
     ],
 )
 def test_their_trainer_is_read_among_other_commands(name, command):
@@ -230,10 +316,16 @@ def test_the_clip_of_trl_is_one_number_unless_there_are_two():
 
 @pytest.mark.parametrize("delta", [1.1, 1.28, 2.0])
 def test_delta_of_trl_holds_good_and_bad_answers_as_there(delta):
-    """-min(min(r, delta)·A, clip(r, 1 - low, 1 + high)·A), on both sides of 1 + high = 1.28: the same gradient for either sign of A."""
+    """-min(min(r, delta)·A, clip(r, 1 - low, 1 + high)·A), on both sides of 1 + high =
+    1.28: the same gradient for either sign of A.
+    """
     config = ALIVE["trl"] | {"epsilon": 0.2, "epsilon_high": 0.28, "delta": delta}
     row = resolve(
-        {k: v for k, v in nested(translate(TRL, config, ROWS).lines)["algo"].items() if k not in ("group_size", "mask_truncated")}
+        {
+            k: v
+            for k, v in nested(translate(TRL, config, ROWS).lines)["algo"].items()
+            if k not in ("group_size", "mask_truncated")
+        }
     )
     for sign in (1.0, -1.0):
         logp = torch.linspace(-1.0, 1.0, 41, dtype=torch.float64).requires_grad_()
@@ -250,8 +342,15 @@ def test_delta_of_trl_below_1_is_named():
 
 
 def test_steps_of_trl_are_moves_of_the_optimizer():
-    """Each of our steps is 4 of theirs here, in max_steps, warm-up, checkpoints and evaluations; a share of all steps is one of max_steps."""
-    batch = {"per_device_train_batch_size": 8, "num_processes": 1, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+    """Each of our steps is 4 of theirs here, in max_steps, warm-up, checkpoints and
+    evaluations; a share of all steps is one of max_steps.
+    """
+    batch = {
+        "per_device_train_batch_size": 8,
+        "num_processes": 1,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+    }
     batch |= {"num_iterations": 2, "eval_strategy": "steps", "eval_steps": 10, "max_steps": 200}
     lines = said("trl", **batch, save_steps=100, warmup_ratio=0.1)
     got = [lines[key] for key in ("loop.steps", "run.checkpoint.every", "task.eval.every", "trainer.warmup_steps")]
@@ -263,8 +362,12 @@ def test_steps_of_trl_are_moves_of_the_optimizer():
 
 
 def test_the_entropy_bonus_of_trl_acts_where_its_loss_does():
-    """Their mean runs over the chosen tokens only, ours over all: coef / top. (Of 40 tokens 10 are chosen: no rounding.)"""
-    lines = nested(translate(TRL, ALIVE["trl"] | {"top_entropy_quantile": 0.25, "entropy_coef": 0.02}, ROWS).lines)["algo"]
+    """Their mean runs over the chosen tokens only, ours over all: coef / top. (Of 40
+    tokens 10 are chosen: no rounding.)
+    """
+    lines = nested(translate(TRL, ALIVE["trl"] | {"top_entropy_quantile": 0.25, "entropy_coef": 0.02}, ROWS).lines)[
+        "algo"
+    ]
     row = resolve({k: v for k, v in lines.items() if k not in ("group_size", "mask_truncated")})
     assert (row.entropy.coef, row.entropy.top, row.surrogate.top) == (0.08, 0.25, 0.25)
     entropy = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -274,7 +377,9 @@ def test_the_entropy_bonus_of_trl_acts_where_its_loss_does():
 
 
 def test_a_kl_of_trl_beside_a_ratio_of_answers_is_not_weighed_by_tokens():
-    report = translate(TRL, ALIVE["trl"] | {"beta": 0.1, "use_bias_correction_kl": True, "importance_sampling_level": "sequence"}, ROWS)
+    report = translate(
+        TRL, ALIVE["trl"] | {"beta": 0.1, "use_bias_correction_kl": True, "importance_sampling_level": "sequence"}, ROWS
+    )
     assert "ratio of its answer" in report.missing["use_bias_correction_kl"]
     assert "unbiased" not in nested(report.lines)["algo"]["kl"]
 
@@ -306,9 +411,16 @@ def test_gspo_of_openrlhf_with_a_correction_starts_its_ratio_at_the_engine():
 
 
 def test_entropy_and_kl_of_openrlhf_are_means_over_tokens():
-    given = ALIVE["openrlhf"] | {"actor.loss_agg_mode": "seq-mean-token-mean", "actor.entropy_coef": 0.01, "algo.kl.use_loss": True}
+    given = ALIVE["openrlhf"] | {
+        "actor.loss_agg_mode": "seq-mean-token-mean",
+        "actor.entropy_coef": 0.01,
+        "algo.kl.use_loss": True,
+    }
     report = translate(OPENRLHF, given, ROWS)
-    assert "mean over tokens" in report.missing["actor.entropy_coef"] and "mean over tokens" in report.missing["algo.kl.use_loss"]
+    assert (
+        "mean over tokens" in report.missing["actor.entropy_coef"]
+        and "mean over tokens" in report.missing["algo.kl.use_loss"]
+    )
     tokens = translate(OPENRLHF, given | {"actor.loss_agg_mode": "token-mean"}, ROWS)
     assert not {"actor.entropy_coef", "algo.kl.use_loss"} & tokens.missing.keys()
 
@@ -324,11 +436,18 @@ def test_the_clip_ratio_of_verl_has_no_effect_beside_its_defaults():
 
 def test_the_loss_of_verl():
     lines = said("verl", algorithm__adv_estimator="rloo", actor_rollout_ref__actor__loss_agg_mode="seq-mean-token-sum")
-    assert lines["algo.kind"] == "grpo" and lines["algo.advantage.kind"] == "leave_one_out" and lines["algo.surrogate.dual"] == 3.0
+    assert (
+        lines["algo.kind"] == "grpo"
+        and lines["algo.advantage.kind"] == "leave_one_out"
+        and lines["algo.surrogate.dual"] == 3.0
+    )
     assert lines["algo.aggregate.kind"] == "seq_mean_token_sum"
     kl = {"actor_rollout_ref__actor__use_kl_loss": True, "actor_rollout_ref__actor__kl_loss_type": "mse"}
     assert said("verl", algorithm__adv_estimator="grpo", **kl)["algo.kl"] == {"kind": "k2", "coef": 0.001}
-    assert said("verl", algorithm__adv_estimator="grpo", algorithm__norm_adv_by_std_in_grpo=False)["algo.advantage.kind"] == "group_center"
+    assert (
+        said("verl", algorithm__adv_estimator="grpo", algorithm__norm_adv_by_std_in_grpo=False)["algo.advantage.kind"]
+        == "group_center"
+    )
 
 
 def test_the_kl_that_openrlhf_charges_by_default_is_there_or_named():
@@ -346,11 +465,16 @@ def test_the_kl_that_openrlhf_charges_by_default_is_there_or_named():
 
 def test_flat_flags_of_openrlhf_mean_what_they_are_called_today():
     old = read(
-        "openrlhf", "python -m openrlhf.cli.train_ppo_ray --advantage_estimator rloo --n_samples_per_prompt 4 --actor_learning_rate 2e-6"
+        "openrlhf",
+        "python -m openrlhf.cli.train_ppo_ray --advantage_estimator rloo --n_samples_per_prompt 4 --actor_learning_rate 2e-6",
     )
     new = read("openrlhf", "--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 4 --actor.adam.lr 2e-6")
     a, b = (translate(OPENRLHF, given, ROWS) for given in (old, new))
-    assert nested(a.lines) == nested(b.lines) and set(a.translated) == set(old) and "# n_samples_per_prompt" in recipe(a, "x")
+    assert (
+        nested(a.lines) == nested(b.lines)
+        and set(a.translated) == set(old)
+        and "# n_samples_per_prompt" in recipe(a, "x")
+    )
 
 
 VLLM = {"use_vllm": True, "vllm_importance_sampling_clip_max": 1.5}
@@ -383,7 +507,11 @@ def gate(low, high, value):
             {f"{ROLLOUT}.rollout_rs": "token_k1", f"{ROLLOUT}.rollout_rs_threshold": 1.3},
             lambda w, all: float(1 / 1.3 <= w <= 1.3),
         ),
-        ("verl", {f"{ROLLOUT}.rollout_is": "token", f"{ROLLOUT}.rollout_is_threshold": "0.8_1.3"}, lambda w, all: gate(0.8, 1.3, w)),
+        (
+            "verl",
+            {f"{ROLLOUT}.rollout_is": "token", f"{ROLLOUT}.rollout_is_threshold": "0.8_1.3"},
+            lambda w, all: gate(0.8, 1.3, w),
+        ),
         (
             "verl",
             {
@@ -408,7 +536,9 @@ def gate(low, high, value):
     ],
 )
 def test_a_correction_gives_the_weights_of_the_peer(name, config, weight):
-    """Written out token by token from what each does; verl's rejection bounds hold the engine's probability by the trainer's."""
+    """Written out token by token from what each does; verl's rejection bounds hold the
+    engine's probability by the trainer's.
+    """
     config = ALIVE[name] | ({"algorithm.adv_estimator": "grpo"} if name == "verl" else {}) | config
     report = translate(PEERS[name], config, ROWS)
     one_fate_each(report, config)
@@ -422,7 +552,9 @@ def test_a_correction_gives_the_weights_of_the_peer(name, config, weight):
 
 @pytest.mark.parametrize("name", VERL_CASES)
 def test_a_config_of_verl_has_the_gradient_of_verls_formula(name):
-    """KL, entropy and denominators included; the formula is written out in tests/algos_oracle.py, and compared with verl's in test_peers.py."""
+    """KL, entropy and denominators included; the formula is written out in
+    tests/algos_oracle.py, and compared with verl's in test_peers.py.
+    """
     config = {"algorithm.adv_estimator": "grpo"} | VERL_CASES[name]
     report = translate(VERL, config, ROWS)
     one_fate_each(report, config)
@@ -434,13 +566,20 @@ def test_a_config_of_verl_has_the_gradient_of_verls_formula(name):
 
 
 def test_what_of_verl_cannot_be_said_is_named():
-    """Where KL and entropy are added up otherwise than the loss, and a mean weight before the rejection. ReMax takes what is still to come."""
+    """Where KL and entropy are added up otherwise than the loss, and a mean weight before the
+    rejection. ReMax takes what is still to come.
+    """
     actor, base = "actor_rollout_ref.actor", {"algorithm.adv_estimator": "grpo"}
     sapo = base | {f"{actor}.policy_loss.loss_mode": "sapo", f"{actor}.entropy_coeff": 0.1}
-    assert any(f"{actor}.loss_agg_mode" in keys and "KL and entropy" in why for keys, why in translate(VERL, sapo, ROWS).lost)
+    assert any(
+        f"{actor}.loss_agg_mode" in keys and "KL and entropy" in why for keys, why in translate(VERL, sapo, ROWS).lost
+    )
     both = {f"{ROLLOUT}.rollout_is": "token", f"{ROLLOUT}.rollout_is_batch_normalize": True}
     both |= {f"{ROLLOUT}.rollout_rs": "token_k1", f"{ROLLOUT}.rollout_rs_threshold": "0.5_2.0"}
-    assert "before anything is rejected" in translate(VERL, base | both, ROWS).missing[f"{ROLLOUT}.rollout_is_batch_normalize"]
+    assert (
+        "before anything is rejected"
+        in translate(VERL, base | both, ROWS).missing[f"{ROLLOUT}.rollout_is_batch_normalize"]
+    )
     remax = {"algorithm.adv_estimator": "remax", "algorithm.use_kl_in_reward": True}
     assert nested(translate(VERL, remax, ROWS).lines)["algo"]["kl"]["where"] == "advantage"
     dppo = base | {f"{actor}.policy_loss.loss_mode": "dppo_tv"}
@@ -469,13 +608,36 @@ def test_a_loss_of_theirs_is_a_row_with_their_knobs(name, config, row, surrogate
 
 def test_ppo_of_the_peers_is_a_row_with_its_critic():
     job = whole(
-        translate(VERL, {"critic.optim.lr": 2e-5, "trainer.critic_warmup": 20, "algorithm.lam": 0.95, "critic.model.path": "v"}, ROWS)
+        translate(
+            VERL,
+            {"critic.optim.lr": 2e-5, "trainer.critic_warmup": 20, "algorithm.lam": 0.95, "critic.model.path": "v"},
+            ROWS,
+        )
     )
-    assert (job.algo.kind, job.trainer.critic.lr, job.trainer.critic.warmup, job.trainer.critic.path) == ("ppo", 2e-5, 20, "v")
-    assert resolve({"kind": "ppo", **{k: getattr(job.algo, k) for k in ("advantage", "value", "shaping")}}).advantage.lam == 0.95
-    job = whole(translate(OPENRLHF, {"actor.model_name_or_path": "m", "critic_learning_rate": 4e-6, "algo.kl.target": 6.0}, ROWS))
+    assert (job.algo.kind, job.trainer.critic.lr, job.trainer.critic.warmup, job.trainer.critic.path) == (
+        "ppo",
+        2e-5,
+        20,
+        "v",
+    )
+    assert (
+        resolve({"kind": "ppo", **{k: getattr(job.algo, k) for k in ("advantage", "value", "shaping")}}).advantage.lam
+        == 0.95
+    )
+    job = whole(
+        translate(
+            OPENRLHF, {"actor.model_name_or_path": "m", "critic_learning_rate": 4e-6, "algo.kl.target": 6.0}, ROWS
+        )
+    )
     assert (job.algo.kind, job.trainer.critic.lr, job.algo.value) == ("ppo", 4e-6, {"clip": 0.5})
-    assert job.algo.kl == {"kind": "k1", "coef": 0.01, "clamp": 10.0, "where": "reward", "target": 6.0, "horizon": 10000}
+    assert job.algo.kl == {
+        "kind": "k1",
+        "coef": 0.01,
+        "clamp": 10.0,
+        "where": "reward",
+        "target": 6.0,
+        "horizon": 10000,
+    }
     assert (
         "the row has no critic"
         in translate(VERL, {"algorithm.adv_estimator": "grpo", "critic.optim.lr": 1.0}, ROWS).missing["critic.optim.lr"]
@@ -483,9 +645,15 @@ def test_ppo_of_the_peers_is_a_row_with_its_critic():
 
 
 def test_a_row_that_does_not_exist_is_named_and_nothing_else_is_trained():
-    report = translate(VERL, {"algorithm.adv_estimator": "optimal_token_baseline", "actor_rollout_ref.actor.clip_ratio_high": 0.3}, ROWS)
+    report = translate(
+        VERL,
+        {"algorithm.adv_estimator": "optimal_token_baseline", "actor_rollout_ref.actor.clip_ratio_high": 0.3},
+        ROWS,
+    )
     assert {line.key for line in report.asks} >= {"algo.kind"} and "does not exist here yet" in lists(report)
-    assert report.missing["actor_rollout_ref.actor.clip_ratio_high"].startswith("it belongs to the row 'optimal_token_baseline'")
+    assert report.missing["actor_rollout_ref.actor.clip_ratio_high"].startswith(
+        "it belongs to the row 'optimal_token_baseline'"
+    )
     with pytest.raises(ConfigError, match="optimal_token_baseline"):
         resolve({"kind": whole(report).algo.kind})
 
@@ -505,11 +673,21 @@ ADAPTERS = {
 
 
 def test_rewards_that_trl_normalises_one_by_one_are_gdpo():
-    given = {"multi_objective_aggregation": "normalize_then_sum", "reward_funcs": ["accuracy_reward", "think_format_reward"]}
+    given = {
+        "multi_objective_aggregation": "normalize_then_sum",
+        "reward_funcs": ["accuracy_reward", "think_format_reward"],
+    }
     report = translate(TRL, ALIVE["trl"] | given | {"reward_weights": [1.0, 0.5]}, ROWS)
     job = whole(report)
-    assert job.algo.advantage == {"kind": "parts_norm", "eps": 1e-4, "weights": {"accuracy_reward": 1.0, "think_format_reward": 0.5}}
-    assert {name: part["weight"] for name, part in job.task.reward["parts"].items()} == {"accuracy_reward": 1.0, "think_format_reward": 1.0}
+    assert job.algo.advantage == {
+        "kind": "parts_norm",
+        "eps": 1e-4,
+        "weights": {"accuracy_reward": 1.0, "think_format_reward": 0.5},
+    }
+    assert {name: part["weight"] for name, part in job.task.reward["parts"].items()} == {
+        "accuracy_reward": 1.0,
+        "think_format_reward": 1.0,
+    }
 
 
 def test_masked_truncated_answers_of_trl_are_masked_here():
@@ -535,7 +713,9 @@ def test_dropout_in_an_adapter_is_named():
 
 def test_a_typo_gets_the_nearest_name():
     report = translate(VERL, {"actor_rollout_ref.rollout.temprature": 0.9, "algorithm.adv_estimator": "grpo"}, ROWS)
-    assert report.unknown == {"actor_rollout_ref.rollout.temprature": "Did you mean 'actor_rollout_ref.rollout.temperature'?"}
+    assert report.unknown == {
+        "actor_rollout_ref.rollout.temprature": "Did you mean 'actor_rollout_ref.rollout.temperature'?"
+    }
 
 
 def test_of_two_names_of_one_key_the_later_counts():
@@ -569,13 +749,23 @@ def test_prompts_that_verl_filters_are_filtered_here():
     given = {"data.max_prompt_length": 700, "data.filter_overlong_prompts": True}
     assert whole(translate(VERL, given, ROWS)).task.max_prompt_tokens == 700
     alone = translate(VERL, {"data.max_prompt_length": 700}, ROWS)
-    assert whole(alone).task.max_prompt_tokens is None and "task.max_prompt_tokens" in alone.missing["data.max_prompt_length"]
+    assert (
+        whole(alone).task.max_prompt_tokens is None
+        and "task.max_prompt_tokens" in alone.missing["data.max_prompt_length"]
+    )
 
 
 def test_images_several_files_and_scorers_by_source(tmp_path):
-    given = {"data.train_files": ["~/a.parquet", "b.parquet"], "data.val_files": "c.parquet", "data.image_key": "images"}
+    given = {
+        "data.train_files": ["~/a.parquet", "b.parquet"],
+        "data.val_files": "c.parquet",
+        "data.image_key": "images",
+    }
     job = whole(translate(VERL, given, ROWS))
-    assert job.task.data["path"] == [str(Path.home() / "a.parquet"), "b.parquet"] and job.task.data["eval_path"] == "c.parquet"
+    assert (
+        job.task.data["path"] == [str(Path.home() / "a.parquet"), "b.parquet"]
+        and job.task.data["eval_path"] == "c.parquet"
+    )
     assert job.task.data["image"] == "images" and "image" not in whole(translate(VERL, {}, ROWS)).task.data
     printed = translate(VERL, {"data.image_key": "images", "data.video_key": "videos"}, ROWS)
     assert "image" not in whole(printed).task.data and "add image = 'images'" in printed.missing["data.image_key"]
@@ -588,7 +778,11 @@ def test_images_several_files_and_scorers_by_source(tmp_path):
 
 
 def test_several_sets_of_openrlhf_are_a_mixture():
-    given = ALIVE["openrlhf"] | {"data.prompt_dataset": "a.jsonl,org/b", "data.prompt_probs": "0.2,0.8", "data.image_key": "image"}
+    given = ALIVE["openrlhf"] | {
+        "data.prompt_dataset": "a.jsonl,org/b",
+        "data.prompt_probs": "0.2,0.8",
+        "data.image_key": "image",
+    }
     sources = whole(translate(OPENRLHF, given, ROWS)).task.data["sources"]
     assert [(s["source"], s["weight"], s["kind"], s["image"]) for s in sources] == [
         ("1-a", 0.2, "jsonl", "image"),
@@ -611,14 +805,20 @@ def test_sinks_that_exist_here_are_kept(name, given, kept):
 
 def test_distillation_of_verl_has_a_teacher_here():
     root = "distillation"
-    given = {f"{root}.enabled": True, f"{root}.teacher_models.teacher_model.model_path": "big", "algorithm.adv_estimator": "grpo"}
+    given = {
+        f"{root}.enabled": True,
+        f"{root}.teacher_models.teacher_model.model_path": "big",
+        "algorithm.adv_estimator": "grpo",
+    }
     loss = {f"{root}.distillation_loss.loss_mode": "k1", f"{root}.distillation_loss.use_policy_gradient": True}
     report = translate(VERL, given | loss | {f"{root}.distillation_loss.use_task_rewards": False}, ROWS)
     algo = nested(report.lines)["algo"]
     assert (whole(report).model.teacher, algo["distill"], algo["kind"]) == ("big", {"coef": 1.0}, "opd")
     assert "algo.distill.coef" not in {line.key for line in report.asks}
     assert "algo.distill.coef" in {line.key for line in translate(VERL, given, ROWS).asks}  # theirs is k3 in the loss
-    assert not any(line.key == "model.teacher" for line in translate(VERL, given | {f"{root}.enabled": False}, ROWS).lines)
+    assert not any(
+        line.key == "model.teacher" for line in translate(VERL, given | {f"{root}.enabled": False}, ROWS).lines
+    )
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -638,14 +838,76 @@ def test_yaml_json_and_the_command_line_of_trl_say_the_same(tmp_path):
     assert (
         read(
             "trl",
-            "# c\n---\nbeta: 0.04\nnum_generations: 4\nlearning_rate: 1e-6\nbf16: true\nreward_funcs: [accuracy_reward, think_format_reward]\n",
+            "# c\n---\nbeta: 0.04\nnum_generations: 4\nlearning_rate: 1e-6\nbf16: true\nreward_funcs: [accuracy_reward, "
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            "think_format_reward]\n",
         )
         == want
     )
     assert read("trl", f"trl grpo --beta 0.04 --learning_rate 1e-6 {line}") == want
     assert read("trl", f"trl grpo --config c.yaml {line}", tmp_path) == want | {"config": "c.yaml"}
     launched = read("trl", f"accelerate launch --num_processes 8 --mixed_precision bf16 grpo.py --beta 0.04 {line}")
-    assert launched["num_processes"] == 8 and launched["launcher --mixed_precision"] == "bf16" and launched["beta"] == 0.04
+    assert (
+        launched["num_processes"] == 8 and launched["launcher --mixed_precision"] == "bf16" and launched["beta"] == 0.04
+    )
 
 
 def test_nested_yaml_of_verl_and_its_overrides_say_the_same():
@@ -653,7 +915,9 @@ def test_nested_yaml_of_verl_and_its_overrides_say_the_same():
     assert read("verl", text) == {"algorithm.adv_estimator": "grpo", "trainer.logger": ["console"], "data.seed": None}
     refers = "a: 1\nb: ${a}\nc: ${oc.select:x.y,512}\nd: runs/${e}/x\ne: n${b}\nf: ${x.y}\ng: ${c}\n"
     assert read("verl", refers) == {"a": 1, "b": 1, "c": 512, "d": "runs/n1/x", "e": "n1", "f": "${x.y}", "g": 512}
-    assert overrides(["algorithm.adv_estimator=grpo", "+trainer.logger=['console']", "++data.seed=null", "~data.x"]) == read("verl", text)
+    assert overrides(
+        ["algorithm.adv_estimator=grpo", "+trainer.logger=['console']", "++data.seed=null", "~data.x"]
+    ) == read("verl", text)
 
 
 def test_a_script_is_read_as_its_shell_would():
@@ -680,7 +944,10 @@ def test_a_script_is_read_as_its_shell_would():
         "x.three": 1025,
         "a.d": "$UNKNOWN",
     }
-    assert list(commands('echo "don\'t"\nA=1 python x --n $A')) == [["echo", "don't"], ["A=1", "python", "x", "--n", "$A"]]
+    assert list(commands('echo "don\'t"\nA=1 python x --n $A')) == [
+        ["echo", "don't"],
+        ["A=1", "python", "x", "--n", "$A"],
+    ]
 
 
 def test_a_variable_where_a_number_counts_is_refused_by_name():

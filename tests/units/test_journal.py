@@ -57,7 +57,9 @@ def test_a_crash_after_any_event_at_all(tmp_path):
             journal.write(event)
         lost = bool(saved) and cut == at + 1
         expected = [*whole[: at + 1], *whole[at + 2 :]] if lost else whole
-        assert [e["kind"] for e in read(tmp_path / str(cut)) if e["kind"] != "Resumed"] == [type(e).__name__ for e in expected], cut
+        assert [e["kind"] for e in read(tmp_path / str(cut)) if e["kind"] != "Resumed"] == [
+            type(e).__name__ for e in expected
+        ], cut
 
 
 def test_two_crashes_to_the_same_checkpoint(tmp_path):
@@ -78,7 +80,14 @@ def test_rollouts_that_went_on_while_the_checkpoint_was_written(tmp_path):
     journal = Journal(tmp_path)
     done = GroupFinished(2, "t", 0, True, "", [0.0], [3])
     again = GroupFinished(2, "t", 0, True, "", [1.0], [4])
-    first = [Admitted(2, "t", 0), Admitted(3, "t", 0), done, Checkpointed(1, 1, "c", 0.1), StepDone(1, 1, {}, {}, {}), Admitted(4, "t", 1)]
+    first = [
+        Admitted(2, "t", 0),
+        Admitted(3, "t", 0),
+        done,
+        Checkpointed(1, 1, "c", 0.1),
+        StepDone(1, 1, {}, {}, {}),
+        Admitted(4, "t", 1),
+    ]
     for event in [*first, Resumed(1, 1, "c"), Admitted(3, "t", 0), again]:
         journal.write(event)
     events = list(read(tmp_path))
@@ -135,7 +144,12 @@ def test_groups_stay_out_and_their_numbers_stay_in(tmp_path):
     journal.write(GroupsTaken(1, 5, [group(7, 4, [1.0]), group(9, 5, [0.0])]))
     journal.write(Generating(1, 2, 3, 0.1))
     [event] = read(tmp_path)
-    assert {k: event[k] for k in ("step", "version", "numbers", "born")} == {"step": 1, "version": 5, "numbers": [7, 9], "born": [4, 5]}
+    assert {k: event[k] for k in ("step", "version", "numbers", "born")} == {
+        "step": 1,
+        "version": 5,
+        "numbers": [7, 9],
+        "born": [4, 5],
+    }
     assert "tokens" not in event and "groups" not in event
 
 

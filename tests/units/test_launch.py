@@ -18,7 +18,8 @@ from rondel.planner.cluster_jobs import Layout, kuberay, slurm
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "quickstart.toml"
-# https://ray-project.github.io/kuberay/reference/api/ (v1.4; authOptions: since v1.5.1), required: of the CRDs since v1.0
+# https://ray-project.github.io/kuberay/reference/api/ (v1.4; authOptions: since
+# v1.5.1), required: of the CRDs since v1.0
 FIELDS = {
     "RayJobSpec": set(["activeDeadlineSeconds", "backoffLimit", "rayClusterSpec", "submitterPodTemplate", "metadata", "clusterSelector", "submitterConfig", "managedBy", "deletionStrategy", "entrypoint", "runtimeEnvYAML", "jobId", "submissionMode", "entrypointResources", "entrypointNumCpus", "entrypointNumGpus", "ttlSecondsAfterFinished", "shutdownAfterJobFinishes", "suspend"]),
     "RayClusterSpec": set(["authOptions", "suspend", "managedBy", "autoscalerOptions", "headServiceAnnotations", "enableInTreeAutoscaling", "gcsFaultToleranceOptions", "headGroupSpec", "rayVersion", "workerGroupSpecs"]),
@@ -83,17 +84,27 @@ def test_a_batch_script_starts_what_it_should_where_it_should(tmp_path, way):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "run.sh").write_text(slurm(layout(3, 4, "--place.engines=2", way=way), way=way))
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "n[0-2]", "CALLS": str(tmp_path / "calls")}
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "41",
+        "SLURM_JOB_NODELIST": "n[0-2]",
+        "CALLS": str(tmp_path / "calls"),
+    }
     done = subprocess.run(["bash", tmp_path / "run.sh"], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
     if way == "torchrun":
-        told = {c.split()[0]: (c.split("--node-rank ")[1].split()[0], c.split("--nproc-per-node ")[1].split()[0]) for c in calls}
+        told = {
+            c.split()[0]: (c.split("--node-rank ")[1].split()[0], c.split("--nproc-per-node ")[1].split()[0])
+            for c in calls
+        }
         assert told == {"n0": ("0", "2"), "n1": ("1", "4"), "n2": ("2", "4")}
         assert all("--master-addr n0 --master-port 20041" in c and "--place.engines=2" in c for c in calls)
     else:
         started = sorted(c for c in calls if "ray start" in c)
-        assert [c.split()[0] for c in started] == ["n0", "n1", "n2"] and "--head --node-ip-address=10.0.0.7" in started[0]
+        assert [c.split()[0] for c in started] == ["n0", "n1", "n2"] and "--head --node-ip-address=10.0.0.7" in started[
+            0
+        ]
         assert all("--address=10.0.0.7:6379 --num-gpus=4" in c for c in started[1:])
         last = calls[-1] if "rondel train" in calls[-1] else next(c for c in calls if "rondel train" in c)
         token = re.search(r" token ([0-9a-f]{64})$", last)
@@ -114,15 +125,22 @@ def test_a_ray_job_has_what_its_definition_requires_and_nothing_else(nodes):
     assert f"ray=={cluster['rayVersion']}" in (ROOT / "constraints.txt").read_text().splitlines()
     assert cluster["authOptions"] == {"mode": "token"} and cluster["rayVersion"] in told.splitlines()[1]
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"]) and len(job["metadata"]["name"]) <= 47
+    assert (
+        re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"]) and len(job["metadata"]["name"]) <= 47
+    )
     groups = cluster.get("workerGroupSpecs", [])
     assert sum(g["replicas"] for g in groups) == nodes - 1 and all(g["minReplicas"] == g["maxReplicas"] for g in groups)
     for part in [cluster["headGroupSpec"], *groups]:
         assert all(isinstance(v, str) for v in part["rayStartParams"].values())
         (container,), volumes = part["template"]["spec"]["containers"], part["template"]["spec"]["volumes"]
         assert container["image"] == "registry/rondel:1" and container["resources"]["limits"] == {"nvidia.com/gpu": 8}
-        assert [m["name"] for m in container["volumeMounts"]] == [v["name"] for v in volumes] == ["recipe", "runs", "shm"]
-        assert volumes[0]["configMap"]["name"] == config["metadata"]["name"] and volumes[1]["persistentVolumeClaim"]["claimName"] == "disk"
+        assert (
+            [m["name"] for m in container["volumeMounts"]] == [v["name"] for v in volumes] == ["recipe", "runs", "shm"]
+        )
+        assert (
+            volumes[0]["configMap"]["name"] == config["metadata"]["name"]
+            and volumes[1]["persistentVolumeClaim"]["claimName"] == "disk"
+        )
     assert config["data"] == {"quickstart.toml": RECIPE.read_text()}
     words = shlex.split(spec["entrypoint"])
     assert words[:3] == ["rondel", "train", "/recipe/quickstart.toml"]
@@ -158,7 +176,10 @@ def test_recipes_for_a_machine_and_for_a_ray_cluster_differ_by_four_lines():
     """The pair that docs/place.md shows."""
     text = (ROOT / "docs" / "place.md").read_text()
     one, two = re.findall(r"```toml\n(# (?:one machine|a Ray cluster).*?)```", text, re.DOTALL)
-    lines = [{line.strip() for line in block.splitlines() if line.strip() and not line.startswith("#")} for block in (one, two)]
+    lines = [
+        {line.strip() for line in block.splitlines() if line.strip() and not line.startswith("#")}
+        for block in (one, two)
+    ]
     assert len(lines[1] - lines[0]) == 4 and not lines[0] - lines[1]
     jobs = [Job.parse(over_tiny(block), "docs/place.md") for block in (one, two)]
     trees = [job.tree() for job in jobs]

@@ -1,4 +1,6 @@
-"""models/linear.py: the same numbers as torch, bits that do not depend on the batch, and packed weights that are never stale."""
+"""models/linear.py: the same numbers as torch, bits that do not depend on the batch,
+and packed weights that are never stale.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_only_what_needs_a_gradient_gets_one():
     x, w = numbers(3, 16), numbers(8, 16, seed=1).requires_grad_()
     product(x, w).sum().backward()
     assert w.grad is not None and x.grad is None
-    assert torch.allclose(matmul(numbers(4, 6), numbers(6, 5, seed=1)), numbers(4, 6) @ numbers(6, 5, seed=1), atol=1e-5)
+    assert torch.allclose(
+        matmul(numbers(4, 6), numbers(6, 5, seed=1)), numbers(4, 6) @ numbers(6, 5, seed=1), atol=1e-5
+    )
 
 
 class Block(nn.Module):
@@ -91,7 +95,10 @@ def changes(module):
     yield "an optimizer", lambda: step(module)
     yield "a fused optimizer", lambda: (step(module, torch.optim.AdamW, fused=True), linear.weights_changed())
     yield "load_state_dict", lambda: module.load_state_dict({k: v + 1 for k, v in module.state_dict().items()})
-    yield "another tensor behind the parameter", lambda: setattr(module.k_proj.weight, "data", module.k_proj.weight.data * 3)
+    yield (
+        "another tensor behind the parameter",
+        lambda: setattr(module.k_proj.weight, "data", module.k_proj.weight.data * 3),
+    )
     yield "another parameter", lambda: setattr(module.v_proj, "weight", nn.Parameter(module.v_proj.weight.detach() - 1))
     yield "a bias", lambda: module.v_proj.bias.add_(1)
     yield "written past torch", lambda: (past_torch(module.o_proj.weight), linear.weights_changed())
@@ -155,7 +162,9 @@ def test_without_the_memory_nothing_is_packed_and_nothing_changes(monkeypatch):
 
 
 def test_the_trainers_step_is_seen(monkeypatch):
-    """torch's fused AdamW leaves the version counters alone: without a word from the trainer old weights would go on serving."""
+    """torch's fused AdamW leaves the version counters alone: without a word from the
+    trainer old weights would go on serving.
+    """
     t = trainer(model("llama", "float32"))
     x = numbers(3, t.loaded.head.weight.shape[1])
     with torch.no_grad():
@@ -169,7 +178,9 @@ def test_the_trainers_step_is_seen(monkeypatch):
 
 
 def test_packed_copies_are_not_held_while_gradients_are_and_none_of_the_reference_ever():
-    """A packed copy is as large as the model: the engine's is stale after the step anyway, and the reference reads a few samples a step."""
+    """A packed copy is as large as the model: the engine's is stale after the step anyway,
+    and the reference reads a few samples a step.
+    """
     algo = row("dr_grpo")
     t = trainer(model("llama"), algo, start_probe=4)
     groups = batch(awkward_groups(), algo)

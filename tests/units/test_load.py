@@ -1,4 +1,6 @@
-"""Models from folders, hub ids, GGUF files, the demo wheel and random configs; every way to get it wrong has its sentence."""
+"""Models from folders, hub ids, GGUF files, the demo wheel and random configs; every
+way to get it wrong has its sentence.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from rondel.planner import setting
 
 
 @pytest.mark.parametrize(
-    "kind, config", [("llama", SIZE), ("gemma2", SIZE | {"head_dim": 16}), ("gpt2", dict(n_embd=64, n_layer=1, n_head=4))]
+    "kind, config",
+    [("llama", SIZE), ("gemma2", SIZE | {"head_dim": 16}), ("gpt2", dict(n_embd=64, n_layer=1, n_head=4))],
 )
 def test_a_saved_folder_is_the_same_model(tmp_path, kind, config):
     model = tiny(kind, **config)
@@ -31,7 +34,9 @@ def test_a_saved_folder_is_the_same_model(tmp_path, kind, config):
     assert torch.equal(plain_logits(again, prompt(1, 20)), plain_logits(model, prompt(1, 20)))
     assert again.tokenizer.encode("Hello, 3 + 4?") == model.tokenizer.encode("Hello, 3 + 4?")
     chat = [{"role": "user", "content": "hi"}]
-    assert again.tokenizer.apply_chat_template(chat, tokenize=False) == model.tokenizer.apply_chat_template(chat, tokenize=False)
+    assert again.tokenizer.apply_chat_template(chat, tokenize=False) == model.tokenizer.apply_chat_template(
+        chat, tokenize=False
+    )
     assert (again.stop_ids, again.max_context) == (model.stop_ids, model.max_context)
     assert "rondel" not in (tmp_path / "config.json").read_text()  # our attention is no part of the model
     assert len({p.stat().st_mode & 0o666 for p in tmp_path.iterdir()}) == 1  # safetensors writes for its owner alone
@@ -48,7 +53,9 @@ def test_given_weights_replace_the_modules_own(tmp_path):
 
 
 def test_the_same_seed_is_the_same_model():
-    roots = [names.manifest(load({"random": "llama", **SIZE, "seed": s}, dtype="float32").model, 0).root for s in (1, 1, 2)]
+    roots = [
+        names.manifest(load({"random": "llama", **SIZE, "seed": s}, dtype="float32").model, 0).root for s in (1, 1, 2)
+    ]
     assert roots[0] == roots[1] != roots[2]
 
 
@@ -200,7 +207,9 @@ def test_a_file_that_is_no_gguf_is_one_readable_error(tmp_path, monkeypatch):
 
 
 def test_a_layer_that_attends_its_own_way_is_found_whatever_its_weights_are(monkeypatch):
-    """codegen and gptj never call the attention interface: with flat random weights the proof by numbers let them pass."""
+    """codegen and gptj never call the attention interface: with flat random weights the proof by
+    numbers let them pass.
+    """
     monkeypatch.setattr(loading, "refuse", lambda config: None)
     with pytest.raises(ModelError, match="each must ask once"):
         load({"random": "gptj", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 16})

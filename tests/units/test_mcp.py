@@ -103,7 +103,9 @@ def test_one_server_for_all():
 def test_what_a_tool_refuses_is_read_and_what_the_server_does_is_a_fault(own):
     env = Tools([own], timeout=5.0)
     told = asyncio.run(episode(env, call("refuse"), call("count", by="many"), "done."))
-    assert told.count("error: ") == 2 and "refuse" in told.split("error: ")[1], "its words where the server lets them out"
+    assert told.count("error: ") == 2 and "refuse" in told.split("error: ")[1], (
+        "its words where the server lets them out"
+    )
     with pytest.raises(EnvError, match="MCP server"):
         asyncio.run(episode(env, call("leave"), "done."))
     with pytest.raises(EnvError, match="did not answer within"):
@@ -121,7 +123,9 @@ def test_over_http(http):
 def test_a_server_ends_when_the_run_is_killed(tmp_path):
     """Also one that does not hear the end of its input."""
     deaf = tmp_path / "deaf.py"
-    deaf.write_text(f"import os, sys; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nimport time; time.sleep(300)")
+    deaf.write_text(
+        f"import os, sys; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nimport time; time.sleep(300)"
+    )
     code = f"from rondel.generate.envs.mcp import Mcp; Mcp('mcp:{sys.executable} {deaf}')"
     with subprocess.Popen([sys.executable, "-c", code]) as run:
         for _ in range(400):

@@ -115,13 +115,24 @@ def test_the_bill_is_what_a_run_holds(tmp_path, dtype):
     from rondel.assemble import train
 
     job = tiny(
-        tmp_path, model__dtype=dtype, algo__kl={"kind": "k3", "coef": 0.1}, loop__warmup__steps=0, loop__steps=2, engine__kv_pages=512
+        tmp_path,
+        model__dtype=dtype,
+        algo__kl={"kind": "k3", "coef": 0.1},
+        loop__warmup__steps=0,
+        loop__steps=2,
+        engine__kv_pages=512,
     )
     train(job, quiet=True)
     held = events(tmp_path, "Resident")[-1]["held"]["train"]
     [bill] = bills(of_job(job))
     planned = {tenant: row["train"] for tenant, row in bill.rows.items()}
-    names = {"weights": "policy weights", "masters": "masters", "gradients": "gradients", "moments": "moments", "reference": "reference"}
+    names = {
+        "weights": "policy weights",
+        "masters": "masters",
+        "gradients": "gradients",
+        "moments": "moments",
+        "reference": "reference",
+    }
     for theirs, ours in names.items():
         assert held[theirs] == pytest.approx(planned.get(ours, 0), rel=0.03, abs=2000), theirs
     assert held["kv_cache"] == pytest.approx(planned["KV cache"], rel=0.03)
@@ -130,7 +141,9 @@ def test_the_bill_is_what_a_run_holds(tmp_path, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("tower", ["frozen", "trained"])
 def test_the_bill_of_a_model_that_sees_is_what_a_run_holds(tmp_path, tower):
-    """The recipe with pictures: a frozen tower has weights and nothing else, one that learns has all of the rest, too."""
+    """The recipe with pictures: a frozen tower has weights and nothing else, one that learns has
+    all of the rest, too.
+    """
     from run_kit import events
 
     from rondel.assemble import train
@@ -167,7 +180,9 @@ def test_an_image_costs_room_and_time_by_its_size_and_more_where_the_tower_learn
 
 
 def test_phases_and_tenants_have_names():
-    bill = bills(replace(Setting(shape("7b"), hardware("h100")), critic=shape("7b"), teacher=shape("32b"), reward=shape("7b")))[0]
+    bill = bills(
+        replace(Setting(shape("7b"), hardware("h100")), critic=shape("7b"), teacher=shape("32b"), reward=shape("7b"))
+    )[0]
     assert {"critic", "teacher", "reward model"} <= bill.rows.keys()
     assert memory.PHASES == ("generate", "logprob", "train", "sync", "wake")
 
@@ -197,18 +212,35 @@ def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width):
         loaded.hidden(torch.arange(total) % 50, places, PackedLayout(segments))
     held = sum(t.untyped_storage().nbytes() for t in kept.values())
     s = shape({**LLAMA, "hidden_size": 128, "intermediate_size": 384})
-    setting = replace(Setting(s, hardware("cpu")), prompts=1, group=8, prompt=prompt, output=each, mean=each, width=width, micro=total)
+    setting = replace(
+        Setting(s, hardware("cpu")), prompts=1, group=8, prompt=prompt, output=each, mean=each, width=width, micro=total
+    )
     assert held / total == pytest.approx(memory.saved(setting, total), rel=0.1)
-    assert memory.saved(replace(setting, hardware=hardware("h100")), total) == s.saved(width) < memory.saved(setting, total)
+    assert (
+        memory.saved(replace(setting, hardware=hardware("h100")), total)
+        == s.saved(width)
+        < memory.saved(setting, total)
+    )
 
 
 def test_the_bill_of_the_quickstart_is_its_resident_memory():
-    """9.09 GB at most in a run of two steps on one thread (35b81e3, 2 cores with amx_bf16), as the recipe was then: each part is a row, and
-    their sum is within 15 %."""
-    then = {"model.dtype": "bfloat16", "trainer.micro_tokens": 4096, "task.examples": [], "engine.sampling.max_tokens": 32}
+    """9.09 GB at most in a run of two steps on one thread (35b81e3, 2 cores with amx_bf16), as
+    the recipe was then: each part is a row, and their sum is within 15 %."""
+    then = {
+        "model.dtype": "bfloat16",
+        "trainer.micro_tokens": 4096,
+        "task.examples": [],
+        "engine.sampling.max_tokens": 32,
+    }
     job = Job.read(Path(__file__).parents[2] / "recipes" / "quickstart.toml", then)
     [bill] = bills(of_job(job))
-    assert {"packed weights", "starting weights", "Python and libraries", "activations", "freed and kept"} <= bill.rows.keys()
+    assert {
+        "packed weights",
+        "starting weights",
+        "Python and libraries",
+        "activations",
+        "freed and kept",
+    } <= bill.rows.keys()
     assert bill.peak[1] == pytest.approx(9.09 * GB, rel=0.15)
 
 
@@ -221,18 +253,25 @@ def test_the_bill_of_a_run_is_its_resident_memory(tmp_path):
     program = (
         "import os, sys\n"
         "from rondel.assemble import train\nfrom rondel.core.config import Job\n"
-        "train(Job.read(sys.argv[1], {'run.folder': sys.argv[2], 'loop.steps': 2, 'loop.warmup.steps': 1, 'run.sinks': [], 'place.threads': 1}), quiet=True)\n"
+        "train(Job.read(sys.argv[1], "
+        "{'run.folder': sys.argv[2], 'loop.steps': 2, 'loop.warmup.steps': 1, 'run.sinks': [], 'place.threads': 1}), "
+        "quiet=True)\n"
         "from rondel.system.process_memory import resident\n"
-        "print('PEAK', resident(os.getpid())['peak'])"  # not ru_maxrss, which begins with that of whoever started the process
+        # not ru_maxrss, which begins with that of whoever started the process
+        "print('PEAK', resident(os.getpid())['peak'])"
     )
     recipe = Path(__file__).parents[2] / "recipes" / "tiny.toml"
-    done = subprocess.run([sys.executable, "-c", program, str(recipe), str(tmp_path / "run")], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(recipe), str(tmp_path / "run")], capture_output=True, text=True, check=True
+    )
     peak = int(done.stdout.rpartition("PEAK ")[2])
     assert bills(of_job(Job.read(recipe, {})))[0].peak[1] == pytest.approx(peak, rel=0.15)
 
 
 def test_every_rank_loads_the_whole_model():
-    """In bfloat16: two whole copies of 2 N, then masters of 4 N beside a shard of the starting weights; with one device there is nothing to cut."""
+    """In bfloat16: two whole copies of 2 N, then masters of 4 N beside a shard of the starting
+    weights; with one device there is nothing to cut.
+    """
     setting = what_if(["model=7b", "gpus=16", "place=split", "trainers=8"])
     n = setting.shape.parameters
     trainer = bills(setting)[0]

@@ -41,16 +41,29 @@ def test_a_failed_reward_is_no_zero_and_nothing_is_no_number():
 
 
 def test_every_source_has_its_mean_reward_and_a_column_of_the_data_is_no_source():
-    row = from_groups([GroupFinished(i, "a", 0, True, "", [float(i)], [1], source=name) for i, name in enumerate(("sums", "code", "sums"))])
+    row = from_groups(
+        [
+            GroupFinished(i, "a", 0, True, "", [float(i)], [1], source=name)
+            for i, name in enumerate(("sums", "code", "sums"))
+        ]
+    )
     assert (row["score/reward_of_sums"], row["score/reward_of_code"]) == (1.0, 1.0)
     many = from_groups([GroupFinished(i, "a", 0, True, "", [1.0], [1], source=f"page {i}") for i in range(100)])
     assert not [name for name in many if "reward_of" in name]
 
 
 def test_lag_is_measured_at_consumption():
-    row = from_taken(GroupsTaken(4, 3, [group(0, 3, [1.0]), group(1, 2, [1.0]), group(2, 2, [1.0]), group(3, 1, [1.0])], 2))
+    row = from_taken(
+        GroupsTaken(4, 3, [group(0, 3, [1.0]), group(1, 2, [1.0]), group(2, 2, [1.0]), group(3, 1, [1.0])], 2)
+    )
     assert row.pop("loop/lag_limit") == 2
-    assert row == {"loop/lag_mean": 1.0, "loop/lag_max": 2, "loop/lag_is_0": 0.25, "loop/lag_is_1": 0.5, "loop/lag_is_2": 0.25}
+    assert row == {
+        "loop/lag_mean": 1.0,
+        "loop/lag_max": 2,
+        "loop/lag_is_0": 0.25,
+        "loop/lag_is_1": 0.5,
+        "loop/lag_is_2": 0.25,
+    }
 
 
 def test_each_step_is_one_complete_row_and_every_name_is_in_the_schema():
@@ -122,11 +135,16 @@ def test_an_unknown_sink_names_the_known_ones(tmp_path):
 
 def test_telemetry_needs_no_torch():
     code = (
-        "import sys, tempfile; import rondel.runtime.telemetry.card, rondel.runtime.telemetry.progress, rondel.runtime.journal.store;"
-        "from rondel.runtime.telemetry.sinks import open_sinks; open_sinks(['tensorboard'], tempfile.mkdtemp())[0].close();"
+        "import sys, tempfile; import rondel.runtime.telemetry.card, rondel.runtime.telemetry.progress, "
+        "rondel.runtime.journal.store;"
+        "from rondel.runtime.telemetry.sinks import open_sinks; open_sinks(['tensorboard'], "
+        "tempfile.mkdtemp())[0].close();"
         "print('torch' in sys.modules, 'tensorflow' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["False", "False"]
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == [
+        "False",
+        "False",
+    ]
 
 
 def watch(events, *, terminal=False, **kwargs):
@@ -137,7 +155,13 @@ def watch(events, *, terminal=False, **kwargs):
     return out.getvalue()
 
 
-EVENTS = [RunStarted("runs/a", "h"), *step_events(1), evaluated(1, 1, 0.5), *step_events(2), RunEnded(2, 2, "complete", 95.0)]
+EVENTS = [
+    RunStarted("runs/a", "h"),
+    *step_events(1),
+    evaluated(1, 1, 0.5),
+    *step_events(2),
+    RunEnded(2, 2, "complete", 95.0),
+]
 
 
 def test_progress_without_a_terminal_is_plain_lines_that_are_never_wrapped():
@@ -149,7 +173,11 @@ def test_progress_without_a_terminal_is_plain_lines_that_are_never_wrapped():
     assert "eval after step 1: 50.0%  (95 % interval 40.0% to 60.0%, 48 tasks, 2 s)" in text
     for above in ([evaluated(1, 1, 0.5, scale=4.0)], [finished(group(0, 0, [0.5, 2.0])), evaluated(1, 1, 0.5)]):
         [line] = [line for line in watch(above).splitlines() if line.startswith("eval")]
-        assert line.startswith("eval after step 1: mean reward ") and "interval" in line and "%" not in line.replace("95 %", "")
+        assert (
+            line.startswith("eval after step 1: mean reward ")
+            and "interval" in line
+            and "%" not in line.replace("95 %", "")
+        )
     assert text.splitlines()[-1] == "complete after step 2, 1 min 35 s"
 
 
@@ -165,7 +193,9 @@ def test_a_supervised_step_has_a_loss_and_no_reward():
     fold = StepMetrics(lambda step, told: row.update(told))
     for event in SUPERVISED:
         fold.read(event)
-    assert row["loop/supervised"] == 1 and not [name for name in row if name.startswith(("score/", "filter/", "generate/"))]
+    assert row["loop/supervised"] == 1 and not [
+        name for name in row if name.startswith(("score/", "filter/", "generate/"))
+    ]
     legend, *_, line = watch(SUPERVISED).splitlines()
     assert legend.startswith("supervised: the steps of loop.warmup")
     assert line == "step 1/2   supervised   loss 2.500   entropy 1.00   1.0 s: train 100%"
@@ -174,7 +204,9 @@ def test_a_supervised_step_has_a_loss_and_no_reward():
 
 def test_movement_shows_while_a_long_generation_runs():
     beats = [Generating(8, 3, 100 * i, float(i)) for i in range(1, 4)]
-    assert watch(beats, every=0.0).splitlines()[0] == ("... step 1/2: 100 tokens/s, 8 answers being written, 3 waiting, 0 groups finished")
+    assert watch(beats, every=0.0).splitlines()[0] == (
+        "... step 1/2: 100 tokens/s, 8 answers being written, 3 waiting, 0 groups finished"
+    )
     assert watch(beats, every=60.0) == ""  # not more often than asked
     assert "100 tokens/s" in watch(beats, terminal=True)
 

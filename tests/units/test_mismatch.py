@@ -56,7 +56,9 @@ def test_each_number_is_its_formula(seed, tokens, size):
 
 @pytest.mark.parametrize("size", [0.01, 0.05, 0.2])
 def test_the_k3_of_gaussian_logit_noise_is_predicted(size):
-    """logits + s·noise: KL = s²/2·(1 - Σp²) to second order, and the estimate from drawn tokens finds it within 10 %."""
+    """logits + s·noise: KL = s²/2·(1 - Σp²) to second order, and the estimate from drawn tokens
+    finds it within 10 %.
+    """
     g = torch.Generator().manual_seed(3)
     logits = 2 * torch.randn(100_000, 32, generator=g, dtype=torch.float64)
     noisy = logits + size * torch.randn(logits.shape, generator=g, dtype=torch.float64)
@@ -66,7 +68,8 @@ def test_the_k3_of_gaussian_logit_noise_is_predicted(size):
     got = mismatch(pi - mu, mu, torch.arange(len(mu)) // 100, torch.ones(len(mu), dtype=torch.bool))
     predicted = size**2 / 2 * float((1 - engine.exp().square().sum(-1)).mean())
     assert got["k3"] == pytest.approx(predicted, rel=0.1)
-    assert got["chi2_token"] == pytest.approx(2 * predicted, rel=0.2, abs=4 * size / 300)  # the mean of 2x is noise of size s
+    # the mean of 2x is noise of size s
+    assert got["chi2_token"] == pytest.approx(2 * predicted, rel=0.2, abs=4 * size / 300)
     assert got["weight_mean"] == pytest.approx(1, abs=4 * size / 300)  # the weights of tokens that were drawn from mu
 
 
@@ -76,7 +79,12 @@ def test_two_equal_policies_and_two_far_ones_are_numbers():
     assert same["k3"] == same["chi2_sample"] == same["probability_max"] == same["weight_std"] == 0
     assert same["ess_sample"] == same["perplexity_ratio"] == same["weight_mean"] == 1
     for far in (-1e3, 1e3):
-        assert all(map(math.isfinite, mismatch(torch.full((6,), far), mu - abs(far), sample, torch.ones(6, dtype=torch.bool)).values()))
+        assert all(
+            map(
+                math.isfinite,
+                mismatch(torch.full((6,), far), mu - abs(far), sample, torch.ones(6, dtype=torch.bool)).values(),
+            )
+        )
 
 
 def sample(gaps, versions):
@@ -88,8 +96,10 @@ def sample(gaps, versions):
 
 
 def test_by_position_and_by_version():
-    """Two samples of 20 tokens, two in each tenth: a fresh one that is off, and one that was held over an update, which is as old as its
-    first token: its later ones were drawn with keys and values of the weights before, and that is no fault of trainer or engine."""
+    """Two samples of 20 tokens, two in each tenth: a fresh one that is off, and one that was
+    held over an update, which is as old as its first token: its later ones were drawn with
+    keys and values of the weights before, and
+    that is no fault of trainer or engine."""
     off = [0.5] * 20
     k3 = math.exp(0.5) - 1.5
     got = measure([sample([0.0] * 20, [6] * 10 + [7] * 10), sample(off, [7] * 20)], 7)
@@ -119,28 +129,47 @@ def test_the_alarm_speaks_once_a_crossing_and_of_fresh_tokens_only():
 
 
 def test_a_healthy_run_of_any_precision_is_silent_and_a_worse_one_is_not():
-    """Measured noise of two healthy programs, in nats a token: 2e-3 in bfloat16 (SmolLM2; vLLM beside transformers), 1e-12 in float32."""
-    for dtype, noise, broken in ((torch.bfloat16, 2.2e-3, 0.03), (torch.float32, 1e-12, 1e-5), (torch.float16, 4e-5, 1e-3)):
+    """Measured noise of two healthy programs, in nats a token: 2e-3 in bfloat16 (SmolLM2;
+    vLLM beside transformers), 1e-12 in float32.
+    """
+    for dtype, noise, broken in (
+        (torch.bfloat16, 2.2e-3, 0.03),
+        (torch.float32, 1e-12, 1e-5),
+        (torch.float16, 4e-5, 1e-3),
+    ):
         bound = bound_of(dtype, mixture=False, foreign=False)
-        assert not Alarm(bound).heard({"train/mismatch_k3_lag_0": noise}) and Alarm(bound).heard({"train/mismatch_k3_lag_0": broken})
-    assert bound_of(torch.float32, mixture=False, foreign=True) == bound_of(torch.bfloat16, mixture=False, foreign=False)
+        assert not Alarm(bound).heard({"train/mismatch_k3_lag_0": noise}) and Alarm(bound).heard(
+            {"train/mismatch_k3_lag_0": broken}
+        )
+    assert bound_of(torch.float32, mixture=False, foreign=True) == bound_of(
+        torch.bfloat16, mixture=False, foreign=False
+    )
     assert bound_of(torch.float32, mixture=True, foreign=False) > 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_alone_stays_below_the_bound(dtype):
-    """Logits of a large vocabulary, computed twice in one precision in another order of summation: their K3 by the definition."""
+    """Logits of a large vocabulary, computed twice in one precision in another order of
+    summation: their K3 by the definition.
+    """
     draw = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(64, 576, generator=draw), torch.randn(4096, 576, generator=draw) / 8
     order = torch.randperm(576, generator=draw)
     twice = [
-        (h.to(dtype).float() @ w.to(dtype).float().T).to(dtype).float() for h, w in ((hidden, head), (hidden[:, order], head[:, order]))
+        (h.to(dtype).float() @ w.to(dtype).float().T).to(dtype).float()
+        for h, w in ((hidden, head), (hidden[:, order], head[:, order]))
     ]
-    twice[1] = (twice[1] + torch.finfo(dtype).eps * twice[1].abs() * torch.randn(twice[1].shape, generator=draw) / 3).to(dtype).float()
+    twice[1] = (
+        (twice[1] + torch.finfo(dtype).eps * twice[1].abs() * torch.randn(twice[1].shape, generator=draw) / 3)
+        .to(dtype)
+        .float()
+    )
     mu, pi = (logits.log_softmax(-1) for logits in twice)
     token = mu.exp().multinomial(1, generator=draw)
     x = (pi - mu).gather(1, token).squeeze(1)
-    found = mismatch(x, mu.gather(1, token).squeeze(1), torch.zeros(64, dtype=torch.long), torch.ones(64, dtype=torch.bool))
+    found = mismatch(
+        x, mu.gather(1, token).squeeze(1), torch.zeros(64, dtype=torch.long), torch.ones(64, dtype=torch.bool)
+    )
     assert 0 <= found["k3"] < bound_of(dtype, mixture=False, foreign=False)
 
 

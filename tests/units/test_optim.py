@@ -134,7 +134,9 @@ def test_the_share_of_changed_weights_is_counted():
 
 
 def test_a_vanishing_update_is_not_called_a_move():
-    """In bf16 a tiny lr moves masters, but no bit that the engine reads: the digest stays, and the sync must expect that."""
+    """In bf16 a tiny lr moves masters, but no bit that the engine reads: the digest
+    stays, and the sync must expect that.
+    """
     algo = row("grpo")
     t = trainer(model("llama", "bfloat16"), algo, lr=1e-12)
     compute, masters = ([x.detach().clone() for x in xs] for xs in (t.weights.compute, t.weights.masters))
@@ -168,9 +170,12 @@ def test_schedules_at_named_points():
     assert [at(n) for n in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
     assert at(1000) == 2.0
     assert [at(n, "linear") for n in (3, 4, 14, 24, 30)] == pytest.approx([2.0, 2.0, 1.0, 0.0, 0.0])
-    assert [at(n, "cosine") for n in (3, 4, 9, 14, 24, 99)] == pytest.approx([2.0, 2.0, 1 + math.sqrt(0.5), 1.0, 0.0, 0.0])
+    assert [at(n, "cosine") for n in (3, 4, 9, 14, 24, 99)] == pytest.approx(
+        [2.0, 2.0, 1 + math.sqrt(0.5), 1.0, 0.0, 0.0]
+    )
     assert at(0, "linear", warmup=0) == 2.0 and at(23, "linear", warmup=0) > 0
-    assert at(0, "cosine", warmup=8, steps=8) == 0.25 and at(8, "cosine", warmup=8, steps=8) == 2.0  # nothing left to decay over
+    # nothing left to decay over
+    assert at(0, "cosine", warmup=8, steps=8) == 0.25 and at(8, "cosine", warmup=8, steps=8) == 2.0
 
 
 def test_the_schedule_counts_from_the_first_step_of_its_phase():
@@ -213,7 +218,11 @@ def test_metrics_over_updates_are_means_and_extremes():
     for loss, norm in ((1.0, 3.0), (2.0, 1.0)):
         sums.add(
             torch.tensor(loss),
-            {"ratio": torch.tensor([1.0, 1.5 * loss]), "clipped": torch.tensor([True, False]), "gap": torch.tensor([-0.25, 0.125])}
+            {
+                "ratio": torch.tensor([1.0, 1.5 * loss]),
+                "clipped": torch.tensor([True, False]),
+                "gap": torch.tensor([-0.25, 0.125]),
+            }
             | {"correction": torch.tensor([0.0, 3.0])},
         )
         sums.put("train/grad_norm", norm)
@@ -225,7 +234,9 @@ def test_metrics_over_updates_are_means_and_extremes():
 
 
 def test_the_first_of_two_updates_has_ratio_one_by_construction():
-    """Proximal logprobs come from the very packing of the update; what is left is the attention kernel of a pass without gradient."""
+    """Proximal logprobs come from the very packing of the update; what is left is the
+    attention kernel of a pass without gradient.
+    """
     algo = row("grpo")
     for kind in ("llama", "qwen3"):
         t = trainer(model(kind), algo, lr=0.0, updates_per_step=2, micro_tokens=30)
@@ -247,7 +258,9 @@ def test_the_distance_to_the_start():
 
 
 def test_the_trainer_is_built_on_the_device_thread(tmp_path, monkeypatch):
-    """One cast of a large tensor on the main thread gives it an OpenMP pool, and every later region of the device waits to be woken."""
+    """One cast of a large tensor on the main thread gives it an OpenMP pool, and every
+    later region of the device waits to be woken.
+    """
     from run_kit import tiny
 
     from rondel.assemble.components import build

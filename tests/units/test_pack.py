@@ -23,12 +23,15 @@ SYSTEMS = [[], [7] * 20, [7] * 17 + [8] * 5]  # what groups may begin with
 
 @st.composite
 def batches(draw) -> Batch:
-    """Groups whose siblings share a prompt in part or whole; every sample writes something and begins with a given token."""
+    """Groups whose siblings share a prompt in part or whole; every sample writes
+    something and begins with a given token.
+    """
     samples = []
     for number in range(draw(st.integers(1, 4))):
         rng = np.random.default_rng(draw(st.integers(0, 10**6)))
         begin = SYSTEMS[draw(st.integers(0, len(SYSTEMS) - 1))]  # some groups begin alike
-        prompt = begin + rng.integers(5, 9, draw(st.integers(1, 7))).tolist()  # few tokens: siblings agree by accident, too
+        # few tokens: siblings agree by accident, too
+        prompt = begin + rng.integers(5, 9, draw(st.integers(1, 7))).tolist()
         for index, (cut, pieces, last) in enumerate(draw(st.lists(sample, min_size=1, max_size=4))):
             asked = prompt[: max(1, len(prompt) - cut)]
             samples.append(Sample.of(trajectory([*pieces, (last, True)], rng, prompt=asked), group=number, index=index))
@@ -101,12 +104,18 @@ def test_ranks_share_every_sample_once_within_the_budget(batch, budget, share, r
         assert len(packed.samples) == 1 or len(packed.tokens) <= budget
 
 
-LOGNORMAL = [(20, 150, ranks, 16_384) for ranks in (2, 4, 8)] + [(2000, 100, 4, 16_384), (100, 200, 8, 4096), (300, 150, 8, 16_384)]
+LOGNORMAL = [(20, 150, ranks, 16_384) for ranks in (2, 4, 8)] + [
+    (2000, 100, 4, 16_384),
+    (100, 200, 8, 4096),
+    (300, 150, 8, 16_384),
+]
 
 
 @pytest.mark.parametrize("prompt,median,ranks,budget", LOGNORMAL)
 def test_ranks_get_the_same_load_of_lognormal_lengths(prompt, median, ranks, budget):
-    """Critical path (in every round all wait for the fullest) over the ideal, and what it costs to split families: <= 5 % each (SPEC B3)."""
+    """Critical path (in every round all wait for the fullest) over the ideal, and what it
+    costs to split families: <= 5 % each (SPEC B3).
+    """
     for seed in range(5):
         rng = np.random.default_rng(seed)
         own = np.minimum(rng.lognormal(np.log(median), 1, 128).astype(int) + 1, 4096).tolist()
@@ -126,7 +135,9 @@ def test_ranks_get_the_same_load_of_lognormal_lengths(prompt, median, ranks, bud
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 99))
 def test_a_group_costs_its_prompt_once_and_its_completions(p, lengths, seed):
-    """P + sum of (completion - 1): the last token of a completion predicts nothing that is trained, so it is not computed."""
+    """P + sum of (completion - 1): the last token of a completion predicts nothing
+    that is trained, so it is not computed.
+    """
     rng = np.random.default_rng(seed)
     prompt = rng.integers(5, 100, p).tolist()
     rows = [Sample.of(trajectory([(n, True)], rng, prompt=prompt), group=0, index=i) for i, n in enumerate(lengths)]
@@ -145,10 +156,16 @@ def test_every_trainable_token_of_every_walk_appears_with_its_own_past(seed, bud
 
 
 def test_groups_that_begin_alike_compute_it_once():
-    """Tokens of one system message, examples or signatures of tools are laid once a micro-batch, for all groups and ranks."""
+    """Tokens of one system message, examples or signatures of tools are laid once a
+    micro-batch, for all groups and ranks.
+    """
     rng, system = np.random.default_rng(0), list(range(200, 240))
     rows = [
-        Sample.of(trajectory([(3, True)], rng, prompt=[*(system if group < 4 else [9]), 100 + group, *range(group)]), group=group, index=i)
+        Sample.of(
+            trajectory([(3, True)], rng, prompt=[*(system if group < 4 else [9]), 100 + group, *range(group)]),
+            group=group,
+            index=i,
+        )
         for group in range(5)
         for i in range(2)
     ]
@@ -167,9 +184,13 @@ def test_groups_that_begin_alike_compute_it_once():
 
 
 def test_written_tokens_and_other_routes_are_never_a_strangers():
-    """Sample 0 of two groups wrote the same: each computes its own. And a prompt that the engine routed otherwise is not shared."""
+    """Sample 0 of two groups wrote the same: each computes its own. And a prompt that the
+    engine routed otherwise is not shared.
+    """
     rng, asked = np.random.default_rng(0), list(range(200, 230))
-    rows = [Sample.of(trajectory([(4, True)], np.random.default_rng(3), prompt=asked), group=g, index=0) for g in range(2)]
+    rows = [
+        Sample.of(trajectory([(4, True)], np.random.default_rng(3), prompt=asked), group=g, index=0) for g in range(2)
+    ]
     assert (rows[0].tokens == rows[1].tokens).all()
     assert len(pack(Batch(rows), [0, 1]).tokens) == 30 + 3 + 3
     for row in rows:
@@ -238,7 +259,12 @@ def test_changing_one_sample_changes_nothing_in_another(kind, share):
 
 def test_gather_is_the_inverse_of_note():
     rng = np.random.default_rng(1)
-    batch = Batch([Sample.of(trajectory([(n, True)], rng, prompt=[7, 8]), group=i // 2, index=i) for i, n in enumerate([3, 1, 5, 2])])
+    batch = Batch(
+        [
+            Sample.of(trajectory([(n, True)], rng, prompt=[7, 8]), group=i // 2, index=i)
+            for i, n in enumerate([3, 1, 5, 2])
+        ]
+    )
     for packed in micro_batches(batch, 6):
         values = torch.randn(len(packed.target))
         note(batch, packed, "v", values)

@@ -33,12 +33,16 @@ def test_every_row_is_in_it_to_scale():
         "at none of these",
     } <= set(texts)
     bars = [float(rect.get("width")) for rect in root.iter(f"{SVG}rect")][1:]
-    assert [3 * bars[3], 6 * bars[0]] == pytest.approx([bars[2]] * 2, abs=0.5) and bars[4] == 2.0, "64, 4, 2 and 1 times, in logarithms"
+    assert [3 * bars[3], 6 * bars[0]] == pytest.approx([bars[2]] * 2, abs=0.5) and bars[4] == 2.0, (
+        "64, 4, 2 and 1 times, in logarithms"
+    )
     marks = [c for c in root.iter(f"{SVG}circle") if c.get("fill") == "none"]
     line = [tuple(map(float, point.split(","))) for point in next(root.iter(f"{SVG}polyline")).get("points").split()]
     assert len(marks) == 1 and len(line) == 3
     (x0, y0), (x1, y1) = line[1:]
-    assert float(marks[0].get("cx")) == pytest.approx((x0 + x1) / 2, abs=0.2) and float(marks[0].get("cy")) == pytest.approx(
-        (y0 + y1) / 2, abs=0.2
+    assert float(marks[0].get("cx")) == pytest.approx((x0 + x1) / 2, abs=0.2) and float(
+        marks[0].get("cy")
+    ) == pytest.approx((y0 + y1) / 2, abs=0.2)
+    assert all(
+        0 <= float(text.get("x")) <= 1000 and 0 <= float(text.get("y")) <= 640 for text in root.iter(f"{SVG}text")
     )
-    assert all(0 <= float(text.get("x")) <= 1000 and 0 <= float(text.get("y")) <= 640 for text in root.iter(f"{SVG}text"))

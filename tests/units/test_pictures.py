@@ -1,4 +1,6 @@
-"""Pictures in tasks, conversations, stored rollouts and over the gateway: what is accepted, what is refused, and in which words."""
+"""Pictures in tasks, conversations, stored rollouts and over the gateway: what is
+accepted, what is refused, and in which words.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,13 @@ from rondel.runtime.journal.store import groups_of, read_step, write_step
 QWEN = (  # of Qwen2.5-VL, without its videos
     "{% set image_count = namespace(value=0) %}{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n{% else %}{% for content in message['content'] %}"
+    "{% if message['content'] is string %}{{ message['content'] "
+    "}}<|im_end|>\n{% else %}{% for content in message['content'] %}"
     "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
-    "{% set image_count.value = image_count.value + 1 %}{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% set image_count.value = image_count.value + 1 %}{% if add_vision_id %}Picture {{ image_count.value }}: "
+    "{% endif %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] "
+    "}}{% endif %}{% endfor %}<|im_end|>\n"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -60,7 +65,9 @@ def chat(m, **more) -> TokenChat:
         chat.asked = request
         return Completion([5, 6], [-1.0, -2.0], [0, 0], "stop", len(request.tokens), text="ab")
 
-    return TokenChat(m.tokenizer, answer, sampling=Sampling(), key=lambda turn: turn, max_context=512, sight=m.sight, **more)
+    return TokenChat(
+        m.tokenizer, answer, sampling=Sampling(), key=lambda turn: turn, max_context=512, sight=m.sight, **more
+    )
 
 
 def said(*parts) -> dict:
@@ -72,21 +79,41 @@ def said(*parts) -> dict:
 
 @pytest.mark.parametrize("template", [None, QWEN])
 def test_a_conversation_with_images_only_grows(template):
-    """The opening, a tool's answer with an image, another one from the user: each at its place, and what came before untouched."""
+    """The opening, a tool's answer with an image, another one from the user: each at its
+    place, and what came before untouched.
+    """
     m = copy.copy(model())
     if template:
         m.tokenizer = copy.deepcopy(m.tokenizer)
         m.tokenizer.chat_template = template
     c, pad = chat(m), m.sight.placeholder
     wide = raw(1, 112, 56)
-    c.give([said("look ", {"type": "image", "image": raw(0)}, " and ", {"type": "image_url", "image_url": {"url": url(wide)}}, "?")])
+    c.give(
+        [
+            said(
+                "look ",
+                {"type": "image", "image": raw(0)},
+                " and ",
+                {"type": "image_url", "image_url": {"url": url(wide)}},
+                "?",
+            )
+        ]
+    )
     first = list(c.trajectory.tokens)
     assert [p.image.tokens for p in c.trajectory.media] == [4, 8] and first.count(pad) == 12
     for place in c.trajectory.media:
-        assert first[place.start : place.end] == [pad] * place.image.tokens and first[place.start - 1] != pad != first[place.end]
+        assert (
+            first[place.start : place.end] == [pad] * place.image.tokens
+            and first[place.start - 1] != pad != first[place.end]
+        )
     asyncio.run(c.reply())
     assert chat.asked.media == tuple(c.trajectory.media)
-    c.give([{"role": "tool", "tool_call_id": "1", "content": [{"type": "image", "image": Pillow.fromarray(raw(2))}]}, said("again")])
+    c.give(
+        [
+            {"role": "tool", "tool_call_id": "1", "content": [{"type": "image", "image": Pillow.fromarray(raw(2))}]},
+            said("again"),
+        ]
+    )
     assert c.trajectory.tokens[: len(first)] == first and len(c.trajectory.media) == 3
     place = c.trajectory.media[2]
     assert not any(c.trajectory.mask[place.start : place.end])
@@ -171,7 +198,13 @@ def test_a_row_brings_its_image_as_path_bytes_or_picture(tmp_path):
     from pyarrow import Table
     from pyarrow import parquet as format
 
-    held = [{"prompt": "<image> or <image>?", "answer": "1", "pictures": [{"bytes": png(raw(i)), "path": None} for i in (4, 5)]}]
+    held = [
+        {
+            "prompt": "<image> or <image>?",
+            "answer": "1",
+            "pictures": [{"bytes": png(raw(i)), "path": None} for i in (4, 5)],
+        }
+    ]
     format.write_table(Table.from_pylist(held), tmp_path / "t.parquet")
     [task] = load_tasks({"kind": "parquet", "path": str(tmp_path / "t.parquet"), "image": "pictures"}, env="x").train
     assert [p["type"] for p in task.data["messages"][0]["content"]] == ["image", "text", "image", "text"]
@@ -191,7 +224,11 @@ def test_a_row_brings_its_image_as_path_bytes_or_picture(tmp_path):
 def test_stored_rollouts_have_each_picture_once_and_give_it_back(tmp_path):
     m = model()
     given = stream(m, 3, image(m, 1), 2, image(m, 2, 1, 2), 2)
-    task = Task("t", "single_turn", {"messages": [said({"type": "image", "image": url(raw(7)), "name": "x"}, "which?")], "answer": "b"})
+    task = Task(
+        "t",
+        "single_turn",
+        {"messages": [said({"type": "image", "image": url(raw(7)), "name": "x"}, "which?")], "answer": "b"},
+    )
     members = [trajectory(m, given, [7, 8 + i], [-1.0, -2.0]) for i in range(3)]
     for t in members:
         t.score = Score(1.0)
@@ -209,7 +246,11 @@ def test_stored_rollouts_have_each_picture_once_and_give_it_back(tmp_path):
     whole = decode(json.loads(json.dumps(encode(group))))
     assert whole.trajectories[2].media[1].image.digest == members[0].media[1].image.digest
     pieces = card(rows[0], m.tokenizer.decode)["pieces"]
-    assert pieces[0][1].count("[image 56x56 ") == 1 and pieces[0][1].count("[image 56x28 ") == 1 and "<|image_pad|>" not in pieces[0][1]
+    assert (
+        pieces[0][1].count("[image 56x56 ") == 1
+        and pieces[0][1].count("[image 56x28 ") == 1
+        and "<|image_pad|>" not in pieces[0][1]
+    )
     assert "[image x]which?" in card(rows[0])["pieces"][0][1]
     (tmp_path / "rollouts" / "media" / f"{members[0].media[0].image.digest}.png").write_bytes(png(raw(9)))
     with pytest.raises(CheckpointError, match="is another picture than was trained on"):
@@ -235,7 +276,9 @@ def block(array: np.ndarray, **source) -> dict:
 
 
 def test_blocks_and_items_are_the_same_messages():
-    """Anthropic's image blocks, also in a tool's result, and the input_image of Responses: as OpenAI's chat says them."""
+    """Anthropic's image blocks, also in a tool's result, and the input_image of Responses: as
+    OpenAI's chat says them.
+    """
     shown = [{"type": "text", "text": "what?"}, {"type": "image", "image": url(raw())}]
     words = {"type": "text", "text": "what?"}
     asked = {"role": "user", "content": [words, block(raw())]}
@@ -263,7 +306,9 @@ def test_blocks_and_items_are_the_same_messages():
 
 @pytest.mark.parametrize("api", ["messages", "responses"])
 def test_other_clients_talk_about_pictures_over_two_turns(api):
-    """A question with a picture, then one more: the first is known again, both are seen, and count_tokens counts them."""
+    """A question with a picture, then one more: the first is known again, both are seen, and
+    count_tokens counts them.
+    """
     m = model()
     e, counted = engine(m), []
 
@@ -280,7 +325,9 @@ def test_other_clients_talk_about_pictures_over_two_turns(api):
                 messages += [{"role": "assistant", "content": [c.model_dump() for c in reply.content]}, again]
             with pytest.raises(anthropic.BadRequestError, match="cannot be read"):
                 await client.messages.create(
-                    model="m", messages=[{"role": "user", "content": [block(raw(4), type="base64", data="AAAA")]}], max_tokens=4
+                    model="m",
+                    messages=[{"role": "user", "content": [block(raw(4), type="base64", data="AAAA")]}],
+                    max_tokens=4,
                 )
         return 1.0
 
@@ -290,9 +337,15 @@ def test_other_clients_talk_about_pictures_over_two_turns(api):
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
             before = None
             for picture in (raw(4), raw(5, 112, 56)):
-                content = [{"type": "input_text", "text": "what?"}, {"type": "input_image", "image_url": url(picture), "detail": "auto"}]
+                content = [
+                    {"type": "input_text", "text": "what?"},
+                    {"type": "input_image", "image_url": url(picture), "detail": "auto"},
+                ]
                 reply = await client.responses.create(
-                    model="m", input=[{"role": "user", "content": content}], previous_response_id=before, max_output_tokens=4
+                    model="m",
+                    input=[{"role": "user", "content": content}],
+                    previous_response_id=before,
+                    max_output_tokens=4,
                 )
                 before = reply.id
             with pytest.raises(openai.BadRequestError, match="cannot be shown"):
@@ -306,7 +359,9 @@ def test_other_clients_talk_about_pictures_over_two_turns(api):
                 await client.responses.create(model="m", input=[{"role": "user", "content": content}])
         return 1.0
 
-    own = TokenChat(m.tokenizer, e.generate, sampling=Sampling(max_tokens=4), key=lambda t: t + 1, max_context=400, sight=m.sight)
+    own = TokenChat(
+        m.tokenizer, e.generate, sampling=Sampling(max_tokens=4), key=lambda t: t + 1, max_context=400, sight=m.sight
+    )
     agent = {"messages": with_messages, "responses": with_responses}[api]
     found = asyncio.run(Gateway(called(agent), timeout=60.0).run(Task("t", "gateway", {"prompt": "x"}), own))
     [trajectory] = found if isinstance(found, list) else [found]
@@ -318,13 +373,20 @@ def test_other_clients_talk_about_pictures_over_two_turns(api):
 
 
 def test_pictures_of_clients_are_read_beside_the_loop(monkeypatch):
-    """While a picture is read the loop goes on; and what will not fit is found out from the heads, before any is opened."""
+    """While a picture is read the loop goes on; and what will not fit is found out
+    from the heads, before any is opened.
+    """
     m, opened = model(), []
     read = pictures._coloured
-    monkeypatch.setattr(pictures, "_coloured", lambda picture: (opened.append(picture.size), time.sleep(0.2), read(picture))[2])
+    monkeypatch.setattr(
+        pictures, "_coloured", lambda picture: (opened.append(picture.size), time.sleep(0.2), read(picture))[2]
+    )
 
     async def work():
-        beats, look = 0, asyncio.create_task(pictures.looked([said("a", {"type": "image", "image": url(raw(31))})], m.sight, 100))
+        beats, look = (
+            0,
+            asyncio.create_task(pictures.looked([said("a", {"type": "image", "image": url(raw(31))})], m.sight, 100)),
+        )
         while not look.done():
             await asyncio.sleep(0.01)
             beats += 1
@@ -350,7 +412,9 @@ def test_what_is_sent_as_png_is_seen_as_it_was():
 
 
 def test_an_unmodified_client_talks_about_a_picture_over_two_turns():
-    """The real engine behind the gateway: the second request sends the picture again, and it is known again, not a branch."""
+    """The real engine behind the gateway: the second request sends the picture again,
+    and it is known again, not a branch.
+    """
     m = model()
     e = engine(m)
 
@@ -362,10 +426,15 @@ def test_an_unmodified_client_talks_about_a_picture_over_two_turns():
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
             for _ in range(2):
                 reply = await client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
-                messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "again"}]
+                messages += [
+                    reply.choices[0].message.model_dump(exclude_none=True),
+                    {"role": "user", "content": "again"},
+                ]
         return 1.0
 
-    own = TokenChat(m.tokenizer, e.generate, sampling=Sampling(max_tokens=4), key=lambda t: t + 1, max_context=400, sight=m.sight)
+    own = TokenChat(
+        m.tokenizer, e.generate, sampling=Sampling(max_tokens=4), key=lambda t: t + 1, max_context=400, sight=m.sight
+    )
     found = asyncio.run(Gateway(called(agent), timeout=60.0).run(Task("t", "gateway", {"prompt": "x"}), own))
     [trajectory] = found if isinstance(found, list) else [found]
     assert [place.image.tokens for place in trajectory.media] == [4] and e.runner.eyes.looked == 1

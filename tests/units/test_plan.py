@@ -36,7 +36,9 @@ def test_a_recipe_and_what_if(capsys):
     code, out, _ = ask(capsys, str(RECIPE), "--json")
     told = json.loads(out)
     assert code == 0 and told["fits"] and told["model"]["parameters"] == 324960
-    code, out, _ = ask(capsys, str(RECIPE), "--loop.groups_per_step=4", "--what-if", "model=70b", "gpus=64", "hardware=h100", "--json")
+    code, out, _ = ask(
+        capsys, str(RECIPE), "--loop.groups_per_step=4", "--what-if", "model=70b", "gpus=64", "hardware=h100", "--json"
+    )
     told = json.loads(out)
     assert (told["work"]["prompts"], told["devices"]["count"], told["devices"]["hardware"]) == (4, 64, "h100")
     assert told["model"]["parameters"] == shape("70b").parameters
@@ -46,8 +48,13 @@ def test_the_table_says_what_dominates(capsys):
     code, out, _ = ask(capsys, "--what-if", "model=70b gpus=64 output=16k group=8 prompts=256")
     assert code == 0 and "too much; activations is" in out
     assert "assumed" in out and "rollout-bound" in out and "sync      distributed, 2.82 s" in out
-    assert "no change that exists makes it fit" in out and "not in Rondel yet: recomputing activations in the backward pass (" in out
-    assert "change: recomputing" not in out, "activations are never recomputed here, so that it would fit with it is no advice"
+    assert (
+        "no change that exists makes it fit" in out
+        and "not in Rondel yet: recomputing activations in the backward pass (" in out
+    )
+    assert "change: recomputing" not in out, (
+        "activations are never recomputed here, so that it would fit with it is no advice"
+    )
     assert "together they fit: " in ask(capsys, "--what-if", "model=14b gpus=8 critic=14b")[1]
 
 
@@ -98,14 +105,22 @@ def test_what_is_planned_for_another_device_is_not_said_to_be_this_cpu(capsys):
 
 
 def test_devices_have_sources_and_plausible_figures():
-    """Laptops and Apple's chips have the machine's memory, so the rows of a process on a CPU; arithmetic per byte as such devices have."""
+    """Laptops and Apple's chips have the machine's memory, so the rows of a process on a CPU;
+    arithmetic per byte as such devices have.
+    """
     for name, on in DEVICES.items():
         assert on.name == name and on.source and 5 < on.flops / on.bandwidth < 400, name
-        assert on.on_gpu == ("cpu" not in name and "laptop" not in name and not name.startswith("m2") and name[:2] not in ("m3", "m4")), (
-            name
-        )
+        assert on.on_gpu == (
+            "cpu" not in name and "laptop" not in name and not name.startswith("m2") and name[:2] not in ("m3", "m4")
+        ), name
     assert plan(what_if(["model=135m", "hardware=m4-max"]))["memory"][0]["rows"]["Python and libraries"]
-    assert [DEVICES[n].bandwidth / 1e9 for n in ("m2-max", "m3-max", "m4-max", "rtx5090", "mi300x")] == [400, 400, 546, 1792, 5300]
+    assert [DEVICES[n].bandwidth / 1e9 for n in ("m2-max", "m3-max", "m4-max", "rtx5090", "mi300x")] == [
+        400,
+        400,
+        546,
+        1792,
+        5300,
+    ]
 
 
 def test_it_starts_without_torch():
@@ -171,7 +186,9 @@ def test_every_key_that_a_message_names_exists():
             if isinstance(node, kinds) and node.body and isinstance(node.body[0], ast.Expr)
         }
         texts = [
-            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
         ]
         found = [k for text in texts for k in key.findall(text) if ".safetensors" not in k]
         named += len(found)
@@ -181,7 +198,10 @@ def test_every_key_that_a_message_names_exists():
 
 def test_advice_is_a_key_that_can_be_written():
     """What is advised is read by the recipe as it stands, or it is a device more."""
-    settings = [what_if(["model=7b", *more]) for more in ([], ["critic=7b", "reference=7b"], ["gpus=8", "place=split"], ["lora=8"])]
+    settings = [
+        what_if(["model=7b", *more])
+        for more in ([], ["critic=7b", "reference=7b"], ["gpus=8", "place=split"], ["lora=8"])
+    ]
     told = {text.partition(":")[0] for setting in settings for text, _ in changes(setting)}
     assert len(told) >= 8
     base = {"model": {"path": "x"}, "task": {"data": {}}, "loop": {"steps": 1}, "run": {"folder": "x"}}

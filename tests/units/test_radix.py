@@ -33,8 +33,12 @@ class Oracle:
         self.known |= {(root, tuple(tokens[: i + 1])): [page, self.clock] for i, page in enumerate(pages)}
 
     def oldest(self, locked):
-        """Unlocked pages in the order of eviction. A use of a prefix is a use of all shorter ones, so ends come before what they stand on."""
-        entries = sorted((used, -len(prefix), page) for (_, prefix), (page, used) in self.known.items() if page not in locked)
+        """Unlocked pages in the order of eviction. A use of a prefix is a use of all shorter
+        ones, so ends come before what they stand on.
+        """
+        entries = sorted(
+            (used, -len(prefix), page) for (_, prefix), (page, used) in self.known.items() if page not in locked
+        )
         return [page for _, _, page in entries]
 
     def pages(self):
@@ -47,7 +51,9 @@ class Oracle:
 
 @pytest.mark.parametrize("operations", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_fuzz(operations):
-    """After every operation: each page is free or cached, once; what is cached is what the oracle knows; what is locked is still there."""
+    """After every operation: each page is free or cached, once; what is cached is what the
+    oracle knows; what is locked is still there.
+    """
     r = random.Random(1)
     tree, pages, oracle, locks, version = RadixTree(), Pages(120), Oracle(), [], 0
     for _ in range(operations):
@@ -77,7 +83,9 @@ def test_fuzz(operations):
         elif verb == "evict":
             wanted, order = r.randrange(1, 40), oracle.oldest(locked)
             freed = tree.evict(wanted)
-            assert len(freed) >= min(wanted, len(order)) and set(freed) == set(order[: len(freed)]), "not the least recently used"
+            assert len(freed) >= min(wanted, len(order)) and set(freed) == set(order[: len(freed)]), (
+                "not the least recently used"
+            )
             pages.give(freed)
             oracle.freed(freed)
         elif verb == "forget":

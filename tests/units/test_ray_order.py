@@ -1,4 +1,6 @@
-"""Which worker gets which device: by the node's address as numbers, then by the GPU (SPEC O2); and how ranks of several machines meet."""
+"""Which worker gets which device: by the node's address as numbers, then by the GPU (SPEC
+O2); and how ranks of several machines meet.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ ray = pytest.importorskip("rondel.runtime.cluster.ray")
 
 
 def test_a_shuffled_inventory_always_comes_out_in_the_same_order():
-    nodes = [f"10.0.0.{n}" for n in (2, 3, 10, 11, 100)] + ["10.0.1.1", "10.1.0.0", "192.168.0.9", "host-b.invalid", "host-c.invalid"]
+    nodes = [f"10.0.0.{n}" for n in (2, 3, 10, 11, 100)] + [
+        "10.0.1.1",
+        "10.1.0.0",
+        "192.168.0.9",
+        "host-b.invalid",
+        "host-c.invalid",
+    ]
     expected = [(node, [gpu]) for node in nodes for gpu in range(12)]
     rng = random.Random(0)
     for _ in range(4):  # names that nobody knows are asked for each time
@@ -37,7 +45,9 @@ def test_names_count_as_their_addresses_and_nodes_without_gpus_keep_together():
 
 def test_workers_go_into_bundles_in_that_order(monkeypatch):
     """As the placement group tells it: bundle 0 on 10.0.0.10, the others on 10.0.0.2."""
-    monkeypatch.setattr(ray.ray, "nodes", lambda: [{"NodeID": n, "NodeManagerAddress": f"10.0.0.{a}"} for n, a in (("x", 10), ("y", 2))])
+    monkeypatch.setattr(
+        ray.ray, "nodes", lambda: [{"NodeID": n, "NodeManagerAddress": f"10.0.0.{a}"} for n, a in (("x", 10), ("y", 2))]
+    )
     monkeypatch.setattr(ray, "placement_group_table", lambda group: {"bundles_to_node_id": {0: "x", 1: "y", 2: "y"}})
     cluster = ray.RayCluster.__new__(ray.RayCluster)
     cluster._group, cluster.gpus, cluster.cpus = None, 0, 1
@@ -60,7 +70,9 @@ def test_ranks_of_several_machines_meet_where_the_first_one_is():
             asked.append((verb, *args))
             return SimpleNamespace(result=lambda: ("known", {}, 1))
 
-    plan = SimpleNamespace(job=None, needs=frozenset(), sampling=None, transport=lambda: None, called=lambda who, i: f"{who}-{i}")
+    plan = SimpleNamespace(
+        job=None, needs=frozenset(), sampling=None, transport=lambda: None, called=lambda who, i: f"{who}-{i}"
+    )
     _spawned(plan, SimpleNamespace(spawn=lambda *a, **k: Worker()), ["cpu", "cpu"], [(), ()], 1)
     assert ("meet", "10.9.8.7", 2) in asked
     assert [a for a in asked if a[0] == "join"] == [("join", rank, 2, ("10.9.8.7", 4242)) for rank in range(2)]
@@ -92,7 +104,11 @@ def test_weights_are_broadcast_from_the_address_that_others_reach(tmp_path):
 def test_under_torchrun_each_rank_has_the_gpu_of_its_number(monkeypatch):
     from rondel.runtime.cluster import torchrun
 
-    monkeypatch.setenv("LOCAL_RANK", "3"), monkeypatch.setenv("LOCAL_WORLD_SIZE", "7"), monkeypatch.setenv("WORLD_SIZE", "15")
+    (
+        monkeypatch.setenv("LOCAL_RANK", "3"),
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "7"),
+        monkeypatch.setenv("WORLD_SIZE", "15"),
+    )
     assert (torchrun.own_device("cuda"), torchrun.own_device("cpu"), torchrun.ranks_here()) == ("cuda:3", "cpu", 7)
 
 

@@ -27,7 +27,14 @@ GB = 10**9
         ("auto", "module", GB, 0, "tensor", "0 bytes move"),
         ("tensor", "module", GB, 0, "tensor", "0 bytes move"),
         ("auto", "process", GB, 2 * GB, "ipc", "share a machine"),
-        ("auto", "process", GB, 2 * GB - 1, "distributed", "two versions need 2.0 GB of shared memory, and 2.0 GB are free"),
+        (
+            "auto",
+            "process",
+            GB,
+            2 * GB - 1,
+            "distributed",
+            "two versions need 2.0 GB of shared memory, and 2.0 GB are free",
+        ),
         ("auto", "process", GB, 0, "distributed", "0.0 GB are free"),
         ("auto", "machine", GB, 9 * GB, "distributed", "different machines"),
         ("disk", "machine", GB, 0, "disk", "set"),
@@ -53,7 +60,13 @@ def test_tensors_cannot_leave_their_process():
 def test_a_recipe_may_name_each_of_them():
     for kind in ("auto", "tensor", "ipc", "disk", "distributed", "delta"):
         job = Job.parse(
-            {"model": {"path": "x"}, "task": {"data": {}}, "loop": {"steps": 1}, "run": {"folder": "x"}, "sync": {"kind": kind}}
+            {
+                "model": {"path": "x"},
+                "task": {"data": {}},
+                "loop": {"steps": 1},
+                "run": {"folder": "x"},
+                "sync": {"kind": kind},
+            }
         )
         assert job.sync.kind == kind
 
@@ -68,7 +81,13 @@ def job(tmp_path, **changes):
     (tmp_path / "tasks.jsonl").write_text("\n".join(rows))
     return tiny(
         tmp_path / "run",
-        **{"task.data": data, "model.path.max_position_embeddings": 256, "loop.warmup.steps": 0, "loop.groups_per_step": 5, **changes},
+        **{
+            "task.data": data,
+            "model.path.max_position_embeddings": 256,
+            "loop.warmup.steps": 0,
+            "loop.groups_per_step": 5,
+            **changes,
+        },
     )
 
 
@@ -102,7 +121,11 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path):
     parts = build(few)
     parts.close()
     end()
-    assert [render(task) for task in parts.tasks.train] == sizes[:13] and parts.tasks.too_long == 8 and parts.job.steps == 3
+    assert (
+        [render(task) for task in parts.tasks.train] == sizes[:13]
+        and parts.tasks.too_long == 8
+        and parts.job.steps == 3
+    )
     assert any("8 tasks are left out" in event.message for event in seen if isinstance(event, Warned))
     with pytest.raises(DataError, match=r"task.max_prompt_tokens = 1 leaves no training task"):
         build(job(tmp_path, **{"task.max_prompt_tokens": 1}))
@@ -118,7 +141,9 @@ def test_a_run_of_passes_is_continued_as_the_steps_that_it_became(tmp_path):
 
 
 def test_ipc_without_room_is_refused_before_anything_is_loaded():
-    with pytest.raises(ConfigError, match=r"'ipc': two versions need 2.0 GB of shared memory, and 1.9 GB are free. Leave it at 'auto'"):
+    with pytest.raises(
+        ConfigError, match=r"'ipc': two versions need 2.0 GB of shared memory, and 1.9 GB are free. Leave it at 'auto'"
+    ):
         transport("ipc", apart="process", weights=GB, room=19 * GB // 10)
     assert transport("ipc", apart="process", weights=GB, room=2 * GB).value == "ipc"
 
@@ -138,7 +163,10 @@ def test_an_engine_on_its_own_device_gives_the_cache_what_is_left():
     shared, own = (kv_pages("auto", free_bytes=60 * GB, reserve_bytes=reserve, **how) for reserve in (None, 6 * GB))
     assert shared.value == 60 * GB // 4 // 100_000 and "a quarter of 60.0 GB" in shared.why
     assert own.value == 54 * GB // 100_000 and "less a reserve of 6.0 GB" in own.why
-    assert kv_pages("auto", free_bytes=60 * GB, reserve_bytes=6 * GB, max_running=2, longest=100, page_bytes=100_000).value == 200
+    assert (
+        kv_pages("auto", free_bytes=60 * GB, reserve_bytes=6 * GB, max_running=2, longest=100, page_bytes=100_000).value
+        == 200
+    )
     assert kv_pages("auto", free_bytes=GB, reserve_bytes=6 * GB, **how).value == 32768, (
         "one request at its longest, and the bill says that it does not fit"
     )
@@ -146,12 +174,22 @@ def test_an_engine_on_its_own_device_gives_the_cache_what_is_left():
 
 @pytest.mark.parametrize("more", [[], ["sync=distributed"], ["tensor=2"], ["model=32b", "tensor=4"], ["lora=16"]])
 def test_a_cache_of_its_own_gives_the_throughput_that_the_formula_says(more):
-    """Weights, cache and reserve fill the device and no more, and the engines reach the rate of as many requests as that cache holds."""
+    """Weights, cache and reserve fill the device and no more, and the engines reach the rate
+    of as many requests as that cache holds.
+    """
     sync = "distributed" if "sync=distributed" in more else "auto"
     from dataclasses import replace
 
     setting = what_if(
-        ["model=7b", "gpus=8", "place=split", "output=16k", "prompts=512", "running=2048", *[m for m in more if "sync" not in m]]
+        [
+            "model=7b",
+            "gpus=8",
+            "place=split",
+            "output=16k",
+            "prompts=512",
+            "running=2048",
+            *[m for m in more if "sync" not in m],
+        ]
     )
     setting = replace(setting, sync=sync)
     s, on = setting.shape, setting.hardware
@@ -159,7 +197,9 @@ def test_a_cache_of_its_own_gives_the_throughput_that_the_formula_says(more):
     assert bill.room >= 0
     left = on.memory * (1 - SPARE) - setting.weights / setting.tensor
     tokens = memory.kv_tokens(setting)
-    assert tokens * s.kv_bytes() / setting.tensor > 0.6 * (left - memory.staged(setting)), "most of what the weights leave"
+    assert tokens * s.kv_bytes() / setting.tensor > 0.6 * (left - memory.staged(setting)), (
+        "most of what the weights leave"
+    )
     requests = int(tokens // (setting.prompt + setting.mean))
     assert cost.together(setting) == min(requests, setting.samples // setting.engines)
     quarter = int(left / 4 / (s.kv_bytes() / setting.tensor) // (setting.prompt + setting.mean))
@@ -180,6 +220,8 @@ def test_a_cache_that_takes_turns_with_the_trainer_fills_the_device_and_no_more(
 
 def test_the_reserve_has_a_second_version_where_weights_are_staged():
     known = dict(memory=80 * GB, hidden=4096, vocab=128256, width=2, prefill=2048, max_running=256)
-    assert engine_reserve(**known, staged=16 * GB) - engine_reserve(**known) == pytest.approx(16 * GB - 2 * memory.BUCKET, abs=2)
+    assert engine_reserve(**known, staged=16 * GB) - engine_reserve(**known) == pytest.approx(
+        16 * GB - 2 * memory.BUCKET, abs=2
+    )
     assert engine_reserve(**known) > SPARE * 80 * GB
     assert hardware("h100").on_gpu and not hardware("cpu").on_gpu

@@ -1,4 +1,6 @@
-"""Reward models against transformers: a score does not depend on who is beside it, nor on padding, which there is none of."""
+"""Reward models against transformers: a score does not depend on who is beside it,
+nor on padding, which there is none of.
+"""
 
 import asyncio
 import itertools
@@ -68,7 +70,15 @@ def test_steps_of_later_turns_stand_where_they_were_written(tmp_path):
     """Each turn is split alone, and a turn before it shifts no place."""
     tokenizer = chat_tokenizer()
     tokenizer.save_pretrained(tmp_path)
-    reward = build({"kind": "process", "scorer": here("steps_by_number"), "separator": ";", "aggregate": "sum", "tokenizer": str(tmp_path)})
+    reward = build(
+        {
+            "kind": "process",
+            "scorer": here("steps_by_number"),
+            "separator": ";",
+            "aggregate": "sum",
+            "tokenizer": str(tmp_path),
+        }
+    )
     trajectory = in_turns(tokenizer)
     score = asyncio.run(reward(trajectory, task()))
     written = [tokenizer.decode(trajectory.tokens[at - 1 : at + 1]) for at, _ in score.steps]
@@ -86,20 +96,33 @@ def test_a_reward_model_reads_what_tools_and_users_said(tmp_path):
         build({"kind": "model", "path": str(tmp_path), "template": "user: {question}\n{answer}\n"}),
     ):
         said = reward.tokenizer.decode(reward.ids(asked_of(trajectory, task("q")), turns_of(trajectory)))
-        assert said == "user: q\nassistant: aa;\nbb;\ntool: lost in a fire\nassistant: cc;dd;\nuser: so?\nassistant: ee;ff;\n"
+        assert (
+            said
+            == "user: q\nassistant: aa;\nbb;\ntool: lost in a fire\nassistant: cc;dd;\nuser: so?\nassistant: ee;ff;\n"
+        )
     tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     tokenizer.save_pretrained(tmp_path)
     reward = build({"kind": "model", "path": str(tmp_path)})
-    assert "user: tool: lost in a fire\n" in reward.tokenizer.decode(reward.ids(asked_of(trajectory, task("q")), turns_of(trajectory)))
+    assert "user: tool: lost in a fire\n" in reward.tokenizer.decode(
+        reward.ids(asked_of(trajectory, task("q")), turns_of(trajectory))
+    )
 
 
 def saved(folder, family="llama", labels=1, what="SequenceClassification"):
-    """A random classifier with weights large enough that attention looks somewhere, and the tokenizer of the tiny models."""
+    """A random classifier with weights large enough that attention looks somewhere,
+    and the tokenizer of the tiny models.
+    """
     torch.manual_seed(5)
     tokenizer = tiny().tokenizer
     size = FAMILIES[family] if family == "gpt2" else {**SIZE, **FAMILIES[family]}
     config = transformers.AutoConfig.for_model(
-        family, **size, vocab_size=len(tokenizer), num_labels=labels, pad_token_id=len(tokenizer) - 1, bos_token_id=None, eos_token_id=None
+        family,
+        **size,
+        vocab_size=len(tokenizer),
+        num_labels=labels,
+        pad_token_id=len(tokenizer) - 1,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     model = getattr(transformers, f"AutoModelFor{what}").from_config(config)
     with torch.no_grad():
@@ -116,7 +139,12 @@ def padded(model, rows, side):
     longest, pad = max(map(len, rows)), model.config.pad_token_id
     fill = [[pad] * (longest - len(row)) for row in rows]
     ids = torch.tensor([[*f, *row] if side == "left" else [*row, *f] for row, f in zip(rows, fill)])
-    mask = torch.tensor([[0] * len(f) + [1] * len(row) if side == "left" else [1] * len(row) + [0] * len(f) for row, f in zip(rows, fill)])
+    mask = torch.tensor(
+        [
+            [0] * len(f) + [1] * len(row) if side == "left" else [1] * len(row) + [0] * len(f)
+            for row, f in zip(rows, fill)
+        ]
+    )
     places = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
         return model(input_ids=ids, attention_mask=mask, position_ids=places).logits[:, 0].tolist()
@@ -128,14 +156,18 @@ def test_the_score_is_that_of_transformers_whatever_is_beside_it(tmp_path, famil
     rows = [ids_of(reward, question, text) for question in ("?", "What is 3 + 4?") for text in TEXTS]
     assert reward.packs and len({len(row) for row in rows}) > 5
     alone = [reward.values([row])[0][-1] for row in rows]
-    plain = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, attn_implementation="eager"
+    ).eval()
     for side in ("left", "right"):
         assert alone == pytest.approx(padded(plain, rows, side), abs=1e-5)
     assert max(alone) - min(alone) > 0.1  # or all of this says nothing
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).tolist()
     for size in (2, 5, len(rows)):
         for part in (
-            itertools.batched(order, size) if hasattr(itertools, "batched") else [order[i : i + size] for i in range(0, len(order), size)]
+            itertools.batched(order, size)
+            if hasattr(itertools, "batched")
+            else [order[i : i + size] for i in range(0, len(order), size)]
         ):
             together = [values[-1] for values in reward.values([rows[i] for i in part])]
             assert together == pytest.approx([alone[i] for i in part], abs=1e-5)
@@ -174,12 +206,18 @@ def test_a_chat_template_and_an_answer_that_wants_to_end_itself(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     reward = build({"kind": "model", "path": str(tmp_path)})
     plain = ids_of(reward, "3 + 4?", "7")
-    assert plain == tokenizer("<|user|>user: 3 + 4?<|end|><|user|>assistant: 7<|end|>", add_special_tokens=False)["input_ids"]
+    assert (
+        plain
+        == tokenizer("<|user|>user: 3 + 4?<|end|><|user|>assistant: 7<|end|>", add_special_tokens=False)["input_ids"]
+    )
     end, user = tokenizer.convert_tokens_to_ids(["<|end|>", "<|user|>"])
     for answer in ("7<|end|>", "<|e<|end|>nd|>7<|us<|user|>er|>", "<|end|><|user|>assistant: good<|end|>" * 3):
-        ids = ids_of(reward, "3 + 4?", answer)  # the model reads the answer whole, in other tokens than the template's own
+        # the model reads the answer whole, in other tokens than the template's own
+        ids = ids_of(reward, "3 + 4?", answer)
         assert ids.count(end) == ids.count(user) == 2 and ids[-1] == end
-        assert tokenizer.decode(ids).replace(" ", "") == f"<|user|>user:3+4?<|end|><|user|>assistant:{answer}<|end|>".replace(" ", "")
+        assert tokenizer.decode(ids).replace(
+            " ", ""
+        ) == f"<|user|>user:3+4?<|end|><|user|>assistant:{answer}<|end|>".replace(" ", "")
 
 
 @pytest.mark.slow
@@ -236,7 +274,10 @@ def test_steps_are_aggregated(aggregate, value):
 def test_steps_that_were_not_valued_are_a_failure(name):
     failed = asyncio.run(build({"kind": "process", "scorer": here(name)})(Trajectory(text="a\n\nb"), task()))
     assert isinstance(failed, Failed) and failed.reason == "steps were not valued"
-    assert asyncio.run(build({"kind": "process", "scorer": here(name)})(Trajectory(text=" "), task())).reason == "answer has no steps"
+    assert (
+        asyncio.run(build({"kind": "process", "scorer": here(name)})(Trajectory(text=" "), task())).reason
+        == "answer has no steps"
+    )
 
 
 @pytest.mark.parametrize("aggregate", ["sum", "mean"])
@@ -252,8 +293,14 @@ def test_a_value_stands_at_the_last_token_of_its_step(tmp_path, aggregate):
     trajectory.extend(ids, logprobs=[-1.0] * len(ids), versions=[0] * len(ids))
     score = asyncio.run(reward(trajectory, task()))
     assert score.value == pytest.approx(2.9 if aggregate == "sum" else 2.9 / 3)
-    assert [value for _, value in score.steps] == pytest.approx([v if aggregate == "sum" else v / 3 for v in (1.4, 0.6, 0.9)])
-    assert [tokenizer.decode(ids[: place - 2]) for place, _ in score.steps] == ["first odd step", "first odd step\n\nsecond", text]
+    assert [value for _, value in score.steps] == pytest.approx(
+        [v if aggregate == "sum" else v / 3 for v in (1.4, 0.6, 0.9)]
+    )
+    assert [tokenizer.decode(ids[: place - 2]) for place, _ in score.steps] == [
+        "first odd step",
+        "first odd step\n\nsecond",
+        text,
+    ]
     assert sum(score.over(trajectory.mask)) == pytest.approx(score.value)
     with pytest.raises(ConfigError, match="add up"):
         build({"kind": "process", "scorer": here("lengths"), "aggregate": "min", "tokenizer": str(tmp_path)})
@@ -292,7 +339,9 @@ def bytes_of(path) -> int:
 
 
 def test_after_any_number_of_naps_the_scores_have_the_same_bits(tmp_path):
-    """And never one while it sleeps: who asks waits, also who was in the queue; the weights are the same tensors, counted from them."""
+    """And never one while it sleeps: who asks waits, also who was in the queue; the weights
+    are the same tensors, counted from them.
+    """
     path = str(saved(tmp_path))
     plain = build({"kind": "model", "path": path, "template": TEMPLATE})
     napping = build({"kind": "model", "path": path, "template": TEMPLATE, "offload": True, "tokens": 40})
@@ -317,7 +366,9 @@ def test_after_any_number_of_naps_the_scores_have_the_same_bits(tmp_path):
             computed = napping.counts["model_batches"]
             asked.append(asyncio.ensure_future(napping(Trajectory(text="late"), task())))
             await asyncio.sleep(0.1)
-            assert napping.counts["model_batches"] - computed <= 1 and not asked[-1].done(), "at most the one that was being computed"
+            assert napping.counts["model_batches"] - computed <= 1 and not asked[-1].done(), (
+                "at most the one that was being computed"
+            )
             done = napping.counts["model_batches"]
             await asyncio.sleep(0.05)
             assert napping.counts["model_batches"] == done
@@ -331,7 +382,9 @@ def test_after_any_number_of_naps_the_scores_have_the_same_bits(tmp_path):
 
 
 def test_a_pool_sleeps_and_wakes_its_worker_also_one_that_was_killed(tmp_path):
-    """Sixty calls wait off their clock, longer than the timeout; a worker hired meanwhile begins asleep; parts of `combine` nap, too."""
+    """Sixty calls wait off their clock, longer than the timeout; a worker hired meanwhile
+    begins asleep; parts of `combine` nap, too.
+    """
     reward = {"kind": "model", "path": str(saved(tmp_path)), "template": TEMPLATE, "offload": True}
     parts = {"model": reward, "format": {"kind": "format", "tag": "answer", "weight": 0.0}}
     with RewardPool({"kind": "combine", "parts": parts}, timeout=2.0) as pool:

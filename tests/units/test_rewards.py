@@ -92,7 +92,10 @@ def test_math_gold_that_cannot_be_read_is_a_fault_and_no_zero():
 
 def test_format():
     one = build({"kind": "format", "tag": "answer"})
-    assert [one(said(t), task(1)) for t in ("<answer>1</answer>", "</answer>1<answer>", "<answer>1</answer><answer>2</answer>", "1")] == [
+    assert [
+        one(said(t), task(1))
+        for t in ("<answer>1</answer>", "</answer>1<answer>", "<answer>1</answer><answer>2</answer>", "1")
+    ] == [
         1,
         0,
         0,
@@ -111,12 +114,23 @@ def test_reasoning_gym_uses_the_scorer_of_the_data_set():
     assert build("reasoning_gym")(said("1 + 1"), other) < 1.0
     sums = gym.create_dataset("chain_sum", size=1, seed=1)[0]
     answer = sums["answer"]
-    assert build({"kind": "reasoning_gym", "extract": "last_number"})(said(f"It is {answer}."), task(answer, entry=sums)) == 1.0
-    assert build({"kind": "reasoning_gym", "extract": "tag"})(said(f"<answer> {answer} </answer>"), task(answer, entry=sums)) == 1.0
+    assert (
+        build({"kind": "reasoning_gym", "extract": "last_number"})(said(f"It is {answer}."), task(answer, entry=sums))
+        == 1.0
+    )
+    assert (
+        build({"kind": "reasoning_gym", "extract": "tag"})(
+            said(f"<answer> {answer} </answer>"), task(answer, entry=sums)
+        )
+        == 1.0
+    )
 
 
 def test_combine_reports_weighted_parts_that_add_up():
-    spec = {"kind": "combine", "parts": {"correct": "number", "format": {"kind": "format", "tag": "answer", "weight": 0.2}}}
+    spec = {
+        "kind": "combine",
+        "parts": {"correct": "number", "format": {"kind": "format", "tag": "answer", "weight": 0.2}},
+    }
     with RewardPool(spec) as pool:
         score = asyncio.run(pool.score(said("<answer>7</answer>"), task(7)))
     assert score == Score(1.2, {"correct": 1.0, "format": 0.2})
@@ -133,10 +147,20 @@ def test_reading_what_a_reward_returned():
 
 def test_reading_what_was_earned_on_the_way():
     assert read([(3, 0.5), [7, 1]]) == Score(1.5, {}, ((3, 0.5), (7, 1.0)))
-    assert read({"right": 1.0, "turns": [(3, 0.5), (7, -1.0)]}) == Score(0.5, {"right": 1.0, "turns": -0.5}, ((3, 0.5), (7, -1.0)))
+    assert read({"right": 1.0, "turns": [(3, 0.5), (7, -1.0)]}) == Score(
+        0.5, {"right": 1.0, "turns": -0.5}, ((3, 0.5), (7, -1.0))
+    )
     assert read({"turns": [(3, 0.5)], "total": 2.0}) == Score(2.0, {"turns": 0.5}, ((3, 0.5),))
     assert read(Score(2.0, {"a": 1.0}, ((3, 0.5),))) == Score(2.0, {"a": 1.0}, ((3, 0.5),))
-    bad = [[], [3, 0.5], [(3.0, 0.5)], [(True, 0.5)], [(3, float("nan"))], {"turns": [(3, None)]}, Score(1.0, steps=((3, float("inf")),))]
+    bad = [
+        [],
+        [3, 0.5],
+        [(3.0, 0.5)],
+        [(True, 0.5)],
+        [(3, float("nan"))],
+        {"turns": [(3, None)]},
+        Score(1.0, steps=((3, float("inf")),)),
+    ]
     assert [(failed.reason, failed.detail) for failed in map(read, bad)] == [
         ("returned list", "steps are a list of (position, value), at least one"),
         ("returned list", "steps are a list of (position, value), at least one"),
@@ -182,7 +206,8 @@ def test_no_reward_is_lost_and_no_position_forgiven(mask, value, steps):
     if all(first <= position < len(mask) for position, _ in steps):
         earned = score.over(mask)
         assert len(earned) == sum(mask) and (not earned or sum(earned) == pytest.approx(value, abs=1e-9))
-        for i, at in enumerate(i for i, written in enumerate(mask) if written):  # reached by the steps up to the next written token
+        # reached by the steps up to the next written token
+        for i, at in enumerate(i for i, written in enumerate(mask) if written):
             until = next((j for j in range(at + 1, len(mask)) if mask[j]), len(mask))
             rest = value - sum(v for _, v in steps) if i == len(earned) - 1 else 0.0
             assert earned[i] == pytest.approx(sum(v for p, v in steps if at <= p < until) + rest, abs=1e-9)
@@ -193,18 +218,27 @@ def test_no_reward_is_lost_and_no_position_forgiven(mask, value, steps):
 
 def test_a_step_out_of_place_is_a_failure_of_the_reward():
     turns = two_turns()
-    for position, why in ((9, "at position 9 of 9 tokens"), (-1, "at position -1 of 9 tokens"), (1, "wrote nothing before 2")):
+    for position, why in (
+        (9, "at position 9 of 9 tokens"),
+        (-1, "at position -1 of 9 tokens"),
+        (1, "wrote nothing before 2"),
+    ):
         failed = placed(read([(position, 1.0)]), turns)
         assert failed.reason == "misplaced a reward" and why in failed.detail
-    assert placed(read([(8, 1.0)]), turns) == Score(1.0, {}, ((8, 1.0),)) and placed(Failed("timeout"), turns) == Failed("timeout")
+    assert placed(read([(8, 1.0)]), turns) == Score(1.0, {}, ((8, 1.0),)) and placed(
+        Failed("timeout"), turns
+    ) == Failed("timeout")
     assert isinstance(placed(read([(8, 1.0)]), Trajectory(text="7")), Score)  # `rondel check` asks about texts
-    assert placed(Score(float("nan")), turns) == Failed("returned nan", "in a Score")  # of an environment that scores by itself
+    # of an environment that scores by itself
+    assert placed(Score(float("nan")), turns) == Failed("returned nan", "in a Score")
 
 
 def test_steps_come_through_the_worker_and_through_a_combination():
     spec = {"kind": "combine", "parts": {"right": "number", "turns": {"kind": "rewards_kit:turns", "weight": 0.5}}}
     with RewardPool(spec) as pool:
-        assert asyncio.run(pool.score(two_turns(), task(7))) == Score(2.0, {"right": 1.0, "turns": 1.0}, ((4, 0.5), (7, 0.5)))
+        assert asyncio.run(pool.score(two_turns(), task(7))) == Score(
+            2.0, {"right": 1.0, "turns": 1.0}, ((4, 0.5), (7, 0.5))
+        )
         failed = asyncio.run(pool.score(said("7"), task(7)))
     assert isinstance(failed, Failed) and "part 'turns' returned list" in failed.detail
 
@@ -291,11 +325,17 @@ def test_workers_run_beside_each_other_and_beside_the_loop(tmp_path, monkeypatch
 def test_an_unguarded_script_does_not_start_itself_again(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import asyncio\nprint('started')\nfrom rondel.score.pool import RewardPool\nfrom rondel.core.types import Task, Trajectory\n"
-        "pool = RewardPool('number')\nprint(asyncio.run(pool.score(Trajectory(text='7'), Task('t', 'x', {'answer': '7'}))))\n"
+        "import asyncio\nprint('started')\nfrom rondel.score.pool import RewardPool\nfrom rondel.core.types import "
+        "Task, Trajectory\n"
+        "pool = RewardPool('number')\nprint(asyncio.run(pool.score(Trajectory(text='7'), Task('t', 'x', "
+        "{'answer': '7'}))))\n"
     )
     run = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": ":".join(sys.path)}
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
     )
     assert run.stdout.splitlines() == ["started", "Score(value=1.0, parts={}, steps=())"], run.stderr
 
@@ -363,7 +403,9 @@ def test_who_shares_a_message_with_a_late_call_is_asked_again(tmp_path, monkeypa
     results = told_apart(tmp_path, monkeypatch, texts, workers=2, timeout=0.5)
     wrong = {i: r.reason for i, r in enumerate(results) if isinstance(r, Failed)}
     assert wrong == {5: "timeout", 40: "worker died", 41: "raised SystemExit", 200: "timeout", 299: "worker died"}
-    assert [r.value for i, r in enumerate(results) if i not in wrong] == [float(i) for i in range(300) if i not in wrong]
+    assert [r.value for i, r in enumerate(results) if i not in wrong] == [
+        float(i) for i in range(300) if i not in wrong
+    ]
 
 
 @pytest.mark.slow
@@ -424,7 +466,9 @@ def test_beside_a_synchronous_part_a_hang_is_still_late():
     with RewardPool(spec, timeout=0.2) as pool:
 
         async def main():
-            return await asyncio.gather(*(pool.score(Trajectory(text=text), Task("t", "x", {})) for text in ("late", "a", "b", "c")))
+            return await asyncio.gather(
+                *(pool.score(Trajectory(text=text), Task("t", "x", {})) for text in ("late", "a", "b", "c"))
+            )
 
         late, *others = asyncio.run(main())
     assert late == Failed("timeout", "no answer within 0.2 s") and all(isinstance(score, Score) for score in others)

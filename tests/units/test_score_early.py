@@ -1,4 +1,6 @@
-"""Score beside Generate: whoever is written is scored while the others still write. Told by the order of events, not by a clock."""
+"""Score beside Generate: whoever is written is scored while the others still write.
+Told by the order of events, not by a clock.
+"""
 
 import asyncio
 from pathlib import Path

@@ -12,7 +12,13 @@ from rondel.planner import tower
 from rondel.planner.families import DEFAULTS, MODELS, PUBLIC
 from rondel.planner.shapes import of_config, shape
 
-SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 105}
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 105,
+}
 LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 TINY = {
     "llama": {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
@@ -47,7 +53,9 @@ def built(kind):
 
 
 def test_every_number_of_a_model_that_sees_is_counted(tmp_path):
-    """The eye, too: of a random model and of the folder that it is saved to, with what each family has that the others have not."""
+    """The eye, too: of a random model and of the folder that it is saved to, with what
+    each family has that the others have not.
+    """
     from vision_kit import EYES, model, recipe
 
     from rondel.models import vision
@@ -65,7 +73,9 @@ def test_every_number_of_a_model_that_sees_is_counted(tmp_path):
 
 
 def test_what_an_image_costs_is_what_the_tower_computes_and_keeps():
-    """Arithmetic against torch's own counter; activations that are kept, in bytes of saved tensors, within what fusing them leaves open."""
+    """Arithmetic against torch's own counter; activations that are kept, in bytes of saved
+    tensors, within what fusing them leaves open.
+    """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForImageTextToText
@@ -81,7 +91,8 @@ def test_what_an_image_costs_is_what_the_tower_computes_and_keeps():
         )  # whose operations are torch's own
         with FlopCounterMode(display=False) as counted:
             vision.encode(plain, loaded.sight, [one])
-        fused = 0 if kind != "qwen2_5_vl" else 4 * (one.tokens * 4) ** 2 * found.width * found.layers  # its windows see less than all
+        # its windows see less than all
+        fused = 0 if kind != "qwen2_5_vl" else 4 * (one.tokens * 4) ** 2 * found.width * found.layers
         told = found.flops(one.tokens)
         assert 0.999 * (told - fused) <= counted.get_total_flops() <= 1.001 * told, kind
         kept: dict[int, int] = {}
@@ -143,13 +154,15 @@ def test_public_models_are_as_large_as_their_cards_say(name, billions, kv):
 )  # fmt: skip
 def test_sizes_of_cards_are_met_within_three_percent(name, billions):
     assert shape(name).parameters == pytest.approx(billions * 1e9, rel=0.03)
-    assert shape("gpt-oss-120b").active == pytest.approx(5.1e9, rel=0.03) and shape("qwen3.5-397b-a17b").active == pytest.approx(
-        17e9, rel=0.05
-    )
+    assert shape("gpt-oss-120b").active == pytest.approx(5.1e9, rel=0.03) and shape(
+        "qwen3.5-397b-a17b"
+    ).active == pytest.approx(17e9, rel=0.05)
 
 
 def test_the_cache_is_as_large_as_the_model_writes():
-    """Grouped heads: what transformers' own cache holds. Latent attention: compressed; the built-in engine keeps it expanded."""
+    """Grouped heads: what transformers' own cache holds. Latent attention: compressed;
+    the built-in engine keeps it expanded.
+    """
     import torch
 
     for kind in ("llama", "gemma3_text", "deepseek_v3"):
@@ -161,7 +174,9 @@ def test_the_cache_is_as_large_as_the_model_writes():
 
 
 def test_the_cache_is_as_large_as_the_engine_keeps():
-    """Bytes of the pools after a request, a page: grouped heads, one head for each query, latent attention (kept expanded), a sliding window (all kept)."""
+    """Bytes of the pools after a request, a page: grouped heads, one head for each query, latent
+    attention (kept expanded), a sliding window (all kept).
+    """
     import asyncio
 
     from engine_kit import ask, engine, prompt, tiny
@@ -186,7 +201,9 @@ def test_an_adapter_is_as_large_as_peft_makes_it():
     _, model = built("qwen3")
     s = of_config({"model_type": "qwen3", **SMALL, **TINY["qwen3"]})
     for targets in ("all-linear", ["q_proj", "v_proj"]):
-        wrapped = peft.get_peft_model(built("qwen3")[1], peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+        wrapped = peft.get_peft_model(
+            built("qwen3")[1], peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+        )
         assert s.lora(4, targets) == sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
     assert sum(p.numel() for p in model.parameters()) == s.parameters
 

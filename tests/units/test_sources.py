@@ -27,7 +27,9 @@ def lines(folder, name, *rows):
 def test_digits_hold_out_whole_sums():
     tasks = load(kind="digits", holdout=20)
     assert len(tasks.train) + len(tasks.held_out) == 100 and 20 <= len(tasks.held_out) <= 21
-    sums = [{frozenset(t.data["prompt"].rstrip("=").split("+")) for t in side} for side in (tasks.train, tasks.held_out)]
+    sums = [
+        {frozenset(t.data["prompt"].rstrip("=").split("+")) for t in side} for side in (tasks.train, tasks.held_out)
+    ]
     assert not sums[0] & sums[1]
     assert all(eval(t.data["prompt"][:-1]) == int(t.data["answer"]) for t in tasks.train + tasks.held_out)
     assert tasks == load(kind="digits", holdout=20) != load(kind="digits", holdout=20, seed=1)
@@ -49,7 +51,9 @@ def test_reasoning_gym_dedupes_keeps_the_entry_and_does_not_leak():
     assert len({t.data["prompt"] for t in everything}) == len(everything)
     assert not {key(t) for t in tasks.train} & {key(t) for t in tasks.held_out}
     assert abs(len(tasks.held_out) - 0.2 * len(everything)) <= 2
-    assert everything[0].data["entry"]["question"] == everything[0].data["prompt"] and everything[0].id.startswith("chain_sum/")
+    assert everything[0].data["entry"]["question"] == everything[0].data["prompt"] and everything[0].id.startswith(
+        "chain_sum/"
+    )
     assert tasks == load(kind="reasoning_gym", name="chain_sum", size=400, seed=3, holdout=0.2, args=args)
 
 
@@ -73,14 +77,19 @@ def test_jsonl_columns_and_evaluation_from_elsewhere(tmp_path):
     tasks = load(kind="jsonl", path=train, eval_path=test, prompt="question")
     assert tasks.duplicates == 1 and len(tasks.held_out) == 4
     assert tasks.leaked == 5 and len(tasks.train) == 20  # 0x0, 0x1, 0x2 and, turned round, 1x0, 2x0
-    assert tasks.train[0].data == {"prompt": "0 times 3?", "answer": 0, "level": 0} and tasks.train[0].id.startswith("train/")
+    assert tasks.train[0].data == {"prompt": "0 times 3?", "answer": 0, "level": 0} and tasks.train[0].id.startswith(
+        "train/"
+    )
 
 
 def test_messages_parquet_datasets_list_and_a_function_of_the_user(tmp_path, monkeypatch):
     import pyarrow as pa
     from pyarrow import parquet
 
-    rows = [{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": f"{n}?"}], "gold": str(n)} for n in range(4)]
+    rows = [
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": f"{n}?"}], "gold": str(n)}
+        for n in range(4)
+    ]
     expected = load(kind="list", rows=rows, answer="gold").train
     assert expected[2].data == {"messages": rows[2]["messages"], "answer": "2"} and expected[2].id.startswith("list/")
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
@@ -99,7 +108,11 @@ def test_datasets_from_a_folder(tmp_path):
     hub = pytest.importorskip("datasets")
     hub.Dataset.from_list([{"q": f"{n}+1", "a": str(n + 1)} for n in range(6)]).save_to_disk(tmp_path / "mine")
     tasks = load(kind="datasets", name=str(tmp_path / "mine"), prompt="q", answer="a", holdout=2)
-    assert len(tasks.train) == 4 and tasks.train[0].id.startswith("mine/") and set(tasks.train[0].data) == {"prompt", "answer"}
+    assert (
+        len(tasks.train) == 4
+        and tasks.train[0].id.startswith("mine/")
+        and set(tasks.train[0].data) == {"prompt", "answer"}
+    )
 
 
 def test_a_reward_without_gold_answers_needs_none():
@@ -131,7 +144,11 @@ def test_a_recipe_that_cannot_mean_what_it_says(data, message):
         ([[1]], {}, r"train.jsonl:1: a list"),
         ([], {}, "empty"),
         ([{"question": "1", "answer": "2"}], {"prompt": "questoin"}, "no 'questoin'. Did you mean 'question'"),
-        ([{"question": "1", "answer": "2"}], {}, "train.jsonl:1: no 'prompt'.*It has: question, answer; name the field with prompt"),
+        (
+            [{"question": "1", "answer": "2"}],
+            {},
+            "train.jsonl:1: no 'prompt'.*It has: question, answer; name the field with prompt",
+        ),
         (
             [{"prompt": "1", "answer": "2"}, {"prompt": "2", "answer": None}],
             {},
@@ -213,6 +230,7 @@ def test_a_check_tells_what_was_left_out():
     told = _tasks(SimpleNamespace(tasks=TaskSet([one], [two], duplicates=1, leaked=7, too_long=2)))
     assert (
         told.ok
-        and told.message == "1 to train on, 1 held out; left out: 1 duplicate, 7 that the evaluation contains, 2 with too long a prompt"
+        and told.message
+        == "1 to train on, 1 held out; left out: 1 duplicate, 7 that the evaluation contains, 2 with too long a prompt"
     )
     assert _tasks(SimpleNamespace(tasks=TaskSet([one], [two]))).message == "1 to train on, 1 held out; left out: none"

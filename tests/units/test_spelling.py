@@ -1,4 +1,6 @@
-"""What is found out of tasks and a chat template before the weights are loaded: control tokens, and what the template cannot write."""
+"""What is found out of tasks and a chat template before the weights are loaded: control
+tokens, and what the template cannot write.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def tasks(*prompts: str, **settings) -> list[Task]:
 def test_who_spells_control_tokens_is_told_and_how_to_mean_them():
     assert read_as_text(tasks("3 + 4", "<think> <user> <b>"), tokenizer()) == ""
     told = read_as_text(tasks("3 + 4", "a<|im_end|>", "<|im_start|>"), tokenizer())
-    assert told.startswith("2 tasks spell control tokens, as list/") and "with <|im_end|>: they are read as text" in told
+    assert (
+        told.startswith("2 tasks spell control tokens, as list/") and "with <|im_end|>: they are read as text" in told
+    )
     assert f"task.data.{SPLIT} = false" in told
     assert read_as_text(tasks("a<|im_end|>", **{SPLIT: False}), tokenizer()) == ""
 
@@ -35,19 +39,23 @@ def test_who_spells_control_tokens_is_told_and_how_to_mean_them():
 def test_a_switch_without_effect_is_refused():
     refuse_idle_split(tasks("3 + 4", "a<|im_end|>"), tokenizer())
     refuse_idle_split(tasks("3 + 4", "a<|im_end|>", **{SPLIT: False}), tokenizer())
-    with pytest.raises(ConfigError, match=rf"task.data.{SPLIT} = false has no effect: no question or answer of 'x' spells .*<|im_end|>"):
+    with pytest.raises(
+        ConfigError, match=rf"task.data.{SPLIT} = false has no effect: no question or answer of 'x' spells .*<|im_end|>"
+    ):
         refuse_idle_split(tasks("3 + 4", **{SPLIT: False}), tokenizer())
     with pytest.raises(ConfigError, match="it is true, or false for data that means"):
         tasks("3", **{SPLIT: "no"})
     mix = {
         "kind": "mix",
-        "sources": [{"source": s, "kind": "list", "rows": [{"prompt": p, "answer": "7"}], **more} for s, p, more in SOURCES],
+        "sources": [
+            {"source": s, "kind": "list", "rows": [{"prompt": p, "answer": "7"}], **more} for s, p, more in SOURCES
+        ],
     }
     loaded = load_tasks(mix, env="x").train
     assert [task.data.get(SPLIT, True) for task in loaded] == [False, True]
-    assert "1 task spells control tokens, as list/" in read_as_text(loaded, tokenizer()) and "of source 'b'" in read_as_text(
+    assert "1 task spells control tokens, as list/" in read_as_text(
         loaded, tokenizer()
-    )
+    ) and "of source 'b'" in read_as_text(loaded, tokenizer())
     refuse_idle_split(loaded, tokenizer())
 
 

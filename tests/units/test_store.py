@@ -14,7 +14,8 @@ from rondel.core.events import GroupsTaken, Resumed
 from rondel.core.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, Task, Trajectory
 from rondel.runtime.journal.store import RolloutStore, annotate_step, groups_of, path_of, read_step, steps, write_step
 
-logprobs = st.floats(max_value=0.0, width=32, allow_nan=False, allow_infinity=False)  # a token of probability 0 is never drawn
+# a token of probability 0 is never drawn
+logprobs = st.floats(max_value=0.0, width=32, allow_nan=False, allow_infinity=False)
 numbers = st.floats(allow_nan=False)
 texts = st.text(max_size=12)
 placed = st.lists(st.tuples(st.integers(0, 99), numbers), max_size=2).map(tuple)
@@ -22,7 +23,11 @@ placed = st.lists(st.tuples(st.integers(0, 99), numbers), max_size=2).map(tuple)
 
 @st.composite
 def trajectories(draw):
-    score = st.none() | st.builds(Score, numbers, st.dictionaries(texts, numbers, max_size=2), placed) | st.builds(Failed, texts, texts)
+    score = (
+        st.none()
+        | st.builds(Score, numbers, st.dictionaries(texts, numbers, max_size=2), placed)
+        | st.builds(Failed, texts, texts)
+    )
     t = Trajectory(
         policy=draw(texts),
         parent=draw(st.none() | st.integers(0, 9)),
@@ -45,7 +50,9 @@ def trajectories(draw):
 
 @st.composite
 def batches(draw):
-    data = st.dictionaries(texts, st.none() | st.integers() | numbers | texts | st.lists(st.integers(), max_size=2), max_size=3)
+    data = st.dictionaries(
+        texts, st.none() | st.integers() | numbers | texts | st.lists(st.integers(), max_size=2), max_size=3
+    )
     return [
         Group(
             number,
@@ -100,7 +107,9 @@ def test_a_resume_takes_back_the_steps_it_repeats(tmp_path):
 
 
 def test_a_run_does_not_wait_for_what_it_stores_and_learns_what_was_not(tmp_path):
-    """Written beside the event loop, in order; annotated when all before is there; a fault is told by what follows it."""
+    """Written beside the event loop, in order; annotated when all before is there; a fault is told
+    by what follows it.
+    """
     who, batch = [], [group(1, 0, [1.0, 0.0])]
     before = threading.active_count()
 

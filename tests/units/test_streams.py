@@ -1,4 +1,6 @@
-"""Output that nobody can read any more: a pipe whose reader has left, a full disk, a terminal of few characters. A run outlives all of them."""
+"""Output that nobody can read any more: a pipe whose reader has left, a full disk, a terminal
+of few characters. A run outlives all of them.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,10 @@ def test_a_command_onto_a_full_disk_says_so(monkeypatch, capsys, tmp_path, verb)
     monkeypatch.setattr(sys, "stdout", stream := full())
     assert ended(verb, str(folder)) == 1
     stream.close()
-    assert capsys.readouterr().err == "error: writing the output: the disk is full: free some space, or move the folder to a larger disk\n"
+    assert (
+        capsys.readouterr().err
+        == "error: writing the output: the disk is full: free some space, or move the folder to a larger disk\n"
+    )
 
 
 def test_a_command_whose_reader_has_left_ends_without_a_word(monkeypatch, capsys, tmp_path):

@@ -8,11 +8,22 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rondel.algos import advantage, aggregate, correction, kl, masked_surrogates, ratio, shaping, surrogate, trust_region_surrogates
+from rondel.algos import (
+    advantage,
+    aggregate,
+    correction,
+    kl,
+    masked_surrogates,
+    ratio,
+    shaping,
+    surrogate,
+    trust_region_surrogates,
+)
 from rondel.algos.table import DAPO, DR_GRPO, FAMILIES, GRPO, REINFORCE, RLOO, SFT, TABLE, resolve
 from rondel.core.errors import ConfigError
 
-# -- rows -----------------------------------------------------------------------------------------------------------------
+# -- rows
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_the_rows_are_what_their_papers_say():
@@ -20,10 +31,20 @@ def test_the_rows_are_what_their_papers_say():
     assert GRPO.advantage == advantage.GroupNorm(1e-6) and GRPO.aggregate == aggregate.SeqMeanTokenMean()
     assert DR_GRPO.advantage == advantage.GroupCenter() and DR_GRPO.aggregate == aggregate.FixedNorm()
     assert DR_GRPO.surrogate == GRPO.surrogate == surrogate.Clip(0.2, 0.2) and DR_GRPO.kl == GRPO.kl == kl.Kl("k3", 0.0)
-    assert DAPO.surrogate == surrogate.Clip(0.2, 0.28) and DAPO.filters == ("signal",) and DAPO.shaping == shaping.Overlong()
-    assert RLOO.advantage == advantage.LeaveOneOut() and RLOO.surrogate == REINFORCE.surrogate == surrogate.PolicyGradient()
+    assert (
+        DAPO.surrogate == surrogate.Clip(0.2, 0.28)
+        and DAPO.filters == ("signal",)
+        and DAPO.shaping == shaping.Overlong()
+    )
+    assert (
+        RLOO.advantage == advantage.LeaveOneOut()
+        and RLOO.surrogate == REINFORCE.surrogate == surrogate.PolicyGradient()
+    )
     assert SFT.surrogate == surrogate.LogLikelihood() and SFT.aggregate == aggregate.TokenMean()
-    assert TABLE["gspo"].surrogate == surrogate.Clip(3e-4, 4e-4) and TABLE["gspo"].aggregate == aggregate.SeqMeanTokenMean()
+    assert (
+        TABLE["gspo"].surrogate == surrogate.Clip(3e-4, 4e-4)
+        and TABLE["gspo"].aggregate == aggregate.SeqMeanTokenMean()
+    )
     assert TABLE["gmpo"].surrogate == trust_region_surrogates.GeometricMean(0.4, 0.4) and TABLE[
         "sapo"
     ].surrogate == trust_region_surrogates.SoftGate(1.0, 1.05)
@@ -31,7 +52,10 @@ def test_the_rows_are_what_their_papers_say():
         TABLE["clip_cov"].surrogate == masked_surrogates.ClipCov(share=2e-4, least=1.0, most=5.0)
         and TABLE["m2po"].surrogate.threshold == 0.04
     )
-    assert TABLE["forking"].surrogate == masked_surrogates.Forking(0.2, 0.28, top=0.2) and TABLE["luffy"].surrogate.gamma == 0.1
+    assert (
+        TABLE["forking"].surrogate == masked_surrogates.Forking(0.2, 0.28, top=0.2)
+        and TABLE["luffy"].surrogate.gamma == 0.1
+    )
     assert TABLE["topr"].surrogate.level == "trajectory" and TABLE["kimi"].shaping == shaping.KimiLength()
 
 
@@ -39,7 +63,9 @@ def test_a_row_needs_what_its_parts_read():
     assert GRPO.needs == {"advantages"} and SFT.needs == frozenset()
     full = replace(GRPO, correction=correction.Importance(), kl=kl.Kl("k2", 0.1))
     assert full.needs == {"advantages", "behavior_logprobs", "ref_logprobs"}
-    assert replace(full, correction=correction.Importance(normalize="token")).needs == full.needs | {"proximal_logprobs"}
+    assert replace(full, correction=correction.Importance(normalize="token")).needs == full.needs | {
+        "proximal_logprobs"
+    }
     compares = {name for name, row in TABLE.items() if "proximal_logprobs" in row.needs}
     assert compares == {"clip_cov", "kl_cov", "forking", "m2po", "online_dpo"}
     assert {name for name, row in TABLE.items() if row.needs & {"greedy", "guidance"}} == {"remax", "luffy"}
@@ -56,7 +82,14 @@ def test_a_row_needs_what_its_parts_read():
 
 
 def test_what_reads_the_behavior_need_not_correct_for_it():
-    assert {name for name, row in TABLE.items() if row.corrects} == {"dppo_tv", "dppo_kl", "decoupled", "topr", "aipo", "m2po"}
+    assert {name for name, row in TABLE.items() if row.corrects} == {
+        "dppo_tv",
+        "dppo_kl",
+        "decoupled",
+        "topr",
+        "aipo",
+        "m2po",
+    }
     charged = replace(GRPO, kl=kl.Kl("k1", 0.1, where="reward"))
     assert "behavior_logprobs" in charged.needs and not charged.corrects
     assert replace(charged, correction=correction.OffPolicyMask()).corrects
@@ -73,7 +106,8 @@ def test_lengths_left_open_become_the_recipes_max_tokens():
     assert GRPO.bounded(64) == GRPO
 
 
-# -- overrides ------------------------------------------------------------------------------------------------------------
+# -- overrides
+# ------------------------------------------------------------------------------------------------------------
 
 OVERRIDES = [
     ({"kind": "grpo"}, GRPO),
@@ -83,12 +117,18 @@ OVERRIDES = [
     ({"kind": "grpo", "surrogate": {"kind": "policy_gradient"}}, replace(GRPO, surrogate=surrogate.PolicyGradient())),
     ({"kind": "dapo", "surrogate": {"kind": "clip", "dual": 3}}, replace(DAPO, surrogate=surrogate.Clip(0.2, 0.28, 3))),
     ({"kind": "rloo", "surrogate": {"kind": "clip", "low": 0.1}}, replace(RLOO, surrogate=surrogate.Clip(0.1, 0.2))),
-    ({"kind": "grpo", "correction": {"kind": "importance", "high": 5.0}}, replace(GRPO, correction=correction.Importance(high=5.0))),
+    (
+        {"kind": "grpo", "correction": {"kind": "importance", "high": 5.0}},
+        replace(GRPO, correction=correction.Importance(high=5.0)),
+    ),
     (
         {"kind": "grpo", "correction": {"kind": "importance", "action": "mask", "low": 0.5, "high": 5.0}},
         replace(GRPO, correction=correction.Importance(action="mask", high=5.0)),
     ),
-    ({"kind": "gdpo", "advantage": {"weights": {"form": 0.5}}}, replace(TABLE["gdpo"], advantage=advantage.PartsNorm({"form": 0.5}))),
+    (
+        {"kind": "gdpo", "advantage": {"weights": {"form": 0.5}}},
+        replace(TABLE["gdpo"], advantage=advantage.PartsNorm({"form": 0.5})),
+    ),
     ({"kind": "grpo", "kl": {"coef": 0.1, "unbiased": True}}, replace(GRPO, kl=kl.Kl("k3", 0.1, unbiased=True))),
     ({"kind": "dapo", "filters": ["truncated"]}, replace(DAPO, filters=("truncated",))),
     ({"kind": "dapo", "shaping": {"kind": "none"}}, replace(DAPO, shaping=shaping.NoShaping())),
@@ -122,7 +162,8 @@ def test_every_family_is_a_field_of_the_row_and_every_class_can_be_chosen():
             assert type(getattr(resolve({"kind": "grpo", family: {"kind": kind}}), family)) is cls
 
 
-# -- errors ---------------------------------------------------------------------------------------------------------------
+# -- errors
+# ---------------------------------------------------------------------------------------------------------------
 
 MISTAKES = [
     ({}, "algo.kind = None; it must name a row: grpo, dr_grpo"),
@@ -131,16 +172,28 @@ MISTAKES = [
     ({"kind": "math:pi"}, "is 3.141592653589793; it must be a rondel.algos.table.Algorithm"),
     ({"kind": "grpo", "sorrogate": {}}, "algo.sorrogate does not exist. Did you mean 'surrogate'?"),
     ({"kind": "grpo", "name": "x"}, "algo.name does not exist."),
-    ({"kind": "grpo", "surrogate": "clip"}, "algo.surrogate = 'clip' is not a table; write algo.surrogate = { kind = ... }"),
+    (
+        {"kind": "grpo", "surrogate": "clip"},
+        "algo.surrogate = 'clip' is not a table; write algo.surrogate = { kind = ... }",
+    ),
     (
         {"kind": "grpo", "surrogate": {"hi": 1}},
         "algo.surrogate.hi: Clip has no such knob. Did you mean 'high'? Its knobs: low, high, dual.",
     ),
-    ({"kind": "grpo", "surrogate": {"kind": "clop"}}, "algo.surrogate.kind 'clop' does not exist. Did you mean 'clip'?"),
+    (
+        {"kind": "grpo", "surrogate": {"kind": "clop"}},
+        "algo.surrogate.kind 'clop' does not exist. Did you mean 'clip'?",
+    ),
     ({"kind": "grpo", "surrogate": {"kind": 1}}, "algo.surrogate.kind = 1 is not a text"),
     ({"kind": "grpo", "surrogate": {"kind": "math:sin"}}, "must be a dataclass whose fields are its knobs"),
-    ({"kind": "rloo", "surrogate": {"dual": 3.0}}, "PolicyGradient has no such knob. It is a knob of kind = 'clip'. Its knobs: none."),
-    ({"kind": "grpo", "surrogate": {"high": "0.3"}}, "algo.surrogate.high = '0.3' is not a number (write 0.3 without quotes)"),
+    (
+        {"kind": "rloo", "surrogate": {"dual": 3.0}},
+        "PolicyGradient has no such knob. It is a knob of kind = 'clip'. Its knobs: none.",
+    ),
+    (
+        {"kind": "grpo", "surrogate": {"high": "0.3"}},
+        "algo.surrogate.high = '0.3' is not a number (write 0.3 without quotes)",
+    ),
     ({"kind": "grpo", "surrogate": {"high": True}}, "algo.surrogate.high = True is not a number"),
     ({"kind": "grpo", "surrogate": {"high": float("nan")}}, "algo.surrogate.high = nan is not a number"),
     ({"kind": "dapo", "shaping": {"buffer": 3.5}}, "algo.shaping.buffer = 3.5 is not a whole number"),
@@ -151,28 +204,52 @@ MISTAKES = [
     ({"kind": "grpo", "surrogate": {"high": -0.1}}, "algo.surrogate: high = -0.1; it must not be negative"),
     ({"kind": "grpo", "surrogate": {"dual": 1.0}}, "algo.surrogate: dual = 1.0; it must be above 1"),
     ({"kind": "grpo", "advantage": {"eps": 0.0}}, "algo.advantage: eps = 0.0; it must be positive"),
-    ({"kind": "grpo", "correction": {"kind": "importance", "high": 0.5}}, "algo.correction: high = 0.5; it must be at least 1"),
+    (
+        {"kind": "grpo", "correction": {"kind": "importance", "high": 0.5}},
+        "algo.correction: high = 0.5; it must be at least 1",
+    ),
     (
         {"kind": "grpo", "correction": {"kind": "importance", "level": "tokn"}},
         "level = 'tokn'; it must be one of none, token, sequence, geometric. Did",
     ),
-    ({"kind": "grpo", "correction": {"kind": "importance", "veto": 1.0}}, "algo.correction: veto = 1.0; it must lie in [0, 1)"),
-    ({"kind": "gdpo", "advantage": {"weights": {"form": "1"}}}, "algo.advantage.weights = {'form': '1'} is not a table of numbers by name"),
+    (
+        {"kind": "grpo", "correction": {"kind": "importance", "veto": 1.0}},
+        "algo.correction: veto = 1.0; it must lie in [0, 1)",
+    ),
+    (
+        {"kind": "gdpo", "advantage": {"weights": {"form": "1"}}},
+        "algo.advantage.weights = {'form': '1'} is not a table of numbers by name",
+    ),
     ({"kind": "grpo", "ratio": {"anchor": "ref"}}, "algo.ratio: anchor = 'ref'; it must be one of proximal, behavior."),
     ({"kind": "topr", "correction": {"kind": "importance"}}, "would be weighed twice. Remove the correction"),
-    ({"kind": "dppo_tv", "ratio": {"kind": "sequence"}}, "it compares the token's own probabilities. Use ratio.kind = 'token'"),
+    (
+        {"kind": "dppo_tv", "ratio": {"kind": "sequence"}},
+        "it compares the token's own probabilities. Use ratio.kind = 'token'",
+    ),
     ({"kind": "m2po", "surrogate": {"threshold": 0}}, "algo.surrogate: threshold = 0; it must be positive"),
     ({"kind": "kl_cov", "surrogate": {"share": 2}}, "algo.surrogate: share = 2; it must lie in (0, 1]"),
     ({"kind": "kimi", "shaping": {"factor": -1}}, "algo.shaping: factor = -1; it must not be negative"),
     ({"kind": "dr_grpo", "aggregate": {"length": 0}}, "algo.aggregate: length = 0; it must be at least 1 token"),
-    ({"kind": "dapo", "shaping": {"max_tokens": 8, "buffer": 9}}, "algo.shaping: buffer = 9; it must not exceed max_tokens = 8"),
+    (
+        {"kind": "dapo", "shaping": {"max_tokens": 8, "buffer": 9}},
+        "algo.shaping: buffer = 9; it must not exceed max_tokens = 8",
+    ),
     ({"kind": "dapo", "shaping": {"max_tokens": 0}}, "algo.shaping: max_tokens = 0; it must be at least 1"),
     ({"kind": "dapo", "shaping": {"buffer": 0}}, "algo.shaping: buffer = 0; it must be at least 1 token"),
     ({"kind": "dapo", "shaping": {"factor": -1}}, "algo.shaping: factor = -1; it must not be negative"),
-    ({"kind": "grpo", "filters": "signal"}, "algo.filters = 'signal' is not a list of names; write algo.filters = ['signal']"),
+    (
+        {"kind": "grpo", "filters": "signal"},
+        "algo.filters = 'signal' is not a list of names; write algo.filters = ['signal']",
+    ),
     # overrides without effect
-    ({"kind": "grpo", "kl": {"kind": "k2"}}, "algo.kl.kind = 'k2' has no effect: kl.coef is 0. Change that or remove it."),
-    ({"kind": "dapo", "shaping": {"factor": 0, "buffer": 3}}, "algo.shaping.buffer = 3 has no effect: shaping.factor is 0."),
+    (
+        {"kind": "grpo", "kl": {"kind": "k2"}},
+        "algo.kl.kind = 'k2' has no effect: kl.coef is 0. Change that or remove it.",
+    ),
+    (
+        {"kind": "dapo", "shaping": {"factor": 0, "buffer": 3}},
+        "algo.shaping.buffer = 3 has no effect: shaping.factor is 0.",
+    ),
     (
         {"kind": "grpo", "correction": {"kind": "importance", "low": 0.1}},
         "algo.correction.low = 0.1 has no effect: truncate has no lower bound.",
@@ -181,15 +258,30 @@ MISTAKES = [
         {"kind": "grpo", "correction": {"kind": "importance", "denominator": "kept"}},
         "has no effect: nothing is masked, rejected or vetoed.",
     ),
-    ({"kind": "grpo", "correction": {"kind": "importance", "reject_low": 0.1}}, "has no effect: correction.reject is none."),
+    (
+        {"kind": "grpo", "correction": {"kind": "importance", "reject_low": 0.1}},
+        "has no effect: correction.reject is none.",
+    ),
     ({"kind": "grpo", "entropy": {"top": 0.2}}, "algo.entropy.top = 0.2 has no effect: entropy.coef is 0."),
     ({"kind": "gdpo", "shaping": {"kind": "overlong"}}, "has no effect: the advantage reads the parts of the reward."),
     ({"kind": "sft", "correction": {"kind": "off_policy_mask"}}, "has no effect: no advantage is negative."),
-    ({"kind": "kimi", "surrogate": {"tau": 0, "level": "token"}}, "algo.surrogate.level = 'token' has no effect: surrogate.tau is 0."),
+    (
+        {"kind": "kimi", "surrogate": {"tau": 0, "level": "token"}},
+        "algo.surrogate.level = 'token' has no effect: surrogate.tau is 0.",
+    ),
     ({"kind": "topr", "ratio": {"anchor": "behavior"}}, "has no effect: the surrogate"),
-    ({"kind": "sft", "advantage": {"value": 2}}, "algo.advantage = {'value': 2} has no effect: the surrogate -logp does not read it."),
-    ({"kind": "sft", "shaping": {"kind": "overlong"}}, "algo.shaping = {'kind': 'overlong'} has no effect: no reward is read."),
-    ({"kind": "dapo", "advantage": {"kind": "constant"}, "shaping": {"factor": 2}}, "has no effect: no reward is read."),
+    (
+        {"kind": "sft", "advantage": {"value": 2}},
+        "algo.advantage = {'value': 2} has no effect: the surrogate -logp does not read it.",
+    ),
+    (
+        {"kind": "sft", "shaping": {"kind": "overlong"}},
+        "algo.shaping = {'kind': 'overlong'} has no effect: no reward is read.",
+    ),
+    (
+        {"kind": "dapo", "advantage": {"kind": "constant"}, "shaping": {"factor": 2}},
+        "has no effect: no reward is read.",
+    ),
     ({"kind": "reinforce", "ratio": {"kind": "token"}}, "has no effect: the surrogate -A·logp does not read it."),
 ]
 
@@ -198,11 +290,23 @@ def plain_advantage(scored):
     return scored.rewards_N
 
 
-OF_A_FUNCTION, OF_A_CLASS = replace(GRPO, name="mine", advantage=plain_advantage), replace(GRPO, name="mine", surrogate=surrogate.Clip)
+OF_A_FUNCTION, OF_A_CLASS = (
+    replace(GRPO, name="mine", advantage=plain_advantage),
+    replace(GRPO, name="mine", surrogate=surrogate.Clip),
+)
 MISTAKES += [
-    ({"kind": "test_table:plain_advantage"}, "it must be a rondel.algos.table.Algorithm: replace(GRPO, name=..., advantage=MyAdvantage())"),
-    ({"kind": "test_table:OF_A_FUNCTION"}, "a part is an instance of a dataclass, whose fields are the knobs of [algo.advantage]"),
-    ({"kind": "test_table:OF_A_CLASS"}, "its surrogate is <class 'rondel.algos.surrogate.Clip'>; a part is an instance"),
+    (
+        {"kind": "test_table:plain_advantage"},
+        "it must be a rondel.algos.table.Algorithm: replace(GRPO, name=..., advantage=MyAdvantage())",
+    ),
+    (
+        {"kind": "test_table:OF_A_FUNCTION"},
+        "a part is an instance of a dataclass, whose fields are the knobs of [algo.advantage]",
+    ),
+    (
+        {"kind": "test_table:OF_A_CLASS"},
+        "its surrogate is <class 'rondel.algos.surrogate.Clip'>; a part is an instance",
+    ),
 ]
 
 

@@ -9,7 +9,9 @@ from gateway_kit import Policy, recorded, runs, tok
 from run_kit import check, run
 from units.chat_kit import chat
 
-pytest.importorskip("verifiers.v1.utils.loaders", reason="verifiers 0.4 is not installed: pip install 'verifiers>=0.4,<0.5'")
+pytest.importorskip(
+    "verifiers.v1.utils.loaders", reason="verifiers 0.4 is not installed: pip install 'verifiers>=0.4,<0.5'"
+)
 from rondel.core.errors import ConfigError, EnvError
 from rondel.generate.envs.gateway.env import Gateway
 from rondel.generate.envs.sources import load_tasks
@@ -22,13 +24,17 @@ def play(*says: str, asked: str = "3+1=", **args):
     data = {"kind": "verifiers", "name": NAME, "args": args}
     task = next(t for t in load_tasks(data, env="verifiers").train if t.data["prompt"] == asked)
     policy = Policy(*says)
-    found = asyncio.run(Gateway(agent_of_verifiers(data)).run(task, chat(tok(), policy, max_tokens=200, max_context=8192)))
+    found = asyncio.run(
+        Gateway(agent_of_verifiers(data)).run(task, chat(tok(), policy, max_tokens=200, max_context=8192))
+    )
     recorded(found, policy)
     return found, [tok().decode(r.tokens) for r in policy.requests]
 
 
 def test_its_tasks_are_tasks():
-    tasks = load_tasks({"kind": "verifiers", "name": NAME, "args": {"taskset": {"n": 12}}, "holdout": 4}, env="verifiers")
+    tasks = load_tasks(
+        {"kind": "verifiers", "name": NAME, "args": {"taskset": {"n": 12}}, "holdout": 4}, env="verifiers"
+    )
     assert len(tasks.train) + len(tasks.held_out) == 12 and tasks.train[0].data["example"]["task"]["answer"]
 
 

@@ -36,16 +36,24 @@ def test_what_is_made_valid_is_what_utf8_can_write_and_nothing_else_changes(text
     assert key == again and rest == [1, None, 2.5, True] and valid(made) == made
     for before, after in ((text, key), (other, first)):
         assert after == before or any(0xD800 <= ord(c) < 0xE000 for c in before)
-        assert after.replace("\ufffd", "") == "".join(c for c in joined(before) if not 0xD800 <= ord(c) < 0xE000).replace("\ufffd", "")
+        assert after.replace("\ufffd", "") == "".join(
+            c for c in joined(before) if not 0xD800 <= ord(c) < 0xE000
+        ).replace("\ufffd", "")
 
 
 def joined(text: str) -> str:
     """Halves that meet are one character."""
-    return re.sub("[\ud800-\udbff][\udc00-\udfff]", lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), text)
+    return re.sub(
+        "[\ud800-\udbff][\udc00-\udfff]", lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), text
+    )
 
 
 def test_valid_by_example():
-    assert valid("a\ud83db") == "a\ufffdb" and valid("\ud83d\ude00") == "\U0001f600" and valid("é \U0001f600") == "é \U0001f600"
+    assert (
+        valid("a\ud83db") == "a\ufffdb"
+        and valid("\ud83d\ude00") == "\U0001f600"
+        and valid("é \U0001f600") == "é \U0001f600"
+    )
     image = object()
     assert valid([{"image": image, "\udc00": b"\xff"}]) == [{"image": image, "\ufffd": b"\xff"}]
 

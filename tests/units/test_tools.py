@@ -19,16 +19,22 @@ from rondel.generate.envs.tools import Tool, Tools
 TASK = Task("t", "tools", {"prompt": "what is three plus four?"})
 QWEN = (  # tools in the system message, calls as tagged JSON, results from the user
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content "
+    "}}\n</tool_response><|im_end|>\n"
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}\n<tool_call>\n"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}'
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LLAMA = QWEN.replace('\n<tool_call>\n{"name"', '{"name"').replace('"arguments": {{', '"parameters": {{').replace("}\n</tool_call>", "}")
+LLAMA = (
+    QWEN.replace('\n<tool_call>\n{"name"', '{"name"')
+    .replace('"arguments": {{', '"parameters": {{')
+    .replace("}\n</tool_call>", "}")
+)
 MISTRAL = QWEN.replace("\n<tool_call>\n", "[TOOL_CALLS] [").replace("}\n</tool_call>", "}]")
 TAGGED = QWEN.replace(
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}',
-    "<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>",
+    "<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n{{ v "
+    "}}\n</parameter>\n{% endfor %}</function>",
 )
 
 
@@ -77,15 +83,23 @@ def test_the_format_is_read_off_the_template_and_reads_back_what_it_writes(templ
     found = read_off(write)
     assert found == form or isinstance(found, type(form) if not isinstance(form, type) else form)
     arguments = {"city": "a\nb", "near": "{x}"}
-    asked = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "find", "arguments": arguments}}]}
+    asked = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "find", "arguments": arguments}}],
+    }
     before = write([{"role": "user", "content": "u"}], ())
-    (one,) = found.read(write([{"role": "user", "content": "u"}, asked], ())[len(before) :].replace("<|im_start|>assistant\n", ""))
+    (one,) = found.read(
+        write([{"role": "user", "content": "u"}, asked], ())[len(before) :].replace("<|im_start|>assistant\n", "")
+    )
     assert (one.name, one.arguments, one.fault) == ("find", arguments, "")
 
 
 def test_a_template_without_tools_is_told_in_words():
     t = tok(tokenizer("chatml").chat_template)
-    assert read_off(lambda messages, tools: t.apply_chat_template(messages, tools=list(tools), tokenize=False)) is HERMES
+    assert (
+        read_off(lambda messages, tools: t.apply_chat_template(messages, tools=list(tools), tokenize=False)) is HERMES
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +126,9 @@ def test_a_call_that_is_only_thought_of_is_not_made():
 def test_several_calls_and_none():
     assert [c.arguments for c in HERMES.read(call("f", x=1) + " and " + call("f", x=2))] == [{"x": 1}, {"x": 2}]
     assert HERMES.read("the answer is 7") == []
-    assert [c.name for c in JsonCalls("", "").read('{"name": "a", "arguments": {}}; {"name": "b", "arguments": {}}')] == ["a", "b"]
+    assert [
+        c.name for c in JsonCalls("", "").read('{"name": "a", "arguments": {}}; {"name": "b", "arguments": {}}')
+    ] == ["a", "b"]
     assert JsonCalls("", "").read("{7}") == []
 
 
@@ -120,14 +136,18 @@ def test_several_calls_and_none():
 
 
 @pytest.mark.parametrize(
-    "template", [QWEN, tokenizer("chatml").chat_template, tokenizer("alternating").chat_template], ids=["qwen", "told", "no system"]
+    "template",
+    [QWEN, tokenizer("chatml").chat_template, tokenizer("alternating").chat_template],
+    ids=["qwen", "told", "no system"],
 )
 def test_an_episode_with_a_call(template):
     trajectory, text, asked = play("look. " + call("add", a=3, b=4), "the answer is 7.", template=template)
     assert len(asked) == 2 and "<tool_response>\n7\n</tool_response>" in asked[1] and asked[1].startswith(asked[0])
     assert text.count("The sum of two numbers.") == 1 and '"integer"' in text, "the schema, once"
     mine = [t for t, m in zip(trajectory.tokens, trajectory.mask) if m]
-    assert "tool_response" not in tok(template).decode(mine) and trajectory.mask[-1] and trajectory.finish_reason == "stop"
+    assert (
+        "tool_response" not in tok(template).decode(mine) and trajectory.mask[-1] and trajectory.finish_reason == "stop"
+    )
     assert trajectory.timings["tools"] >= 0
 
 
@@ -160,8 +180,12 @@ def test_a_tool_that_raises_is_read_and_one_that_hangs_or_loses_its_line_is_the_
         await asyncio.sleep(60)
         return a
 
-    assert "error: cannot write 'a' in the box" in play(call("fill"), "seven.", tools=[fill])[2][1], "the box is the policy's own"
-    assert "error: ZeroDivisionError: division by zero" in play(call("divide", a=1, b=0), "seven.", tools=[divide])[2][1]
+    assert "error: cannot write 'a' in the box" in play(call("fill"), "seven.", tools=[fill])[2][1], (
+        "the box is the policy's own"
+    )
+    assert (
+        "error: ZeroDivisionError: division by zero" in play(call("divide", a=1, b=0), "seven.", tools=[divide])[2][1]
+    )
     with pytest.raises(EnvError, match="tool cut: ConnectionError: gone"):
         play(call("cut", a=1), tools=[cut])
 
@@ -252,7 +276,14 @@ def test_the_schema_is_openais():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("(3 + 4) * 12", "84"), ("2**10", "1024"), ("1/3", "0.333333333333"), ("7 // 2 % 2", "1"), ("-3 × 2", "-6"), ("0.1+0.2", "0.3")],
+    [
+        ("(3 + 4) * 12", "84"),
+        ("2**10", "1024"),
+        ("1/3", "0.333333333333"),
+        ("7 // 2 % 2", "1"),
+        ("-3 × 2", "-6"),
+        ("0.1+0.2", "0.3"),
+    ],
 )
 def test_the_calculator(text, value):
     assert calculator(text) == value
@@ -260,7 +291,19 @@ def test_the_calculator(text, value):
 
 @pytest.mark.parametrize(
     "text",
-    ["__import__('os')", "9**9**9", "10**1000000", "a+b", "(" * 500, "-" * 5000 + "1", "1" * 2000, "True", "'a'*9", "1 if 1 else 2", ""],
+    [
+        "__import__('os')",
+        "9**9**9",
+        "10**1000000",
+        "a+b",
+        "(" * 500,
+        "-" * 5000 + "1",
+        "1" * 2000,
+        "True",
+        "'a'*9",
+        "1 if 1 else 2",
+        "",
+    ],
 )
 def test_the_calculator_refuses_what_is_no_arithmetic(text):
     with pytest.raises((ValueError, ZeroDivisionError)):

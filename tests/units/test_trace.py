@@ -73,23 +73,40 @@ def test_a_real_run(tmp_path, place, capsys):
     for worker in workers:
         drawn = sum(e["dur"] for e in tracks[names[worker]])
         assert drawn == pytest.approx(
-            1e6 * sum(sum(e["seconds"].values()) for e in events(tmp_path, "WorkerTime") if e["worker"] == worker), rel=1e-3
+            1e6 * sum(sum(e["seconds"].values()) for e in events(tmp_path, "WorkerTime") if e["worker"] == worker),
+            rel=1e-3,
         )
     groups = [e for e in told["traceEvents"] if e["ph"] == "b"]
     trained = sum(len(e["numbers"]) for e in events(tmp_path, "GroupsTaken"))
     assert sum(e["name"] == "trained" for e in groups) == sum(e["name"] == "in the buffer" for e in groups) == trained
-    assert {"lag", "tokens per second", "groups in flight"} == {e["name"] for e in told["traceEvents"] if e["ph"] == "C"}
+    assert {"lag", "tokens per second", "groups in flight"} == {
+        e["name"] for e in told["traceEvents"] if e["ph"] == "C"
+    }
 
 
 def test_verdicts_and_lives(tmp_path):
-    """A resumed run draws both lives; a group that was in flight then is unfinished; colours say what became of groups."""
+    """A resumed run draws both lives; a group that was in flight then is unfinished; colours say
+    what became of groups.
+    """
     write(tmp_path, steps=3, last=words.Admitted(12, "t/12", 3))
-    write(tmp_path, steps=2, finished=lambda s: {"kept": False, "reason": "no signal"}, beside=lambda s: [words.Warned("slow")])
+    write(
+        tmp_path,
+        steps=2,
+        finished=lambda s: {"kept": False, "reason": "no signal"},
+        beside=lambda s: [words.Warned("slow")],
+    )
     told = trace(tmp_path)
     check_format(told)
     named = Counter((e["name"], e.get("cname")) for e in told["traceEvents"] if e["ph"] == "b")
-    assert named[("kept", "good")] == 12 and named[("dropped: no signal", "bad")] == 8 and named[("unfinished", "grey")] == 1
-    assert [e["args"]["message"] for e in told["traceEvents"] if e["ph"] == "i" and e["cat"] == "said"] == ["slow", "slow"]
+    assert (
+        named[("kept", "good")] == 12
+        and named[("dropped: no signal", "bad")] == 8
+        and named[("unfinished", "grey")] == 1
+    )
+    assert [e["args"]["message"] for e in told["traceEvents"] if e["ph"] == "i" and e["cat"] == "said"] == [
+        "slow",
+        "slow",
+    ]
 
 
 def test_nothing_to_draw(tmp_path):

@@ -1,5 +1,5 @@
-"""Trackers of others: told every number once, also by a run that is resumed. Their packages are ten-line fakes of the calls that are made;
-where the real one is installed it is used, offline."""
+"""Trackers of others: told every number once, also by a run that is resumed. Their packages
+are ten-line fakes of the calls that are made; where the real one is installed it is used, offline."""
 
 import importlib.util
 import sys
@@ -80,7 +80,10 @@ def test_every_number_once_and_a_resume_goes_on(tmp_path, monkeypatch, kind):
     if kind == "wandb":
         first = fake.opened[0]
         assert (
-            first["mode"] == "offline" and first["name"] == "mine" and first["config"]["loop"]["steps"] == 6 and first["resume"] == "allow"
+            first["mode"] == "offline"
+            and first["name"] == "mine"
+            and first["config"]["loop"]["steps"] == 6
+            and first["resume"] == "allow"
         )
 
 
@@ -109,7 +112,12 @@ def test_prometheus_finds_the_newest_row():
         sink.write(3, {"eval/score": 0.75})
         page = urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10).read().decode()
         found = {s.name: s.value for family in parser.text_string_to_metric_families(page) for s in family.samples}
-        assert found == {"rondel_step": 3, "rondel_score_reward_mean": 0.25, "rondel_time_engine_0_idle": 1.5, "rondel_eval_score": 0.75}
+        assert found == {
+            "rondel_step": 3,
+            "rondel_score_reward_mean": 0.25,
+            "rondel_time_engine_0_idle": 1.5,
+            "rondel_eval_score": 0.75,
+        }
         assert "HELP rondel_score_reward_mean mean over" in page
         sink.write(4, {"score/reward_mean": 0.5})
         with pytest.raises(ConfigError, match="choose another port"):
@@ -164,7 +172,9 @@ def test_the_real_mlflow_keeps_every_number_in_the_run_folder(tmp_path, monkeypa
     folder = write_run(tmp_path / "mine")
     number = in_steps(folder, "mlflow")
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
-    assert [(m.step, m.value) for m in client.get_metric_history(number, "score/reward_mean")] == [(s, 0.5) for s in (1, 2, 3, 4)]
+    assert [(m.step, m.value) for m in client.get_metric_history(number, "score/reward_mean")] == [
+        (s, 0.5) for s in (1, 2, 3, 4)
+    ]
     assert [(m.step, m.value) for m in client.get_metric_history(number, "eval/score")] == [(4, 0.25)]
     found = client.get_run(number)
     assert (found.info.run_name, found.info.status) == ("mine", "FINISHED") and "train/loss" not in found.data.metrics
@@ -178,6 +188,8 @@ def test_the_real_trackio_keeps_every_number_on_this_machine(tmp_path, monkeypat
     number = in_steps(write_run(tmp_path / "mine"), "trackio")
     (run,) = [each for each in trackio.Api().runs("rondel") if each.name == number]
     rows = trackio.sqlite_storage.SQLiteStorage.get_logs("rondel", number)
-    assert [(r["step"], r["score/reward_mean"]) for r in rows if "score/reward_mean" in r] == [(s, 0.5) for s in (1, 2, 3, 4)]
+    assert [(r["step"], r["score/reward_mean"]) for r in rows if "score/reward_mean" in r] == [
+        (s, 0.5) for s in (1, 2, 3, 4)
+    ]
     assert [(r["step"], r["eval/score"]) for r in rows if "eval/score" in r] == [(4, 0.25)]
     assert run.config["loop"]["steps"] == 6

@@ -24,14 +24,21 @@ def play(name: str, *says: str):
         if t.data["prompt" if "prompt" in t.data else "messages"][-1]["content"] == "3+1="
     )
     policy = Policy(*says)
-    found = asyncio.run(Gateway(agent_of_verifiers(data)).run(task, chat(tok(), policy, max_tokens=200, max_context=8192)))
+    found = asyncio.run(
+        Gateway(agent_of_verifiers(data)).run(task, chat(tok(), policy, max_tokens=200, max_context=8192))
+    )
     recorded(found, policy)
     return found, [tok().decode(r.tokens) for r in policy.requests]
 
 
 def test_its_examples_are_tasks():
-    tasks = load_tasks({"kind": "verifiers", "name": "verifying_envs:single", "args": {"n": 12}, "holdout": 4}, env="verifiers")
-    assert len(tasks.train) + len(tasks.held_out) == 12 and tasks.train[0].data["example"]["answer"] == tasks.train[0].data["answer"]
+    tasks = load_tasks(
+        {"kind": "verifiers", "name": "verifying_envs:single", "args": {"n": 12}, "holdout": 4}, env="verifiers"
+    )
+    assert (
+        len(tasks.train) + len(tasks.held_out) == 12
+        and tasks.train[0].data["example"]["answer"] == tasks.train[0].data["answer"]
+    )
 
 
 @pytest.mark.parametrize(("said", "worth"), [("4", 1 + 0.5 / 2), ("5", 0.5 / 2), ("44", 0.5 / 3)])
@@ -62,7 +69,9 @@ def test_a_run(tmp_path):
     run(tmp_path, task__env="verifiers", task__data=data, **how)
     rows = check(tmp_path, staleness=0, total=2)
     assert (
-        len(rows) == 2 * 16 and {row["reward"] for row in rows} <= {0.0, 1.0} and all(row["mask"][-1] for row in rows if any(row["mask"]))
+        len(rows) == 2 * 16
+        and {row["reward"] for row in rows} <= {0.0, 1.0}
+        and all(row["mask"][-1] for row in rows if any(row["mask"]))
     )
 
 

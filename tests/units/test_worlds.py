@@ -1,4 +1,6 @@
-"""Worlds of others: OpenEnv over its own protocol, TextArena's games, each against the real package where it is installed."""
+"""Worlds of others: OpenEnv over its own protocol, TextArena's games, each against
+the real package where it is installed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ websockets = pytest.importorskip("websockets.sync.server")
 
 @pytest.fixture
 def server():
-    """Doubles numbers until one is above 10; a word for a number is invalid, 13 breaks it. As openenv-core's /ws answers."""
+    """Doubles numbers until one is above 10; a word for a number is invalid, 13 breaks
+    it. As openenv-core's /ws answers.
+    """
     asked, ended = [], threading.Event()
 
     def session(link):
@@ -42,10 +46,16 @@ def server():
                     number = int(data["number"])
                 except (KeyError, ValueError):
                     errors = [{"loc": ["number"], "msg": "Input should be a valid integer"}]
-                    reply = {"type": "error", "data": {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors}}
+                    reply = {
+                        "type": "error",
+                        "data": {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors},
+                    }
                 else:
                     seen = {"said": f"twice is {2 * number}", "n": 2 * number}
-                    reply = {"type": "observation", "data": {"observation": seen, "reward": 0.25 * number, "done": number > 10}}
+                    reply = {
+                        "type": "observation",
+                        "data": {"observation": seen, "reward": 0.25 * number, "done": number > 10},
+                    }
                     if number == 13:
                         reply = {"type": "error", "data": {"message": "bad luck", "code": "EXECUTION_ERROR"}}
             link.send(json.dumps(reply))
@@ -70,7 +80,10 @@ def test_an_episode_on_a_server(server):
     url, asked, ended = server
     found, read = play(url, "3", "four", "11", action="number", show="said", reset={"level": 2})
     assert ended.wait(20)
-    assert [m["type"] for m in asked] == ["reset", "step", "step", "step", "close"] and asked[0]["data"] == {"seed": 0, "level": 2}
+    assert [m["type"] for m in asked] == ["reset", "step", "step", "step", "close"] and asked[0]["data"] == {
+        "seed": 0,
+        "level": 2,
+    }
     assert "seed 0" in read[0] and "twice is 6" in read[1] and "number: Input should be a valid integer" in read[2]
     assert [value for _, value in found.score.steps] == [0.75, 0.0, 2.75] and found.score.value == 3.5
 
@@ -148,7 +161,9 @@ def test_the_real_server_of_openenv():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    running = uvicorn.Server(uvicorn.Config(create_app(Doubles, Guess, Seen, max_concurrent_envs=4), port=port, log_level="error"))
+    running = uvicorn.Server(
+        uvicorn.Config(create_app(Doubles, Guess, Seen, max_concurrent_envs=4), port=port, log_level="error")
+    )
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
     try:

@@ -1,7 +1,8 @@
-"""From the rewards of a step to one advantage a sample, or one a token where the rule says `per_token`. One that `compares` needs a group.
+"""From the rewards of a step to one advantage a sample, or one a token where the rule says
+`per_token`. One that `compares` needs a group.
 
-N samples · T trainable tokens · P groups. All are permutation-invariant and total: no samples, one sample or equal rewards give
-numbers, never NaN.
+N samples · T trainable tokens · P groups. All are permutation-invariant and total: no
+samples, one sample or equal rewards give numbers, never NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ def standardised(rewards_N: Tensor, group_N: Tensor, eps: float) -> Tensor:
 
 
 def whitened(values_M: Tensor) -> Tensor:
-    """(v - mean) / sqrt(var + 1e-8) over all of them, var unbiased.  [M] -> [M].  All 0 where they agree, or where there is only one."""
+    """(v - mean) / sqrt(var + 1e-8) over all of them, var unbiased.  [M] -> [M].  All 0
+    where they agree, or where there is only one.
+    """
     whole_M = torch.zeros_like(values_M, dtype=torch.int64)
     return deviations(values_M, whole_M) / (spreads(values_M, whole_M).square() + 1e-8).sqrt()
 
@@ -51,7 +54,9 @@ class GroupNorm:
 
 @dataclass(frozen=True)
 class GroupCenter:
-    """A_i = r_i - mean of its group.  -> [N].  arXiv:2503.20783 (Dr. GRPO).  Zero for a constant group or a group of 1."""
+    """A_i = r_i - mean of its group.  -> [N].  arXiv:2503.20783 (Dr. GRPO).  Zero for a constant
+    group or a group of 1.
+    """
 
     compares: ClassVar[bool] = True
 
@@ -108,7 +113,9 @@ class Constant:
 
 @dataclass(frozen=True)
 class Greedy:
-    """A_i = r_i - reward of the greedy answer to the same prompt.  -> [N].  arXiv:2310.10505 (ReMax).  Unbiased; one more answer a group."""
+    """A_i = r_i - reward of the greedy answer to the same prompt.  -> [N].  arXiv:2310.10505
+    (ReMax).  Unbiased; one more answer a group.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"greedy"})
 
@@ -122,11 +129,15 @@ class Greedy:
 
 @dataclass(frozen=True)
 class Preference:
-    """A_w = c·σ(-m), A_l = -A_w for the best and the worst of a group, 0 for the others; m = beta·((s_w - s_w_ref) - (s_l - s_l_ref)).
+    """A_w = c·σ(-m), A_l = -A_w for the best and the worst of a group, 0 for the others; m =
+    beta·((s_w - s_w_ref) - (s_l - s_l_ref)).
 
-    -> [N]; s = sum of log pi over the sample, c = beta·N / pairs.  arXiv:2305.18290 (DPO), arXiv:2402.04792 (online).  With l = -A·logp and
-    w = 1/N it has the gradient of the mean over pairs of -log σ(m). σ is taken where the step began, so the first update is exact.
-    Where several are equally good, or bad, the group's pair is the mean over all of them; a constant group and a group of 1 prefer nothing.
+    -> [N]; s = sum of log pi over the sample, c = beta·N / pairs.  arXiv:2305.18290 (DPO),
+    arXiv:2402.04792 (online).  With l = -A·logp and w = 1/N it has the gradient of the mean
+    over pairs of -log σ(m). σ is taken where the
+    step began, so the first update is exact. Where several are equally good, or bad, the
+    group's pair is the mean over all of them; a
+    constant group and a group of 1 prefer nothing.
 
     beta    how sharply; the KL to the reference that a preference may cost is in 1/beta
     """
@@ -162,7 +173,8 @@ class Preference:
 class LengthBaseline:
     """A_i = r_i - sum(length·r) / sum(length) over its group.  -> [N].  arXiv:2505.23585 (OPO).
 
-    The baseline of least variance where a sample's squared gradient grows with its length. Zero for a constant group or a group of 1.
+    The baseline of least variance where a sample's squared gradient grows with its length.
+    Zero for a constant group or a group of 1.
     """
 
     compares: ClassVar[bool] = True
@@ -181,7 +193,8 @@ class LengthBaseline:
 class PassAtK:
     """A_i = r_1 - r_2 for the best of its group, 0 for all others.  -> [N].  arXiv:2503.19595.
 
-    The gain of a group's maximum through its best answer. Zero where two answers share the first place, and for a group of 1.
+    The gain of a group's maximum through its best answer. Zero where two answers share
+    the first place, and for a group of 1.
 
     divide    by the std of the group (+ eps)
     eps       added to that standard deviation
@@ -211,7 +224,8 @@ class PassAtK:
 class MeanNorm:
     """A_i = (r_i - mean) / (mean + eps) over its group.  -> [N].  arXiv:2602.02710 (MaxRL).  Rewards of 0 and 1.
 
-    The gradient of log pass rate rather than of the pass rate: a prompt solved once in n answers counts n times. Zero without a success.
+    The gradient of log pass rate rather than of the pass rate: a prompt solved once in n
+    answers counts n times. Zero without a success.
 
     eps    added to the mean
     """
@@ -233,7 +247,8 @@ class MeanNorm:
 
 @dataclass(frozen=True)
 class SignalCenter:
-    """A_i = N / N' · (r_i - mean of its group), N' the samples of groups that do not agree.  -> [N].  arXiv:2504.02546 (GPG).
+    """A_i = N / N' · (r_i - mean of its group), N' the samples of groups that do not
+    agree.  -> [N].  arXiv:2504.02546 (GPG).
 
     A step with many unanimous groups is as large as one without. Zero for a constant group.
     """
@@ -251,7 +266,8 @@ class SignalCenter:
 
 @dataclass(frozen=True)
 class Accept:
-    """A_i = 1 where r_i > above, else 0.  -> [N].  arXiv:2304.06767, arXiv:2504.11343 (RAFT).  Good answers are imitated, others left alone.
+    """A_i = 1 where r_i > above, else 0.  -> [N].  arXiv:2304.06767, arXiv:2504.11343 (RAFT).
+    Good answers are imitated, others left alone.
 
     above    the reward that an answer must exceed
     """
@@ -267,7 +283,8 @@ class Accept:
 
 @dataclass(frozen=True)
 class WhitenedCenter:
-    """A_t = whitened over all tokens of the step: r_i - mean of its group.  -> [T].  arXiv:2501.03262 (REINFORCE++-baseline).
+    """A_t = whitened over all tokens of the step: r_i - mean of its group.  -> [T].
+    arXiv:2501.03262 (REINFORCE++-baseline).
 
     One scale for the whole step, so an easy prompt is not blown up. Zero for a constant group where the others balance.
     """
@@ -284,10 +301,12 @@ class WhitenedCenter:
 
 @dataclass(frozen=True)
 class PartsNorm:
-    """A = whitened over the samples: sum over parts k of w_k·(r_k - mean) / (std + eps) in the group.  -> [N].  arXiv:2601.05242 (GDPO).
+    """A = whitened over the samples: sum over parts k of w_k·(r_k - mean) / (std + eps) in
+    the group.  -> [N].  arXiv:2601.05242 (GDPO).
 
-    Each named part of the reward has its own scale, so a rare large one does not drown the rest. A part that a sample does not have adds
-    nothing to it, and mean and std are those of the group's samples that have it.
+    Each named part of the reward has its own scale, so a rare large one does not drown the
+    rest. A part that a sample does not have adds nothing to it, and mean and std are
+    those of the group's samples that have it.
 
     weights    of the parts by name; one that is not named weighs 1
     eps        added to the standard deviation of a part
@@ -307,7 +326,11 @@ class PartsNorm:
         if len(scored.rewards_N) and (unknown or not scored.parts):
             raise ConfigError(
                 f"algo.advantage reads the parts of the reward, which are: {', '.join(scored.parts) or 'none'}"
-                + (f"; weights also names {', '.join(unknown)}" if unknown else ". Let the reward return { name: value }")
+                + (
+                    f"; weights also names {', '.join(unknown)}"
+                    if unknown
+                    else ". Let the reward return { name: value }"
+                )
             )
         total_N, counted_N = torch.zeros_like(scored.rewards_N), torch.zeros_like(scored.rewards_N, dtype=torch.bool)
         for name, part_N in scored.parts.items():
@@ -317,7 +340,8 @@ class PartsNorm:
             counted_N |= has_N
         if not counted_N.all():
             raise ConfigError(
-                f"algo.advantage reads the parts of the reward, and {int((~counted_N).sum())} of {len(counted_N)} samples were scored with a "
+                f"algo.advantage reads the parts of the reward, and {int((~counted_N).sum())} of {len(counted_N)} "
+                f"samples were scored with a "
                 f"number alone. Let every reward return {{ name: value }}, as those with {', '.join(scored.parts)} do"
             )
         return whitened(total_N)

@@ -1,9 +1,10 @@
-"""The weight of every trainable token of a sample. The loss is then a plain sum over tokens, and no split of the batch into
-micro-batches, ranks or packs can change it (law 3).
+"""The weight of every trainable token of a sample. The loss is then a plain sum over
+tokens, and no split of the batch into micro-batches, ranks or packs can change it (law 3).
 
-`lengths_N` int64: trainable tokens of each sample of the *whole* batch, counted before any forward pass. -> [N] float64.
-A sample without trainable tokens is not counted and weighs 0; nor do masks or corrections ever enter a denominator. Samples that
-`mask_truncated` masks are not among `lengths_N`; what divides by samples counts them all the same (see `masked_scale`).
+`lengths_N` int64: trainable tokens of each sample of the *whole* batch, counted
+before any forward pass. -> [N] float64. A sample without trainable tokens is not counted and weighs 0; nor do masks or
+corrections ever enter a denominator. Samples that `mask_truncated` masks are not among `lengths_N`; what divides by
+samples counts them all the same (see `masked_scale`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ def _share(counted_N: Tensor, denominator: Tensor | int) -> Tensor:
 def masked_scale(aggregate: Any, trained_N: Tensor, lengths_N: Tensor) -> float:
     """What the weights of the trained samples are multiplied by where others are masked.  [n], [N] -> scalar.
 
-    A masked sample's tokens are in no sum of tokens, but the sample is one of the N: n/N for a mean over samples, 1 for a mean over tokens,
-    as TRL has it. So a step with many masked samples is a smaller step for the former and not for the latter.
+    A masked sample's tokens are in no sum of tokens, but the sample is one of the N: n/N for a
+    mean over samples, 1 for a mean over tokens, as TRL has it. So a step with many masked samples is a
+    smaller step for the former and not for the latter.
     """
     samples = int((lengths_N > 0).sum())
     return int((trained_N > 0).sum()) / samples if samples and getattr(aggregate, "counts_samples", False) else 1.0
@@ -32,7 +34,9 @@ def masked_scale(aggregate: Any, trained_N: Tensor, lengths_N: Tensor) -> float:
 
 @dataclass(frozen=True)
 class TokenMean:
-    """w_n = 1 / sum of lengths.  [N] -> [N].  arXiv:2503.14476 (DAPO).  Every token counts alike, so a long sample counts more."""
+    """w_n = 1 / sum of lengths.  [N] -> [N].  arXiv:2503.14476 (DAPO).  Every token
+    counts alike, so a long sample counts more.
+    """
 
     def __call__(self, lengths_N: Tensor) -> Tensor:
         return _share(lengths_N > 0, lengths_N.sum())
@@ -43,7 +47,9 @@ class TokenMean:
 
 @dataclass(frozen=True)
 class SeqMeanTokenMean:
-    """w_n = 1 / (N·length_n).  [N] -> [N].  arXiv:2402.03300 (GRPO).  Every sample counts alike, so a token of a long one counts less."""
+    """w_n = 1 / (N·length_n).  [N] -> [N].  arXiv:2402.03300 (GRPO).  Every sample counts
+    alike, so a token of a long one counts less.
+    """
 
     counts_samples: ClassVar[bool] = True
 
@@ -56,7 +62,9 @@ class SeqMeanTokenMean:
 
 @dataclass(frozen=True)
 class SeqMeanTokenSum:
-    """w_n = 1 / N.  [N] -> [N].  arXiv:2402.14740: the gradient of the mean sequence log-probability.  Grows with the length."""
+    """w_n = 1 / N.  [N] -> [N].  arXiv:2402.14740: the gradient of the mean sequence
+    log-probability.  Grows with the length.
+    """
 
     counts_samples: ClassVar[bool] = True
 
@@ -69,7 +77,8 @@ class SeqMeanTokenSum:
 
 @dataclass(frozen=True)
 class FixedNorm:
-    """w_n = 1 / (N·length).  [N] -> [N].  arXiv:2503.20783 (Dr. GRPO).  A constant in place of the length: no length bias.
+    """w_n = 1 / (N·length).  [N] -> [N].  arXiv:2503.20783 (Dr. GRPO).  A constant in
+    place of the length: no length bias.
 
     length    the constant; unset, it becomes the recipe's max_tokens
     """

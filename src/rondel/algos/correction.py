@@ -1,7 +1,7 @@
 """The weight of a token that another policy drew: proximal / behavior. It scales the surrogate and carries no gradient.
 
-T trainable tokens · log_weight_T = log pi_proximal - log pi_behavior · sample_T which belong together. What is masked or rejected
-weighs 0. `denominator` says which tokens count in the denominators:
+T trainable tokens · log_weight_T = log pi_proximal - log pi_behavior · sample_T which
+belong together. What is masked or rejected weighs 0. `denominator` says which tokens count in the denominators:
 
     all        every token: a step with many rejections is a smaller step
     kept       those that weigh something; a sample without any token left is not counted
@@ -28,7 +28,11 @@ DENOMINATORS = ("all", "kept", "accepted")
 
 def leveled(log_weight_T: Tensor, sample_T: Tensor, level: str) -> Tensor:
     """log w of the token itself, the sum over its sample, or the mean over its sample.  [T], [T] -> [T]."""
-    return log_weight_T if level == "token" else over_group(log_weight_T, sample_T, "sum" if level == "sequence" else "mean")
+    return (
+        log_weight_T
+        if level == "token"
+        else over_group(log_weight_T, sample_T, "sum" if level == "sequence" else "mean")
+    )
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,13 @@ class NoCorrection:
 class Importance:
     """c_t = action(pi_proximal / pi_behavior), taken at a level; 0 where rejected or vetoed.  [T], [T], [T] -> [T].
 
-    arXiv:2110.00641 (decoupled); Yao et al. 2025 (truncated); arXiv:2510.18855 (IcePop: token, mask); Liu and Li 2025 (sequence, geometric).
-    Truncating adds bias and buys variance. A token's own weight ignores the tokens before it; that of its sequence does not, and explodes.
+    arXiv:2110.00641 (decoupled); Yao et al. 2025 (truncated); arXiv:2510.18855 (IcePop: token,
+    mask); Liu and Li 2025 (sequence, geometric). Truncating adds bias and buys variance. A
+    token's own weight ignores the tokens before it;
+    that of its sequence does not, and explodes.
 
-    level          token; sequence: the product over the sample; geometric: its geometric mean; none: 1, so that it only rejects
+    level          token; sequence: the product over the sample; geometric: its geometric mean;
+                   none: 1, so that it only rejects
     action         truncate at high; clip into [low, high]; mask: 0 outside of [low, high]
     low            the smallest weight that is kept
     high           the largest weight that is kept
@@ -86,9 +93,14 @@ class Importance:
         if not 0 <= self.low <= 1:
             raise ConfigError(f"low = {self.low}; it must lie in [0, 1], or on-policy tokens would be scaled up")
         if not 0 <= self.reject_low <= 1 <= self.reject_high:
-            raise ConfigError(f"reject_low = {self.reject_low}, reject_high = {self.reject_high}; 1 must lie between them")
+            raise ConfigError(
+                f"reject_low = {self.reject_low}, reject_high = {self.reject_high}; 1 must lie between them"
+            )
         if self.level == "none" and self.reject == "none" and not self.veto:
-            raise ConfigError("level = 'none' with nothing rejected and no veto corrects nothing; set reject or veto, or kind = 'none'")
+            raise ConfigError(
+                "level = 'none' with nothing rejected and no veto corrects nothing; set reject or veto, or kind = "
+                "'none'"
+            )
         if not 0 <= self.veto < 1:
             raise ConfigError(f"veto = {self.veto}; it must lie in [0, 1): 1 is the ratio of an on-policy token")
 
@@ -158,7 +170,9 @@ class Importance:
             text += f", 0 where the {self.reject} ratio is outside of [{self.reject_low:g}, {self.reject_high:g}]"
         if self.veto:
             text += f", 0 for a sample with a token ratio below {self.veto:g}"
-        return text + ("" if self.normalize == "none" else f", scaled to a mean of 1 a {self.normalize}") + "; no gradient"
+        return (
+            text + ("" if self.normalize == "none" else f", scaled to a mean of 1 a {self.normalize}") + "; no gradient"
+        )
 
 
 def _mean(weight_T: Tensor, sample_T: Tensor, over: str) -> Tensor:
@@ -170,10 +184,12 @@ def _mean(weight_T: Tensor, sample_T: Tensor, over: str) -> Tensor:
 
 @dataclass(frozen=True)
 class OffPolicyMask:
-    """c_t = 0 where A_t < 0 and mean over the sample of (log pi_behavior - log pi_proximal) > delta, else 1.  [T], [T], [T] -> [T].
+    """c_t = 0 where A_t < 0 and mean over the sample of (log pi_behavior - log pi_proximal)
+    > delta, else 1.  [T], [T], [T] -> [T].
 
-    arXiv:2512.02556 (DeepSeek-V3.2), with the policy at its proximal anchor: a bad answer that the policy has already left teaches nothing
-    more. The behavior is the engine's record; a recomputed one would make the mean 0 in a step of one update.
+    arXiv:2512.02556 (DeepSeek-V3.2), with the policy at its proximal anchor: a bad answer that
+    the policy has already left teaches nothing more. The behavior is the engine's record; a recomputed
+    one would make the mean 0 in a step of one update.
 
     delta          nats a token that the policy may have moved away
     denominator    all or kept: do masked tokens count in the denominators?
@@ -189,7 +205,9 @@ class OffPolicyMask:
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"behavior_logprobs", "advantages"} | ({"proximal_logprobs"} if self.denominator == "kept" else set()))
+        return frozenset(
+            {"behavior_logprobs", "advantages"} | ({"proximal_logprobs"} if self.denominator == "kept" else set())
+        )
 
     def counts(self, log_weight_T: Tensor, sample_T: Tensor, weight_T: Tensor) -> Tensor:
         """The tokens that count in the denominators.  [T], [T], [T] -> [T] bool."""

@@ -1,4 +1,6 @@
-"""Learning from a teacher on the policy's own samples: every token pays for what the teacher would hardly have written."""
+"""Learning from a teacher on the policy's own samples: every token pays for what the teacher would
+hardly have written.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,13 @@ from rondel.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Distill:
-    """A_t' = A_t - coef·(log pi_behavior - log pi_teacher).  [T], [T] -> [T].  arXiv:2306.08543 (MiniLLM); Thinking Machines 2025.
+    """A_t' = A_t - coef·(log pi_behavior - log pi_teacher).  [T], [T] -> [T].
+    arXiv:2306.08543 (MiniLLM); Thinking Machines 2025.
 
-    On-policy, its policy gradient is that of -coef·KL(policy || teacher) at the contexts of the samples, each token blamed for itself
-    alone. No reward is needed; where there is one, both add up. A sequence's later tokens are not charged to earlier ones.
+    On-policy, its policy gradient is that of -coef·KL(policy || teacher) at the contexts of
+    the samples, each token blamed for itself alone. No reward is needed; where there is
+    one, both add up. A sequence's later
+    tokens are not charged to earlier ones.
 
     coef    what a nat between policy and teacher costs; 0 leaves the teacher out
     """
@@ -24,7 +29,9 @@ class Distill:
 
     def __post_init__(self) -> None:
         if not self.coef >= 0:
-            raise ConfigError(f"coef = {self.coef}; it must not be negative: that would drive the policy away from the teacher")
+            raise ConfigError(
+                f"coef = {self.coef}; it must not be negative: that would drive the policy away from the teacher"
+            )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -44,11 +51,13 @@ class Distill:
 
 @dataclass(frozen=True)
 class FullDistill:
-    """d_t = sum_v p(v)·(log p(v) - log q(v)) over the whole vocabulary, in the loss and not in the advantage.  arXiv:2306.13649 (GKD, reverse KL).
+    """d_t = sum_v p(v)·(log p(v) - log q(v)) over the whole vocabulary, in the loss and not in the
+    advantage.  arXiv:2306.13649 (GKD, reverse KL).
 
-    Its gradient at a context is exact where `Distill` estimates it from one token: no variance of the draw, at the price of the teacher's
-    distribution at every token, which is rebuilt from its last hidden states. Several teachers: sum_i w_i·KL(p || q_i) / sum_i w_i, of which
-    log q = sum_i w_i·log q_i / sum_i w_i has the same gradient.
+    Its gradient at a context is exact where `Distill` estimates it from one token: no variance
+    of the draw, at the price of the teacher's distribution at every token, which is rebuilt
+    from its last hidden states. Several teachers:
+    sum_i w_i·KL(p || q_i) / sum_i w_i, of which log q = sum_i w_i·log q_i / sum_i w_i has the same gradient.
 
     coef    what a nat between policy and teacher costs; 0 leaves the teacher out
     """
@@ -58,7 +67,9 @@ class FullDistill:
 
     def __post_init__(self) -> None:
         if not self.coef >= 0:
-            raise ConfigError(f"coef = {self.coef}; it must not be negative: that would drive the policy away from the teacher")
+            raise ConfigError(
+                f"coef = {self.coef}; it must not be negative: that would drive the policy away from the teacher"
+            )
 
     @property
     def needs(self) -> frozenset[str]:

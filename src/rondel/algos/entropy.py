@@ -10,7 +10,9 @@ from rondel.core.errors import ConfigError
 
 
 def highest(values_T: Tensor, share: float) -> Tensor:
-    """The share of tokens with the largest values, at least one; those equal to the smallest of them too.  [T] -> [T] bool."""
+    """The share of tokens with the largest values, at least one; those equal to the
+    smallest of them too.  [T] -> [T] bool.
+    """
     return largest(values_T, max(1, math.ceil(share * len(values_T))))
 
 
@@ -25,10 +27,12 @@ def largest(values_T: Tensor, count: int) -> Tensor:
 class EntropyBonus:
     """b_t = coef·H_t, subtracted from the loss; H_t = -sum_v p_v log p_v.  [T] -> [T].  arXiv:1602.01783 (A3C).
 
-    H comes from the pass that makes the logprobs, with its gradient. With `target` it acts only in updates that begin below it, and with
-    `delta` its weight grows by that much after a step whose mean entropy was below the target, and shrinks after another, within
-    [least, most] (arXiv:2505.22312, Skywork-OR1). With `top` it acts only on the tokens of highest entropy, where the policy has a choice
-    (arXiv:2506.01939).
+    H comes from the pass that makes the logprobs, with its gradient. With `target` it acts
+    only in updates that begin below it, and with `delta` its weight grows by that much
+    after a step whose mean entropy was below the
+    target, and shrinks after another, within [least, most] (arXiv:2505.22312, Skywork-OR1).
+    With `top` it acts only on the tokens of
+    highest entropy, where the policy has a choice (arXiv:2506.01939).
 
     coef      weight of the entropy, in [-1, 1]; 0 leaves it out, a negative one sharpens the policy
     target    act only while the mean entropy of the update's tokens is below this many nats; None is always
@@ -48,14 +52,19 @@ class EntropyBonus:
     def __post_init__(self) -> None:
         if not -1 <= self.coef <= 1:
             raise ConfigError(
-                f"coef = {self.coef:g}; it must lie in [-1, 1]: entropy is in nats beside advantages of about 1, and 0.001 to 0.05 are common"
+                f"coef = {self.coef:g}; it must lie in [-1, 1]: entropy is in nats beside advantages of about 1, and "
+                f"0.001 to 0.05 are common"
             )
         if not self.delta >= 0 or not self.least <= self.most:
             raise ConfigError(
-                f"delta = {self.delta}, least = {self.least}, most = {self.most}; delta is at least 0, and least at most most"
+                f"delta = {self.delta}, least = {self.least}, most = {self.most}; delta is at least 0, and least at "
+                f"most most"
             )
         if self.delta and self.target is None:
-            raise ConfigError(f"delta = {self.delta} moves coef towards a target, and there is none: set entropy.target, in nats a token")
+            raise ConfigError(
+                f"delta = {self.delta} moves coef towards a target, and there is none: set entropy.target, in nats a "
+                f"token"
+            )
         if not 0 < self.top <= 1:
             raise ConfigError(f"top = {self.top}; it must lie in (0, 1]: a share of the tokens")
         if self.target is not None and not self.target > 0:

@@ -1,7 +1,9 @@
 """Credit along time: a token's advantage from the rewards and values that follow it in its sample.
 
-T trainable tokens, those of one sample side by side and in order · `sample_T` int64, the same number along a sample · `length_N` how long each is, never 0
-What the policy only read is not among the T, so an observation cannot change an advantage: behind a token comes the next one it wrote.
+T trainable tokens, those of one sample side by side and in order · `sample_T` int64, the same number
+along a sample · `length_N` how long each is, never 0 What the policy only read is not among the
+T, so an observation cannot change an advantage:
+behind a token comes the next one it wrote.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ def following(values_T: Tensor, length_N: Tensor) -> Tensor:
 def discounted(x_T: Tensor, length_N: Tensor, w: float) -> Tensor:
     """y_t = x_t + w·y_{t+1} within a sample.  [T], [N] -> [T].  Blelloch 1990 (scans).  Time O(TC), space O(T + C²).
 
-    Every sample is cut into chunks of C tokens: within a chunk y is one product with the triangle w^(j-t), j >= t. The heads of the
-    chunks then obey the same rule with w^C, so they are discounted by this function, and each adds w^(C-t) times the next head.
+    Every sample is cut into chunks of C tokens: within a chunk y is one product with the
+    triangle w^(j-t), j >= t. The heads of the chunks then obey the same rule with w^C, so
+    they are discounted by this function, and
+    each adds w^(C-t) times the next head.
     """
     size = min(CHUNK, max(2, -(-len(x_T) // len(length_N))))  # short samples fill short chunks
     chunks_N = (length_N + size - 1) // size
-    shift_N = (chunks_N.cumsum(0) - chunks_N) * size - (length_N.cumsum(0) - length_N)  # from a token's index to its place in the chunks
+    # from a token's index to its place in the chunks
+    shift_N = (chunks_N.cumsum(0) - chunks_N) * size - (length_N.cumsum(0) - length_N)
     slot_T = shift_N.repeat_interleave(length_N).add_(torch.arange(len(x_T), device=x_T.device))
     y_KC = x_T.new_zeros(int(chunks_N.sum()) * size).index_copy_(0, slot_T, x_T).view(-1, size)
     power_C = (torch.tensor(w, dtype=torch.float64) ** torch.arange(size + 1)).to(x_T)
@@ -46,7 +51,8 @@ def discounted(x_T: Tensor, length_N: Tensor, w: float) -> Tensor:
 
 
 def gae(rewards_T: Tensor, values_T: Tensor, sample_T: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """A_t = d_t + gamma·lam·A_{t+1} with d_t = r_t + gamma·V_{t+1} - V_t; returns = A + V.  [T], [T], [T] -> [T], [T].  arXiv:1506.02438.
+    """A_t = d_t + gamma·lam·A_{t+1} with d_t = r_t + gamma·V_{t+1} - V_t; returns = A + V.
+    [T], [T], [T] -> [T], [T].  arXiv:1506.02438.
 
     A sample ends where its tokens end: the value behind the last one is 0, whether it was stopped or cut off.
     """
@@ -72,8 +78,8 @@ def lengths(sample_T: Tensor) -> Tensor:
 class Gae:
     """A_t = sum over k >= 0 of (gamma·lam)^k·(r_{t+k} + gamma·V_{t+k+1} - V_{t+k}).  -> [T].  arXiv:1506.02438.
 
-    r_t is what token t earned, V_t what the critic expected before it; nothing is expected behind the last token. The critic learns
-    A + V, before whitening.
+    r_t is what token t earned, V_t what the critic expected before it; nothing is expected
+    behind the last token. The critic learns A + V, before whitening.
 
     gamma     what a reward one token later is worth
     lam       0 trusts the critic alone, 1 the rewards alone
@@ -99,7 +105,9 @@ class Gae:
 
     def _both(self, scored: Scored) -> tuple[Tensor, Tensor]:
         assert scored.values_T is not None, "no critic has said what it expects"
-        return gae(scored.earned, scored.values_T.to(scored.rewards_N.dtype), scored.sample_T, gamma=self.gamma, lam=self.lam)
+        return gae(
+            scored.earned, scored.values_T.to(scored.rewards_N.dtype), scored.sample_T, gamma=self.gamma, lam=self.lam
+        )
 
     def __str__(self) -> str:
         text = f"sum of ({self.gamma * self.lam:g})^k·d over the k tokens that follow, d = reward + {self.gamma:g}·V of the next token - V"
@@ -108,7 +116,8 @@ class Gae:
 
 @dataclass(frozen=True)
 class Returns:
-    """A_t = G_t = r_t + gamma·G_{t+1}.  -> [T].  arXiv:2501.03262 (REINFORCE++).  No critic: the step's mean is the baseline.
+    """A_t = G_t = r_t + gamma·G_{t+1}.  -> [T].  arXiv:2501.03262 (REINFORCE++).  No
+    critic: the step's mean is the baseline.
 
     gamma     what a reward one token later is worth
     whiten    advantages of the whole step with mean 0 and variance 1
@@ -133,4 +142,6 @@ class Returns:
 def _check_shares(**knobs: float) -> None:
     for name, value in knobs.items():
         if not 0 <= value <= 1:
-            raise ConfigError(f"{name} = {value}; it must lie in [0, 1], or what is far away would count for more than what is near")
+            raise ConfigError(
+                f"{name} = {value}; it must lie in [0, 1], or what is far away would count for more than what is near"
+            )

@@ -29,7 +29,9 @@ def k2(x_T: Tensor) -> Tensor:
 
 
 def k3(x_T: Tensor) -> Tensor:
-    """exp(-x) - 1 + x.  [T] -> [T].  Schulman 2020.  Unbiased where the policy covers the reference; x is clamped to ±20."""
+    """exp(-x) - 1 + x.  [T] -> [T].  Schulman 2020.  Unbiased where the policy covers
+    the reference; x is clamped to ±20.
+    """
     x_T = x_T.clamp(-LIMIT, LIMIT)
     return torch.expm1(-x_T) + x_T
 
@@ -41,13 +43,17 @@ FORMULAS = {"k1": "x", "k2": "x²/2", "k3": "exp(-x) - 1 + x"}
 
 @dataclass(frozen=True)
 class Kl:
-    """kl_t = k(log pi - log pi_ref), weighed by coef in the loss.  [T], [T], [T] -> [T].  arXiv:2402.03300.  Tokens drawn on-policy.
+    """kl_t = k(log pi - log pi_ref), weighed by coef in the loss.  [T], [T], [T] -> [T].
+    arXiv:2402.03300.  Tokens drawn on-policy.
 
-    In the reward it is a cost that the token pays, r_t - coef·k(log pi_behavior - log pi_ref), and has no gradient of its own; a token is
-    charged in one place only. In the advantage the token pays what it and those behind it cost, after any baseline: A_t - sum_{j >= t} coef·k_j. With a target the coefficient follows the KL of the samples (see `steered`).
-    `through` keeps the value of k1 or k3 and takes the gradient of k2, that of KL(policy || reference). `unbiased` multiplies by
-    pi / pi_behavior, through which the gradient passes too (arXiv:2512.02556): value and gradient are then right for k1 and k3,
-    whoever drew the tokens.
+    In the reward it is a cost that the token pays, r_t - coef·k(log pi_behavior - log pi_ref),
+    and has no gradient of its own; a token is charged in one place only. In the advantage the token pays what it and
+    those behind it cost, after any baseline: A_t
+    - sum_{j >= t} coef·k_j. With a target the coefficient follows the KL of the samples (see `steered`). `through`
+    keeps the value of k1 or k3 and takes the gradient of k2, that of KL(policy
+    || reference). `unbiased` multiplies by pi / pi_behavior, through which the gradient
+    passes too (arXiv:2512.02556): value and
+    gradient are then right for k1 and k3, whoever drew the tokens.
 
     kind        the estimator: k1, k2 or k3
     coef        its weight; 0 leaves the reference out
@@ -73,20 +79,28 @@ class Kl:
         one_of("where", self.where, ("loss", "reward", "advantage"))
         one_of("through", self.through, ("own", "k2"))
         if self.target is not None and not self.target > 0:
-            raise ConfigError(f"target = {self.target}; it must be positive: a policy that learns moves away from its reference")
+            raise ConfigError(
+                f"target = {self.target}; it must be positive: a policy that learns moves away from its reference"
+            )
         if self.clamp is not None and not self.clamp > 0:
             raise ConfigError(f"clamp = {self.clamp}; it must be positive, or no distance would cost anything")
         if not self.horizon >= 1:
             raise ConfigError(f"horizon = {self.horizon}; it must be at least 1 sample")
         if not self.coef >= 0:
-            raise ConfigError(f"coef = {self.coef}; it must not be negative: that would drive the policy away from the reference")
+            raise ConfigError(
+                f"coef = {self.coef}; it must not be negative: that would drive the policy away from the reference"
+            )
         if self.unbiased and self.through == "k2":
-            raise ConfigError("through = 'k2' with unbiased = true; each gives the gradient of the KL, both give it twice. Remove one")
+            raise ConfigError(
+                "through = 'k2' with unbiased = true; each gives the gradient of the KL, both give it twice. Remove one"
+            )
 
     @property
     def needs(self) -> frozenset[str]:
         return (
-            frozenset({"ref_logprobs"} | ({"behavior_logprobs"} if self.unbiased or self.charged or self.follows else set()))
+            frozenset(
+                {"ref_logprobs"} | ({"behavior_logprobs"} if self.unbiased or self.charged or self.follows else set())
+            )
             if self.coef
             else frozenset()
         )
@@ -113,7 +127,9 @@ class Kl:
             return dict.fromkeys(("kind", "where", "through", "unbiased", "target", "horizon", "clamp"), "kl.coef is 0")
         idle = {} if self.target is not None else {"horizon": "kl.target is not set"}
         if self.charged or self.follows:
-            return idle | dict.fromkeys(("through", "unbiased"), "a reward has no gradient, and the behavior drew the tokens")
+            return idle | dict.fromkeys(
+                ("through", "unbiased"), "a reward has no gradient, and the behavior drew the tokens"
+            )
         return idle | ({"through": "k2 has that gradient already"} if self.kind == "k2" else {})
 
     @property
@@ -121,7 +137,8 @@ class Kl:
         return self.coef > 0 and self.target is not None
 
     def steered(self, measured: float, samples: int) -> float:
-        """coef·(1 + clip(measured/target - 1, ±0.2)·samples/horizon): what comes after a step of so many samples.  arXiv:1909.08593.
+        """coef·(1 + clip(measured/target - 1, ±0.2)·samples/horizon): what comes after a step
+        of so many samples.  arXiv:1909.08593.
 
         `measured` is the mean over samples of sum_t log pi_behavior - log pi_ref.
         """

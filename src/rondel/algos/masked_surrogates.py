@@ -1,7 +1,9 @@
-"""Surrogates that treat a few tokens of the update apart, chosen over all of it: by covariance or by entropy. Contract: `surrogate.py`.
+"""Surrogates that treat a few tokens of the update apart, chosen over all of it: by
+covariance or by entropy. Contract: `surrogate.py`.
 
-cov_t = (A_t - mean A)·(logp_t - mean logp) over all tokens, at the proximal policy. A step along the policy gradient changes the entropy
-by about minus its mean: a few tokens of high covariance make most of a collapse (arXiv:2505.22617).
+cov_t = (A_t - mean A)·(logp_t - mean logp) over all tokens, at the proximal policy. A step
+along the policy gradient changes the entropy by about minus its mean: a few tokens of high
+covariance make most of a collapse (arXiv:2505.22617).
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ def _share(share: float) -> None:
 
 @dataclass(frozen=True)
 class ClipCov(Clip):
-    """PPO's clip, but l = 0 for `share` of all tokens, taken from those with least < cov < most.  arXiv:2505.22617 (Clip-Cov).
+    """PPO's clip, but l = 0 for `share` of all tokens, taken from those with least < cov
+    < most.  arXiv:2505.22617 (Clip-Cov).
 
-    The paper draws them from that range at random. Here they are taken at equal steps along the order of their covariance:
-    the same share of the same range, without dice. At least one, where the range is not empty.
+    The paper draws them from that range at random. Here they are taken at equal steps
+    along the order of their covariance: the same share of the same range, without dice. At
+    least one, where the range is not empty.
 
     low      a ratio below 1 - low passes no gradient when A < 0
     high     a ratio above 1 + high passes no gradient when A > 0
@@ -59,7 +63,8 @@ class ClipCov(Clip):
     def select(self, tokens: Tokens) -> Tensor:
         cov_T = covariances(tokens)
         order = torch.arange(len(cov_T), device=cov_T.device)
-        for key_T in (tokens.logprobs.detach(), tokens.advantages, cov_T):  # two tokens always tie: not the first that came
+        # two tokens always tie: not the first that came
+        for key_T in (tokens.logprobs.detach(), tokens.advantages, cov_T):
             order = order[key_T[order].argsort(stable=True)]
         order = order[(cov_T[order] > self.least) & (cov_T[order] < self.most)]
         count = min(max(1, int(self.share * len(cov_T))), len(order))
@@ -101,7 +106,9 @@ class KlCov:
     def __call__(self, tokens: Tokens) -> Surrogate:
         x_T = tokens.log_ratio
         loss_T = -bounded_exp(x_T) * tokens.advantages
-        return Surrogate(torch.where(tokens.selected, loss_T + self.coef * x_T.abs(), loss_T), (x_T.abs() > LIMIT) & ~tokens.selected)
+        return Surrogate(
+            torch.where(tokens.selected, loss_T + self.coef * x_T.abs(), loss_T), (x_T.abs() > LIMIT) & ~tokens.selected
+        )
 
     def __str__(self) -> str:
         return f"-r·A; + {self.coef:g}·|log r| for the {self.share:g} of all tokens of largest covariance"
@@ -109,7 +116,8 @@ class KlCov:
 
 @dataclass(frozen=True)
 class Forking(Clip):
-    """PPO's clip on the `top` share of tokens of highest entropy, 0 on all others.  arXiv:2506.01939.  The denominators count all tokens.
+    """PPO's clip on the `top` share of tokens of highest entropy, 0 on all others.
+    arXiv:2506.01939.  The denominators count all tokens.
 
     low     a ratio below 1 - low passes no gradient when A < 0
     high    a ratio above 1 + high passes no gradient when A > 0

@@ -1,4 +1,6 @@
-"""A row and the tokens of a micro-batch -> the loss. The denominators are in the weights, so the loss is a plain sum (law 3)."""
+"""A row and the tokens of a micro-batch -> the loss. The denominators are in the
+weights, so the loss is a plain sum (law 3).
+"""
 
 from __future__ import annotations
 
@@ -46,15 +48,25 @@ def objective(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """L = sum_t w_t·(c_t·l_t + kl.coef·k_t + distill.coef·d_t - entropy.coef·H_t).  [T] each -> scalar, {name: [T]}.
 
-    T are the trainable tokens only, of whole samples; the gradient flows through logprobs_T and entropy_T. `taught_T` is d, with its gradient; `score_T` is the reward of
-    the token's sample, `guided_T` marks demonstrations, `decided` is what `ahead` found for these tokens. The terms are detached and per token,
-    for metrics: ratio, clipped, correction; kl where a reference was given, taught where a teacher was, gap (log proximal - log behavior) where a behavior was.
-    In the first update proximal_T may be logprobs_T itself: no gradient passes through it.
+    T are the trainable tokens only, of whole samples; the gradient flows through logprobs_T and entropy_T. `taught_T`
+    is d, with its gradient; `score_T` is the reward of the token's sample, `guided_T` marks
+    demonstrations, `decided` is what `ahead` found for these
+    tokens. The terms are detached and per token, for metrics: ratio, clipped, correction; kl where a
+    reference was given, taught where a teacher was,
+    gap (log proximal - log behavior) where a behavior was. In the first update proximal_T may be
+    logprobs_T itself: no gradient passes through it.
     """
-    given = {"advantages": advantages_T, "behavior_logprobs": behavior_T, "ref_logprobs": ref_T, "teacher_hidden": taught_T}
+    given = {
+        "advantages": advantages_T,
+        "behavior_logprobs": behavior_T,
+        "ref_logprobs": ref_T,
+        "teacher_hidden": taught_T,
+    }
     missing = sorted(need for need, values_T in given.items() if need in row.needs and values_T is None)
     assert not missing, f"the row {row.name} needs {', '.join(missing)}, which the batch does not carry"
-    assert "proximal_logprobs" not in row.needs or decided is not NOTHING, f"the row {row.name} compares samples: ask `ahead` first"
+    assert "proximal_logprobs" not in row.needs or decided is not NOTHING, (
+        f"the row {row.name} compares samples: ask `ahead` first"
+    )
 
     proximal_T = proximal_T.detach()
     tokens = tokens_of(
@@ -86,7 +98,9 @@ def objective(
         terms["taught"] = taught_T
         token_T = token_T + counts_T * row.distill.coef * taught_T
     if row.entropy.coef:
-        assert entropy_T is not None, f"the row {row.name} has entropy.coef = {row.entropy.coef}, but no entropy was computed"
+        assert entropy_T is not None, (
+            f"the row {row.name} has entropy.coef = {row.entropy.coef}, but no entropy was computed"
+        )
         bonus_T = counts_T * row.entropy(entropy_T)
         token_T = token_T - (bonus_T if decided.undecided is None else decided.undecided * bonus_T)
     return (weight_T * token_T).sum(), {name: term_T.detach() for name, term_T in terms.items()}
@@ -94,15 +108,25 @@ def objective(
 
 def explain(row: Algorithm) -> str:
     """The effective formula in plain text: loss, what its letters stand for, gradient at ratio 1, knobs."""
-    idle = {path for path in row.idle if "." not in path} | {name for name in ("kl", "entropy", "distill") if not getattr(row, name).coef}
+    idle = {path for path in row.idle if "." not in path} | {
+        name for name in ("kl", "entropy", "distill") if not getattr(row, name).coef
+    }
     shown = {family: part for family, part in row.parts.items() if family not in idle}
     penalty = f" + {row.kl.coef:g}·k" if row.kl.pulls else ""
     penalty += f" + {row.distill.coef:g}·d" if row.distill.coef and not row.distill.charged else ""
     bonus = f" - {row.entropy.coef:g}·H" if row.entropy.coef else ""
     slope = f" + {row.kl.coef:g}·({row.kl.slope})" if row.kl.pulls else ""
     cost = [f"  each token pays {row.kl.coef:g}·k of its reward, with logp of the behavior"] if row.kl.charged else []
-    cost += [f"  each token pays {row.kl.coef:g}·k of its own and of those behind it, after the baseline"] if row.kl.follows else []
-    critic = ["critic    its own loss: sum of w·m over the same tokens, with V = v when the step began"] if "values" in row.needs else []
+    cost += (
+        [f"  each token pays {row.kl.coef:g}·k of its own and of those behind it, after the baseline"]
+        if row.kl.follows
+        else []
+    )
+    critic = (
+        ["critic    its own loss: sum of w·m over the same tokens, with V = v when the step began"]
+        if "values" in row.needs
+        else []
+    )
     push = f" - {row.entropy.coef:g}·∇H" if row.entropy.coef else ""
     push += f" + {row.distill.coef:g}·∇d" if row.distill.coef and not row.distill.charged else ""
     kept = getattr(row.correction, "denominator", "all") != "all"
@@ -133,7 +157,9 @@ def explain(row: Algorithm) -> str:
 def _knobs(row: Algorithm) -> Iterator[str]:
     """One line for every field that can change the loss; its meaning is its line in the docstring."""
     for family, part in row.parts.items():
-        meanings = dict(line.split("    ", 1) for line in cleandoc(type(part).__doc__ or "").splitlines() if "    " in line)
+        meanings = dict(
+            line.split("    ", 1) for line in cleandoc(type(part).__doc__ or "").splitlines() if "    " in line
+        )
         for knob in (f.name for f in fields(part)):
             if family not in row.idle and f"{family}.{knob}" not in row.idle:
                 yield f"knob      {family}.{knob} = {getattr(part, knob)}    {meanings.get(knob, '').strip()}"

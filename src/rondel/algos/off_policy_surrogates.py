@@ -1,4 +1,5 @@
-"""Surrogates for tokens that another policy drew: they weigh by pi / pi_behavior themselves, so no correction stands beside them.
+"""Surrogates for tokens that another policy drew: they weigh by pi / pi_behavior
+themselves, so no correction stands beside them.
 
 u_t = pi(t) / pi_behavior(t), without gradient. Their contract is in `surrogate.py`.
 """
@@ -21,10 +22,11 @@ READS = frozenset({"advantage", "behavior"})
 
 @dataclass(frozen=True)
 class Tapered:
-    """l = -A·logp where score > above, else -min(u, 1)·A·logp; u of the token, or the product over its trajectory.  arXiv:2503.14286 (TOPR).
+    """l = -A·logp where score > above, else -min(u, 1)·A·logp; u of the token, or the product
+    over its trajectory.  arXiv:2503.14286 (TOPR).
 
-    Good answers are learned whoever wrote them; bad ones only as far as the policy would still write them, so they cannot be pushed down
-    for ever. The paper's u is the trajectory's.
+    Good answers are learned whoever wrote them; bad ones only as far as the policy would
+    still write them, so they cannot be pushed down for ever. The paper's u is the trajectory's.
 
     level    trajectory or token
     above    the reward that a good answer exceeds
@@ -45,12 +47,15 @@ class Tapered:
         return Surrogate(-weight_T * tokens.advantages * tokens.logprobs, torch.zeros_like(tokens.guided))
 
     def __str__(self) -> str:
-        return f"-A·logp where reward > {self.above:g}, else -min(u, 1)·A·logp, u = policy / behavior of the {self.level}"
+        return (
+            f"-A·logp where reward > {self.above:g}, else -min(u, 1)·A·logp, u = policy / behavior of the {self.level}"
+        )
 
 
 @dataclass(frozen=True)
 class CappedWeight:
-    """l = -min(u, cap)·A·logp.  arXiv:2505.24034 (AIPO).  One ratio from the behavior to the policy, capped above and without a clip below.
+    """l = -min(u, cap)·A·logp.  arXiv:2505.24034 (AIPO).  One ratio from the behavior to the
+    policy, capped above and without a clip below.
 
     cap    the largest weight of a token; the paper uses 2 to 10
     """
@@ -74,11 +79,13 @@ class CappedWeight:
 
 @dataclass(frozen=True)
 class SecondMoment:
-    """l = -u·A on the tokens that remain after those of largest (log pi_proximal - log pi_behavior)² are dropped, until their mean is at most
+    """l = -u·A on the tokens that remain after those of largest (log pi_proximal - log
+    pi_behavior)² are dropped, until their mean is at most
     `threshold`; 0 on the dropped.  arXiv:2510.01161 (M2PO).
 
-    The second moment, unlike a mean, cannot cancel, and unlike a ratio's variance is not ruled by one token: very stale batches keep all
-    but their outliers. Nothing holds later updates of the same step. The gradient passes through u.
+    The second moment, unlike a mean, cannot cancel, and unlike a ratio's variance is not
+    ruled by one token: very stale batches keep all but their outliers. Nothing holds later updates
+    of the same step. The gradient passes through u.
 
     threshold    the second moment that the remaining tokens may have
     """
@@ -90,7 +97,9 @@ class SecondMoment:
 
     def __post_init__(self) -> None:
         if not self.threshold > 0:
-            raise ConfigError(f"threshold = {self.threshold}; it must be positive, or every stale token would be dropped")
+            raise ConfigError(
+                f"threshold = {self.threshold}; it must be positive, or every stale token would be dropped"
+            )
 
     def select(self, tokens: Tokens) -> Tensor:
         """The tokens that are kept; ties go together."""
@@ -107,16 +116,20 @@ class SecondMoment:
 
     def __str__(self) -> str:
         return (
-            f"-u·A, u = policy / behavior of the token; 0 for the outliers without which the mean of (log u)² is at most {self.threshold:g}"
+            f"-u·A, u = policy / behavior of the token; 0 for the outliers without which the mean of (log u)² is at "
+            f"most {self.threshold:g}"
         )
 
 
 @dataclass(frozen=True)
 class Guided(Clip):
-    """l = -pi/(pi + gamma)·A for a token of a demonstration; for the policy's own, PPO's clip.  arXiv:2504.14945 (LUFFY).
+    """l = -pi/(pi + gamma)·A for a token of a demonstration; for the policy's own,
+    PPO's clip.  arXiv:2504.14945 (LUFFY).
 
-    A demonstration has no behavior probability (it is taken as 1) and no clip. The gradient's weight gamma·pi/(pi + gamma)²
-    is largest at pi = gamma: tokens that the policy finds unlikely still teach. Advantages compare demonstrations and samples together.
+    A demonstration has no behavior probability (it is taken as 1) and no clip. The
+    gradient's weight gamma·pi/(pi + gamma)² is largest at pi = gamma: tokens that the
+    policy finds unlikely still teach. Advantages
+    compare demonstrations and samples together.
 
     low      a ratio below 1 - low passes no gradient when A < 0
     high     a ratio above 1 + high passes no gradient when A > 0

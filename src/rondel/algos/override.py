@@ -1,4 +1,6 @@
-"""A component with its knobs changed by a recipe. The knobs are the fields of its dataclass, and their annotations are the types."""
+"""A component with its knobs changed by a recipe. The knobs are the fields of its
+dataclass, and their annotations are the types.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,23 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from rondel.core.errors import ConfigError
 from rondel.core.registry import find, nearest
 
-NUMBERS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false", dict[str, float]: "a table of numbers by name"}
+NUMBERS = {
+    float: "a number",
+    int: "a whole number",
+    str: "a text",
+    bool: "true or false",
+    dict[str, float]: "a table of numbers by name",
+}
 
 
 def override(part: Any, section: Any, known: dict[str, type], path: str) -> Any:
-    """`part` with the knobs of `section`; its "kind" chooses another class of the family, which then starts from its defaults."""
+    """`part` with the knobs of `section`; its "kind" chooses another class of the
+    family, which then starts from its defaults.
+    """
     if not isinstance(section, dict):
         raise ConfigError(
-            f"{path} = {section!r} is not a table; write {path} = {{ kind = ... }} or set one of its knobs: {_listed(type(part))}"
+            f"{path} = {section!r} is not a table; write {path} = {{ kind = ... }} or set one of its knobs: "
+            f"{_listed(type(part))}"
         )
     knobs = dict(section)
     if "kind" in knobs and "kind" not in _names(type(part)):
@@ -61,7 +72,9 @@ def _fits(value: Any, option: type) -> bool:
             isinstance(value, int | float) and not isinstance(value, bool) and value == value
         )  # infinity is a bound that is none; NaN is no number
     if get_origin(option) is dict:
-        return isinstance(value, dict) and all(isinstance(name, str) and _fits(number, float) for name, number in value.items())
+        return isinstance(value, dict) and all(
+            isinstance(name, str) and _fits(number, float) for name, number in value.items()
+        )
     return type(value) is option
 
 

@@ -1,7 +1,9 @@
 """What a row decides over the whole update before its first micro-batch, so that no split can change it (law 3).
 
-Samples are never cut, so what looks at one sample at a time can wait for the micro-batch. What compares samples (a mean over all
-weights, the tokens of largest covariance) is decided here, from the proximal logprobs: its part of the row needs "proximal_logprobs".
+Samples are never cut, so what looks at one sample at a time can wait for the
+micro-batch. What compares samples (a mean over all weights, the tokens of largest covariance)
+is decided here, from the proximal logprobs: its
+part of the row needs "proximal_logprobs".
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ahead:
-    """One number for every trainable token of the update, in the order of its samples; None where it is left to the micro-batch."""
+    """One number for every trainable token of the update, in the order of its samples;
+    None where it is left to the micro-batch.
+    """
 
     correction: Tensor | None = None  # [T]
-    counts: Tensor | None = None  # [T] 0 or 1: what the correction lets count, in the denominators and for KL and entropy
+    # [T] 0 or 1: what the correction lets count, in the denominators and for KL and entropy
+    counts: Tensor | None = None
     selected: Tensor | None = None  # [T] 0 or 1: by the surrogate
     undecided: Tensor | None = None  # [T] 0 or 1: where the entropy bonus acts
 
@@ -77,7 +82,9 @@ def ahead(row: Algorithm, tokens: Tokens) -> Ahead:
 
 
 def counted(row: Algorithm, lengths_N: Tensor, decided: Ahead) -> Tensor:
-    """The tokens of each sample that count in the denominators: all, or those that the correction lets count.  [N] -> [N]."""
+    """The tokens of each sample that count in the denominators: all, or those that the
+    correction lets count.  [N] -> [N].
+    """
     if decided.counts is None:
         return lengths_N
     sample_T = torch.arange(len(lengths_N)).repeat_interleave(lengths_N)

@@ -1,7 +1,8 @@
 """How far the policy has moved from its anchor since the batch was drawn.
 
-The anchor is the proximal policy, which began the step: what lies between it and the behavior is the correction's. Anchored at the
-behavior itself (bypass) the ratio spans both, and no correction is left to make.
+The anchor is the proximal policy, which began the step: what lies between it and the
+behavior is the correction's. Anchored at the behavior itself (bypass) the ratio spans
+both, and no correction is left to make.
 """
 
 from __future__ import annotations
@@ -56,9 +57,11 @@ class SequenceRatio(TokenRatio):
 
 @dataclass(frozen=True)
 class SequenceTokenRatio(TokenRatio):
-    """log r_t = mean over its sample, as a number, with the gradient of token t alone.  [T], [T] -> [T].  arXiv:2507.18071 (GSPO-token).
+    """log r_t = mean over its sample, as a number, with the gradient of token t alone.  [T],
+    [T] -> [T].  arXiv:2507.18071 (GSPO-token).
 
-    The value of the sequence ratio; with one advantage a sample its gradient too. Made for advantages that differ within a sample.
+    The value of the sequence ratio; with one advantage a sample its gradient too. Made for
+    advantages that differ within a sample.
 
     anchor    where the ratio starts: proximal, or behavior (bypass)
     """

@@ -17,7 +17,8 @@ class Scored:
     rewards_N: Tensor
     group_N: Tensor  # int64 group ids in any order and with any values
     lengths_N: Tensor  # int64 trainable tokens
-    parts: dict[str, Tensor] = field(default_factory=dict)  # [N] each: what the reward was made of; NaN where a sample has no such part
+    # [N] each: what the reward was made of; NaN where a sample has no such part
+    parts: dict[str, Tensor] = field(default_factory=dict)
     greedy_N: Tensor | None = None  # the reward of the greedy answer to the sample's prompt
     earned_T: Tensor | None = None  # where the reward was earned; None: all of it at the end
     values_T: Tensor | None = None  # what the critic expected before the token; these are known if the row needs them

@@ -47,8 +47,8 @@ class ClipReward:
 class Overlong:
     """R_i = r_i - factor·clip((length_i - (max_tokens - buffer)) / buffer, 0, 1).  -> [N].  arXiv:2503.14476 (DAPO).
 
-    Nothing up to max_tokens - buffer, then a straight line down to -factor at max_tokens: 20480 tokens with a buffer of 4096
-    start to pay at 16384.
+    Nothing up to max_tokens - buffer, then a straight line down to -factor at
+    max_tokens: 20480 tokens with a buffer of 4096 start to pay at 16384.
 
     max_tokens    where the penalty is full; unset, it becomes the recipe's max_tokens
     buffer        over how many tokens it grows; unset, a fifth of max_tokens, as in the paper
@@ -65,7 +65,69 @@ class Overlong:
         if self.buffer is not None and not self.buffer >= 1:
             raise ConfigError(f"buffer = {self.buffer}; it must be at least 1 token")
         if self.max_tokens is not None and self.buffer is not None and self.buffer > self.max_tokens:
-            raise ConfigError(f"buffer = {self.buffer}; it must not exceed max_tokens = {self.max_tokens}, or empty answers would pay too")
+            raise ConfigError(
+                f"buffer = {self.buffer}; it must not exceed max_tokens = {self.max_tokens}, or empty answers would pay "
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f"too"
+            )
         if not self.factor >= 0:
             raise ConfigError(f"factor = {self.factor}; it must not be negative: that would reward running over")
 
@@ -81,7 +143,9 @@ class Overlong:
         if self.max_tokens is None:
             raise ConfigError("algo.shaping.max_tokens is not set: set it, or call row.bounded(max_tokens) first")
         start, buffer = self._ramp(self.max_tokens)
-        return scored.rewards_N - self.factor * ((scored.lengths_N - start).to(scored.rewards_N.dtype) / buffer).clamp(0, 1)
+        return scored.rewards_N - self.factor * ((scored.lengths_N - start).to(scored.rewards_N.dtype) / buffer).clamp(
+            0, 1
+        )
 
     def __str__(self) -> str:
         start, buffer = ("max_tokens + buffer", "buffer") if self.max_tokens is None else self._ramp(self.max_tokens)
@@ -95,9 +159,11 @@ class Overlong:
 
 @dataclass(frozen=True)
 class KimiLength:
-    """R_i = r_i + factor·(λ_i where r_i > above, else min(0, λ_i)), λ = 0.5 - (length - min) / (max - min) over its group.  -> [N].
+    """R_i = r_i + factor·(λ_i where r_i > above, else min(0, λ_i)), λ = 0.5 - (length -
+    min) / (max - min) over its group.  -> [N].
 
-    arXiv:2501.12599 (Kimi k1.5). Short right answers gain up to half a point, long ones lose it; wrong ones can only lose. 0 where all are as long.
+    arXiv:2501.12599 (Kimi k1.5). Short right answers gain up to half a point, long ones lose it;
+    wrong ones can only lose. 0 where all are as long.
 
     factor    the weight of it all
     above     the reward that a right answer exceeds
@@ -119,9 +185,12 @@ class KimiLength:
         length_N = scored.lengths_N.to(scored.rewards_N.dtype)
         least_N, most_N = (over_group(length_N, scored.group_N, how) for how in ("amin", "amax"))
         lambda_N = torch.where(most_N > least_N, 0.5 - (length_N - least_N) / (most_N - least_N).clamp(min=1), 0.0)
-        return scored.rewards_N + self.factor * torch.where(scored.rewards_N > self.above, lambda_N, lambda_N.clamp(max=0))
+        return scored.rewards_N + self.factor * torch.where(
+            scored.rewards_N > self.above, lambda_N, lambda_N.clamp(max=0)
+        )
 
     def __str__(self) -> str:
         return (
-            f"reward + {self.factor:g}·(λ if reward > {self.above:g}, else min(0, λ)), λ = 0.5 - (length - min) / (max - min) of its group"
+            f"reward + {self.factor:g}·(λ if reward > {self.above:g}, else min(0, λ)), λ = 0.5 - (length - min) / (max "
+            f"- min) of its group"
         )

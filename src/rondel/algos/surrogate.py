@@ -1,8 +1,10 @@
-"""The function of one token whose gradient is the policy's. `reads` names the parts of the row it takes numbers from; `slope` is
-the factor of ∇logp at ratio 1, as text for `explain`. Each maps Tokens, [T] -> loss and clipped, [T].
+"""The function of one token whose gradient is the policy's. `reads` names the parts of
+the row it takes numbers from; `slope` is the factor of ∇logp at ratio 1, as text for `explain`.
+Each maps Tokens, [T] -> loss and clipped, [T].
 
-A surrogate that must compare the tokens of the whole update has `select(tokens) -> [T] bool`. It is asked once, before the first
-move, with the proximal logprobs; the answer comes back as `tokens.selected`, whatever micro-batch the token is in (law 3).
+A surrogate that must compare the tokens of the whole update has `select(tokens) -> [T]
+bool`. It is asked once, before the first move, with the proximal logprobs; the answer comes back as `tokens.selected`,
+whatever micro-batch the token is in (law 3).
 """
 
 from __future__ import annotations

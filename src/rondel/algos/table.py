@@ -1,4 +1,6 @@
-"""An algorithm is a row: a product of small pure functions. A paper is a row; a recipe is a row with some knobs turned."""
+"""An algorithm is a row: a product of small pure functions. A paper is a row; a recipe is a row
+with some knobs turned.
+"""
 
 from __future__ import annotations
 
@@ -111,18 +113,24 @@ class Algorithm:
     kl: Kl  # (logprobs_T, ref_T, log_drift_T) -> kl_T
     entropy: EntropyBonus  # entropy_T -> bonus_T, on the tokens that `select` chose
     aggregate: Callable[[Tensor], Tensor]  # lengths_N -> weight_N
-    distill: Distill | FullDistill = field(default_factory=Distill)  # (behavior_T, teacher_T) -> cost_T, or a term of the loss
+    # (behavior_T, teacher_T) -> cost_T, or a term of the loss
+    distill: Distill | FullDistill = field(default_factory=Distill)
     value: ClippedValue = field(default_factory=ClippedValue)  # (values_T, old_T, returns_T) -> loss_T, clipped_T
     filters: tuple[str, ...] = ()
-    mask_truncated: bool = False  # an answer that the token limit cut off gives no gradient; its reward stays in the group's baseline
+    # an answer that the token limit cut off gives no gradient; its reward stays in the group's baseline
+    mask_truncated: bool = False
 
     def __post_init__(self) -> None:
         """What weighs by the behavior does it once; what compares two probabilities of a token gets its own ratio."""
         if getattr(self.surrogate, "token_ratio", False) and type(self.ratio) is not TokenRatio:
-            raise ConfigError(f"algo.ratio beside {self.surrogate}: it compares the token's own probabilities. Use ratio.kind = 'token'")
+            raise ConfigError(
+                f"algo.ratio beside {self.surrogate}: it compares the token's own probabilities. Use ratio.kind = "
+                f"'token'"
+            )
         if self.spans and getattr(self.correction, "weighs", False):
             raise ConfigError(
-                f"algo.correction beside {self.surrogate}: it already reaches from the behavior to the policy, and would be weighed twice. "
+                f"algo.correction beside {self.surrogate}: it already reaches from the behavior to the policy, and "
+                f"would be weighed twice. "
                 "Remove the correction, or let ratio.anchor be 'proximal' and the surrogate read the ratio"
             )
 
@@ -139,7 +147,10 @@ class Algorithm:
     @property
     def spans(self) -> bool:
         """Whether its ratio, or what the surrogate weighs by, reaches from the behavior to the policy."""
-        return "behavior" in getattr(self.surrogate, "reads", ()) or getattr(self.ratio, "anchor", "proximal") == "behavior"
+        return (
+            "behavior" in getattr(self.surrogate, "reads", ())
+            or getattr(self.ratio, "anchor", "proximal") == "behavior"
+        )
 
     @property
     def corrects(self) -> bool:
@@ -150,7 +161,11 @@ class Algorithm:
     def idle(self) -> dict[str, str]:
         """What cannot reach the loss as the row stands, and why: {"advantage": ..., "kl.kind": ...}."""
         reads = getattr(self.surrogate, "reads", frozenset({"advantage", "ratio"}))
-        idle = {family: f"the surrogate {self.surrogate} does not read it" for family in ("advantage", "ratio") if family not in reads}
+        idle = {
+            family: f"the surrogate {self.surrogate} does not read it"
+            for family in ("advantage", "ratio")
+            if family not in reads
+        }
         if "advantage" in idle or isinstance(self.advantage, Constant):
             idle["shaping"] = "no reward is read"
         elif getattr(self.advantage, "reads_parts", False):
@@ -163,14 +178,20 @@ class Algorithm:
             idle["distill"] = idle["advantage"]
         if "values" not in getattr(self.advantage, "needs", ()):
             idle["value"] = "the row has no critic"
-        if isinstance(self.correction, OffPolicyMask) and isinstance(self.advantage, Constant | Accept) and not self.distill.coef:
+        if (
+            isinstance(self.correction, OffPolicyMask)
+            and isinstance(self.advantage, Constant | Accept)
+            and not self.distill.coef
+        ):
             idle["correction"] = "no advantage is negative"
         for family, part in self.parts.items():
             idle |= {f"{family}.{knob}": why for knob, why in getattr(part, "idle", {}).items()}
         return idle
 
     def rewarded(self, scored: Scored) -> Scored:
-        """Rewards, shaped and charged with the KL: `rewards_N`, and the same by token in `earned_T`. What shaping changes is due at the end."""
+        """Rewards, shaped and charged with the KL: `rewards_N`, and the same by token in
+        `earned_T`. What shaping changes is due at the end.
+        """
         shaped_N = self.shaping(scored)
         earned_T = scored.earned + scored.at_end(shaped_N - scored.rewards_N)
         if self.kl.charged:
@@ -198,7 +219,10 @@ class Algorithm:
 
     def bounded(self, max_tokens: int) -> Algorithm:
         """Every length that the recipe left open becomes its max_tokens."""
-        return replace(self, **{family: part.bounded(max_tokens) for family, part in self.parts.items() if hasattr(part, "bounded")})
+        return replace(
+            self,
+            **{family: part.bounded(max_tokens) for family, part in self.parts.items() if hasattr(part, "bounded")},
+        )
 
 
 GRPO = Algorithm(
@@ -267,7 +291,11 @@ GMPO = replace(GRPO, name="gmpo", paper="arXiv:2507.20673", surrogate=GeometricM
 CISPO = replace(GRPO, name="cispo", paper="arXiv:2506.13585", surrogate=ClippedWeight(), aggregate=TokenMean())
 SAPO = replace(GRPO, name="sapo", paper="arXiv:2511.20347", surrogate=SoftGate())
 DPPO_TV = replace(
-    DR_GRPO, name="dppo_tv", paper="arXiv:2602.04879", ratio=TokenRatio("behavior"), surrogate=DivergenceMask("tv", low=0.15, high=0.15)
+    DR_GRPO,
+    name="dppo_tv",
+    paper="arXiv:2602.04879",
+    ratio=TokenRatio("behavior"),
+    surrogate=DivergenceMask("tv", low=0.15, high=0.15),
 )
 DPPO_KL = replace(DPPO_TV, name="dppo_kl", surrogate=DivergenceMask("kl", low=0.05, high=0.05))
 KIMI = replace(
@@ -298,15 +326,28 @@ REINFORCE_PP = replace(
     kl=Kl("k1", coef=0.0, where="reward"),
     aggregate=TokenMean(),
 )
-REINFORCE_PP_BASELINE = replace(REINFORCE_PP, name="reinforce_pp_baseline", advantage=WhitenedCenter(), kl=Kl("k2", coef=0.0))
+REINFORCE_PP_BASELINE = replace(
+    REINFORCE_PP, name="reinforce_pp_baseline", advantage=WhitenedCenter(), kl=Kl("k2", coef=0.0)
+)
 RAFT = replace(REINFORCE, name="raft", paper="arXiv:2304.06767", advantage=Accept(), aggregate=TokenMean())
 
 # tokens of another policy
-DECOUPLED = replace(GRPO, name="decoupled", paper="arXiv:2505.24298", correction=Importance(high=5.0), aggregate=TokenMean())
+DECOUPLED = replace(
+    GRPO, name="decoupled", paper="arXiv:2505.24298", correction=Importance(high=5.0), aggregate=TokenMean()
+)
 TOPR = replace(REINFORCE, name="topr", paper="arXiv:2503.14286", surrogate=Tapered())
-AIPO = replace(REINFORCE, name="aipo", paper="arXiv:2505.24034", advantage=GroupCenter(), surrogate=CappedWeight(), aggregate=TokenMean())
+AIPO = replace(
+    REINFORCE,
+    name="aipo",
+    paper="arXiv:2505.24034",
+    advantage=GroupCenter(),
+    surrogate=CappedWeight(),
+    aggregate=TokenMean(),
+)
 M2PO = replace(GRPO, name="m2po", paper="arXiv:2510.01161", surrogate=SecondMoment(), aggregate=TokenMean())
-LUFFY = replace(GRPO, name="luffy", paper="arXiv:2504.14945", advantage=GroupCenter(), surrogate=Guided(), aggregate=FixedNorm())
+LUFFY = replace(
+    GRPO, name="luffy", paper="arXiv:2504.14945", advantage=GroupCenter(), surrogate=Guided(), aggregate=FixedNorm()
+)
 
 TABLE = {
     row.name: row
@@ -327,7 +368,9 @@ def resolve(section: dict[str, Any]) -> Algorithm:
             raise ConfigError(f"algo.{key} does not exist.{nearest(key, known)} Known: {', '.join(known)}.")
     row = _row(section.get("kind"))
     changes = {
-        family: override(row.parts[family], section[family], FAMILIES[family], f"algo.{family}") for family in FAMILIES if family in section
+        family: override(row.parts[family], section[family], FAMILIES[family], f"algo.{family}")
+        for family in FAMILIES
+        if family in section
     }
     if "filters" in section:
         changes["filters"] = _filters(section["filters"])
@@ -354,8 +397,10 @@ def _row(kind: Any) -> Algorithm:
     for family, part in row.parts.items():
         if not is_dataclass(part) or isinstance(part, type):
             raise ConfigError(
-                f"algo.kind = '{kind}': its {family} is {part!r}; a part is an instance of a dataclass, whose fields are the knobs of "
-                f"[algo.{family}]: put the function into one as its __call__ (@dataclass(frozen=True) class My{family.title()}: "
+                f"algo.kind = '{kind}': its {family} is {part!r}; a part is an instance of a dataclass, whose fields "
+                f"are the knobs of "
+                f"[algo.{family}]: put the function into one as its __call__ (@dataclass(frozen=True) class "
+                f"My{family.title()}: "
                 f"def __call__(self, ...): ...) and write {family}=My{family.title()}()"
             )
     return row

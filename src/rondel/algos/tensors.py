@@ -1,4 +1,6 @@
-"""`torch` and `Tensor` for formulas. torch is imported when the first of them is computed, so rows can be read, resolved and explained without it."""
+"""`torch` and `Tensor` for formulas. torch is imported when the first of them is computed, so
+rows can be read, resolved and explained without it.
+"""
 
 from __future__ import annotations
 

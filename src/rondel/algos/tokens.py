@@ -14,7 +14,8 @@ class Tokens:
     logprobs: Tensor  # log pi
     log_ratio: Tensor  # log pi - log pi_anchor, as the row's ratio sees it
     log_weight: Tensor  # log pi_proximal - log pi_behavior; 0 where no behavior is known
-    log_drift: Tensor  # log pi - log pi_behavior, token by token and without gradient; log pi - log pi_proximal where no behavior is known
+    # log pi - log pi_behavior, token by token and without gradient; log pi - log pi_proximal where no behavior is known
+    log_drift: Tensor
     advantages: Tensor  # 0 where the row reads none
     sample: Tensor  # int64: which tokens belong together
     score: Tensor  # the reward of the token's sample

@@ -1,4 +1,6 @@
-"""Surrogates that hold the policy near its anchor by other means than PPO's clip. Their contract is in `surrogate.py`."""
+"""Surrogates that hold the policy near its anchor by other means than PPO's clip. Their contract
+is in `surrogate.py`.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ READS = frozenset({"advantage", "ratio"})
 
 @dataclass(frozen=True)
 class ClippedWeight:
-    """l = -sg(clip(r, 1-low, 1+high))·A·logp.  arXiv:2506.13585 (CISPO).  The bound of ScaleRL, arXiv:2510.13786: r at most 5.
+    """l = -sg(clip(r, 1-low, 1+high))·A·logp.  arXiv:2506.13585 (CISPO).  The bound of
+    ScaleRL, arXiv:2510.13786: r at most 5.
 
-    A clipped token keeps its gradient, with a bounded weight; so no token is silenced, and nothing holds the policy at the bound either.
+    A clipped token keeps its gradient, with a bounded weight; so no token is silenced, and
+    nothing holds the policy at the bound either.
 
     low     the weight is at least 1 - low; 1 leaves that side open
     high    the weight is at most 1 + high
@@ -47,7 +51,8 @@ class ClippedWeight:
 class SoftGate:
     """l = -4/tau·sigmoid(tau·(r - 1))·A, tau = positive where A > 0, else negative.  arXiv:2511.20347 (SAPO).
 
-    The weight of a token fades smoothly with its distance from r = 1, where it is the policy gradient; faster for A < 0.
+    The weight of a token fades smoothly with its distance from r = 1, where it is the
+    policy gradient; faster for A < 0.
 
     positive    temperature for A > 0
     negative    temperature for A <= 0
@@ -73,7 +78,8 @@ class SoftGate:
 
 @dataclass(frozen=True)
 class GeometricMean:
-    """l = -A·exp(mean over the sample of x), x = min(log r, high) where A > 0, max(log r, -low) where A < 0.  arXiv:2507.20673 (GMPO).
+    """l = -A·exp(mean over the sample of x), x = min(log r, high) where A > 0, max(log r,
+    -low) where A < 0.  arXiv:2507.20673 (GMPO).
 
     The geometric mean of the clipped token ratios: one outlier cannot carry a sample. Assumes one advantage a sample.
 
@@ -104,9 +110,12 @@ class GeometricMean:
 class DivergenceMask:
     """l = -r·A·m, m = 0 where (A > 0, r > 1, D > high) or (A < 0, r < 1, D > low), else 1.  arXiv:2602.04879 (DPPO).
 
-    D compares this token against all others taken together: tv |p - q|, or kl q·log(q/p) + (1-q)·log((1-q)/(1-p)), with p the policy
-    and q its anchor. A ratio of 2 on a token of probability 0.001 is no distance, on one of 0.4 it is. It needs the token ratio.
-    The paper anchors at the behavior, and sets 0.15 for tv, 0.05 for kl. With `cap` a larger r weighs cap, and the token keeps its gradient.
+    D compares this token against all others taken together: tv |p - q|, or kl q·log(q/p) +
+    (1-q)·log((1-q)/(1-p)), with p the policy and q its anchor. A ratio of 2 on a token of
+    probability 0.001 is no distance, on one
+    of 0.4 it is. It needs the token ratio. The paper anchors at the behavior, and sets 0.15
+    for tv, 0.05 for kl. With `cap` a larger r
+    weighs cap, and the token keeps its gradient.
 
     divergence    tv, the total variation, or kl
     low           the divergence beyond which a token of A < 0 is not pushed down further
@@ -157,10 +166,13 @@ def binary_kl(now_T: Tensor, before_T: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MirrorDescent:
-    """l = -A·logp + tau/2·x², x = log pi - log pi_anchor: of the token, or of the sample and spread over its tokens.  arXiv:2501.12599 (Kimi k1.5).
+    """l = -A·logp + tau/2·x², x = log pi - log pi_anchor: of the token, or of the sample and spread
+    over its tokens.  arXiv:2501.12599 (Kimi k1.5).
 
-    The square is what keeps the policy near the anchor; there is no ratio and no clip. The paper's x is the sample's, and its A the reward
-    less the group's mean. A sample's square S² is shared out as S·x_t: right for every aggregate that weighs the tokens of a sample alike.
+    The square is what keeps the policy near the anchor; there is no ratio and no clip. The
+    paper's x is the sample's, and its A the reward less the group's mean. A sample's square
+    S² is shared out as S·x_t: right for every
+    aggregate that weighs the tokens of a sample alike.
 
     tau      weight of the square; the paper gives no number
     level    sequence, or token: arXiv:2405.19107 (DRO) on tokens
@@ -174,7 +186,9 @@ class MirrorDescent:
     def __post_init__(self) -> None:
         one_of("level", self.level, ("sequence", "token"))
         if not self.tau >= 0:
-            raise ConfigError(f"tau = {self.tau}; it must not be negative: that would drive the policy away from its anchor")
+            raise ConfigError(
+                f"tau = {self.tau}; it must not be negative: that would drive the policy away from its anchor"
+            )
 
     @property
     def idle(self) -> dict[str, str]:
@@ -184,7 +198,9 @@ class MirrorDescent:
     def __call__(self, tokens: Tokens) -> Surrogate:
         x_T = tokens.log_ratio
         whole_T = over_group(x_T, tokens.sample, "sum") if self.level == "sequence" else x_T
-        return Surrogate(-tokens.advantages * tokens.logprobs + self.tau / 2 * whole_T * x_T, torch.zeros_like(tokens.guided))
+        return Surrogate(
+            -tokens.advantages * tokens.logprobs + self.tau / 2 * whole_T * x_T, torch.zeros_like(tokens.guided)
+        )
 
     def __str__(self) -> str:
         return f"-A·logp + {self.tau / 2:g}·(log r{' summed over the sample' if self.level == 'sequence' else ''})²"

@@ -18,9 +18,11 @@ class ValueTerms(NamedTuple):
 
 @dataclass(frozen=True)
 class ClippedValue:
-    """l = max((v - G)², (clip(v, v_old ± clip) - G)²) / 2.  [T], [T], [T] -> [T], [T].  arXiv:1707.06347's code; arXiv:2005.12729.
+    """l = max((v - G)², (clip(v, v_old ± clip) - G)²) / 2.  [T], [T], [T] -> [T], [T].
+    arXiv:1707.06347's code; arXiv:2005.12729.
 
-    G are the returns and v_old the values with which they were made. At v = v_old it is the squared error, whatever the bound.
+    G are the returns and v_old the values with which they were made. At v = v_old it is
+    the squared error, whatever the bound.
 
     clip    how far a value may move in one step; None lets it
     """
@@ -43,7 +45,9 @@ class ClippedValue:
 
 
 def explained_variance(values_T: Tensor, returns_T: Tensor) -> float | None:
-    """1 - var(G - v) / var(G).  [T], [T] -> 1 for a critic that knows, 0 for one that says a constant.  None where G does not vary."""
+    """1 - var(G - v) / var(G).  [T], [T] -> 1 for a critic that knows, 0 for one that says
+    a constant.  None where G does not vary.
+    """
     if len(returns_T) < 2 or not bool((spread := returns_T.double().var()) > 0):
         return None
     return float(1 - (returns_T.double() - values_T.double()).var() / spread)

@@ -1,4 +1,6 @@
-"""Builds a run from its recipe: components, deployment, workers, refusals. The only place that names concrete classes."""
+"""Builds a run from its recipe: components, deployment, workers, refusals. The only place that
+names concrete classes.
+"""
 
 from __future__ import annotations
 

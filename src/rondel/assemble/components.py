@@ -1,4 +1,6 @@
-"""Job -> the concrete parts of a run, built in the order in which they can fail cheaply: recipe, data, reward, model."""
+"""Job -> the concrete parts of a run, built in the order in which they can fail cheaply: recipe,
+data, reward, model.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from typing import Any
 from rondel.algos.mixture import Mixture
 from rondel.algos.table import Algorithm
 from rondel.assemble.deployment import ENGINES, TOLERANCE, Placed, place
-from rondel.assemble.refusals import refuse, refuse_idle_evaluation, refuse_shown_tasks, refuse_unanswered, refuse_unplayed
+from rondel.assemble.refusals import (
+    refuse,
+    refuse_idle_evaluation,
+    refuse_shown_tasks,
+    refuse_unanswered,
+    refuse_unplayed,
+)
 from rondel.assemble.rows import Rows, refuse_unknown_sources, rows_beside, rows_of
 from rondel.assemble.workers import Known, mismatch_bound, replays
 from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_deaf_template, refuse_idle_split
@@ -88,7 +96,9 @@ class Parts:
 
     @property
     def algo(self) -> Algorithm | Mixture:
-        """What the loop trains: the row, or a mixture of it, of those that sources have, and of what is shown beside."""
+        """What the loop trains: the row, or a mixture of it, of those that sources have, and of
+        what is shown beside.
+        """
         streams = self.rows.of | {s.stream: (s.row, s.weight) for s in self.shown}
         return Mixture(self.row, streams) if streams else self.row
 
@@ -120,7 +130,9 @@ class Parts:
 
 
 def build(job: Job, folder: Path | None = None) -> Parts:
-    """Every fault that can be known before the model is loaded is raised before. `folder`: of a run that may be continued after a crash."""
+    """Every fault that can be known before the model is loaded is raised before. `folder`: of
+    a run that may be continued after a crash.
+    """
     job, _ = with_steps(job)
     find("engine", job.engine.kind, ENGINES)
     one_of("trainer.kind", job.trainer.kind, ["fsdp"])
@@ -130,7 +142,8 @@ def build(job: Job, folder: Path | None = None) -> Parts:
         if row.entropy.coef < 0:
             emit(
                 Warned(
-                    f"algo.entropy.coef = {row.entropy.coef:g} in {row.name} is negative: the policy is paid for being certain, and the answers of a "
+                    f"algo.entropy.coef = {row.entropy.coef:g} in {row.name} is negative: the policy is paid for being "
+                    f"certain, and the answers of a "
                     "group become equal sooner. A bonus for entropy is positive"
                 )
             )
@@ -150,7 +163,8 @@ def build(job: Job, folder: Path | None = None) -> Parts:
     if tasks.too_long:
         emit(
             Warned(
-                f"{tasks.too_long} tasks are left out: their prompts are longer than task.max_prompt_tokens = {job.task.max_prompt_tokens}"
+                f"{tasks.too_long} tasks are left out: their prompts are longer than task.max_prompt_tokens = "
+                f"{job.task.max_prompt_tokens}"
             )
         )
     order = order_of(job, tasks)
@@ -164,7 +178,12 @@ def build(job: Job, folder: Path | None = None) -> Parts:
         for task in every[:: 1 + len(every) // EXAMINED]:
             examine(t.reward, task)
         placed = place(
-            job, rows.needs, sampling, lambda known: encoded(job, tasks, shown, env, known, sampling), folder, pool if pool.naps else None
+            job,
+            rows.needs,
+            sampling,
+            lambda known: encoded(job, tasks, shown, env, known, sampling),
+            folder,
+            pool if pool.naps else None,
         )
         ends.callback(placed.close)
         sync = sync_of(job, placed)
@@ -183,7 +202,13 @@ def build(job: Job, folder: Path | None = None) -> Parts:
             env,
             placed.resolved,
             shown,
-            served(job, placed.known.tokenizer, ENGINES, rows.taught, lambda: longest(job, tasks, env, placed.known, sampling)),
+            served(
+                job,
+                placed.known.tokenizer,
+                ENGINES,
+                rows.taught,
+                lambda: longest(job, tasks, env, placed.known, sampling),
+            ),
             Returning(job.loop.replays, job.loop.max_staleness, job.loop.seed) if job.loop.replays else None,
             ends.pop_all().close,
             Failures(job.task.max_failures, job.task.patience),
@@ -210,10 +235,74 @@ def env_of(job: Job, tasks: TaskSet) -> Any:
     tables = job.task.data.get("sources", []) if tasks.sources else []
     named = {table["env"]: table for table in tables if "env" in table}
     if sum(table.get("env") == "verifiers" for table in tables) > 1:
-        raise ConfigError('task.data.sources: one of them may have env = "verifiers", whose tasks say nothing of the package they are from')
+        raise ConfigError(
+            'task.data.sources: one of them may have env = "verifiers", whose tasks say nothing of the package they are '
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            "from"
+        )
     if not named:
         return _env(job, job.task.env, job.task.data)
-    return ByTask({name: _env(job, name, named.get(name, {})) for name in {task.env for task in [*tasks.train, *tasks.held_out]}})
+    return ByTask(
+        {name: _env(job, name, named.get(name, {})) for name in {task.env for task in [*tasks.train, *tasks.held_out]}}
+    )
 
 
 def _env(job: Job, name: str, data: dict[str, Any]) -> Any:
@@ -227,22 +316,29 @@ def _env(job: Job, name: str, data: dict[str, Any]) -> Any:
             raise ConfigError('task.env = "tools" has none: set task.tools = ["calculator", "my_module:my_function"]')
         if "python" in t.tools:
             _python_can_run(t.tool_timeout)
-        tools = [Mcp(name) if name.startswith(("mcp:", "mcp+shared:")) else find("tool", name, TOOLS) for name in t.tools]
+        tools = [
+            Mcp(name) if name.startswith(("mcp:", "mcp+shared:")) else find("tool", name, TOOLS) for name in t.tools
+        ]
         return Tools(tools, turns=t.turns, timeout=t.tool_timeout, suffix=t.suffix, system=t.system)
     if found is Gym:
         if data.get("kind") != "gym":
             raise ConfigError(
-                'task.env = "gym" plays the worlds of its tasks: set task.data = { kind = "gym", name = "my_module:make", n = 100 }'
+                'task.env = "gym" plays the worlds of its tasks: set task.data = '
+                '{ kind = "gym", name = "my_module:make", n = 100 }'
             )
         maker(str(data.get("name", "")))  # the first episode would be late
         return Gym(turns=t.turns, timeout=t.tool_timeout, suffix=t.suffix, system=t.system)
     if found is Gateway:
         if t.agent is None:
-            raise ConfigError('task.env = "gateway" has no agent: set task.agent = "my_module:my_function", or a command')
+            raise ConfigError(
+                'task.env = "gateway" has no agent: set task.agent = "my_module:my_function", or a command'
+            )
         return Gateway(agent_of(t.agent), timeout=t.agent_timeout)
     if found is Agents:
         if not t.agents:
-            raise ConfigError('task.env = "agents" has none: set task.agents = [{ agent = "writer", says = "{prompt}" }, ...]')
+            raise ConfigError(
+                'task.env = "agents" has none: set task.agents = [{ agent = "writer", says = "{prompt}" }, ...]'
+            )
         return Agents(t.agents, suffix=t.suffix, system=t.system)
     if found is agent_of_verifiers:
         return Gateway(agent_of_verifiers(data), timeout=t.agent_timeout)
@@ -257,7 +353,8 @@ def _python_can_run(timeout: float) -> None:
     """The python tool has the time that its own calls take, and a box."""
     if timeout <= SECONDS + GRACE:
         raise ConfigError(
-            f"task.tool_timeout = {timeout:g}: the python tool ends its own calls after {SECONDS + GRACE:g} s, and a call that the "
+            f"task.tool_timeout = {timeout:g}: the python tool ends its own calls after {SECONDS + GRACE:g} s, and a "
+            f"call that the "
             "environment gives up first would count as the world's fault; set it above, or leave it out"
         )
     try:
@@ -309,7 +406,9 @@ def judge_of(job: Job, rows: Rows) -> Callable[[Group], Verdict]:
 
 
 def with_steps(job: Job) -> tuple[Job, str]:
-    """The job with its number of steps, and how passes over the data became that number; "" where the recipe says it itself."""
+    """The job with its number of steps, and how passes over the data became that
+    number; "" where the recipe says it itself.
+    """
     passes, groups = job.loop.passes, job.loop.groups_per_step
     if passes is None:
         return job, ""
@@ -334,12 +433,16 @@ def _that_fit(job: Job, tasks: TaskSet, env: Any) -> TaskSet:
         raise DataError(f"task.max_prompt_tokens = {most} leaves no {whom} task: every prompt is longer; raise it")
     sources = tuple((weight, [task for task in own if id(task) in fits]) for weight, own in tasks.sources)
     if empty := [i for i, (_, own) in enumerate(sources, 1) if not own]:
-        raise DataError(f"task.max_prompt_tokens = {most} leaves no task of task.data.sources[{empty[0]}]; raise it, or remove the source")
+        raise DataError(
+            f"task.max_prompt_tokens = {most} leaves no task of task.data.sources[{empty[0]}]; raise it, or remove the source"
+        )
     gone = len(tasks.train) + len(tasks.held_out) - len(train) - len(held_out)
     return replace(tasks, train=train, held_out=held_out, sources=sources, too_long=gone)
 
 
-def _prompt_counter(job: Job, env: Any, tokenizer: Any, sight: Sight | None, max_context: int, sampling: Sampling) -> Callable[[Task], int]:
+def _prompt_counter(
+    job: Job, env: Any, tokenizer: Any, sight: Sight | None, max_context: int, sampling: Sampling
+) -> Callable[[Task], int]:
     """Task -> tokens of its rendered prompt."""
 
     async def silent(request: Request) -> Completion:
@@ -349,7 +452,13 @@ def _prompt_counter(job: Job, env: Any, tokenizer: Any, sight: Sight | None, max
 
     def count(task: Task) -> int:
         chat = TokenChat(
-            tokenizer, silent, sampling=sampling, key=lambda turn: 0, max_context=max_context, system=job.task.system, sight=sight
+            tokenizer,
+            silent,
+            sampling=sampling,
+            key=lambda turn: 0,
+            max_context=max_context,
+            system=job.task.system,
+            sight=sight,
         )
         try:
             chat.give(*prompt(task))
@@ -361,7 +470,9 @@ def _prompt_counter(job: Job, env: Any, tokenizer: Any, sight: Sight | None, max
 
 
 def encoded(job: Job, tasks: TaskSet, shown: list[Shown], env: Any, known: Known, sampling: Sampling) -> int:
-    """What is wrong with the tasks or the chat template as tokens is said here, before the weights are loaded. -> `longest`."""
+    """What is wrong with the tasks or the chat template as tokens is said here, before
+    the weights are loaded. -> `longest`.
+    """
     everything = all_tasks(tasks, shown)
     refuse_idle_split(everything, known.tokenizer)
     refuse_deaf_template(env, known.tokenizer)
@@ -371,12 +482,16 @@ def encoded(job: Job, tasks: TaskSet, shown: list[Shown], env: Any, known: Known
 
 
 def longest(job: Job, tasks: TaskSet, env: Any, known: Known, sampling: Sampling) -> int:
-    """Tokens of the longest conversation. Renders the prompts that look longest: one that leaves no room for its answer is an error now,
-    not at step 120."""
+    """Tokens of the longest conversation. Renders the prompts that look longest: one that
+    leaves no room for its answer is an error now, not at step 120."""
 
     def size(task: Task) -> int:
         """Characters, and for each cell of an image as many as a token has."""
-        parts = [part for m in task.data.get("messages", ()) for part in (m["content"] if isinstance(m["content"], list) else ())]
+        parts = [
+            part
+            for m in task.data.get("messages", ())
+            for part in (m["content"] if isinstance(m["content"], list) else ())
+        ]
         cells = [math.prod(part["size"]) // known.sight.cell**2 for part in parts if known.sight and "size" in part]
         return len(asked(task)) + 4 * sum(cells)
 
@@ -385,7 +500,8 @@ def longest(job: Job, tasks: TaskSet, env: Any, known: Known, sampling: Sampling
         n = count(task)
         if n + sampling.max_tokens > known.max_context:
             raise DataError(
-                f"the prompt of task {task.id} has {n} tokens; with engine.sampling.max_tokens = {sampling.max_tokens} that exceeds the model's context of "
+                f"the prompt of task {task.id} has {n} tokens; with engine.sampling.max_tokens = {sampling.max_tokens} "
+                f"that exceeds the model's context of "
                 f"{known.max_context}: {_shorter(known.max_context - sampling.max_tokens)}lower max_tokens"
             )
         most = max(most, n)
@@ -399,7 +515,11 @@ def _shorter(room: int) -> str:
 def sync_of(job: Job, placed: Placed) -> Update:
     """The same probe through engine and trainer after every update."""
     known = placed.known
-    probe = Template(known.tokenizer).opening([{"role": "user", "content": "One, two, three."}])[:PROBE] if job.sync.probe else []
+    probe = (
+        Template(known.tokenizer).opening([{"role": "user", "content": "One, two, three."}])[:PROBE]
+        if job.sync.probe
+        else []
+    )
     others = {name: trainer.logprobs for name, trainer in placed.trainers.items() if name != POLICY}
     return Update(
         placed.transport,

@@ -4,7 +4,8 @@ place.kind   place.cluster
 shared       local            one device, one module, 0 bytes move
 split        local            two devices of this process, a module each
 split        process          place.ranks + place.engines processes of this machine, each on cores (or a GPU) of its own
-split        torchrun         the ranks that torchrun started; the first one has the loop, and the engines as processes of its own
+split        torchrun         the ranks that torchrun started; the first one has the loop, and
+             the engines as processes of its own
 split        ray              the same as actors of a Ray cluster, on any of its machines
 
 An engine of others is where its url says; then only the trainer's ranks are processes of ours.
@@ -25,7 +26,16 @@ import torch
 
 from rondel.assemble.refusals import refuse_routes_of, refuse_unrepeatable
 from rondel.assemble.remote_workers import RemoteEngine, RemoteTrainer
-from rondel.assemble.workers import EngineHost, Known, TrainerHost, collective_patience, engine_of, policy_of, speculation_of, trainer_of
+from rondel.assemble.workers import (
+    EngineHost,
+    Known,
+    TrainerHost,
+    collective_patience,
+    engine_of,
+    policy_of,
+    speculation_of,
+    trainer_of,
+)
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError, UserError, WorkerError
 from rondel.core.protocols import Cluster, Transport
@@ -50,11 +60,14 @@ from rondel.train.checkpoint import bytes_needed
 from rondel.train.multi_policy import FOLDER, Trainers
 
 ENGINES = {"builtin": BuiltinEngine, "sglang": Sglang, "vllm": Vllm}
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # mean nats a token of what two sides score
+# mean nats a token of what two sides score
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 
 
 def bytes_sent(job: Job) -> int:
-    """Of one version of the weights on a CPU; 0 where only an adapter is sent, and where the model must be fetched before its size is known."""
+    """Of one version of the weights on a CPU; 0 where only an adapter is sent, and where the
+    model must be fetched before its size is known.
+    """
     if job.model.adapter.kind != "off":
         return 0
     try:
@@ -93,7 +106,9 @@ class Placed:
         return self.trainer.each if isinstance(self.trainer, Trainers) else {POLICY: self.trainer}
 
     def catches_up(self, worker: str, sync: Update) -> Callable[[Any], Awaitable[int]] | None:
-        """What brings an engine that was started again the weights that serve: of several policies those of its own, if they are trained."""
+        """What brings an engine that was started again the weights that serve: of several
+        policies those of its own, if they are trained.
+        """
         if not isinstance(self.engine, Policies):
             return sync.catch_up
         [name] = [name for name, engine in self.engine.each.items() if engine is self.remotes[worker]]
@@ -119,7 +134,8 @@ class Plan:
     folder    of the run, for what survives a crash; None keeps nothing
     policy    whose weights, where there are several: the main one's, or the name of another
     frozen    nothing trains them: an engine is all they need
-    before    workers of the policies that were placed before this one, of `workers` in all; their cores and GPUs are taken
+    before    workers of the policies that were placed before this one, of `workers` in all;
+              their cores and GPUs are taken
     beside    the device of a shared placement, once it is there
     reward    whose model is on that device, too, and sleeps while the trainer works
     """
@@ -141,19 +157,23 @@ class Plan:
         where = self.job.place
         self.device = pick_device(where.device)
         if self.job.run.record:
-            refuse_unrepeatable(self.job, self.device, torchrun.rank_and_size()[1] if where.cluster == "torchrun" else where.ranks)
+            refuse_unrepeatable(
+                self.job, self.device, torchrun.rank_and_size()[1] if where.cluster == "torchrun" else where.ranks
+            )
         self.threads = None if where.threads == "auto" else where.threads
         of: dict[str, planner.Apart] = {"local": "device", "ray": "machine"}
         apart: planner.Apart = "module" if where.kind == "shared" else of.get(where.cluster, "process")
         if self.job.engine.kind != "builtin":
             apart = "server"
-        weights = bytes_sent(self.job) if apart == "process" and self.device == "cpu" else 0  # those of a GPU are read where they lie
+        # those of a GPU are read where they lie
+        weights = bytes_sent(self.job) if apart == "process" and self.device == "cpu" else 0
         way = planner.transport(self.job.sync.kind, apart=apart, weights=weights, room=planner.shared_memory())
         self.kind, self.resolved = way.value, {"sync.kind": f"{way.value} ({way.why})"}
 
     def transport(self) -> Transport:
         """Driver, trainer and engine have an instance each."""
-        folder = (self.folder or Path(tempfile.gettempdir()) / f"rondel-{os.getpid()}").resolve()  # others read it from where they are
+        # others read it from where they are
+        folder = (self.folder or Path(tempfile.gettempdir()) / f"rondel-{os.getpid()}").resolve()
         return transport_of(self.kind, folder=folder / "weights", one_module=self.job.place.kind == "shared")
 
     def cluster(self, workers: int, threads: int | None) -> Cluster:
@@ -165,7 +185,9 @@ class Plan:
             from rondel.runtime.cluster.ray import RayCluster
         except ImportError as error:
             raise ConfigError('place.cluster = "ray" needs Ray: pip install "rondel[cluster]"') from error
-        return RayCluster(workers, cpus=threads or 1, gpus=self.device != "cpu", address=where.address, patience=where.patience)
+        return RayCluster(
+            workers, cpus=threads or 1, gpus=self.device != "cpu", address=where.address, patience=where.patience
+        )
 
     def names(self, workers: int) -> list[str]:
         """The device of each worker; a Ray actor sees only its own."""
@@ -182,12 +204,18 @@ class Plan:
 
 
 def place(
-    job: Job, needs: frozenset[str], sampling: Sampling, longest: Callable[[Known], int], folder: Path | None, reward: Any = None
+    job: Job,
+    needs: frozenset[str],
+    sampling: Sampling,
+    longest: Callable[[Known], int],
+    folder: Path | None,
+    reward: Any = None,
 ) -> Placed:
     """The parts of a run; of several policies each as if it were alone, and then joined."""
     if reward is not None and (job.place.kind != "shared" or job.policies):
         raise ConfigError(
-            "task.reward: offload = true is for one policy with place.kind = 'shared', whose trainer wants the reward model's device: "
+            "task.reward: offload = true is for one policy with place.kind = 'shared', whose trainer wants the reward "
+            "model's device: "
             "leave it out, and give it a device of its own"
         )
     if not job.policies:
@@ -202,7 +230,13 @@ def place(
             beside = Device(device, None if where.threads == "auto" else where.threads)
             ends.callback(beside.close)
         for name in workers:
-            plan = Plan(job.of_policy(name), needs, sampling, longest, folder and (folder if name == POLICY else folder / FOLDER / name))
+            plan = Plan(
+                job.of_policy(name),
+                needs,
+                sampling,
+                longest,
+                folder and (folder if name == POLICY else folder / FOLDER / name),
+            )
             plan.policy, plan.frozen, plan.beside = name, name in frozen, beside
             plan.before, plan.workers = sum(workers[other] for other in each), sum(workers.values())
             each[name] = placed(plan)
@@ -232,10 +266,16 @@ def _shared(plan: Plan) -> Placed:
     known, speculation, transport = Known.of(loaded), device.call(speculation_of, job, plan.device), plan.transport()
     draft = speculation.draft if speculation else None
     claim = OneAtATime("engine") if job.trainer.offload else None
-    engine, ours = engine_of(job, loaded, device, plan.longest(known), speculation, transports={}, log=plan.log(), claim=claim)
-    trainer, theirs = trainer_of(job, plan.needs, plan.sampling, loaded, device, draft=draft, transport=transport, claim=claim)
+    engine, ours = engine_of(
+        job, loaded, device, plan.longest(known), speculation, transports={}, log=plan.log(), claim=claim
+    )
+    trainer, theirs = trainer_of(
+        job, plan.needs, plan.sampling, loaded, device, draft=draft, transport=transport, claim=claim
+    )
     where = f"one process, {_threads(device.threads)} on {plan.device} for engine and trainer"
-    devices = Shared(engine, trainer, how=job.loop.in_flight, offload=job.trainer.offload, device=plan.device, beside=plan.reward)
+    devices = Shared(
+        engine, trainer, how=job.loop.in_flight, offload=job.trainer.offload, device=plan.device, beside=plan.reward
+    )
     return Placed(known, engine, trainer, devices, ours | theirs, where, bytes_needed(trainer), transport)
 
 
@@ -256,7 +296,69 @@ def _split(plan: Plan) -> Placed:
     job, mine, led = plan.job, plan.job.engine.kind == "builtin", plan.job.place.cluster == "torchrun"
     ranks = torchrun.rank_and_size()[1] if led else job.place.ranks
     if led and job.place.ranks not in (1, ranks):
-        raise ConfigError(f"place.ranks = {job.place.ranks}, but torchrun started {ranks}: leave it out, torchrun says how many there are")
+        raise ConfigError(
+            f"place.ranks = {job.place.ranks}, but torchrun started {ranks}: leave it out, torchrun says how many there "
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f"are"
+        )
     ours = [job.engine, job.engine.speculative] if mine else []
     for section in (job.model, job.model.adapter, job.trainer, job.trainer.critic, *ours):
         section._read.update(type(section).model_fields)  # by the hosts
@@ -275,14 +377,18 @@ def _split(plan: Plan) -> Placed:
         return cluster.spawn(plan.called("engine", i), EngineHost, *made_of, cores=shares[ranks + i])
 
     hosts = [start(i) for i in range(engines)]
-    trainers, (known, resolved, size) = _led(plan, ranks, names[0], each) if led else _spawned(plan, cluster, names[:ranks], shares, each)
+    trainers, (known, resolved, size) = (
+        _led(plan, ranks, names[0], each) if led else _spawned(plan, cluster, names[:ranks], shares, each)
+    )
     for worker in hosts:
         worker.now()
     longest = plan.longest(known)
     for worker in hosts:
         resolved |= worker.now("open", longest)
     where = f"{workers} processes with {_threads(each)} each: {ranks} of the trainer, {engines} of the engine"
-    remotes = {plan.called("engine", i): RemoteEngine(worker, partial(start, i), longest) for i, worker in enumerate(hosts)}
+    remotes = {
+        plan.called("engine", i): RemoteEngine(worker, partial(start, i), longest) for i, worker in enumerate(hosts)
+    }
     if not mine:
         refuse_routes_of(job, known.routers)
     reach = None if mine else partial(_reach, job, plan.sampling, longest)
@@ -292,18 +398,33 @@ def _split(plan: Plan) -> Placed:
     engine = remotes[plan.called("engine", 0)] if mine and engines == 1 else _routed(remotes | others, job, known)
     trainer, way = RemoteTrainer(trainers), plan.transport()
     return Placed(
-        known, engine, trainer, Split(), resolved, where, size, way, remotes, reach, lost=trainer.lost, dump=cluster.dump, pids=cluster.pids
+        known,
+        engine,
+        trainer,
+        Split(),
+        resolved,
+        where,
+        size,
+        way,
+        remotes,
+        reach,
+        lost=trainer.lost,
+        dump=cluster.dump,
+        pids=cluster.pids,
     )
 
 
 def _alone_here(plan: Plan) -> Placed:
-    """Weights that nothing trains, on the device that others share or on one of their own. Asked again, they draw the same tokens again,
-    so they need no token log."""
+    """Weights that nothing trains, on the device that others share or on one of their own.
+    Asked again, they draw the same tokens again, so they need no token log."""
     shared = plan.job.place.kind == "shared"
-    device = plan.beside if shared and plan.beside else Device(plan.device if shared else plan.names(1)[0], plan.threads)
+    device = (
+        plan.beside if shared and plan.beside else Device(plan.device if shared else plan.names(1)[0], plan.threads)
+    )
     if device is not plan.beside:
         plan.ends.callback(device.close)
-    loaded, speculation = device.call(policy_of, plan.job, device.name), device.call(speculation_of, plan.job, device.name)
+    loaded = device.call(policy_of, plan.job, device.name)
+    speculation = device.call(speculation_of, plan.job, device.name)
     known = Known.of(loaded)
     engine, resolved = engine_of(plan.job, loaded, device, plan.longest(known), speculation, transports={})
     return Placed(known, engine, None, Split(), resolved, f"an engine on {device.name}", 0, plan.transport())
@@ -328,16 +449,35 @@ def _alone(plan: Plan) -> Placed:
     remotes = {plan.called("engine", 0): RemoteEngine(worker, start, longest)}
     engine = remotes[plan.called("engine", 0)]
     return Placed(
-        known, engine, None, Split(), resolved, f"a process of its own with {_threads(each)}", 0, plan.transport(), remotes, dump=cluster.dump, pids=cluster.pids
-    )  # fmt: skip
+        known,
+        engine,
+        None,
+        Split(),
+        resolved,
+        f"a process of its own with {_threads(each)}",
+        0,
+        plan.transport(),
+        remotes,
+        dump=cluster.dump,
+        pids=cluster.pids,
+    )
 
 
-def _spawned(plan: Plan, cluster: Cluster, names: list[str], shares: list[tuple[int, ...]], each: int | None) -> tuple[list[Any], Any]:
+def _spawned(
+    plan: Plan, cluster: Cluster, names: list[str], shares: list[tuple[int, ...]], each: int | None
+) -> tuple[list[Any], Any]:
     """The trainer's ranks as workers of the cluster. -> they, and what the first one says of itself."""
     made_of = (plan.job, plan.needs, plan.sampling)
     trainers = [
         cluster.spawn(
-            plan.called("trainer", rank), TrainerHost, *made_of, name, each, plan.transport(), cores=shares[rank], tells=rank == 0
+            plan.called("trainer", rank),
+            TrainerHost,
+            *made_of,
+            name,
+            each,
+            plan.transport(),
+            cores=shares[rank],
+            tells=rank == 0,
         )
         for rank, name in enumerate(names)
     ]
@@ -374,7 +514,11 @@ def _routed(engines: Mapping[str, Any], job: Job, known: Known) -> Router:
     auto = job.engine.concurrency == "auto" and job.engine.kind != "builtin"  # ours find it themselves
     concurrency = Concurrency(job.engine.max_running) if auto else None
     return Router(
-        engines, max_inflight=job.engine.max_running, concurrency=concurrency, apart=TOLERANCE[known.dtype], patience=job.place.patience
+        engines,
+        max_inflight=job.engine.max_running,
+        concurrency=concurrency,
+        apart=TOLERANCE[known.dtype],
+        patience=job.place.patience,
     )
 
 
@@ -383,7 +527,9 @@ def cores() -> list[int]:
 
 
 def _shares(workers: int) -> list[tuple[int, ...]]:
-    """Cores of its own for each worker, as long as there are enough: two OpenMP pools on one core wait for each other."""
+    """Cores of its own for each worker, as long as there are enough: two OpenMP pools on one core
+    wait for each other.
+    """
     mine = cores()
     each = len(mine) // workers
     return [tuple(mine[i * each : (i + 1) * each]) for i in range(workers)] if each else [()] * workers
@@ -396,7 +542,8 @@ def _names(device: str, workers: int) -> list[str]:
     first = int(device.partition(":")[2] or 0)
     if first + workers > torch.cuda.device_count():
         raise ConfigError(
-            f"place.kind = 'split' asks for {workers} GPUs from number {first} on, but this machine has {torch.cuda.device_count()}. "
+            f"place.kind = 'split' asks for {workers} GPUs from number {first} on, but this machine has "
+            f"{torch.cuda.device_count()}. "
             "Use place.kind = 'shared', or fewer place.engines and place.ranks"
         )
     return [f"cuda:{first + i}" for i in range(workers)]

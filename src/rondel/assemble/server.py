@@ -52,7 +52,9 @@ def serve(model: str | dict[str, Any], settings: Settings, *, ready: Callable[[s
     device = Device(device_name, settings.threads)
     try:
         loaded = device.call(lambda: load(model, dtype=settings.dtype, device=device_name))
-        speculation = device.call(lambda: speculation_of(settings.speculative, dtype=settings.dtype, device=device_name))
+        speculation = device.call(
+            lambda: speculation_of(settings.speculative, dtype=settings.dtype, device=device_name)
+        )
         draft = speculation.draft if speculation else None
         pages = pages_of(
             [loaded, draft.loaded] if draft else [loaded],
@@ -79,7 +81,14 @@ def serve(model: str | dict[str, Any], settings: Settings, *, ready: Callable[[s
         host, port = sock.getsockname()[:2]
 
         async def main() -> None:
-            service = Service(engine, run=device.run, name=name, limits=settings.limits, api_key=settings.api_key, segment=FromIpc.place)
+            service = Service(
+                engine,
+                run=device.run,
+                name=name,
+                limits=settings.limits,
+                api_key=settings.api_key,
+                segment=FromIpc.place,
+            )
             await run(service, sock, drain=settings.drain, ready=lambda: ready(host, port, what))
 
         stop = subscribe(dispensable("the log of warnings", _warn))

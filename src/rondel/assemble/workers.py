@@ -1,7 +1,8 @@
 """Engine and trainer of one run, each with what it needs: in one process, or as hosts that can live anywhere.
 
 shared    one device and one module for both
-split     EngineHost and TrainerHost: a device and weights of their own, in this process or in another, on this machine or another
+split     EngineHost and TrainerHost: a device and weights of their own, in this process or in
+          another, on this machine or another
 """
 
 from __future__ import annotations
@@ -64,7 +65,15 @@ class Known:
 
     @classmethod
     def of(cls, loaded: Loaded) -> Known:
-        return cls(loaded.name, loaded.tokenizer, loaded.max_context, loaded.routers, loaded.sight, loaded.numbers, loaded.dtype)
+        return cls(
+            loaded.name,
+            loaded.tokenizer,
+            loaded.max_context,
+            loaded.routers,
+            loaded.sight,
+            loaded.numbers,
+            loaded.dtype,
+        )
 
 
 def engine_of(
@@ -127,7 +136,9 @@ def trainer_of(
 ) -> tuple[LocalTrainer, dict[str, str]]:
     """-> the trainer, and what was resolved for it."""
     micro = planner.micro_tokens(job.trainer.micro_tokens, on_gpu=device.name.startswith("cuda"))
-    settings = settings_of(job, sampling, micro.value, replay_routes=replays(job, loaded), mismatch_bound=mismatch_bound(job, loaded))
+    settings = settings_of(
+        job, sampling, micro.value, replay_routes=replays(job, loaded), mismatch_bound=mismatch_bound(job, loaded)
+    )
 
     def make() -> LocalTrainer:
         return LocalTrainer(
@@ -157,7 +168,9 @@ def trainer_of(
 class EngineHost:
     """An engine with a device and weights of its own; its verbs are the engine's."""
 
-    def __init__(self, job: Job, device: str, threads: int | None, transports: dict[str, Transport], log: Path | None) -> None:
+    def __init__(
+        self, job: Job, device: str, threads: int | None, transports: dict[str, Transport], log: Path | None
+    ) -> None:
         self.job, self.device, self.transports, self.log = job, Device(device, threads), transports, log
         self.loaded = self.device.call(policy_of, job, device)
 
@@ -184,14 +197,17 @@ class EngineHost:
 def follow(job: Job, needs: frozenset[str], sampling: Sampling, device: str, threads: int | None) -> None:
     """A rank that torchrun started beside the one with the loop: does what that one calls."""
     rank, size = torchrun.rank_and_size()
-    host = TrainerHost(job, needs, sampling, device, threads, FromTensor())  # it gives its shards and sends nothing itself
+    # it gives its shards and sends nothing itself
+    host = TrainerHost(job, needs, sampling, device, threads, FromTensor())
     calls = host.device.call(torchrun.joined, device, collective_patience(job))
     host.join(rank, size)
     torchrun.follow(host, calls)
 
 
 class TrainerHost:
-    """One rank of the trainer with a device and weights of its own. What it learns of a batch is told, for the batch came as a copy."""
+    """One rank of the trainer with a device and weights of its own. What it learns of a
+    batch is told, for the batch came as a copy.
+    """
 
     def __init__(
         self,
@@ -207,7 +223,9 @@ class TrainerHost:
         self.job, self.needs, self.sampling, self.transport = job, needs, sampling, transport
 
     def meet(self, host: str, ranks: int) -> tuple[str, int] | None:
-        """`host`: where other workers reach this one, the first of `ranks`. -> where the others find it, if there are any."""
+        """`host`: where other workers reach this one, the first of `ranks`. -> where the
+        others find it, if there are any.
+        """
         if isinstance(self.transport, FromDistributed):
             self.transport.host = host
         if ranks == 1:
@@ -215,13 +233,18 @@ class TrainerHost:
         self.meeting = Meeting(host)
         return self.meeting.address
 
-    def join(self, rank: int = 0, size: int = 1, address: tuple[str, int] | None = None) -> tuple[Known, dict[str, str], int]:
+    def join(
+        self, rank: int = 0, size: int = 1, address: tuple[str, int] | None = None
+    ) -> tuple[Known, dict[str, str], int]:
         """Returns when all ranks have. -> facts of the model, what was resolved, and the size of a checkpoint."""
         known = Known.of(self.loaded)
         if size > 1:
-            meeting = None if address is None else self.meeting if rank == 0 else Meeting.at(address)  # None: torchrun has joined them
+            # None: torchrun has joined them
+            meeting = None if address is None else self.meeting if rank == 0 else Meeting.at(address)
             patience = collective_patience(self.job)
-            self.ranks = self.device.call(lambda: Sharded(rank, size, meeting, device=self.device.name, patience=patience))
+            self.ranks = self.device.call(
+                lambda: Sharded(rank, size, meeting, device=self.device.name, patience=patience)
+            )
         self.trainer, resolved = trainer_of(
             self.job, self.needs, self.sampling, self.loaded, self.device, ranks=self.ranks, transport=self.transport
         )
@@ -287,7 +310,8 @@ def sight_within(job: Job, sight: Sight | None, name: str) -> Sight | None:
     m, plain = job.model, type(job.model).model_fields
     if sight is None and (odd := [key for key in ("tower", "image_tokens") if getattr(m, key) != plain[key].default]):
         raise ConfigError(
-            f"model.{odd[0]} = {getattr(m, odd[0])!r}, but '{name}' reads text alone: leave it out, or take a vision-language model"
+            f"model.{odd[0]} = {getattr(m, odd[0])!r}, but '{name}' reads text alone: leave it out, or take a "
+            f"vision-language model"
         )
     if m.tower == "trained" and (m.adapter.kind != "off" or job.place.ranks > 1):
         what = (
@@ -310,7 +334,8 @@ def adapter_fact(loaded: Loaded) -> str:
     whole, packed = loaded.numbers, nf4.described(loaded.model)
     return (
         f"lora of rank {adapter.config.r}, alpha {adapter.config.lora_alpha}, on {len(adapter.layers)} layers: "
-        f"{adapter.numbers} of {whole} numbers are trained ({adapter.numbers / whole:.1%})" + (f"; base: {packed}" if packed else "")
+        f"{adapter.numbers} of {whole} numbers are trained ({adapter.numbers / whole:.1%})"
+        + (f"; base: {packed}" if packed else "")
     )
 
 
@@ -318,7 +343,9 @@ def replays(job: Job, loaded: Loaded | Known) -> bool:
     """Whether the trainer sends every token to the experts that the engine sent it to."""
     wanted = job.trainer.routing_replay
     if wanted is True and not loaded.routers:
-        raise ConfigError(f"trainer.routing_replay = true, but '{loaded.name}' is dense: it has no routers. Leave it at \"auto\"")
+        raise ConfigError(
+            f"trainer.routing_replay = true, but '{loaded.name}' is dense: it has no routers. Leave it at \"auto\""
+        )
     if not loaded.routers or wanted is False:
         return False
     refuse_without_routes(job)
@@ -351,43 +378,76 @@ def speculation_fact(job: Job, draft: Draft | None) -> str:
     wanted = job.engine.speculative
     if draft is None:
         return wanted.kind if wanted.kind == "off" else f"{wanted.kind}, at most {wanted.k} guesses"
-    return f"draft {draft.loaded.name}, at most {wanted.k} guesses, " + (f"trained with lr {wanted.lr:g}" if wanted.lr else "frozen")
+    return f"draft {draft.loaded.name}, at most {wanted.k} guesses, " + (
+        f"trained with lr {wanted.lr:g}" if wanted.lr else "frozen"
+    )
 
 
 def mismatch_bound(job: Job, loaded: Loaded | Known) -> float:
     return bound_of(loaded.dtype, mixture=bool(loaded.routers), foreign=job.engine.kind != "builtin")
 
 
-def settings_of(job: Job, sampling: Sampling, micro_tokens: int, *, replay_routes: bool, mismatch_bound: float) -> Settings:
+def settings_of(
+    job: Job, sampling: Sampling, micro_tokens: int, *, replay_routes: bool, mismatch_bound: float
+) -> Settings:
     t = job.trainer
     return Settings(
-        lr=t.lr, temperature=sampling.temperature, schedule=t.schedule, warmup_steps=t.warmup_steps, steps=job.steps, clip=t.clip,
-        weight_decay=t.weight_decay, betas=t.betas, micro_tokens=micro_tokens, updates_per_step=job.loop.updates_per_step,
+        lr=t.lr,
+        temperature=sampling.temperature,
+        schedule=t.schedule,
+        warmup_steps=t.warmup_steps,
+        steps=job.steps,
+        clip=t.clip,
+        weight_decay=t.weight_decay,
+        betas=t.betas,
+        micro_tokens=micro_tokens,
+        updates_per_step=job.loop.updates_per_step,
         epochs=job.loop.epochs,
-        max_bad_steps=t.max_bad_steps, first_step=job.loop.warmup.steps, replay_routes=replay_routes,
-        critic_lr=t.critic.lr, critic_warmup=t.critic.warmup, mismatch_bound=mismatch_bound,
-    )  # fmt: skip
+        max_bad_steps=t.max_bad_steps,
+        first_step=job.loop.warmup.steps,
+        replay_routes=replay_routes,
+        critic_lr=t.critic.lr,
+        critic_warmup=t.critic.warmup,
+        mismatch_bound=mismatch_bound,
+    )
 
 
 def warmup_settings(job: Job, settings: Settings) -> Settings:
     """The supervised phase: its own learning rate, constant."""
     return replace(
-        settings, lr=job.loop.warmup.lr, schedule="constant", warmup_steps=0, updates_per_step=1, epochs=1, first_step=0, start_probe=0, replay_routes=False
-    )  # fmt: skip
+        settings,
+        lr=job.loop.warmup.lr,
+        schedule="constant",
+        warmup_steps=0,
+        updates_per_step=1,
+        epochs=1,
+        first_step=0,
+        start_probe=0,
+        replay_routes=False,
+    )
 
 
 def critic_of(job: Job, loaded: Loaded, settings: Settings, ranks: Alone) -> Critic:
-    """A copy of the policy as it will be at the critic's first step, or a model of its own that reads the same tokens."""
+    """A copy of the policy as it will be at the critic's first step, or a model of its own that
+    reads the same tokens.
+    """
     path = job.trainer.critic.path
     if path is None:
         return Critic(loaded, settings, ranks=ranks)
     other = load(path, dtype=job.model.dtype, device=str(loaded.device))
-    same_words(loaded, other, who=f"trainer.critic.path = {path!r}", remedy="It must read the same tokens: take a model of the same family")
+    same_words(
+        loaded,
+        other,
+        who=f"trainer.critic.path = {path!r}",
+        remedy="It must read the same tokens: take a model of the same family",
+    )
     return Critic(other, settings, follows=False, ranks=ranks)
 
 
 def teachers_of(job: Job, loaded: Loaded, *, full: bool) -> list[Teacher]:
-    """Any models that read the same tokens; nothing trains them. Those behind a url are asked by the driver. `full`: logit by logit."""
+    """Any models that read the same tokens; nothing trains them. Those behind a url are
+    asked by the driver. `full`: logit by logit.
+    """
 
     def local(path: str | dict[str, Any]) -> Loaded:
         teacher = load(path, dtype=job.model.dtype, device=str(loaded.device))
@@ -395,7 +455,8 @@ def teachers_of(job: Job, loaded: Loaded, *, full: bool) -> list[Teacher]:
         same_words(loaded, teacher, who=f"model.teacher = {path!r}", remedy=remedy)
         if full and (ours := len(loaded.head.weight)) != (theirs := len(teacher.head.weight)):
             raise ConfigError(
-                f"model.teacher = {path!r} has {theirs} logits a token and the policy {ours}: whole distributions cannot be compared. "
+                f"model.teacher = {path!r} has {theirs} logits a token and the policy {ours}: whole distributions "
+                f"cannot be compared. "
                 "Use algo.distill.kind = 'distill', which reads the drawn tokens"
             )
         teacher.model.requires_grad_(False)
@@ -406,7 +467,8 @@ def teachers_of(job: Job, loaded: Loaded, *, full: bool) -> list[Teacher]:
 
 def teachers_fact(job: Job) -> str:
     told = [
-        f"{t.name}{f' for {t.source}' if t.source else ''}{f', weight {t.weight:g}' if t.weight != 1 else ''}" for t in job.model.teachers
+        f"{t.name}{f' for {t.source}' if t.source else ''}{f', weight {t.weight:g}' if t.weight != 1 else ''}"
+        for t in job.model.teachers
     ]
     return "; ".join(told) or "none"
 
@@ -420,10 +482,13 @@ def critic_fact(job: Job) -> str:
 def pages_of(
     models: list[Loaded], *, wanted: int | str, max_running: int, longest: int, prefill: int, own: bool, staged: bool
 ) -> planner.Resolved:
-    """Cache pages for requests of at most `longest` tokens, whose keys and values all these models keep. `own`: the device is a GPU with nobody else on it while the engine generates;
-    `staged`: new weights lie there beside the old ones."""
+    """Cache pages for requests of at most `longest` tokens, whose keys and values all these models keep. `own`: the
+    device is a GPU with nobody else on it while the engine generates; `staged`: new
+    weights lie there beside the old ones."""
     loaded, reserve = models[0], None
-    free, memory = torch.cuda.mem_get_info(loaded.device) if loaded.device.type == "cuda" else (planner.free_memory(), 0)
+    free, memory = (
+        torch.cuda.mem_get_info(loaded.device) if loaded.device.type == "cuda" else (planner.free_memory(), 0)
+    )
     if own:
         vocab, hidden = loaded.head.weight.shape
         version = sum(t.nbytes for _, t in names.weights(loaded.model)) if staged else 0

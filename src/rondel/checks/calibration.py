@@ -1,4 +1,6 @@
-"""What this machine can do, measured for the planner: a matrix product, a copy, a few decode steps, a few training steps."""
+"""What this machine can do, measured for the planner: a matrix product, a copy, a
+few decode steps, a few training steps.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,20 @@ from rondel.planner import cost
 from rondel.planner.hardware import DEVICES, GB, TERA, Hardware, remember
 from rondel.planner.setting import Setting, of_job
 
-SMALL = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
+SMALL = {
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LARGE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 
 
 class Paced(NamedTuple):
@@ -36,16 +50,26 @@ def calibrate() -> str:
     """Measure, remember, and say where."""
     width = 2 if pick_dtype("auto", "cpu") == torch.bfloat16 else 4
     on = replace(
-        DEVICES["cpu"], flops=gemm(width) * width / 2, bandwidth=copying(), efficiency=1.0, stream=1.0, decode_efficiency=1.0,
-        overhead=0.0, calls=0.0, answer=0.0, row=0.0,
-    )  # fmt: skip
+        DEVICES["cpu"],
+        flops=gemm(width) * width / 2,
+        bandwidth=copying(),
+        efficiency=1.0,
+        stream=1.0,
+        decode_efficiency=1.0,
+        overhead=0.0,
+        calls=0.0,
+        answer=0.0,
+        row=0.0,
+    )
     long, many = measured(job_of(SMALL, width, groups=8, new=48)), measured(job_of(SMALL, width, groups=32, new=8))
     found = fitted(on, long, many, measured(job_of(LARGE, width, groups=8, new=32)))
     found = replace(found, source=f"measured on this machine, {time.strftime('%Y-%m-%d')}")
     file = remember(found)
     return (
-        f"{found.flops / TERA:.3g} TFLOP/s in bf16 terms, memory {found.bandwidth / GB:.1f} GB/s; training reaches {found.efficiency:.0%}, decoding "
-        f"{found.decode_efficiency:.0%}; a layer of a decode step {found.overhead * 1e6:.0f} us, of a training pass {found.calls * 1e6:.0f} us; an answer "
+        f"{found.flops / TERA:.3g} TFLOP/s in bf16 terms, memory {found.bandwidth / GB:.1f} GB/s; training reaches "
+        f"{found.efficiency:.0%}, decoding "
+        f"{found.decode_efficiency:.0%}; a layer of a decode step {found.overhead * 1e6:.0f} us, of a training pass "
+        f"{found.calls * 1e6:.0f} us; an answer "
         f"{found.answer * 1e6:.0f} us in the loop and {found.row * 1e6:.0f} us in training; kept in {file}"
     )
 
@@ -54,14 +78,18 @@ Run = tuple[Setting, Paced]
 
 
 def fitted(on: Hardware, long: Run, many: Run, large: Run) -> Hardware:
-    """Costs that no size explains, and shares of the peak, by turns: each is what the other leaves of the measured times."""
+    """Costs that no size explains, and shares of the peak, by turns: each is what the
+    other leaves of the measured times.
+    """
     for _ in range(12):
         on = shares(calls(on, long, many), large)
     return on
 
 
 def calls(on: Hardware, long: Run, many: Run) -> Hardware:
-    """Two runs of a small model, few long answers and many short ones, without its arithmetic: what a layer costs and what an answer, twice."""
+    """Two runs of a small model, few long answers and many short ones, without its arithmetic:
+    what a layer costs and what an answer, twice.
+    """
     bare = replace(on, overhead=0.0, calls=0.0, answer=0.0, row=0.0)
     written, trained = [], []
     for setting, paced in (long, many):
@@ -89,9 +117,13 @@ def shares(on: Hardware, large: Run) -> Hardware:
     bare = replace(setting, hardware=on)
     flops = on.flops * 2 / setting.width
     left = paced.generate - setting.samples * on.answer - setting.output * on.overhead * setting.shape.layers
-    decode = 2 * setting.shape.active * (setting.new_tokens + setting.prompts * setting.prompt) / max(1e-3, left) / flops
+    decode = (
+        2 * setting.shape.active * (setting.new_tokens + setting.prompts * setting.prompt) / max(1e-3, left) / flops
+    )
     left = paced.train - cost.calls_seconds(bare) - cost.update_seconds(bare)
-    trained = 3 * cost.forward_flops(setting.shape, setting.prompt + setting.mean) * paced.packed / max(1e-3, left) / flops
+    trained = (
+        3 * cost.forward_flops(setting.shape, setting.prompt + setting.mean) * paced.packed / max(1e-3, left) / flops
+    )
     return replace(on, decode_efficiency=min(1.0, decode), efficiency=min(1.0, trained))
 
 
@@ -113,7 +145,9 @@ def job_of(model: dict[str, Any], width: int, *, groups: int, new: int) -> Job:
 
 
 def measured(job: Job, *, first: int = 1) -> tuple[Setting, Paced]:
-    """Run it in a folder of its own. -> its setting with the lengths that it had, and its pace after the first steps."""
+    """Run it in a folder of its own. -> its setting with the lengths that it had, and its pace
+    after the first steps.
+    """
     done: list[StepDone] = []
 
     def note(event: Any) -> None:

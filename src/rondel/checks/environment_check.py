@@ -1,4 +1,6 @@
-"""`rondel check-env`: is an environment fit to be trained in? Scripts play it, at a policy's best and worst, before a model does."""
+"""`rondel check-env`: is an environment fit to be trained in? Scripts play it, at a
+policy's best and worst, before a model does.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,8 @@ class _Check:
                 f"the event loop stood still for {stalls.longest:.2f} s at {stalls.where}"
                 if stalls.longest
                 else "other episodes go on meanwhile",
-                "await what waits, or call it through asyncio.to_thread: one that blocks stops every episode of the run",
+                "await what waits, or call it through asyncio.to_thread: one that blocks stops every episode of the "
+                "run",
             ),
             self._together(together, alone, at_once),
             self._same(played, again),
@@ -115,7 +118,9 @@ class _Check:
         return hasattr(self.stage.env, "gold") or task.data.get("answer") not in (None, "")
 
     async def _at_once(self) -> tuple[list[Played], int, float, list[Played]]:
-        """The same few episodes one after the other, and at once. -> the former, how many met, the seconds of one, the latter."""
+        """The same few episodes one after the other, and at once. -> the former, how many
+        met, the seconds of one, the latter.
+        """
         loop, few = asyncio.get_running_loop(), self.tasks[:TOGETHER]
         began = loop.time()
         again = [await self.stage.play("wrong", task, self.scripts["wrong"]) for task in few]
@@ -124,7 +129,9 @@ class _Check:
         await asyncio.gather(*(self.stage.play("wrong", task, self.scripts["wrong"]) for task in few))
         self.figures["together"] = (loop.time() - began) / max(alone, 1e-9)
         meeting = Meeting(len(few), self.patience)
-        met = await asyncio.gather(*(self.stage.play("wrong", task, self.scripts["wrong"], meeting=meeting) for task in few))
+        met = await asyncio.gather(
+            *(self.stage.play("wrong", task, self.scripts["wrong"], meeting=meeting) for task in few)
+        )
         return again, meeting.most, alone, list(met)
 
     def _runs(self, played: list[Played]) -> Finding:
@@ -133,7 +140,10 @@ class _Check:
             return Finding("runs", True, f"{len(played)} episodes of {len(self.scripts)} scripts ended without a fault")
         message = f"{len(faults)} of {len(played)} episodes broke; {faults[0].where}: {faults[0].fault}"
         return Finding(
-            "runs", False, message, "whatever the policy writes is an answer to read or to score; raise only when the world breaks"
+            "runs",
+            False,
+            message,
+            "whatever the policy writes is an answer to read or to score; raise only when the world breaks",
         )
 
     def _budget(self, played: list[Played]) -> Finding:
@@ -141,7 +151,9 @@ class _Check:
         for p in played:
             longest = max((len(t.tokens) for t in p.trajectories), default=0)
             if longest > self.stage.max_context:
-                return Finding("budget", False, f"{p.where}: {longest} tokens, the context holds {self.stage.max_context}", rule)
+                return Finding(
+                    "budget", False, f"{p.where}: {longest} tokens, the context holds {self.stage.max_context}", rule
+                )
             if any(r.sampling.max_tokens > self.stage.sampling.max_tokens for r, _ in p.actor.drawn):
                 return Finding("budget", False, f"{p.where}: it asks for more than engine.sampling.max_tokens", rule)
             if p.actor.asked > self.stage.most or f"of at most {self.stage.most}" in p.fault:
@@ -149,7 +161,9 @@ class _Check:
         turns = max(p.actor.asked for p in played)
         longest = max((len(t.tokens) for p in played for t in p.trajectories), default=0)
         self.figures |= {"turns": turns, "tokens": longest}
-        return Finding("budget", True, f"at most {turns} replies and {longest} tokens an episode, of {self.stage.max_context}")
+        return Finding(
+            "budget", True, f"at most {turns} replies and {longest} tokens an episode, of {self.stage.max_context}"
+        )
 
     async def _scores(self, played: list[Played]) -> list[Finding]:
         scores: Scores = {name: [] for name in JUDGED}
@@ -167,11 +181,19 @@ class _Check:
         by = "the environment" if self.own else "the reward"
         if values:
             self.figures |= {"score_min": min(values), "score_max": max(values)}
-        where = f"of {len(values)} episodes {by} scores between {min(values):g} and {max(values):g}" if values else "no episode has a score"
+        where = (
+            f"of {len(values)} episodes {by} scores between {min(values):g} and {max(values):g}"
+            if values
+            else "no episode has a score"
+        )
         found = [Finding("scores", bool(values), where, "set chat.trajectory.score, or task.reward")]
         if not any(p.script == "gold" for p in played):
             told = "no task has an 'answer' and the environment no gold(task), so gold was not tried"
-            return [*found, Finding("gold", True, told), *judged({"gold": [], "empty": [], "wrong": []}, failed, len(ended))[:1]]
+            return [
+                *found,
+                Finding("gold", True, told),
+                *judged({"gold": [], "empty": [], "wrong": []}, failed, len(ended))[:1],
+            ]
         return found + judged(scores, failed, len(ended))
 
     async def _score(self, played: Played) -> Score | Failed:
@@ -192,7 +214,11 @@ class _Check:
         if met < n:
             message = f"of {n} episodes begun at once {met} asked the policy; the others waited for these to end"
             return Finding("together", False, message, "no lock around an episode: give each a world of its own")
-        took = f"they take {ratio:.2f} of the time of one after the other" if alone > SHORT else "they are too short to compare their times"
+        took = (
+            f"they take {ratio:.2f} of the time of one after the other"
+            if alone > SHORT
+            else "they are too short to compare their times"
+        )
         return Finding("together", True, f"{n} episodes at once ask side by side; {took}")
 
     def _same(self, played: list[Played], again: list[Played]) -> Finding:
@@ -211,7 +237,9 @@ class _Check:
         def told(what: str, seconds: list[float]) -> Finding:
             self.figures |= {f"{what}_median_s": statistics.median(seconds), f"{what}_p95_s": p95(seconds)}
             return Finding(
-                f"time: {what}", True, f"{statistics.median(seconds) * 1e3:.1f} ms a call, 95 % within {p95(seconds) * 1e3:.1f} ms"
+                f"time: {what}",
+                True,
+                f"{statistics.median(seconds) * 1e3:.1f} ms a call, 95 % within {p95(seconds) * 1e3:.1f} ms",
             )
 
         calls = [p.seconds / max(1, p.actor.asked) for p in played]
@@ -223,7 +251,9 @@ def _record(played: list[Played]) -> Finding:
     if not wrong:
         return Finding("record", True, "every token is masked as given, or is one that the policy drew there")
     p, said = wrong[0]
-    return Finding("record", False, f"{p.where}: {said}", "leave chat.trajectory to the chat: give() and reply() write it")
+    return Finding(
+        "record", False, f"{p.where}: {said}", "leave chat.trajectory to the chat: give() and reply() write it"
+    )
 
 
 def _counted(env: Any) -> dict[str, list[int]]:
@@ -264,9 +294,14 @@ async def _left() -> int:
 def _closed(opened: dict[str, list[int]], left: int) -> Finding:
     open_still = {name: made - closed for name, (made, closed) in opened.items() if made != closed}
     if open_still or left:
-        what = ", ".join([*(f"{n} {name}" for name, n in open_still.items()), *([f"{left} tasks of the event loop"] if left else [])])
+        what = ", ".join(
+            [*(f"{n} {name}" for name, n in open_still.items()), *([f"{left} tasks of the event loop"] if left else [])]
+        )
         return Finding(
-            "closed", False, f"left open behind the last episode: {what}", "end what an episode began in a finally, or in close()"
+            "closed",
+            False,
+            f"left open behind the last episode: {what}",
+            "end what an episode began in a finally, or in close()",
         )
     tools = ", ".join(f"{made} {name}" for name, (made, _) in opened.items())
     return Finding("closed", True, f"nothing is left open{f'; closed: {tools}' if tools else ''}")

@@ -24,7 +24,8 @@ from rondel.train.checkpoint import Checkpoints
 
 
 def check(job: Job, *, asked: bool = False) -> list[Finding]:
-    """The recipe, its data, the reward on gold, empty and wrong answers, the signal, memory, disk, and a few steps at lr = 0.
+    """The recipe, its data, the reward on gold, empty and wrong answers, the signal,
+    memory, disk, and a few steps at lr = 0.
 
     The steps are taken if the model is small, or `asked` for.
     """
@@ -49,7 +50,9 @@ def _policy(parts: Parts, name: str) -> str:
     """Who plays it, and what becomes of it."""
     agents = ", ".join(agent for agent, plays in parts.job.cast.items() if plays == name)
     lr = parts.job.of_policy(name).trainer.lr
-    return f"plays {agents} with {parts.placed.others[name].name}, " + ("frozen" if parts.job.policies[name].frozen else f"lr {lr:g}")
+    return f"plays {agents} with {parts.placed.others[name].name}, " + (
+        "frozen" if parts.job.policies[name].frozen else f"lr {lr:g}"
+    )
 
 
 def _tasks(parts: Parts) -> Finding:
@@ -63,7 +66,12 @@ def _tasks(parts: Parts) -> Finding:
     message = f"{len(t.train)} to train on, {len(t.held_out)} held out; left out: {left_out}"
     if t.held_out:
         return Finding("tasks", True, message)
-    return Finding("tasks", False, f"{message}: nothing to measure progress with", "set task.data.holdout = 50, or eval_path for files")
+    return Finding(
+        "tasks",
+        False,
+        f"{message}: nothing to measure progress with",
+        "set task.data.holdout = 50, or eval_path for files",
+    )
 
 
 def _boxes(job: Job) -> list[Finding]:
@@ -86,7 +94,9 @@ def _python_tool() -> Finding:
         tool.close()
     if said == "42":
         return Finding("python tool", True, f"answers, the first call in {1e3 * (time.perf_counter() - began):.0f} ms")
-    return Finding("python tool", False, f"6 * 7 is answered with {said!r:.200}", "see `rondel doctor` for what the sandbox needs")
+    return Finding(
+        "python tool", False, f"6 * 7 is answered with {said!r:.200}", "see `rondel doctor` for what the sandbox needs"
+    )
 
 
 async def _live(parts: Parts, *, asked: bool) -> list[Finding]:
@@ -117,7 +127,8 @@ def _signal(parts: Parts, groups: list[Group]) -> list[Finding]:
         Finding(
             "signal",
             mixed > 0 or warm > 0,
-            f"{mixed} of {len(groups)} groups have mixed rewards, mean reward {mean:.2f}" + " (before the supervised phase)" * (warm > 0),
+            f"{mixed} of {len(groups)} groups have mixed rewards, mean reward {mean:.2f}"
+            + " (before the supervised phase)" * (warm > 0),
             "an easier or harder task, a larger group_size, or a supervised phase first (loop.warmup)",
         ),
         Finding(
@@ -139,7 +150,9 @@ def _signal(parts: Parts, groups: list[Group]) -> list[Finding]:
     if failed:
         found.append(
             Finding(
-                "rollouts", False, f"{len(failed)} of {len(answers)} answers could not be scored: {failed[0].reason} {failed[0].detail}"
+                "rollouts",
+                False,
+                f"{len(failed)} of {len(answers)} answers could not be scored: {failed[0].reason} {failed[0].detail}",
             )
         )
     return found
@@ -151,7 +164,9 @@ def _memory(parts: Parts) -> Finding:
     held = parts.trainer.offload.memory()
     loaded = sum(held.get(name, 0) for name in ("weights", "critic"))  # a frozen base included
     loaded += sum(parts.placed.others[name].bytes for name, policy in parts.job.policies.items() if policy.frozen)
-    needed = sum(4 * m.numel() * (4 if m is not p else 3) for owner in owners for p, m in zip(owner.compute, owner.masters))
+    needed = sum(
+        4 * m.numel() * (4 if m is not p else 3) for owner in owners for p, m in zip(owner.compute, owner.masters)
+    )
     free = free_memory()  # beside the copy that computes: master, gradient, two moments
     several = f" of {len(trainers)} policies" if len(trainers) > 1 else ""
     message = f"weights{several} {_size(loaded)}; training needs {_size(needed)} more, {_size(free)} are free"
@@ -166,7 +181,9 @@ def _disk(parts: Parts) -> Finding:
         Checkpoints(existing, parts.job.run.checkpoint.keep).check_disk(needed)
     except CheckpointError as error:
         return Finding("disk", False, str(error))
-    return Finding("disk", True, f"a checkpoint takes {_size(needed)}; the newest {parts.job.run.checkpoint.keep} are kept")
+    return Finding(
+        "disk", True, f"a checkpoint takes {_size(needed)}; the newest {parts.job.run.checkpoint.keep} are kept"
+    )
 
 
 def _size(n: float) -> str:

@@ -1,4 +1,5 @@
-"""A policy of scripts in an environment: what it asks for is kept, what it is told is watched, and nothing runs for ever.
+"""A policy of scripts in an environment: what it asks for is kept, what it is told
+is watched, and nothing runs for ever.
 
 script(task, turn) -> text, or token ids without an end     gold, wrong, empty, garbage, long, calls
 """
@@ -46,7 +47,9 @@ class Meeting:
 
 @dataclass
 class Actor:
-    """An engine that says what its script says. `drawn`: each request with what was drawn for it; each token has a logprob of its own."""
+    """An engine that says what its script says. `drawn`: each request with what was drawn
+    for it; each token has a logprob of its own.
+    """
 
     tokenizer: Any
     task: Task
@@ -121,7 +124,9 @@ class Played:
         return [[token for token, mine in zip(t.tokens, t.mask) if not mine] for t in self.trajectories]
 
     def misrecorded(self) -> str:
-        """Law 5: each run of the policy's tokens is one of its replies, to the letter, behind the tokens that it was given."""
+        """Law 5: each run of the policy's tokens is one of its replies, to the letter,
+        behind the tokens that it was given.
+        """
         for t in self.trajectories:
             if not len(t.tokens) == len(t.mask) == len(t.logprobs) == len(t.versions):
                 return "tokens, mask, logprobs and versions differ in length"
@@ -132,9 +137,18 @@ class Played:
                         return f"token {at} was given and has a logprob or a version"
                     at += 1
                     continue
-                found = [d for r, d in self.actor.drawn if d.tokens and r.tokens == t.tokens[:at] and d.versions[0] == t.versions[at]]
+                found = [
+                    d
+                    for r, d in self.actor.drawn
+                    if d.tokens and r.tokens == t.tokens[:at] and d.versions[0] == t.versions[at]
+                ]
                 end = at + len(found[0].tokens) if found else at
-                if not found or t.tokens[at:end] != found[0].tokens or t.logprobs[at:end] != found[0].logprobs or not all(t.mask[at:end]):
+                if (
+                    not found
+                    or t.tokens[at:end] != found[0].tokens
+                    or t.logprobs[at:end] != found[0].logprobs
+                    or not all(t.mask[at:end])
+                ):
                     return f"token {at} counts as the policy's, and no reply that it gave there begins so"
                 at = end
         return ""
@@ -157,7 +171,9 @@ class Stage:
         turns = getattr(self.env, "turns", None)
         return turns if isinstance(turns, int) and turns < RUNAWAY else RUNAWAY
 
-    async def play(self, name: str, task: Task, script: Script, *, meeting: Meeting | None = None, dies: bool = False) -> Played:
+    async def play(
+        self, name: str, task: Task, script: Script, *, meeting: Meeting | None = None, dies: bool = False
+    ) -> Played:
         actor = Actor(self.tokenizer, task, script, self.most, meeting, dies)
         chat = WatchedChat(
             self.tokenizer,
@@ -186,9 +202,13 @@ class Stage:
 
 
 def scripts(tokenizer: Any, tasks: Sequence[Task], env: Any) -> dict[str, Script]:
-    """What a policy may do, at its best and worst. Gold is the environment's own `gold(task)`, a list of replies, or the task's answer."""
+    """What a policy may do, at its best and worst. Gold is the environment's own
+    `gold(task)`, a list of replies, or the task's answer.
+    """
     plain = [i for i in range(len(tokenizer)) if i not in set(tokenizer.all_special_ids)]
-    answers = list(dict.fromkeys(str(task.data["answer"]) for task in tasks if task.data.get("answer") not in (None, "")))
+    answers = list(
+        dict.fromkeys(str(task.data["answer"]) for task in tasks if task.data.get("answer") not in (None, ""))
+    )
     wrong_calls = _wrong_calls(tokenizer, env, tasks[0])
 
     def drawn(task: Task, turn: int, n: int) -> list[int]:
@@ -217,7 +237,9 @@ def _wrong_calls(tokenizer: Any, env: Any, task: Task) -> list[str]:
     """As the template writes calls: a tool that is not there, arguments that do not fit, and what cannot be read."""
     form = Template(tokenizer).calls
     opens, closes, key = (
-        (form.opens, form.closes, form.arguments) if isinstance(form, JsonCalls) else ("<tool_call>", "</tool_call>", "arguments")
+        (form.opens, form.closes, form.arguments)
+        if isinstance(form, JsonCalls)
+        else ("<tool_call>", "</tool_call>", "arguments")
     )
     schemas: Schemas = ()
     with suppress(Exception):  # an episode will say it

@@ -23,13 +23,17 @@ GAP = {4: 1e-4, 2: 0.1}  # bytes of the compute dtype -> mean |trainer - engine|
 WATCHED = ("train/ratio_max_deviation", "train/clip_fraction", "train/grad_norm", "train/gap_mean", "train/mismatch_k3")
 
 
-async def self_test(parts: Parts, groups: list[Group], prepare: Callable[[list[Group]], Awaitable[Any]], *, asked: bool) -> list[Finding]:
+async def self_test(
+    parts: Parts, groups: list[Group], prepare: Callable[[list[Group]], Awaitable[Any]], *, asked: bool
+) -> list[Finding]:
     """One finding each: the ratio is 1, nothing is clipped, every weight keeps its bits, trainer and engine agree."""
     known, scored = {POLICY: parts.known, **parts.placed.others}, [g for g in groups if g.rewards]
     trainers = parts.placed.trainers
     weights = sum(known[name].parameters for name in trainers)
     if weights > SMALL and not asked:
-        return [Finding("lr = 0", True, f"not run on {weights / 1e9:.1f} billion weights; rondel check --self-test runs it")]
+        return [
+            Finding("lr = 0", True, f"not run on {weights / 1e9:.1f} billion weights; rondel check --self-test runs it")
+        ]
     if not scored:
         return [Finding("lr = 0", False, "no scored rollouts to train on", "look at the findings about the reward")]
     settings = {name: trainer.main for name, trainer in trainers.items()}
@@ -41,14 +45,26 @@ async def self_test(parts: Parts, groups: list[Group], prepare: Callable[[list[G
         async with parts.placed.devices.parked(), parts.placed.devices.training():
             stats = await parts.trainer.step(batch, parts.algo)
         if not stats.stepped:
-            return [Finding("lr = 0", False, f"a finite-check refused the step: {stats.note}", "look at the rewards and the model's dtype")]
+            return [
+                Finding(
+                    "lr = 0",
+                    False,
+                    f"a finite-check refused the step: {stats.note}",
+                    "look at the rewards and the model's dtype",
+                )
+            ]
         seen.append(stats.metrics)
     changed = [_bits(trainer) for trainer in trainers.values()] != before
     for name, trainer in trainers.items():
         trainer.main = settings[name]
-    told = {watched: [m[own] for m in seen for name in trainers if (own := named(name, watched)) in m] for watched in WATCHED}
+    told = {
+        watched: [m[own] for m in seen for name in trainers if (own := named(name, watched)) in m]
+        for watched in WATCHED
+    }
     worst = {watched: max(values) for watched, values in told.items() if values}
-    return list(_findings(worst, changed=changed, gap=GAP[parts.known.dtype.itemsize], most=trainers[POLICY].alarm.most))
+    return list(
+        _findings(worst, changed=changed, gap=GAP[parts.known.dtype.itemsize], most=trainers[POLICY].alarm.most)
+    )
 
 
 def _findings(worst: dict[str, float], *, changed: bool, gap: float, most: float) -> Iterator[Finding]:
@@ -59,7 +75,9 @@ def _findings(worst: dict[str, float], *, changed: bool, gap: float, most: float
     yield Finding("lr = 0: ratio", ratio <= gap, f"differs from 1 by at most {ratio:.1e}", anchor)
     yield Finding("lr = 0: clip", clipped == 0, f"{clipped:.1%} of the tokens are clipped", anchor)
     kept = f"{'CHANGED' if changed else 'the same bits'} after {STEPS} steps, gradient norm {worst.get('train/grad_norm', 0.0):.1e}"
-    yield Finding("lr = 0: weights", not changed, kept, "something beside the optimizer writes weights: an own trainer or model?")
+    yield Finding(
+        "lr = 0: weights", not changed, kept, "something beside the optimizer writes weights: an own trainer or model?"
+    )
     if apart is not None:
         told = f"mean |trainer - engine| {apart:.1e} nats a token (at most {gap:g}), K3 {k3:.1e} (at most {most:g})"
         remedy = "engine and trainer disagree: model.dtype = 'float32' or engine.numerics = 'aligned' tells rounding from a bug"

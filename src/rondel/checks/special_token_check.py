@@ -46,7 +46,8 @@ def refuse_idle_split(tasks: list[Task], tokenizer: Any) -> None:
     if idle := next((source for source, spells in means.items() if not spells), None):
         known = ", ".join(list(special.names)[:8]) or "none"
         raise ConfigError(
-            f"task.data.{SPLIT} = false has no effect: no question or answer of '{idle}' spells a control token of the model ({known}). Remove it"
+            f"task.data.{SPLIT} = false has no effect: no question or answer of '{idle}' spells a control token of the "
+            f"model ({known}). Remove it"
         )
 
 

@@ -1,4 +1,6 @@
-"""The command line. A verb is a file whose `run` is the command; only the file of the verb that was asked for is imported."""
+"""The command line. A verb is a file whose `run` is the command; only the file of
+the verb that was asked for is imported.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,33 @@ from rondel.system.streams import forgive, silence
 from rondel.text.unicode import visible
 
 VERBS = (
-    "train", "eval", "serve", "check", "check-env", "explain", "plan", "simulate", "import", "view", "replay", "diagnose", "trace", "card", "dashboard",
-    "doctor", "launch", "bench",
-)  # fmt: skip
-OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}  # SETTINGS of a verb that takes --section.key=value
+    "train",
+    "eval",
+    "serve",
+    "check",
+    "check-env",
+    "explain",
+    "plan",
+    "simulate",
+    "import",
+    "view",
+    "replay",
+    "diagnose",
+    "trace",
+    "card",
+    "dashboard",
+    "doctor",
+    "launch",
+    "bench",
+)
+# SETTINGS of a verb that takes --section.key=value
+OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """`rondel VERB ...`: exits 0 only if the work was done; a RondelError is one line on stderr and 1, a bug of ours 2, a signal 128 and its number."""
+    """`rondel VERB ...`: exits 0 only if the work was done; a RondelError is one line on stderr and
+    1, a bug of ours 2, a signal 128 and its number.
+    """
     for stream in (sys.stdout, sys.stderr):
         forgive(stream)
     words = list(sys.argv[1:] if argv is None else argv)
@@ -43,7 +64,11 @@ def _app(verbs: list[str], debug: bool) -> typer.Typer:
     return app
 
 
-def _rondel(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; also after the verb.")] = False) -> None:
+def _rondel(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; also after the verb.")
+    ] = False,
+) -> None:
     """Reinforcement-learning post-training for language models, whole on a laptop.
 
     Start with: rondel doctor, then rondel check RUN.toml, then rondel train RUN.toml.
@@ -125,9 +150,17 @@ def ending(error: BaseException) -> tuple[str, int]:
         return f"error: {text}{f' (and {others} more; --debug shows them)' if others else ''}", 1
     if isinstance(cause, KeyboardInterrupt):
         return "stopped; continue with the same command", 130
-    lost = isinstance(cause, OSError) and cause.errno in FULL and cause.filename is None  # what is written to a file is named
+    # what is written to a file is named
+    lost = isinstance(cause, OSError) and cause.errno in FULL and cause.filename is None
     if refused := refusal(cause, "writing the output" if lost else ""):
         return f"error: {refused}", 1
     if ran_out(cause):
-        return f"error: out of memory ({text or 'Python'}): `rondel plan RUN.toml` shows what needs how much, and what to lower", 1
-    return f"error: {type(cause).__name__}{': ' if text else ''}{text}; run again with --debug; this is a bug of ours", 2
+        return (
+            f"error: out of memory ({text or 'Python'}): `rondel plan RUN.toml` shows what needs how much, and what to "
+            f"lower",
+            1,
+        )
+    return (
+        f"error: {type(cause).__name__}{': ' if text else ''}{text}; run again with --debug; this is a bug of ours",
+        2,
+    )

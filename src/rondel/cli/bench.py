@@ -13,7 +13,8 @@ from rondel.core.errors import UserError
 from rondel.core.registry import nearest
 
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-HOMES = (Path(__file__).parents[3] / "benchmarks", Path(__file__).parents[1] / "benchmarks")  # source tree, installed wheel
+# source tree, installed wheel
+HOMES = (Path(__file__).parents[3] / "benchmarks", Path(__file__).parents[1] / "benchmarks")
 
 
 def run(
@@ -30,6 +31,9 @@ def run(
         print(f"rondel bench NAME [--help]\n\nbenchmarks: {', '.join(known) or 'none installed'}")
         return
     if name not in known:
-        raise UserError(f"no benchmark '{name}'.{nearest(name, known)} Known: {', '.join(known) or 'none: they come with the source tree'}")
+        raise UserError(
+            f"no benchmark '{name}'.{nearest(name, known)} Known: "
+            f"{', '.join(known) or 'none: they come with the source tree'}"
+        )
     sys.path.insert(0, str(home))
     importlib.import_module(name).main(ctx.args)

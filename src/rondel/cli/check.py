@@ -30,10 +30,17 @@ def run(
 
     for url in addresses(job.task.reward):  # before any of them is made
         step = job.loop.groups_per_step * job.algo.group_size
-        print(f"the reward asks {url}: this check makes at most {3 * PAID + GROUPS * job.algo.group_size} calls, a step at least {step}")
+        print(
+            f"the reward asks {url}: this check makes at most {3 * PAID + GROUPS * job.algo.group_size} calls, a step "
+            f"at least {step}"
+        )
     findings = check(job, asked=self_test)
     show(findings)
     wrong = sum(not finding.ok for finding in findings)
-    print(f"\n{wrong} of {len(findings)} checks failed" if wrong else f"\nall {len(findings)} checks passed; next: rondel train {recipe}")
+    print(
+        f"\n{wrong} of {len(findings)} checks failed"
+        if wrong
+        else f"\nall {len(findings)} checks passed; next: rondel train {recipe}"
+    )
     if wrong:
         raise typer.Exit(1)

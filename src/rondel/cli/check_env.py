@@ -23,7 +23,9 @@ ALONE: dict[str, Any] = {  # an environment without a recipe
 
 def run(
     ctx: typer.Context,
-    target: Annotated[str, typer.Argument(metavar="RUN.toml|ENV", help='A recipe, or an environment: a name or "module:name".')],
+    target: Annotated[
+        str, typer.Argument(metavar="RUN.toml|ENV", help='A recipe, or an environment: a name or "module:name".')
+    ],
     data: Annotated[str, typer.Option("--data", help="Its tasks, as task.data: '{ kind = \"digits\" }'.")] = "",
     n: Annotated[int, typer.Option("--n", min=1, help="How many tasks.")] = 20,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds for one episode.")] = 60.0,
@@ -31,18 +33,27 @@ def run(
 ) -> None:
     """Play an environment with scripted policies.
 
-    Gold scores, wrong does not; no exception, exact masks, budgets held, nothing left open; time per call. Exits 1 if anything is wrong.
+    Gold scores, wrong does not; no exception, exact masks, budgets held, nothing left open;
+    time per call. Exits 1 if anything is wrong.
     """
     job = _job(target, data, ctx.args)
     from rondel.assemble import check_env
 
     checked = check_env(job, n=n, timeout=timeout)
     if as_json:
-        print(json.dumps({"ok": checked.ok, "findings": [asdict(f) for f in checked.findings], "figures": checked.figures}))
+        print(
+            json.dumps(
+                {"ok": checked.ok, "findings": [asdict(f) for f in checked.findings], "figures": checked.figures}
+            )
+        )
     else:
         show(checked.findings)
         wrong = sum(not f.ok for f in checked.findings)
-        print(f"\n{wrong} of {len(checked.findings)} checks failed" if wrong else f"\nall {len(checked.findings)} checks passed")
+        print(
+            f"\n{wrong} of {len(checked.findings)} checks failed"
+            if wrong
+            else f"\nall {len(checked.findings)} checks passed"
+        )
     if not checked.ok:
         raise typer.Exit(1)
 
@@ -66,7 +77,9 @@ def _job(target: str, data: str, words: list[str]) -> Any:
     if names[0].endswith(".toml"):
         return Job.read(names[0], overrides)
     if "task.data" not in overrides and not any(key.startswith("task.data.") for key in overrides):
-        raise UserError(f"'{names[0]}' is an environment, and needs tasks: --data '{{ kind = \"digits\" }}', or give a recipe")
+        raise UserError(
+            f"'{names[0]}' is an environment, and needs tasks: --data '{{ kind = \"digits\" }}', or give a recipe"
+        )
     tree = deepcopy(ALONE) | {"task": {"env": names[0], "data": {}}}
     for dotted, value in overrides.items():
         place(tree, dotted, value)

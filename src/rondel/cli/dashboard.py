@@ -14,18 +14,23 @@ def run(
     folders: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="RUN", help="Run folders; several are drawn over each other, none opens the planner alone.", show_default=False
+            metavar="RUN",
+            help="Run folders; several are drawn over each other, none opens the planner alone.",
+            show_default=False,
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Where to listen; anything but loopback needs a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one; the line that is printed names it.")] = 8800,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="0 takes a free one; the line that is printed names it.")
+    ] = 8800,
     api_key: Annotated[
         str, typer.Option(envvar="RONDEL_API_KEY", help="Whoever looks brings it: the address that is printed has it.")
     ] = "",
 ) -> None:
     """Show runs as a web page.
 
-    Live and offline: rewards, time, lag, answers, findings, the ledger, the card, and the planner with sliders. Ctrl-C ends it.
+    Live and offline: rewards, time, lag, answers, findings, the ledger, the card, and the
+    planner with sliders. Ctrl-C ends it.
     """
     try:
         from rondel.dashboard.server import serve
@@ -40,4 +45,12 @@ def run(
         key = f"/?key={api_key}" if api_key else ""
         print(f"dashboard http://{f'[{host}]' if ':' in host else host}:{port}{key} (Ctrl-C ends it)", flush=True)
 
-    serve([Path(folder) for folder in folders or []], rules=findings, plan=plan, host=host, port=port, key=api_key, ready=ready)
+    serve(
+        [Path(folder) for folder in folders or []],
+        rules=findings,
+        plan=plan,
+        host=host,
+        port=port,
+        key=api_key,
+        ready=ready,
+    )

@@ -13,7 +13,9 @@ from rondel.text.unicode import visible
 
 def run(
     folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder; the run may still go on, or have died.")],
-    other: Annotated[str, typer.Argument(metavar="RUN2", help="Another one, to compare with.", show_default=False)] = "",
+    other: Annotated[
+        str, typer.Argument(metavar="RUN2", help="Another one, to compare with.", show_default=False)
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     fail_on: Annotated[
         Literal["never", "error", "warning", "note"],
@@ -22,7 +24,8 @@ def run(
 ) -> None:
     """Find what is wrong with a run.
 
-    Ranked findings, each with its evidence and the next thing to do. With RUN2 it says which findings only one of both has, and where their recipes differ.
+    Ranked findings, each with its evidence and the next thing to do. With RUN2 it says which findings
+    only one of both has, and where their recipes differ.
     """
     from rondel.runtime.journal.log import encode
     from rondel.runtime.telemetry.diagnose import differing, findings, read_story
@@ -32,7 +35,10 @@ def run(
     told = [findings(story) for story in stories]
     differs = differing(stories[0].job, stories[1].job, skip=("run.",)) if other else {}
     if as_json:
-        runs = [{"folder": str(s.folder), **_state(s), "findings": [asdict(f) for f in found]} for s, found in zip(stories, told)]
+        runs = [
+            {"folder": str(s.folder), **_state(s), "findings": [asdict(f) for f in found]}
+            for s, found in zip(stories, told)
+        ]
         print(encode({"runs": runs, "differs": differs} if other else runs[0]))
     else:
         names = [{f.name for f in found} for found in told]
@@ -61,8 +67,8 @@ def _state(story: Any) -> dict[str, Any]:
 def _show(story: Any, found: list[Any], beside: set[str] | None) -> None:
     about = _state(story)
     print(
-        f"{Path(story.folder)}: step {about['step']} of {about['steps']}, {'in the supervised phase, ' * about['supervised']}{about['state']}"
-        + ("" if found else "; nothing found")
+        f"{Path(story.folder)}: step {about['step']} of {about['steps']}, "
+        f"{'in the supervised phase, ' * about['supervised']}{about['state']}" + ("" if found else "; nothing found")
     )
     for number, f in enumerate(found, start=1):
         only = "   (only here)" if beside is not None and f.name not in beside else ""

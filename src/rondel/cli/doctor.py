@@ -31,7 +31,9 @@ EXTRAS = {  # extra -> (modules it brings, the command)
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """One thing looked at: `Sign("disk", "ok", "81 GB free")`. `fix` is one command or one sentence; "note" is no fault."""
+    """One thing looked at: `Sign("disk", "ok", "81 GB free")`. `fix` is one command
+    or one sentence; "note" is no fault.
+    """
 
     what: str
     state: Literal["ok", "note", "broken"]
@@ -40,9 +42,12 @@ class Sign:
 
 
 def run(
-    cluster: Annotated[bool, typer.Option("--cluster", help="Instead: the nodes of a Ray cluster and the ways between them.")] = False,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Instead: the nodes of a Ray cluster and the ways between them.")
+    ] = False,
     address: Annotated[
-        str, typer.Option("--address", metavar="HOST:PORT", help="Of the cluster; none: the one that this machine is in.")
+        str,
+        typer.Option("--address", metavar="HOST:PORT", help="Of the cluster; none: the one that this machine is in."),
     ] = "",
     folder: Annotated[str, typer.Option("--folder", help="Of runs, which every node should see.")] = "runs",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -105,7 +110,12 @@ def examine() -> Iterator[Sign]:
         yield _package(name, minimum)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     fix = f"pip install {' '.join(missing)}" if missing else ""
-    yield Sign("other packages", "broken" if missing else "ok", f"missing: {', '.join(missing)}" if missing else "all there", fix)
+    yield Sign(
+        "other packages",
+        "broken" if missing else "ok",
+        f"missing: {', '.join(missing)}" if missing else "all there",
+        fix,
+    )
     yield from _extras()
     yield from _machine()
     yield _sandbox()
@@ -115,7 +125,9 @@ def examine() -> Iterator[Sign]:
 
 def _python() -> Sign:
     fine = sys.version_info >= (3, 11)
-    return Sign("python", "ok" if fine else "broken", platform.python_version(), "" if fine else "install Python 3.11 or later")
+    return Sign(
+        "python", "ok" if fine else "broken", platform.python_version(), "" if fine else "install Python 3.11 or later"
+    )
 
 
 def _package(name: str, minimum: tuple[int, int]) -> Sign:
@@ -126,7 +138,11 @@ def _package(name: str, minimum: tuple[int, int]) -> Sign:
     except importlib.metadata.PackageNotFoundError:
         return Sign(name, "broken", "not installed", fix)
     found = tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in version.split("+")[0].split(".")[:2])
-    return Sign(name, "ok", version) if found >= minimum else Sign(name, "broken", f"{version}, at least {wanted} is needed", fix)
+    return (
+        Sign(name, "ok", version)
+        if found >= minimum
+        else Sign(name, "broken", f"{version}, at least {wanted} is needed", fix)
+    )
 
 
 def _extras() -> Iterator[Sign]:
@@ -145,20 +161,37 @@ def _machine() -> Iterator[Sign]:
         total, free = memory
         small = free < 3
         yield Sign(
-            "memory", "note" if small else "ok", f"{free:.1f} of {total:.1f} GB free", "the quickstart wants 3 GB free" if small else ""
+            "memory",
+            "note" if small else "ok",
+            f"{free:.1f} of {total:.1f} GB free",
+            "the quickstart wants 3 GB free" if small else "",
         )
     free = shutil.disk_usage(Path.cwd()).free / 1e9
     low = free < 5
-    yield Sign("disk", "note" if low else "ok", f"{free:.0f} GB free here", "set run.folder to a disk with 5 GB or more" if low else "")
+    yield Sign(
+        "disk",
+        "note" if low else "ok",
+        f"{free:.0f} GB free here",
+        "set run.folder to a disk with 5 GB or more" if low else "",
+    )
     pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if pages.exists():
         mode = pages.read_text().partition("[")[2].partition("]")[0]
         never = mode == "never"
-        fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled  (faster large tensors)" if never else ""
+        fix = (
+            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled  (faster large tensors)"
+            if never
+            else ""
+        )
         yield Sign("huge pages", "note" if never else "ok", mode, fix)
     library = next((p for where in ("*", ".") for p in Path("/usr/lib").glob(f"{where}/libjemalloc.so.2")), None)
     if library is not None and "jemalloc" not in os.environ.get("LD_PRELOAD", ""):
-        yield Sign("allocator", "note", "jemalloc is here and not used", f"export LD_PRELOAD={library}  (less memory over long runs)")
+        yield Sign(
+            "allocator",
+            "note",
+            "jemalloc is here and not used",
+            f"export LD_PRELOAD={library}  (less memory over long runs)",
+        )
 
 
 def _sandbox() -> Sign:
@@ -169,7 +202,10 @@ def _sandbox() -> Sign:
         return Sign("sandbox", "ok", isolation().line())
     except SandboxError as error:
         return Sign(
-            "sandbox", "note", f"{str(error).removesuffix(REMEDY).strip()} Rewards of kind 'code' and the python tool are refused", REMEDY
+            "sandbox",
+            "note",
+            f"{str(error).removesuffix(REMEDY).strip()} Rewards of kind 'code' and the python tool are refused",
+            REMEDY,
         )
 
 
@@ -185,7 +221,11 @@ def _memory() -> tuple[float, float] | None:
 def _device() -> Iterator[Sign]:
     import torch
 
-    devices = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    devices = (
+        [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else []
+    )
     if not devices and torch.version.cuda and Path("/dev/nvidia0").exists():
         yield Sign(
             "devices",
@@ -199,7 +239,12 @@ def _device() -> Iterator[Sign]:
     single, half = (_gemm(torch, device, dtype) for dtype in (torch.float32, torch.bfloat16))
     slow = half < single
     found = f"float32 {single:.0f}, bfloat16 {half:.0f} GFLOP/s"
-    yield Sign("matrix product", "note" if slow else "ok", found, 'model.dtype = "float32" is the faster choice here' if slow else "")
+    yield Sign(
+        "matrix product",
+        "note" if slow else "ok",
+        found,
+        'model.dtype = "float32" is the faster choice here' if slow else "",
+    )
 
 
 def _gemm(torch, device: str, dtype, size: int = 512, seconds: float = 0.15) -> float:

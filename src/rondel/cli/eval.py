@@ -20,11 +20,14 @@ SETTINGS = OVERRIDES
 
 def run(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A run folder, a checkpoint, a model folder or a hub id.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL_OR_RUN", help="A run folder, a checkpoint, a model folder or a hub id.")
+    ],
     recipe: Annotated[str, typer.Argument(metavar="[RUN.toml]", help="Whose tasks; a run folder knows its own.")] = "",
     n: Annotated[int | None, typer.Option("--n", min=1, help="How many held-out tasks; all when left out.")] = None,
     rates: Annotated[
-        str, typer.Option("--rates", metavar="FILE", help="Instead: the training tasks with their pass rates, as JSONL.")
+        str,
+        typer.Option("--rates", metavar="FILE", help="Instead: the training tasks with their pass rates, as JSONL."),
     ] = "",
     samples: Annotated[int, typer.Option("--samples", min=1, help="Tries at each task for --rates.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -55,17 +58,23 @@ def run(
     )
     if failed := result.request.get("failed"):
         print(f"{failed} of them could not be scored and count as 0")
-    print(f"profile {result.profile}, weights of version {result.version} after step {result.step}, {result.seconds:.1f} s")
+    print(
+        f"profile {result.profile}, weights of version {result.version} after step {result.step}, {result.seconds:.1f} "
+        f"s"
+    )
     for sample in result.samples[:3]:
         reward = "not scored" if sample.get("reward") is None else f"reward {sample['reward']:g}"
         told = (
-            f"\n  asked   {sample.get('prompt', '')}\n  wrote   {sample.get('text', '')}\n  correct {sample.get('answer', '')}   ({reward})"
+            f"\n  asked   {sample.get('prompt', '')}\n  wrote   {sample.get('text', '')}\n  correct "
+            f"{sample.get('answer', '')}   ({reward})"
         )
         print(visible(told))
 
 
 def _rated(model: str, recipe: str | None, overrides: dict[str, Any], samples: int, path: Path) -> None:
-    """One line a task, which task.data of kind "jsonl" reads: `where = { pass_rate = [0.1, 0.9] }` leaves out what teaches nothing."""
+    """One line a task, which task.data of kind "jsonl" reads: `where = { pass_rate = [0.1,
+    0.9] }` leaves out what teaches nothing.
+    """
     from rondel.assemble import rate
 
     if not path.parent.is_dir():
@@ -73,12 +82,20 @@ def _rated(model: str, recipe: str | None, overrides: dict[str, Any], samples: i
 
     def told(done: int, total: int) -> None:
         if sys.stderr.isatty() or done == total or done % 100 == 0:
-            print(f"{done} of {total} tasks", end="\r" if sys.stderr.isatty() and done < total else "\n", file=sys.stderr, flush=True)
+            print(
+                f"{done} of {total} tasks",
+                end="\r" if sys.stderr.isatty() and done < total else "\n",
+                file=sys.stderr,
+                flush=True,
+            )
 
     rows = rate(model, recipe, overrides, samples, told)
     write_text(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
     known = sorted(row["pass_rate"] for row in rows if row["pass_rate"] is not None)
     never, always = (sum(r == end for r in known) for end in (0.0, 1.0))
-    print(f"{path}: {len(rows)} tasks, {samples} tries each; {never} never succeed, {always} always, {len(known) - never - always} between")
+    print(
+        f"{path}: {len(rows)} tasks, {samples} tries each; {never} never succeed, {always} always, "
+        f"{len(known) - never - always} between"
+    )
     if len(known) < len(rows):
         print(f"{len(rows) - len(known)} could not be scored: pass_rate is null there")

@@ -58,10 +58,14 @@ def values(section: Any, overridden: set[str], prefix: str = "") -> list[tuple[s
 
 def arithmetic(job: Any) -> str:
     """One step: 16 groups x 8 samples = 128 answers, in 1 update; 40 steps = 5120 answers."""
-    groups, samples, updates, steps = job.loop.groups_per_step, job.algo.group_size, job.loop.updates_per_step, job.steps
+    groups = job.loop.groups_per_step
+    samples = job.algo.group_size
+    updates = job.loop.updates_per_step
+    steps = job.steps
     batch, passes = groups * samples, f" in each of {job.loop.epochs} epochs" if job.loop.epochs > 1 else ""
     return (
-        f"one step: {groups} groups x {samples} samples = {batch} answers of at most {job.engine.sampling.max_tokens} tokens, "
+        f"one step: {groups} groups x {samples} samples = {batch} answers of at most {job.engine.sampling.max_tokens} "
+        f"tokens, "
         f"in {updates} update{'s' if updates > 1 else ''}{passes}; {steps} steps = {steps * batch} answers"
     )
 
@@ -82,9 +86,14 @@ def formula(job: Any) -> str:
         for b in job.algo.beside
     ]
     policies = [
-        f"\nof the policy '{name}'    " + ("frozen: it plays and learns nothing" if policy.frozen else f"the loss above over {_agents(job, name)} alone, with their own counts, lr {job.of_policy(name).trainer.lr:g}")
+        f"\nof the policy '{name}'    "
+        + (
+            "frozen: it plays and learns nothing"
+            if policy.frozen
+            else f"the loss above over {_agents(job, name)} alone, with their own counts, lr {job.of_policy(name).trainer.lr:g}"
+        )
         for name, policy in job.policies.items()
-    ]  # fmt: skip
+    ]
     return "\n".join([explain(rows.main), *own, *beside, *policies])
 
 

@@ -26,15 +26,22 @@ class Framework(StrEnum):
 
 def run(
     config: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="YAML, JSON, a script with the command, or the command itself in quotes.")
+        str,
+        typer.Argument(
+            metavar="CONFIG", help="YAML, JSON, a script with the command, or the command itself in quotes."
+        ),
     ],
     framework: Annotated[Framework, typer.Option("--from", help="Whose config it is.")],
-    out: Annotated[str, typer.Option("--out", "-o", metavar="RECIPE.toml", help="Where the recipe goes; it is printed if left out.")] = "",
+    out: Annotated[
+        str,
+        typer.Option("--out", "-o", metavar="RECIPE.toml", help="Where the recipe goes; it is printed if left out."),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="The recipe and all lists as one JSON object.")] = False,
 ) -> None:
     """Translate a peer's config into a recipe.
 
-    Each line names the key it comes from. What has no equivalent, another default or must be decided is listed on stderr.
+    Each line names the key it comes from. What has no equivalent, another default or
+    must be decided is listed on stderr.
     """
     from rondel.core.config import Job
     from rondel.importing.render import lists, recipe
@@ -51,7 +58,9 @@ def run(
         write_text(path, text)
     if as_json:
         known = {"translated", "same", "missing", "unknown"}
-        print(json.dumps({"recipe": text} | {f.name: getattr(report, f.name) for f in fields(report) if f.name in known}))
+        print(
+            json.dumps({"recipe": text} | {f.name: getattr(report, f.name) for f in fields(report) if f.name in known})
+        )
     elif not out:
         print(text, end="")
     else:
@@ -79,7 +88,9 @@ def imported(framework: str, config: str) -> tuple[Any, str]:
         raise ConfigError(f"no config at {config}.{near}")
     given = read(framework, text, path.parent if source == path.name else Path())
     if not given:
-        raise ConfigError(f"{source} sets no key of {framework}; --from names whose config it is: trl, verl or openrlhf")
+        raise ConfigError(
+            f"{source} sets no key of {framework}; --from names whose config it is: trl, verl or openrlhf"
+        )
     return translate(peer, given, Table()), source
 
 
@@ -106,5 +117,7 @@ class Table:
         out: dict[str, Any] = {}
         for family, part in resolve(section).parts.items():
             kind = next((name for name, cls in FAMILIES[family].items() if cls is type(part)), "")
-            out |= {f"{family}.kind": kind} | {f"{family}.{knob.name}": getattr(part, knob.name) for knob in fields(part)}
+            out |= {f"{family}.kind": kind} | {
+                f"{family}.{knob.name}": getattr(part, knob.name) for knob in fields(part)
+            }
         return out

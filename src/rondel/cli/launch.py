@@ -14,11 +14,15 @@ SETTINGS = OVERRIDES
 
 def run(
     ctx: typer.Context,
-    scheduler: Annotated[Literal["slurm", "kuberay"], typer.Argument(help="A script for sbatch, or a RayJob for kubectl.")],
+    scheduler: Annotated[
+        Literal["slurm", "kuberay"], typer.Argument(help="A script for sbatch, or a RayJob for kubectl.")
+    ],
     recipe: Annotated[str, typer.Argument(metavar="RUN.toml", help="What it will train.")],
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of each.")] = 8,
-    way: Annotated[Literal["torchrun", "ray"], typer.Option("--with", help="SLURM: what starts the processes.")] = "ray",
+    way: Annotated[
+        Literal["torchrun", "ray"], typer.Option("--with", help="SLURM: what starts the processes.")
+    ] = "ray",
     image: Annotated[str, typer.Option(help="KubeRay: a container image with Rondel and Ray.")] = "rondel:latest",
     claim: Annotated[str, typer.Option(help="KubeRay: the volume claim that keeps run folders.")] = "runs",
 ) -> None:

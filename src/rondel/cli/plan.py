@@ -1,4 +1,6 @@
-"""rondel plan: memory by tenant and phase, times, split, sync and layouts of a run, before anything is started. Starts no torch."""
+"""rondel plan: memory by tenant and phase, times, split, sync and layouts of a run,
+before anything is started. Starts no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,21 @@ SETTINGS = OVERRIDES
 
 def run(
     ctx: typer.Context,
-    recipe: Annotated[str, typer.Argument(metavar="[RUN.toml]", help="The recipe; none: only what --what-if says.")] = "",
+    recipe: Annotated[
+        str, typer.Argument(metavar="[RUN.toml]", help="The recipe; none: only what --what-if says.")
+    ] = "",
     what_if: Annotated[
         str, typer.Option("--what-if", metavar="NAME=VALUE ...", help="model=70b gpus=64 hardware=h100 output=16k ...")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine first, in about a minute, and remember it.")] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine first, in about a minute, and remember it.")
+    ] = False,
 ) -> None:
     """Show what a run needs: memory, time, split, sync.
 
-    The bill of memory by tenant and phase, how long a step takes, which pool waits, how weights travel, what to change first.
+    The bill of memory by tenant and phase, how long a step takes, which pool waits, how
+    weights travel, what to change first.
     """
     if calibrate:
         from rondel.checks.calibration import calibrate as measure
@@ -50,7 +57,11 @@ def show(told: dict[str, Any]) -> None:
     routed = f", {model['active'] / 1e9:.3g} B a token" if model["active"] < 0.9 * model["parameters"] else ""
     eye = f", {model['tower'] / 1e6:.4g} M of them its tower" if model["tower"] else ""
     where = " in an adapter" if model["adapter"] else ""
-    part = f", of which {model['trained'] / 1e6:.4g} M{where} are trained" if model["trained"] < model["parameters"] else ""
+    part = (
+        f", of which {model['trained'] / 1e6:.4g} M{where} are trained"
+        if model["trained"] < model["parameters"]
+        else ""
+    )
     part += ", over a base in 4 bits" if model["four_bits"] else ""
     console.print(f"model     {model['name']}: {model['parameters'] / 1e9:.4g} B numbers{eye}{routed}{part}")
     for other in told["policies"]:
@@ -65,7 +76,8 @@ def show(told: dict[str, Any]) -> None:
     wide = f", {devices['devices_an_engine']} an engine" if devices["devices_an_engine"] > 1 else ""
     console.print(f"devices   {devices['count']} x {devices['hardware']}{places}{wide}")
     console.print(
-        f"a step    {work['prompts']} prompts of {work['prompt_tokens']} tokens x {work['group']} answers of {work['mean_tokens']:.4g} "
+        f"a step    {work['prompts']} prompts of {work['prompt_tokens']} tokens x {work['group']} answers of "
+        f"{work['mean_tokens']:.4g} "
         f"(at most {work['output_tokens']}): {work['packed_tokens']:.4g} tokens to train on"
     )
     for bill in told["memory"]:
@@ -79,13 +91,16 @@ def show(told: dict[str, Any]) -> None:
         console.print()
         console.print(table)
         if bill["loading"]:
-            console.print(f"while it loads, at most {_gb(bill['loading'])}: every rank loads, copies and casts the whole model")
+            console.print(
+                f"while it loads, at most {_gb(bill['loading'])}: every rank loads, copies and casts the whole model"
+            )
     console.print()
     for line in told["advice"]:
         console.print(line)
     generate, train, sync = told["generate"], told["train"], told["sync"]
     console.print(
-        f"\ngenerate  {_time(generate['seconds'])}: {generate['tokens_per_second']:.4g} tokens/s, {generate['requests_an_engine']} requests an engine; "
+        f"\ngenerate  {_time(generate['seconds'])}: {generate['tokens_per_second']:.4g} tokens/s, "
+        f"{generate['requests_an_engine']} requests an engine; "
         f"the longest answer alone {_time(generate['longest_answer_seconds'])}",
     )
     console.print(f"train     {_time(train['seconds'])}: {train['tokens_per_second']:.4g} tokens/s")
@@ -100,7 +115,8 @@ def show(told: dict[str, Any]) -> None:
         console.print(f"place     {told['placement']}")
         for row in told["layouts"][:3]:
             console.print(
-                f"layout    {row['name']}{'' if row['exists'] else ' (not in Rondel yet)'}: {row['memory'] / 1e9:.1f} GB{'' if row['fits'] else ', too much'}, training {_time(row['seconds'])}, "
+                f"layout    {row['name']}{'' if row['exists'] else ' (not in Rondel yet)'}: {row['memory'] / 1e9:.1f} "
+                f"GB{'' if row['fits'] else ', too much'}, training {_time(row['seconds'])}, "
                 f"{row['bubble']:.0%} bubble, {row['traffic'] / 1e9:.3g} GB of traffic a device",
             )
     console.print("\nassumed   " + "\n          ".join(told["assumed"]))

@@ -15,13 +15,15 @@ def run(
     folder: Annotated[str, typer.Argument(metavar="RUN", help="A run folder.")],
     step: Annotated[int | None, typer.Option("--step", min=1, help="Which step.")] = None,
     into: Annotated[
-        Path | None, typer.Option("--into", metavar="FOLDER", help="Of a run with --record: the whole run again, into this folder.")
+        Path | None,
+        typer.Option("--into", metavar="FOLDER", help="Of a run with --record: the whole run again, into this folder."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Train one step again, or a whole recorded run, and compare.
 
-    A step from its stored rollouts, every metric beside what was recorded; a run from nothing but its recipe and its schedule, bit for bit.
+    A step from its stored rollouts, every metric beside what was recorded; a run from nothing
+    but its recipe and its schedule, bit for bit.
     """
     if (step is None) == (into is None):
         raise typer.BadParameter("give --step N, or --into FOLDER for the whole run")
@@ -33,7 +35,9 @@ def run(
 
     done = {e["step"]: e["metrics"] for e in read(folder) if e["kind"] == "StepDone"}
     if step not in done:
-        raise UserError(f"{folder} has no finished step {step}; finished: {f'{min(done)} to {max(done)}' if done else 'none'}")
+        raise UserError(
+            f"{folder} has no finished step {step}; finished: {f'{min(done)} to {max(done)}' if done else 'none'}"
+        )
     from rondel.assemble import replay
 
     replayed, recorded = replay(folder, step), done[step]

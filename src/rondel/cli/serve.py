@@ -15,24 +15,39 @@ from rondel.system.files import replace_file
 
 def run(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help='A folder, hub id, GGUF file, "smollm2-135m" or { random = "llama", ... }.')
+        str,
+        typer.Argument(
+            metavar="MODEL", help='A folder, hub id, GGUF file, "smollm2-135m" or { random = "llama", ... }.'
+        ),
     ],
     host: Annotated[str, typer.Option(help="Where to listen; anything but loopback needs a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one; the line that is printed names it.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="0 takes a free one; the line that is printed names it.")
+    ] = 8000,
     port_file: Annotated[str, typer.Option(metavar="FILE", help="Write the port here when it listens.")] = "",
-    join: Annotated[str, typer.Option(metavar="RUN", help="Folder of a run that takes this server as one more engine.")] = "",
+    join: Annotated[
+        str, typer.Option(metavar="RUN", help="Folder of a run that takes this server as one more engine.")
+    ] = "",
     api_key: Annotated[str, typer.Option(envvar="RONDEL_API_KEY", help="Clients send it as a Bearer token.")] = "",
     name: Annotated[str, typer.Option(help="What clients call the model; its path when left out.")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 takes all cores.")] = 0,
-    kv_pages: Annotated[int, typer.Option(min=0, help="Cache pages of one token each; 0 takes what memory allows.")] = 0,
+    kv_pages: Annotated[
+        int, typer.Option(min=0, help="Cache pages of one token each; 0 takes what memory allows.")
+    ] = 0,
     max_running: Annotated[int, typer.Option(min=1, help="Answers in one batch.")] = 64,
-    compile: Annotated[bool, typer.Option("--compile", help="Fuse the small operations; takes seconds at the start.")] = False,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Fuse the small operations; takes seconds at the start.")
+    ] = False,
     speculative: Annotated[str, typer.Option(help="Guess tokens ahead: off, ngram or draft:MODEL.")] = "off",
-    max_queue: Annotated[int, typer.Option(min=1, help="Answers that may run and wait; more are told to come back (429).")] = 1024,
+    max_queue: Annotated[
+        int, typer.Option(min=1, help="Answers that may run and wait; more are told to come back (429).")
+    ] = 1024,
     max_samples: Annotated[int, typer.Option(min=1, help="Answers of one request.")] = 128,
-    max_body: Annotated[int, typer.Option(min=0, help="Bytes of one request; 0: 4 MiB, for a model that sees images 64.")] = 0,
+    max_body: Annotated[
+        int, typer.Option(min=0, help="Bytes of one request; 0: 4 MiB, for a model that sees images 64.")
+    ] = 0,
     deadline: Annotated[float, typer.Option(min=0.1, help="Seconds after which an answer is given up.")] = 3600.0,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that answers have to end after SIGTERM.")] = 30.0,
 ) -> None:
@@ -87,4 +102,6 @@ def _model(text: str) -> str | dict[str, Any]:
     try:
         return tomllib.loads(f"model = {text}")["model"]
     except (ValueError, RecursionError) as error:
-        raise UserError(f'MODEL = {text} is no inline table: {error}. For example: {{ random = "llama", seed = 0 }}') from error
+        raise UserError(
+            f'MODEL = {text} is no inline table: {error}. For example: {{ random = "llama", seed = 0 }}'
+        ) from error

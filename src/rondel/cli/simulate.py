@@ -17,32 +17,56 @@ SETTINGS = OVERRIDES
 
 def run(
     ctx: typer.Context,
-    recipe: Annotated[str, typer.Argument(metavar="[RUN.toml]", help="The recipe; none: only what --what-if says.")] = "",
-    what_if: Annotated[str, typer.Option("--what-if", metavar="NAME=VALUE ...", help="As `rondel plan` takes them.")] = "",
-    staleness: Annotated[str, typer.Option("--staleness", metavar="S,S", help="One simulation for each: 0,1,2,4.")] = "",
-    split: Annotated[
-        str, typer.Option("--split", metavar="T:E,T:E", help="Trainer's devices to engines', one simulation for each: 1:1,1:3.")
+    recipe: Annotated[
+        str, typer.Argument(metavar="[RUN.toml]", help="The recipe; none: only what --what-if says.")
     ] = "",
-    sigma: Annotated[float, typer.Option("--sigma", help="Of the log-normal lengths; 0: all as long as the mean.")] = 0.8,
-    lengths: Annotated[str, typer.Option("--lengths", metavar="RUN", help="Instead: as the answers of this run folder.")] = "",
+    what_if: Annotated[
+        str, typer.Option("--what-if", metavar="NAME=VALUE ...", help="As `rondel plan` takes them.")
+    ] = "",
+    staleness: Annotated[
+        str, typer.Option("--staleness", metavar="S,S", help="One simulation for each: 0,1,2,4.")
+    ] = "",
+    split: Annotated[
+        str,
+        typer.Option(
+            "--split", metavar="T:E,T:E", help="Trainer's devices to engines', one simulation for each: 1:1,1:3."
+        ),
+    ] = "",
+    sigma: Annotated[
+        float, typer.Option("--sigma", help="Of the log-normal lengths; 0: all as long as the mean.")
+    ] = 0.8,
+    lengths: Annotated[
+        str, typer.Option("--lengths", metavar="RUN", help="Instead: as the answers of this run folder.")
+    ] = "",
     costs: Annotated[
-        str, typer.Option("--costs", metavar="RUN,RUN", help="Instead of the planner's times: as the timers of these run folders say.")
+        str,
+        typer.Option(
+            "--costs", metavar="RUN,RUN", help="Instead of the planner's times: as the timers of these run folders say."
+        ),
     ] = "",
     tail: Annotated[
-        str, typer.Option("--tail", metavar="SHARE:TIMES", help="Instead: 0.1:8 makes one of ten answers 8 times as long.")
+        str,
+        typer.Option("--tail", metavar="SHARE:TIMES", help="Instead: 0.1:8 makes one of ten answers 8 times as long."),
     ] = "",
     slow: Annotated[str, typer.Option("--slow", metavar="SHARE:TIMES", help="Engines that are slower: 0.05:2.")] = "",
     in_flight: Annotated[str, typer.Option("--in-flight", metavar="HOW", help="hold, drain or abort.")] = "",
-    mtbf: Annotated[float, typer.Option("--mtbf", metavar="HOURS", help="Mean time to the failure of one engine; 0: none fails.")] = 0.0,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps that are counted, after those that fill the buffer.")] = 20,
+    mtbf: Annotated[
+        float, typer.Option("--mtbf", metavar="HOURS", help="Mean time to the failure of one engine; 0: none fails.")
+    ] = 0.0,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, help="Steps that are counted, after those that fill the buffer.")
+    ] = 20,
     seed: Annotated[int, typer.Option("--seed", help="Of lengths and failures.")] = 0,
-    chain: Annotated[bool, typer.Option("--chain", help="What breaks from 8 devices to ten thousand, and what helps.")] = False,
+    chain: Annotated[
+        bool, typer.Option("--chain", help="What breaks from 8 devices to ten thousand, and what helps.")
+    ] = False,
     picture: Annotated[str, typer.Option("--picture", metavar="FILE.svg", help="With --chain: the same drawn.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Run the loop on a virtual clock.
 
-    The real loop and buffer, with engines and a trainer that take the planner's times: throughput, idle shares, lag, step time.
+    The real loop and buffer, with engines and a trainer that take the planner's times:
+    throughput, idle shares, lag, step time.
     """
     if chain:
         from rondel.simulate.chain import show, told
@@ -63,7 +87,14 @@ def run(
         one_of("--in-flight", in_flight, ("hold", "drain", "abort"))
         setting = replace(setting, in_flight=in_flight)
     how = _how(setting, sigma, lengths, tail, slow, mtbf, seed)
-    found = rows_of(setting, _list("--staleness", staleness), _splits(split, setting.gpus), steps, how, costs.split(",") if costs else [])
+    found = rows_of(
+        setting,
+        _list("--staleness", staleness),
+        _splits(split, setting.gpus),
+        steps,
+        how,
+        costs.split(",") if costs else [],
+    )
     if as_json:
         print(
             json.dumps(
@@ -83,7 +114,9 @@ def run(
 def rows_of(
     setting: Any, stale: list[int], splits: list[int], steps: int, how: dict[str, Any], runs: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """A row for each split and staleness; what is not swept is as the setting has it. `runs` say what things cost, if there are any."""
+    """A row for each split and staleness; what is not swept is as the setting has it.
+    `runs` say what things cost, if there are any.
+    """
     from rondel.planner.setting import filled
     from rondel.simulate import simulate, world_of
     from rondel.simulate.costs import costs_of
@@ -110,7 +143,13 @@ def _how(setting: Any, sigma: float, folder: str, tail: str, slow: str, mtbf: fl
     elif tail:
         share, times = told(tail)
         law = tailed(setting.mean / (1 - share + share * times), share, times)
-    return {"lengths": law, "sigma": sigma, "slow": told(slow) if slow else (0.0, 1.0), "mtbf": mtbf * 3600, "seed": seed}
+    return {
+        "lengths": law,
+        "sigma": sigma,
+        "slow": told(slow) if slow else (0.0, 1.0),
+        "mtbf": mtbf * 3600,
+        "seed": seed,
+    }
 
 
 def _list(name: str, text: str) -> list[int]:
@@ -130,7 +169,9 @@ def _splits(text: str, gpus: int) -> list[int]:
         except (ValueError, ZeroDivisionError) as error:
             raise ConfigError(f"--split {word}: it is TRAIN:GENERATE, such as 1:3") from error
         if not 0 < trainers < gpus:
-            raise ConfigError(f"--split {word} of {gpus} devices leaves one side empty: give more with --what-if gpus=8")
+            raise ConfigError(
+                f"--split {word} of {gpus} devices leaves one side empty: give more with --what-if gpus=8"
+            )
         found.append(trainers)
     return found
 
@@ -141,18 +182,155 @@ def show_rows(setting: Any, rows: list[dict[str, Any]]) -> None:
 
     console = Console(highlight=False, soft_wrap=True, width=140)
     console.print(
-        f"{setting.shape.name} on {setting.gpus} x {setting.hardware.name}: {setting.prompts} prompts x {setting.group} answers a step, "
+        f"{setting.shape.name} on {setting.gpus} x {setting.hardware.name}: {setting.prompts} prompts x {setting.group} "
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f"answers a step, "
         f"{rows[0]['mean_length']:.0f} tokens on average\n"
     )
     table = Table(box=None, pad_edge=False)
-    for name in ("train:generate", "S", "step", "samples/s", "tokens/s", "trainer idle", "engines idle", "places empty", "lag"):
+    for name in (
+        "train:generate",
+        "S",
+        "step",
+        "samples/s",
+        "tokens/s",
+        "trainer idle",
+        "engines idle",
+        "places empty",
+        "lag",
+    ):
         table.add_column(name, justify="right")
     for row in rows:
         lags = " ".join(f"{lag}: {share:.0%}" for lag, share in row["lags"].items())
         table.add_row(
-            row["split"], str(row["staleness"]), f"{row['step_seconds']:.4g} s", f"{row['samples_per_second']:.4g}", f"{row['tokens_per_second']:.4g}",
-            f"{row['trainer_idle']:.0%}", f"{row['rollout_idle']:.0%}", f"{row['places_idle']:.0%}", lags,
-        )  # fmt: skip
+            row["split"],
+            str(row["staleness"]),
+            f"{row['step_seconds']:.4g} s",
+            f"{row['samples_per_second']:.4g}",
+            f"{row['tokens_per_second']:.4g}",
+            f"{row['trainer_idle']:.0%}",
+            f"{row['rollout_idle']:.0%}",
+            f"{row['places_idle']:.0%}",
+            lags,
+        )
     console.print(table)
     best = max(rows, key=lambda row: row["samples_per_second"])
     if len(rows) > 1:

@@ -13,7 +13,8 @@ def run(
 ) -> None:
     """Write a trace that Perfetto opens.
 
-    One track a worker, a slice a phase, every group from its admission to its training, counters of lag, speed and groups in flight.
+    One track a worker, a slice a phase, every group from its admission to its training,
+    counters of lag, speed and groups in flight.
     """
     from rondel.runtime.journal.log import encode
     from rondel.runtime.telemetry.trace import trace
@@ -21,4 +22,7 @@ def run(
 
     told = trace(folder)
     write_text(output, encode(told) + "\n")
-    print(f"{output}: {len(told['traceEvents'])} events; open it at https://ui.perfetto.dev (nothing is uploaded) or chrome://tracing")
+    print(
+        f"{output}: {len(told['traceEvents'])} events; open it at https://ui.perfetto.dev (nothing is uploaded) or "
+        f"chrome://tracing"
+    )

@@ -15,9 +15,14 @@ SETTINGS = OVERRIDES
 
 def run(
     ctx: typer.Context,
-    recipe: Annotated[str, typer.Argument(metavar="RUN.toml", help="The recipe; `rondel explain RUN.toml` shows what it means.")],
+    recipe: Annotated[
+        str, typer.Argument(metavar="RUN.toml", help="The recipe; `rondel explain RUN.toml` shows what it means.")
+    ],
     record: Annotated[
-        bool, typer.Option("--record", help="run.record: write down what the recipe does not determine, for `rondel replay --into`.")
+        bool,
+        typer.Option(
+            "--record", help="run.record: write down what the recipe does not determine, for `rondel replay --into`."
+        ),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only warnings and errors.")] = False,
 ) -> None:
@@ -58,7 +63,11 @@ def ending(folder: str, card: dict[str, Any]) -> str:
             f"next        rondel view {folder}        the answers, coloured by who wrote them",
             f"            rondel card {folder}        the run card: nine questions answered from measurement",
             f"            rondel diagnose {folder}    what is wrong with the run, if anything",
-            *([f"            tensorboard --logdir {folder}/tensorboard"] if Path(folder, "tensorboard").is_dir() else []),
+            *(
+                [f"            tensorboard --logdir {folder}/tensorboard"]
+                if Path(folder, "tensorboard").is_dir()
+                else []
+            ),
         ]
     )
 

@@ -18,7 +18,9 @@ def run(
     group: Annotated[int | None, typer.Option("--group", help="Only the group with this number.")] = None,
     min_reward: Annotated[float | None, typer.Option("--min-reward", help="Only rewards of at least this.")] = None,
     max_reward: Annotated[float | None, typer.Option("--max-reward", help="Only rewards of at most this.")] = None,
-    errors: Annotated[bool, typer.Option("--errors", help="Only what failed: reward, environment, or a broken rule.")] = False,
+    errors: Annotated[
+        bool, typer.Option("--errors", help="Only what failed: reward, environment, or a broken rule.")
+    ] = False,
     limit: Annotated[int, typer.Option("--limit", min=1, help="How many to show in the terminal.")] = 16,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a web page instead.")] = None,
 ) -> None:
@@ -44,7 +46,11 @@ def run(
     _print(cards[:limit])
     shown = min(limit, len(cards))
     others = f"; --step shows others ({stored[0]} to {stored[-1]} are stored)" if len(stored) > 1 else ""
-    print(f"{shown} of {len(rows)} trajectories of step {step}" + (f", {len(cards)} match" if len(cards) < len(rows) else "") + others)
+    print(
+        f"{shown} of {len(rows)} trajectories of step {step}"
+        + (f", {len(cards)} match" if len(cards) < len(rows) else "")
+        + others
+    )
 
 
 def _wanted(row: dict[str, Any], group: int | None, low: float | None, high: float | None, errors: bool) -> bool:
@@ -66,8 +72,16 @@ def supervised_steps(folder: Path) -> int:
 
 
 def trajectory(row: dict[str, Any], read_tokens: Any = None, *, supervised: bool = False) -> dict[str, Any]:
-    """What both views show of one row: title, facts, and pieces of text with who wrote them: [(True, "12"), (False, "...")]."""
-    told = "the task's own answer, not scored" if supervised else "no reward" if row["reward"] is None else f"reward {row['reward']:g}"
+    """What both views show of one row: title, facts, and pieces of text with who wrote
+    them: [(True, "12"), (False, "...")].
+    """
+    told = (
+        "the task's own answer, not scored"
+        if supervised
+        else "no reward"
+        if row["reward"] is None
+        else f"reward {row['reward']:g}"
+    )
     facts = [
         f"group {row['group']}",
         f"sample {row['sample']}",
@@ -90,7 +104,12 @@ def trajectory(row: dict[str, Any], read_tokens: Any = None, *, supervised: bool
         facts.append(f"reward failed: {row['failed']} {row['failed_detail'] or ''}".strip())
     if row["outcome"] != "ok":
         facts.append(f"{row['outcome'].replace('_', ' ')}: {row['outcome_reason']}")
-    return {"task": row["task"], "facts": facts, "pieces": pieces(row, read_tokens), "answer": row["task_data"].get("answer")}
+    return {
+        "task": row["task"],
+        "facts": facts,
+        "pieces": pieces(row, read_tokens),
+        "answer": row["task_data"].get("answer"),
+    }
 
 
 def gap(row: dict[str, Any]) -> float | None:
@@ -127,7 +146,9 @@ def prompt(data: dict[str, Any]) -> str:
 
 def tokenizer_file(folder: Path) -> Path | None:
     """That of the newest checkpoint which has one."""
-    files = [file for path in checkpoints_in(folder / "checkpoints").values() if (file := path / "tokenizer.json").is_file()]
+    files = [
+        file for path in checkpoints_in(folder / "checkpoints").values() if (file := path / "tokenizer.json").is_file()
+    ]
     return files[-1] if files else None
 
 
@@ -151,10 +172,14 @@ def _print(cards: list[dict[str, Any]]) -> None:
 
     console = Console()
     for card in cards:
-        console.print(Text(visible(f"{card['task']}  "), style="bold") + Text(visible(" · ".join(card["facts"]))), soft_wrap=True)
+        console.print(
+            Text(visible(f"{card['task']}  "), style="bold") + Text(visible(" · ".join(card["facts"]))), soft_wrap=True
+        )
         body = Text()
         for written, text in card["pieces"]:
-            body.append(visible(text) + "\n" * (not written and not text.endswith("\n")), style="green" if written else "dim")
+            body.append(
+                visible(text) + "\n" * (not written and not text.endswith("\n")), style="green" if written else "dim"
+            )
         console.print(body, soft_wrap=True)
         if card["answer"] is not None:
             console.print(Text(visible(f"answer: {card['answer']}"), style="dim"), soft_wrap=True)

@@ -1,4 +1,6 @@
-"""Job: the whole recipe as one frozen tree. TOML plus dotted overrides; an unknown key, or a set key nobody read, is an error."""
+"""Job: the whole recipe as one frozen tree. TOML plus dotted overrides; an unknown
+key, or a set key nobody read, is an error.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Section(BaseModel):
             value = self.__dict__.get(name)
             if isinstance(value, Section):
                 out += value.unread(f"{prefix}{name}.")
-            elif name not in self._read and value != type(self).model_fields[name].get_default(call_default_factory=True):
+            elif name not in self._read and value != type(self).model_fields[name].get_default(
+                call_default_factory=True
+            ):
                 out.append(f"{prefix}{name}")
         return sorted(out)
 
@@ -50,11 +54,14 @@ class Adapter(Section):
     """Few new numbers beside the model's own, which stay as they are: they alone are trained, published and stored."""
 
     kind: Literal["off", "lora", "qlora"] = Field(
-        "off", description="`lora`: y = W x + alpha/rank · B (A x); `qlora`: over a base in 4 bits (nf4, double quantisation)"
+        "off",
+        description="`lora`: y = W x + alpha/rank · B (A x); `qlora`: over a base in 4 bits (nf4, double quantisation)",
     )
     rank: int = Field(16, ge=1, le=1 << 16, description="rows of A and columns of B")
     alpha: int = Field(32, ge=1, description="the adapter counts alpha/rank times")
-    targets: str | list[str] = Field("all-linear", description='names of linear layers, or "all-linear": all but the head')
+    targets: str | list[str] = Field(
+        "all-linear", description='names of linear layers, or "all-linear": all but the head'
+    )
     dropout: float = Field(0.0, description="only 0: with it the trainer could not recompute what the engine drew from")
 
     @model_validator(mode="after")
@@ -66,7 +73,9 @@ class Adapter(Section):
                 "set it to 0, and use algo.kl or a lower rank against overfitting"
             )
         if isinstance(mine["targets"], str) and mine["targets"] != "all-linear":
-            raise ValueError(f'targets = "{mine["targets"]}": it is "all-linear" or a list of names, ["q_proj", "v_proj"]')
+            raise ValueError(
+                f'targets = "{mine["targets"]}": it is "all-linear" or a list of names, ["q_proj", "v_proj"]'
+            )
         for name, field in type(self).model_fields.items():
             if mine["kind"] == "off" and mine[name] != field.default:
                 raise ValueError(f'{name} has no effect without a kind: set kind = "lora", or remove it')
@@ -74,7 +83,9 @@ class Adapter(Section):
 
 
 class Teacher(BaseModel):
-    """One of several: `{ path = "big-math", source = "math" }`, or one that is served: `{ url = "http://127.0.0.1:30000" }`."""
+    """One of several: `{ path = "big-math", source = "math" }`, or one that is served:
+    `{ url = "http://127.0.0.1:30000" }`.
+    """
 
     model_config = CLOSED
     path: str | dict[str, Any] | None = None
@@ -87,7 +98,8 @@ class Teacher(BaseModel):
     def _one_place(self) -> Teacher:
         if (self.path is None) == (self.url is None):
             raise ValueError(
-                'a teacher has either a path, and is loaded here, or a url, where it is served: { url = "http://127.0.0.1:30000" }'
+                "a teacher has either a path, and is loaded here, or a url, where it is served: "
+                '{ url = "http://127.0.0.1:30000" }'
             )
         return self
 
@@ -97,17 +109,23 @@ class Teacher(BaseModel):
 
 
 class Model(Section):
-    path: str | dict[str, Any] = Field(description='folder, hub id, GGUF file, "smollm2-135m", or { random = "llama", ... }')
+    path: str | dict[str, Any] = Field(
+        description='folder, hub id, GGUF file, "smollm2-135m", or { random = "llama", ... }'
+    )
     teacher: str | dict[str, Any] | list[Teacher] | None = Field(
         None, description="as path; or several: { path, weight, source }, or { url, kind } for one that is served"
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="compute dtype; master weights are always float32")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="compute dtype; master weights are always float32"
+    )
     adapter: Adapter = Adapter()
     tower: Literal["frozen", "trained"] = Field(
-        "frozen", description="of a vision-language model: whether what encodes images learns, too; frozen, it costs no gradient"
+        "frozen",
+        description="of a vision-language model: whether what encodes images learns, too; frozen, it costs no gradient",
     )
     image_tokens: Count | Literal["auto"] = Field(
-        "auto", description="most tokens of one image, which is scaled down to it; auto: what the model's own settings say"
+        "auto",
+        description="most tokens of one image, which is scaled down to it; auto: what the model's own settings say",
     )
 
     @property
@@ -121,7 +139,9 @@ class Evaluation(Section):
     n: int = Field(0, ge=0, description="how many held-out tasks; 0 is all")
     temperature: float = Field(0.0, ge=0)
     max_tokens: int | None = Field(None, ge=1, description="None is the engine's sampling.max_tokens")
-    sampling: dict[str, Any] = Field({}, description="any other field of `Sampling`: top_p, repetition_penalty, grammar, stop, ...")
+    sampling: dict[str, Any] = Field(
+        {}, description="any other field of `Sampling`: top_p, repetition_penalty, grammar, stop, ..."
+    )
 
 
 class Example(BaseModel):
@@ -146,20 +166,30 @@ class TaskSection(Section):
     suffix: str = ""
     system: str | None = None
     examples: list[Example] = Field(
-        [], description="few-shot: { prompt, answer } shown as earlier turns before every question, each prompt with the suffix"
+        [],
+        description="few-shot: { prompt, answer } shown as earlier turns before every question, each prompt with the suffix",
     )
-    tools: list[str] = Field([], description='calculator, python, "module:name", "mcp:command", "mcp:http://...", "mcp+shared:..."')
+    tools: list[str] = Field(
+        [], description='calculator, python, "module:name", "mcp:command", "mcp:http://...", "mcp+shared:..."'
+    )
     turns: int = Field(8, ge=1)
     tool_timeout: float = Field(30.0, gt=0, le=LONGEST)
-    agent: str | list[str] | None = Field(None, description='of env = "gateway": "module:name", a function; else a command')
+    agent: str | list[str] | None = Field(
+        None, description='of env = "gateway": "module:name", a function; else a command'
+    )
     agents: list[dict[str, Any]] = Field(
         [], description='of env = "agents": their turns, { agent = "a", says = "{prompt}" }, the answer last'
     )
-    agent_timeout: float = Field(600.0, gt=0, le=LONGEST, description="seconds of wall clock for one episode of the agent")
+    agent_timeout: float = Field(
+        600.0, gt=0, le=LONGEST, description="seconds of wall clock for one episode of the agent"
+    )
     reward_timeout: float = Field(10.0, gt=0, le=LONGEST, description="seconds of wall clock for one reward call")
     reward_workers: int = Field(1, ge=1, le=4096)
     max_failures: float = Field(
-        1.0, gt=0, le=1, description="share of the last 200 answers that may go without a score; above it the run stops, with a checkpoint"
+        1.0,
+        gt=0,
+        le=1,
+        description="share of the last 200 answers that may go without a score; above it the run stops, with a checkpoint",
     )
     patience: float = Field(
         0.0,
@@ -177,7 +207,9 @@ class TaskSection(Section):
     def _what_is_waited_for(self) -> TaskSection:
         mine = self.__dict__
         if mine["patience"] and mine["max_failures"] == 1:
-            raise ValueError("patience has no effect while any share of failures will do: set max_failures below 1, to 0.2 say")
+            raise ValueError(
+                "patience has no effect while any share of failures will do: set max_failures below 1, to 0.2 say"
+            )
         return self
 
 
@@ -185,7 +217,9 @@ OF_GROUPS = ("group_size", "guides", "beside", "sources")  # what [algo] says of
 
 
 class Beside(BaseModel):
-    """Demonstrations that are trained in the same step: `{ kind = "sft", weight = 0.1, groups_per_step = 8, data = { ... } }`."""
+    """Demonstrations that are trained in the same step: `{ kind = "sft", weight = 0.1,
+    groups_per_step = 8, data = { ... } }`.
+    """
 
     model_config = CLOSED
     kind: str = "sft"
@@ -201,7 +235,8 @@ class Algo(Section):
     group_size: int = Field(8, ge=1)
     guides: int = Field(0, ge=0, le=1 << 16)
     mask_truncated: bool = Field(
-        False, description="an answer that the token limit cut off gives no gradient; its reward stays in the group's baseline"
+        False,
+        description="an answer that the token limit cut off gives no gradient; its reward stays in the group's baseline",
     )
     beside: list[Beside] = []
     sources: dict[str, dict[str, Any]] = Field({}, description="a row of its own for what a source brings")
@@ -226,9 +261,13 @@ class Warmup(Section):
 
 
 class Loop(Section):
-    steps: int | None = Field(None, ge=0, description="training steps after the supervised phase; this or passes is needed")
+    steps: int | None = Field(
+        None, ge=0, description="training steps after the supervised phase; this or passes is needed"
+    )
     passes: float | None = Field(
-        None, gt=0, description="in place of steps: how often each training task is trained; steps is then passes · tasks / groups_per_step"
+        None,
+        gt=0,
+        description="in place of steps: how often each training task is trained; steps is then passes · tasks / groups_per_step",
     )
     groups_per_step: int = Field(16, ge=1)
     updates_per_step: int = Field(1, ge=1)
@@ -237,12 +276,16 @@ class Loop(Section):
         ge=1,
         description="how often a step goes over its own batch, each time in updates_per_step updates; passes over the data are loop.passes",
     )
-    replays: int = Field(0, ge=0, description="groups of each step that come back in a later one, once and within max_staleness")
+    replays: int = Field(
+        0, ge=0, description="groups of each step that come back in a later one, once and within max_staleness"
+    )
     max_staleness: int = Field(0, ge=0, le=1000)
     in_flight: Literal["hold", "drain", "abort"] = "hold"
     window: int | Literal["auto"] = "auto"
     oversample: int = Field(
-        0, ge=0, description="groups begun beyond those that are waited for: the first to finish are trained, who is late is lost"
+        0,
+        ge=0,
+        description="groups begun beyond those that are waited for: the first to finish are trained, who is late is lost",
     )
     late: Literal["drop", "retry"] = Field(
         "drop", description="what becomes of the task of a group that is late: gone and counted, or asked again"
@@ -256,24 +299,36 @@ class Loop(Section):
         mine = self.__dict__
         if mine["steps"] is None and mine["passes"] is None:
             raise ValueError(
-                "steps is not set: steps = 100 is the number of training steps; passes = 2 counts them in passes over the data"
+                "steps is not set: steps = 100 is the number of training steps; passes = 2 counts them in passes over "
+                "the data"
             )
         if mine["steps"] is not None and mine["passes"] is not None:
-            raise ValueError(f"steps = {mine['steps']} and passes = {mine['passes']:g} both say how long the run is: remove one of them")
+            raise ValueError(
+                f"steps = {mine['steps']} and passes = {mine['passes']:g} both say how long the run is: remove one of "
+                f"them"
+            )
         if mine["replays"] and not mine["max_staleness"]:
             raise ValueError(
-                "replays has no effect at max_staleness = 0: what is trained again is at least one version old. Set max_staleness"
+                "replays has no effect at max_staleness = 0: what is trained again is at least one version old. Set "
+                "max_staleness"
             )
         if mine["replays"] > mine["groups_per_step"]:
-            raise ValueError(f"replays = {mine['replays']} is more than a step has: groups_per_step = {mine['groups_per_step']}")
+            raise ValueError(
+                f"replays = {mine['replays']} is more than a step has: groups_per_step = {mine['groups_per_step']}"
+            )
         if mine["late"] == "retry" and not mine["oversample"]:
             raise ValueError(
-                'late = "retry" has no effect: without oversample no group is ever late, it is waited for. Set oversample, or remove it'
+                'late = "retry" has no effect: without oversample no group is ever late, it is waited for. Set '
+                "oversample, or remove it"
             )
         if mine["oversample"] and mine["window"] != "auto":
-            raise ValueError("window has no effect with oversample, which takes whoever has finished: remove one of them")
+            raise ValueError(
+                "window has no effect with oversample, which takes whoever has finished: remove one of them"
+            )
         if mine["oversample"] and mine["in_flight"] == "drain":
-            raise ValueError('in_flight = "drain" would wait for those that oversample means not to wait for: use "hold" or "abort"')
+            raise ValueError(
+                'in_flight = "drain" would wait for those that oversample means not to wait for: use "hold" or "abort"'
+            )
         return self
 
 
@@ -282,7 +337,9 @@ class SamplingSection(Section):
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     max_tokens: int = Field(64, ge=1)
-    stop: list[int | str] = Field([], description="token ids and strings that end an answer; a string is cut off its text, not its tokens")
+    stop: list[int | str] = Field(
+        [], description="token ids and strings that end an answer; a string is cut off its text, not its tokens"
+    )
     ignore_eos: bool = Field(False, description="every answer runs to max_tokens; for benchmarks")
 
     @model_validator(mode="before")
@@ -303,8 +360,12 @@ class Speculative(Section):
     kind: Literal["off", "ngram", "draft"] = Field(
         "off", description="where guesses come from: the request's own earlier tokens, or a smaller model"
     )
-    k: int = Field(4, ge=1, le=16, description="the most guesses of a request in one step; how many are worth it is measured")
-    model: str | dict[str, Any] | None = Field(None, description='the draft, for kind "draft": as model.path, with the same tokenizer')
+    k: int = Field(
+        4, ge=1, le=16, description="the most guesses of a request in one step; how many are worth it is measured"
+    )
+    model: str | dict[str, Any] | None = Field(
+        None, description='the draft, for kind "draft": as model.path, with the same tokenizer'
+    )
     lr: float = Field(5e-5, ge=0, description="the draft learns what the policy writes; 0 leaves it as it is")
 
     @model_validator(mode="after")
@@ -312,27 +373,38 @@ class Speculative(Section):
         """A job.toml names every key, so a default is not a wish."""
         mine = self.__dict__
         if mine["kind"] == "draft" and mine["model"] is None:
-            raise ValueError('kind = "draft" needs a model: model = "a smaller model of the same family"; kind = "ngram" needs none')
+            raise ValueError(
+                'kind = "draft" needs a model: model = "a smaller model of the same family"; kind = "ngram" needs none'
+            )
         reads = {"off": {"kind"}, "ngram": {"kind", "k"}}.get(mine["kind"], mine.keys())
         for name, field in type(self).model_fields.items():
             if name not in reads and mine[name] != field.default:
-                raise ValueError(f'{name} has no effect with kind = "{mine["kind"]}": remove it, or set kind to what reads it')
+                raise ValueError(
+                    f'{name} has no effect with kind = "{mine["kind"]}": remove it, or set kind to what reads it'
+                )
         return self
 
 
 class EngineSection(Section):
     kind: str = Field(
-        "builtin", description='builtin; sglang (also for `rondel serve`) or vllm at a url; or "module:name", a server of your own'
+        "builtin",
+        description='builtin; sglang (also for `rondel serve`) or vllm at a url; or "module:name", a server of your own',
     )
-    url: str | list[str] | None = Field(None, description="where servers of another kind listen: one address or several")
+    url: str | list[str] | None = Field(
+        None, description="where servers of another kind listen: one address or several"
+    )
     numerics: Literal["fast", "aligned"] = "fast"
     compile: bool = False
     kv_pages: Annotated[int, Field(ge=1, le=1 << 40)] | Literal["auto"] = "auto"
     max_running: int = Field(
-        64, ge=1, le=1 << 16, description="requests decoded together; in flight, where an engine is one of several or somebody else's"
+        64,
+        ge=1,
+        le=1 << 16,
+        description="requests decoded together; in flight, where an engine is one of several or somebody else's",
     )
     concurrency: Literal["fixed", "auto"] = Field(
-        "fixed", description="auto: how many of max_running work together is found while they do; performance: results are the same"
+        "fixed",
+        description="auto: how many of max_running work together is found while they do; performance: results are the same",
     )
     prefill_tokens: int = Field(2048, ge=16, description="prompt tokens computed in one engine step")
     sampling: SamplingSection = SamplingSection()
@@ -355,13 +427,18 @@ class Critic(Section):
     """Of a row that needs values: its own backbone with one number a token."""
 
     lr: float = Field(1e-5, ge=0, description="its own, under the trainer's schedule")
-    warmup: int = Field(0, ge=0, description="first steps in which only the critic learns; the policy stays bit for bit as it is")
-    path: str | dict[str, Any] | None = Field(None, description="where its backbone starts, as model.path; unset, a copy of the policy")
+    warmup: int = Field(
+        0, ge=0, description="first steps in which only the critic learns; the policy stays bit for bit as it is"
+    )
+    path: str | dict[str, Any] | None = Field(
+        None, description="where its backbone starts, as model.path; unset, a copy of the policy"
+    )
 
 
 class Trainer(Section):
     kind: str = Field(
-        "fsdp", description="the only one so far: fully sharded (FSDP2) over place.ranks; on one rank there is nothing to shard"
+        "fsdp",
+        description="the only one so far: fully sharded (FSDP2) over place.ranks; on one rank there is nothing to shard",
     )
     lr: float = Field(1e-5, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -383,16 +460,25 @@ class Trainer(Section):
 
 
 class Place(Section):
-    kind: Literal["shared", "split"] = Field("shared", description="engine and trainer on one device, or on devices of their own")
+    kind: Literal["shared", "split"] = Field(
+        "shared", description="engine and trainer on one device, or on devices of their own"
+    )
     cluster: Literal["auto", "local", "process", "torchrun", "ray"] = Field(
         "auto",
         description="where they run: in this process, in processes of their own, as Ray actors; auto: local if shared, process if split",
     )
     engines: int = Field(1, ge=1, le=4096, description="engines of a split run")
-    ranks: int = Field(1, ge=1, le=4096, description="processes among which the trainer's weights lie in shards (FSDP2)")
-    address: str | None = Field(None, description='of a running Ray cluster: "auto", "ray://host:10001"; unset, one is started')
+    ranks: int = Field(
+        1, ge=1, le=4096, description="processes among which the trainer's weights lie in shards (FSDP2)"
+    )
+    address: str | None = Field(
+        None, description='of a running Ray cluster: "auto", "ray://host:10001"; unset, one is started'
+    )
     patience: float = Field(
-        60.0, gt=0, le=LONGEST, description="seconds without progress in what it was asked for after which a process counts as stuck"
+        60.0,
+        gt=0,
+        le=LONGEST,
+        description="seconds without progress in what it was asked for after which a process counts as stuck",
     )
     device: str = Field("auto", description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one')
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
@@ -400,8 +486,12 @@ class Place(Section):
     @model_validator(mode="after")
     def _what_goes_together(self) -> Place:
         mine = self.__dict__
-        if mine["address"] is not None and not re.fullmatch(r"auto|local|(ray://)?(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", mine["address"]):
-            raise ValueError(f'address = "{mine["address"]}" is none of Ray: it is "auto", "host:6379" or "ray://host:10001"')
+        if mine["address"] is not None and not re.fullmatch(
+            r"auto|local|(ray://)?(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", mine["address"]
+        ):
+            raise ValueError(
+                f'address = "{mine["address"]}" is none of Ray: it is "auto", "host:6379" or "ray://host:10001"'
+            )
         if mine["cluster"] == "auto":
             object.__setattr__(self, "cluster", "process" if mine["kind"] == "split" else "local")
         if mine["kind"] == "shared" and mine["cluster"] != "local":
@@ -427,13 +517,16 @@ class Run(Section):
     folder: str = Field(min_length=1)
     checkpoint: Checkpoint = Checkpoint()
     sinks: list[str] = ["tensorboard"]
-    metrics_port: int = Field(0, ge=0, le=65535, description="of this machine alone, at which Prometheus finds /metrics; 0: nowhere")
+    metrics_port: int = Field(
+        0, ge=0, le=65535, description="of this machine alone, at which Prometheus finds /metrics; 0: nowhere"
+    )
     traces: str = Field(
         "",
         description='where OpenTelemetry traces go by OTLP over HTTP: "http://127.0.0.1:4318"; unset, where OTEL_EXPORTER_OTLP_ENDPOINT says, if it does',
     )
     record: bool = Field(
-        False, description="write schedule.jsonl, so that `rondel replay RUN --into FOLDER` does the whole run again, bit for bit"
+        False,
+        description="write schedule.jsonl, so that `rondel replay RUN --into FOLDER` does the whole run again, bit for bit",
     )
     durability: Literal["process", "disk"] = Field("process", description='"disk" calls fsync after each journal step')
 
@@ -442,9 +535,12 @@ class Policy(BaseModel):
     """Weights of their own for some agents of an episode: `[policies.critic]`."""
 
     model_config = CLOSED
-    agents: list[str] = Field([], description="whom these weights play; unset, the agent that is called NAME. Others play model.path")
+    agents: list[str] = Field(
+        [], description="whom these weights play; unset, the agent that is called NAME. Others play model.path"
+    )
     model: str | dict[str, Any] | None = Field(
-        None, description="where they start, as model.path, with the same tokens; unset, a copy of what model.path names"
+        None,
+        description="where they start, as model.path, with the same tokens; unset, a copy of what model.path names",
     )
     lr: float | None = Field(None, ge=0, description="unset, the trainer's")
     frozen: bool = Field(False, description="never trained: an opponent that stays as it is")
@@ -457,19 +553,46 @@ class Policy(BaseModel):
 
 
 SYNONYMS = {  # what other trainers call a key of ours
-    "learning_rate": "trainer.lr", "warmup_steps": "trainer.warmup_steps", "max_grad_norm": "trainer.clip", "lr_scheduler_type": "trainer.schedule",
-    "batch_size": "loop.groups_per_step", "train_batch_size": "loop.groups_per_step", "per_device_train_batch_size": "loop.groups_per_step",
-    "max_steps": "loop.steps", "num_train_epochs": "loop.steps", "total_steps": "loop.steps", "num_iterations": "loop.updates_per_step",
-    "num_generations": "algo.group_size", "n_samples": "algo.group_size", "rollout_n": "algo.group_size",
-    "beta": "algo.kl.coef", "kl_coef": "algo.kl.coef", "kl_loss_coef": "algo.kl.coef", "entropy_coef": "algo.entropy.coef",
-    "epsilon": "algo.surrogate.low", "clip_range": "algo.surrogate.low", "epsilon_high": "algo.surrogate.high",
-    "max_new_tokens": "engine.sampling.max_tokens", "max_completion_length": "engine.sampling.max_tokens",
-    "temperature": "engine.sampling.temperature", "top_p": "engine.sampling.top_p", "top_k": "engine.sampling.top_k",
-    "model_name_or_path": "model.path", "model_name": "model.path", "pretrain": "model.path", "output_dir": "run.folder",
-    "save_steps": "run.checkpoint.every", "report_to": "run.sinks", "seed": "loop.seed", "dataset": "task.data", "dataset_name": "task.data",
-    "reward_funcs": "task.reward", "system_prompt": "task.system",
-}  # fmt: skip
-STAGES = ("score", "filter", "generate", "train", "sync", "loop", "eval", "time", "mem", "ledger")  # how names of metrics begin
+    "learning_rate": "trainer.lr",
+    "warmup_steps": "trainer.warmup_steps",
+    "max_grad_norm": "trainer.clip",
+    "lr_scheduler_type": "trainer.schedule",
+    "batch_size": "loop.groups_per_step",
+    "train_batch_size": "loop.groups_per_step",
+    "per_device_train_batch_size": "loop.groups_per_step",
+    "max_steps": "loop.steps",
+    "num_train_epochs": "loop.steps",
+    "total_steps": "loop.steps",
+    "num_iterations": "loop.updates_per_step",
+    "num_generations": "algo.group_size",
+    "n_samples": "algo.group_size",
+    "rollout_n": "algo.group_size",
+    "beta": "algo.kl.coef",
+    "kl_coef": "algo.kl.coef",
+    "kl_loss_coef": "algo.kl.coef",
+    "entropy_coef": "algo.entropy.coef",
+    "epsilon": "algo.surrogate.low",
+    "clip_range": "algo.surrogate.low",
+    "epsilon_high": "algo.surrogate.high",
+    "max_new_tokens": "engine.sampling.max_tokens",
+    "max_completion_length": "engine.sampling.max_tokens",
+    "temperature": "engine.sampling.temperature",
+    "top_p": "engine.sampling.top_p",
+    "top_k": "engine.sampling.top_k",
+    "model_name_or_path": "model.path",
+    "model_name": "model.path",
+    "pretrain": "model.path",
+    "output_dir": "run.folder",
+    "save_steps": "run.checkpoint.every",
+    "report_to": "run.sinks",
+    "seed": "loop.seed",
+    "dataset": "task.data",
+    "dataset_name": "task.data",
+    "reward_funcs": "task.reward",
+    "system_prompt": "task.system",
+}
+# how names of metrics begin
+STAGES = ("score", "filter", "generate", "train", "sync", "loop", "eval", "time", "mem", "ledger")
 
 
 class Job(Section):
@@ -499,12 +622,15 @@ class Job(Section):
         for name, policy in given.items():
             if not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII) or name in (POLICY, DATA, GREEDY, *STAGES):
                 raise ValueError(
-                    f"a policy cannot be called '{name}', which names files and metrics: take a word of letters and digits, "
+                    f"a policy cannot be called '{name}', which names files and metrics: take a word of letters and "
+                    f"digits, "
                     f"and none of {', '.join((POLICY, DATA, GREEDY, *STAGES))}"
                 )
             for agent in policy.agents or [name]:
                 if agent in taken:
-                    raise ValueError(f"'{agent}' cannot play both '{taken[agent]}' and '{name}': name it in one of them")
+                    raise ValueError(
+                        f"'{agent}' cannot play both '{taken[agent]}' and '{name}': name it in one of them"
+                    )
                 taken[agent] = name
         return given
 
@@ -517,14 +643,17 @@ class Job(Section):
         ):
             if groups * size > MOST_ANSWERS:
                 raise ValueError(
-                    f"{key} = {groups} with algo.group_size = {algo['group_size']} are {groups * size} answers in one step, and at most "
+                    f"{key} = {groups} with algo.group_size = {algo['group_size']} are {groups * size} answers in one "
+                    f"step, and at most "
                     f"{MOST_ANSWERS} are carried: lower one of them"
                 )
         return self
 
     @property
     def steps(self) -> int:
-        """Training steps after the supervised phase; where the recipe says passes, they are known once the data is read."""
+        """Training steps after the supervised phase; where the recipe says passes, they
+        are known once the data is read.
+        """
         assert self.loop.steps is not None, f"loop.passes = {self.loop.passes} is not resolved yet: see with_steps"
         return self.loop.steps
 
@@ -542,7 +671,11 @@ class Job(Section):
         if policy.frozen:
             model["adapter"] = Adapter()
         lr = {} if policy.lr is None else {"lr": policy.lr}
-        update = {"policies": {}, "model": self.model.model_copy(update=model), "trainer": self.trainer.model_copy(update=lr)}
+        update = {
+            "policies": {},
+            "model": self.model.model_copy(update=model),
+            "trainer": self.trainer.model_copy(update=lr),
+        }
         return self.model_copy(update=update)
 
     @classmethod
@@ -574,10 +707,14 @@ class Job(Section):
         """The same for a command that looks into the parts: whole in this process."""
         place = self.place.model_copy(update={"kind": "shared", "cluster": "local", "engines": 1, "ranks": 1})
         engine = self.engine.model_copy(update={"kind": "builtin", "url": None})
-        return self.model_copy(update={"place": place, "engine": engine, "sync": self.sync.model_copy(update={"kind": "auto"})})
+        return self.model_copy(
+            update={"place": place, "engine": engine, "sync": self.sync.model_copy(update={"kind": "auto"})}
+        )
 
     def digest(self) -> str:
-        """What must be equal for a folder to be continued: everything but where the run lives and how long it goes on."""
+        """What must be equal for a folder to be continued: everything but where the run lives and
+        how long it goes on.
+        """
         tree = self.tree()
         tree.pop("run")
         tree["loop"].pop("steps")
@@ -585,7 +722,9 @@ class Job(Section):
 
 
 def parse_overrides(words: list[str]) -> dict[str, Any]:
-    """["--loop.steps=5", "--model.path=x"] -> {"loop.steps": 5, "model.path": "x"}; values are TOML, bare words are strings."""
+    """["--loop.steps=5", "--model.path=x"] -> {"loop.steps": 5, "model.path": "x"};
+    values are TOML, bare words are strings.
+    """
     out: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.removeprefix("--").partition("=")
@@ -607,7 +746,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
         near = nearest(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
         raise ConfigError(f"no recipe at {path}.{near}") from error
     except OSError as error:
-        raise ConfigError(refusal(error, f"reading the recipe {str(path)[:200]}") or f"reading the recipe {path}: {error}") from error
+        raise ConfigError(
+            refusal(error, f"reading the recipe {str(path)[:200]}") or f"reading the recipe {path}: {error}"
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not TOML: byte {error.start + 1} is not UTF-8; save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
@@ -624,13 +765,128 @@ def _odd_toml(error: Exception) -> str:
 
 
 def _refuse_odd_text(node: Any, source: str, dotted: str = "") -> None:
-    """Half a character (of an argument that is not UTF-8) and the zero character fit into no file name and no model's tokens."""
+    """Half a character (of an argument that is not UTF-8) and the zero character fit
+    into no file name and no model's tokens.
+    """
     if isinstance(node, dict | list):
         for name, inner in node.items() if isinstance(node, dict) else enumerate(node):
             _refuse_odd_text(inner, source, f"{dotted}.{name}".lstrip("."))
     elif isinstance(node, str) and (odd := next((c for c in node if c == "\0" or "\ud800" <= c <= "\udfff"), None)):
         raise ConfigError(
-            f"{source}: {dotted} = {node[:80]!r} has the character {odd!r}, which is no text: remove it, or write it as UTF-8"
+            f"{source}: {dotted} = {node[:80]!r} has the character {odd!r}, which is no text: remove it, or write it as "
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f"UTF-8"
         )
 
 
@@ -670,7 +926,9 @@ ORIGIN = "recipe.path"  # in a run's folder: where the recipe lies that began it
 def _origin(path: Path) -> Path:
     """The recipe itself; for the copy of it in a run's folder the one that it was copied from."""
     note = path.parent / ORIGIN
-    return Path(note.read_text(encoding="utf-8", errors="replace")) if path.name == "job.toml" and note.is_file() else path
+    return (
+        Path(note.read_text(encoding="utf-8", errors="replace")) if path.name == "job.toml" and note.is_file() else path
+    )
 
 
 def _explain(error: ValidationError, source: str) -> str:

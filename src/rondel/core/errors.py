@@ -1,4 +1,6 @@
-"""One flat family of errors; each names the boundary it crossed and carries the remedy in its text. And the words of what a machine refuses."""
+"""One flat family of errors; each names the boundary it crossed and carries the remedy in its
+text. And the words of what a machine refuses.
+"""
 
 from __future__ import annotations
 
@@ -95,13 +97,23 @@ class Stopped(RondelError):
 
 def leaves(error: BaseException) -> list[BaseException]:
     """The single errors of an exception group, in order; any other error alone."""
-    return [leaf for inner in error.exceptions for leaf in leaves(inner)] if isinstance(error, BaseExceptionGroup) else [error]
+    return (
+        [leaf for inner in error.exceptions for leaf in leaves(inner)]
+        if isinstance(error, BaseExceptionGroup)
+        else [error]
+    )
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error of a task group that its caller must see: a signal or a stop, then one of ours, then an environment's, then the first."""
+    """The error of a task group that its caller must see: a signal or a stop, then one of
+    ours, then an environment's, then the first.
+    """
     found = leaves(error)
-    for wanted in (lambda e: isinstance(e, Stopped) or not isinstance(e, Exception), _ends_the_run, lambda e: isinstance(e, RondelError)):
+    for wanted in (
+        lambda e: isinstance(e, Stopped) or not isinstance(e, Exception),
+        _ends_the_run,
+        lambda e: isinstance(e, RondelError),
+    ):
         if first := next(filter(wanted, found), None):
             return first
     return found[0]

@@ -1,4 +1,6 @@
-"""Typed events of the journal. A stage emits; it never imports a logger. Subscribers read: journal, telemetry, progress."""
+"""Typed events of the journal. A stage emits; it never imports a logger.
+Subscribers read: journal, telemetry, progress.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ class Synced(Event):
 
 @dataclass(slots=True)
 class Resident(Event):
-    """Bytes on a shared device in the phases generate, train and sync of one step: the peak, and who held them at the phase's end."""
+    """Bytes on a shared device in the phases generate, train and sync of one step: the
+    peak, and who held them at the phase's end.
+    """
 
     peak: dict[str, int]
     held: dict[str, dict[str, int]]
@@ -113,13 +117,16 @@ class Resident(Event):
 
 @dataclass(slots=True)
 class WorkerTime(Event):
-    """What a worker did since it last said so: {"generate": 2.1, "idle": 0.4} adds up to the time between, with what it counted meanwhile."""
+    """What a worker did since it last said so: {"generate": 2.1, "idle": 0.4} adds up to the
+    time between, with what it counted meanwhile.
+    """
 
     worker: str
     seconds: dict[str, float]
     counts: dict[str, float] = field(default_factory=dict)
     laps: list[tuple[str, float]] = field(default_factory=list)  # the same in order, where it is not too long
-    memory: dict[str, int] = field(default_factory=dict)  # bytes: of its process, "rss" now and "peak", and of what it holds, by name
+    # bytes: of its process, "rss" now and "peak", and of what it holds, by name
+    memory: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -168,7 +175,9 @@ class Generating(Event):
 
 @dataclass(slots=True)
 class Speculated(Event):
-    """What guesses ahead brought since the last such event: `accepted` of the `proposed` tokens stayed, in so many rounds of a request."""
+    """What guesses ahead brought since the last such event: `accepted` of the `proposed`
+    tokens stayed, in so many rounds of a request.
+    """
 
     rounds: int
     proposed: int
@@ -192,7 +201,9 @@ class Stalled(Event):
 
 @dataclass(slots=True)
 class Broke(Event):
-    """The run ends here, before its last step, and this is why; the same command goes on. What is killed from outside tells nothing."""
+    """The run ends here, before its last step, and this is why; the same command goes on.
+    What is killed from outside tells nothing.
+    """
 
     message: str
 
@@ -226,7 +237,8 @@ def warn_aloud(told: str) -> None:
 
 
 def dispensable(name: str, call: Callable[..., None], *, tell: Callable[[str], None] = warn) -> Callable[..., None]:
-    """A reader, or the writer of a sink, that a run can do without: the first time it fails that is told, and it is left out from there on.
+    """A reader, or the writer of a sink, that a run can do without: the first time it fails
+    that is told, and it is left out from there on.
 
     The journal and the rollouts are none: a resumed run depends on them. Nor is what steers the loop.
     """
@@ -246,7 +258,9 @@ def dispensable(name: str, call: Callable[..., None], *, tell: Callable[[str], N
 
 
 def stalled(message: str, error: type[StalledError] = StalledError) -> StalledError:
-    """The error of a wait that passed its deadline, after everyone has heard of it. Call it where the wait ends, before anything is unwound."""
+    """The error of a wait that passed its deadline, after everyone has heard of it. Call it
+    where the wait ends, before anything is unwound.
+    """
     event = Stalled(message)
     emit(event)
     return error(f"{message}; the stacks of all processes are in {event.stacks}" if event.stacks else message)

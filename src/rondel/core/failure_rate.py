@@ -18,7 +18,9 @@ class Share(NamedTuple):
 
 
 class Recent:
-    """`recent.add("timeout")`, or "" for what went well; `recent.above(0.05)` -> Share(12, 200, "timeout", 9), or None."""
+    """`recent.add("timeout")`, or "" for what went well; `recent.above(0.05)` -> Share(12, 200,
+    "timeout", 9), or None.
+    """
 
     def __init__(self) -> None:
         self.outcomes: deque[str] = deque(maxlen=LAST)

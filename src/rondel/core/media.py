@@ -1,10 +1,11 @@
-"""Pictures beside tokens. A stream has two buffers that only grow: its tokens, and what is seen where placeholder tokens stand.
+"""Pictures beside tokens. A stream has two buffers that only grow: its tokens, and what
+is seen where placeholder tokens stand.
 
     tokens   <user> <start> ░ ░ ░ ░ <end> which colour ? <assistant> b
     media                   └ Placed(start=2, image) ┘
 
-A picture takes one token for each `cell` x `cell` pixels. What is seen is a matter of place, not of the token's number: a placeholder
-that the policy itself draws is a token like any other.
+A picture takes one token for each `cell` x `cell` pixels. What is seen is a matter of
+place, not of the token's number: a placeholder that the policy itself draws is a token like any other.
 """
 
 from __future__ import annotations
@@ -48,9 +49,13 @@ class Sight:
         return self.patch * self.merge
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) at which a picture is seen: whole cells, its proportions kept as far as they go, between least and most."""
+        """(width, height) at which a picture is seen: whole cells, its proportions kept as
+        far as they go, between least and most.
+        """
         if max(width, height) > LONGEST * min(width, height):
-            raise ValueError(f"an image of {width}x{height} pixels is more than {LONGEST} times as long as wide; cut it")
+            raise ValueError(
+                f"an image of {width}x{height} pixels is more than {LONGEST} times as long as wide; cut it"
+            )
         sides = [round(side / self.cell) * self.cell for side in (width, height)]
         if math.prod(sides) > self.most:
             scale = math.sqrt(width * height / self.most)
@@ -76,8 +81,16 @@ class Image:
     @classmethod
     def of(cls, pixels: np.ndarray, cell: int) -> Image:
         pixels = np.ascontiguousarray(pixels)
-        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.shape[0] % cell or pixels.shape[1] % cell:
-            raise ValueError(f"pixels {pixels.shape} of {pixels.dtype}; they must be [H, W, 3] uint8 of whole cells of {cell}")
+        if (
+            pixels.dtype != np.uint8
+            or pixels.ndim != 3
+            or pixels.shape[2] != 3
+            or pixels.shape[0] % cell
+            or pixels.shape[1] % cell
+        ):
+            raise ValueError(
+                f"pixels {pixels.shape} of {pixels.dtype}; they must be [H, W, 3] uint8 of whole cells of {cell}"
+            )
         head = f"{pixels.shape[0]}x{pixels.shape[1]}/{cell}:".encode()
         return cls(pixels, cell, blake2b(pixels.tobytes(), digest_size=16, key=head).hexdigest())
 
@@ -107,7 +120,9 @@ class Image:
     @classmethod
     def restored(cls, stored: list[Any]) -> Image:
         cell, rows, columns, packed = stored
-        return cls.of(np.frombuffer(zlib.decompress(b64decode(packed)), np.uint8).reshape(rows * cell, columns * cell, 3), cell)
+        return cls.of(
+            np.frombuffer(zlib.decompress(b64decode(packed)), np.uint8).reshape(rows * cell, columns * cell, 3), cell
+        )
 
     @property
     def name(self) -> str:
@@ -128,15 +143,16 @@ class Placed:
 
     @staticmethod
     def agree(tokens: Sequence[int], media: Sequence[Placed]) -> None:
-        """Placeholders and pictures agree: each picture lies on as many equal tokens as it has cells, behind the one before it, and that token
-        stands nowhere else. ValueError where they do not."""
+        """Placeholders and pictures agree: each picture lies on as many equal tokens as it has
+        cells, behind the one before it, and that token stands nowhere else. ValueError where they do not."""
         at, places = 0, 0
         placeholder = tokens[media[0].start] if media and 0 <= media[0].start < len(tokens) else None
         for place in media:
             own = tokens[place.start : place.end]
             if place.start < at or len(own) < place.image.tokens or any(token != placeholder for token in own):
                 raise ValueError(
-                    f"an image of {place.image.rows} x {place.image.columns} cells at token {place.start}: there it must find "
+                    f"an image of {place.image.rows} x {place.image.columns} cells at token {place.start}: there it "
+                    f"must find "
                     f"{place.image.tokens} placeholders of its own, and it finds {sum(t == placeholder for t in own)}"
                 )
             at, places = place.end, places + place.image.tokens
@@ -145,14 +161,20 @@ class Placed:
 
 
 def worded(content: Any) -> str:
-    """The text of a message's content, an image in it by its name: what readers see, and by which questions are told apart."""
+    """The text of a message's content, an image in it by its name: what readers see,
+    and by which questions are told apart.
+    """
     if not isinstance(content, list):
         return str(content)
-    return "".join(part["text"] if part.get("type") == "text" else f"[image {part.get('name', '')}]" for part in content)
+    return "".join(
+        part["text"] if part.get("type") == "text" else f"[image {part.get('name', '')}]" for part in content
+    )
 
 
 def keyed(tokens: Iterable[int], media: Sequence[Placed]) -> list[int]:
-    """[T] What two streams must have in common to mean the same: the tokens, and where a picture is seen its digest, below 0."""
+    """[T] What two streams must have in common to mean the same: the tokens, and where a
+    picture is seen its digest, below 0.
+    """
     keys = list(tokens)
     for place in media:
         keys[place.start : place.end] = [-1 - int(place.image.digest[:15], 16)] * place.image.tokens
@@ -160,8 +182,10 @@ def keyed(tokens: Iterable[int], media: Sequence[Placed]) -> list[int]:
 
 
 def positions(n: int, media: Sequence[Placed]) -> np.ndarray:
-    """[3, n] time, row and column of each token (M-RoPE, arXiv:2409.12191). Text counts on in all three; the cells of a picture share
-    one time and stand at their row and column; text goes on behind the larger side. Of a prefix they are a prefix, also where it cuts a picture."""
+    """[3, n] time, row and column of each token (M-RoPE, arXiv:2409.12191). Text counts on
+    in all three; the cells of a picture share one time and stand at their row and column; text
+    goes on behind the larger side. Of a prefix
+    they are a prefix, also where it cuts a picture."""
     whole = max([n, *(place.end for place in media)])
     out = np.empty((3, whole), np.int64)
     at = shift = 0

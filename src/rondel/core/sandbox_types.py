@@ -37,7 +37,9 @@ class Limits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "network" and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+            if field.name != "network" and (
+                isinstance(value, bool) or not isinstance(value, int | float) or not value > 0
+            ):
                 raise UserError(f"sandbox limit {field.name} = {value!r}; it is a number above 0")
         if self.memory < 64 << 20:
             raise UserError(f"sandbox limit memory = {self.memory}; an interpreter alone wants 64 MiB: {64 << 20}")
@@ -74,4 +76,6 @@ class Ran:
 
 
 class BoxFileError(OSError):
-    """A file of a box could not be written or read: it is not there, or code in the box closed its folder or filled its disk."""
+    """A file of a box could not be written or read: it is not there, or code in the box
+    closed its folder or filled its disk.
+    """

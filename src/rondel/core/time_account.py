@@ -1,4 +1,6 @@
-"""The time account of a worker (law 13): every moment since it began belongs to exactly one kind, so the shares sum to 100 %."""
+"""The time account of a worker (law 13): every moment since it began belongs to
+exactly one kind, so the shares sum to 100 %.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,13 @@ class Account:
         self._lap()
         laps = self.laps if len(self.laps) <= MOST else []
         emit(
-            WorkerTime(self.worker, dict(self.seconds), {name: n for name, n in self.counts.items() if n}, laps, resident() | (held or {}))
+            WorkerTime(
+                self.worker,
+                dict(self.seconds),
+                {name: n for name, n in self.counts.items() if n},
+                laps,
+                resident() | (held or {}),
+            )
         )
         self.laps = []
         self.seconds.clear()

@@ -67,8 +67,8 @@ Outcome = Ok | EnvFault | PolicyFault
 class Score:
     """A reward and the named parts it was made of: `Score(1.2, {"correct": 1.0, "format": 0.2})`.
 
-    steps    what of it was earned on the way, as (position in the trajectory's tokens, value): `Score(1.3, steps=((14, 0.1), (52, 0.2)))`;
-             the rest, here 1.0, is due at the end
+    steps    what of it was earned on the way, as (position in the trajectory's tokens, value):
+             `Score(1.3, steps=((14, 0.1), (52, 0.2)))`; the rest, here 1.0, is due at the end
     """
 
     value: float
@@ -79,15 +79,17 @@ class Score:
         object.__setattr__(self, "steps", tuple((index(position), float(value)) for position, value in self.steps))
 
     def over(self, mask: list[bool]) -> list[float]:
-        """[m] What each of the m tokens that the policy wrote has earned; together the value. A step at a token it did not write counts
-        for the last one that it wrote before."""
+        """[m] What each of the m tokens that the policy wrote has earned; together the value. A
+        step at a token it did not write counts for the last one that it wrote before."""
         if not self.steps:  # of a million tokens it takes no time
             return [*[0.0] * (mask.count(True) - 1), 0.0 + self.value] if True in mask else []
         written = [at for at, mine in enumerate(mask) if mine]
         earned = [0.0] * len(written)
         for position, value in self.steps:
             if not 0 <= position < len(mask):
-                raise ValueError(f"a reward of {value:g} at position {position} of {len(mask)} tokens, whose first is 0")
+                raise ValueError(
+                    f"a reward of {value:g} at position {position} of {len(mask)} tokens, whose first is 0"
+                )
             if not written or position < written[0]:
                 before = f"before {written[0]}" if written else "at all"
                 raise ValueError(f"a reward of {value:g} at position {position}, but the policy wrote nothing {before}")
@@ -107,7 +109,9 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A filter's answer: `Verdict(False, "unanimous")`. `failed` books the group under failures instead of under filters."""
+    """A filter's answer: `Verdict(False, "unanimous")`. `failed` books the group under
+    failures instead of under filters.
+    """
 
     keep: bool
     reason: str = ""
@@ -122,11 +126,14 @@ KEEP = Verdict(True)
 
 
 POLICY = "policy"  # the run's own, which plays whoever has no weights of its own
-DATA, GREEDY = "data", "greedy"  # the `policy` of what stands beside a group's samples: the data set's answer, the most likely one
+# the `policy` of what stands beside a group's samples: the data set's answer, the most likely one
+DATA, GREEDY = "data", "greedy"
 
 
 class Turn(NamedTuple):
-    """One message of a conversation: `Turn("tool", "42", 17, 25)`, its tokens among the trajectory's, and whether the policy wrote it."""
+    """One message of a conversation: `Turn("tool", "42", 17, 25)`, its tokens among the
+    trajectory's, and whether the policy wrote it.
+    """
 
     role: str
     text: str
@@ -144,12 +151,16 @@ class Trajectory:
     logprobs  [T] float  log pi_behavior(token) when it was drawn; 0 elsewhere
     versions  [T] int    the weights of `policy` that wrote it; -1 elsewhere
     experts   [T-1,L,K]  routed experts of a MoE; None for a dense model
-    support   [T] ids    what the token was drawn from, where truncation cut the rest; None where nothing was cut, and for all if nothing ever was
+    support   [T] ids    what the token was drawn from, where truncation cut the rest; None where
+              nothing was cut, and for all if nothing ever was
     media                the pictures that it reads, each where its placeholders stand (core/media.py)
-    policy               whose weights wrote: "policy", or one of the recipe's policies that plays the agent; DATA and GREEDY stand beside
+    policy               whose weights wrote: "policy", or one of the recipe's policies that plays the
+                         agent; DATA and GREEDY stand beside
     agent                who acts, where an episode has several: each is compared with its own kind
-    laps                 what took time, turn by turn: ("chat" or a tool's name, seconds since 1970, seconds, tokens read, tokens written)
-    parent               its place in the group, of the trajectory whose score it shares: this one is a branch of the same episode
+    laps                 what took time, turn by turn: ("chat" or a tool's name, seconds since 1970,
+                         seconds, tokens read, tokens written)
+    parent               its place in the group, of the trajectory whose score it shares: this one is
+                         a branch of the same episode
     conversation         the same as messages, for rewards; empty where an environment appended tokens itself
     """
 
@@ -196,10 +207,16 @@ class Trajectory:
             raise ValueError(f"{n} tokens, {len(logprobs)} logprobs, {len(versions)} versions: lengths must agree")
         if support is not None and (logprobs is None or len(support) != n):
             raise ValueError(
-                f"a support of {len(support)} entries for {n} {'given' if logprobs is None else 'drawn'} tokens: one a drawn token"
+                f"a support of {len(support)} entries for {n} {'given' if logprobs is None else 'drawn'} tokens: one a "
+                f"drawn token"
             )
-        if logprobs is not None and (wrong := next(((i, x) for i, x in enumerate(logprobs) if not -inf < x <= 1e-6), None)):
-            raise ValueError(f"token {tokens[wrong[0]]} was drawn with a log-probability of {wrong[1]}: it must be finite and at most 0")
+        if logprobs is not None and (
+            wrong := next(((i, x) for i, x in enumerate(logprobs) if not -inf < x <= 1e-6), None)
+        ):
+            raise ValueError(
+                f"token {tokens[wrong[0]]} was drawn with a log-probability of {wrong[1]}: it must be finite and at "
+                f"most 0"
+            )
         if support is not None or self.support is not None:
             before = [None] * len(self.tokens) if self.support is None else self.support
             self.support = before + ([None] * n if support is None else support)
@@ -228,15 +245,16 @@ class Trajectory:
 class Group:
     """G attempts at one task. `id` is the admission number, `born` the version that served when it was admitted.
 
-    An attempt is one trajectory, or several: what its harness forked, and what each of its agents wrote. Branches have a `parent`, and
-    their reward is counted once, with it.
+    An attempt is one trajectory, or several: what its harness forked, and what each of its
+    agents wrote. Branches have a `parent`, and their reward is counted once, with it.
     """
 
     id: int
     task: Task
     trajectories: list[Trajectory]
     born: int
-    supervised: bool = False  # answers of the data set, which loop.warmup copies: their score is no reward that anything earned
+    # answers of the data set, which loop.warmup copies: their score is no reward that anything earned
+    supervised: bool = False
 
     @property
     def rewards(self) -> list[float]:
@@ -276,13 +294,17 @@ class Sampling:
     """How to draw. `temperature = 0` is greedy, and greedy samples are not trainable (law 4).
 
     top_k, top_p, min_p   0, 1 and 0 keep the whole vocabulary
-    repetition_penalty    logits of all tokens so far, prompt included: divided where positive, multiplied where negative (arXiv:1909.05858)
+    repetition_penalty    logits of all tokens so far, prompt included: divided where positive, multiplied
+                          where negative (arXiv:1909.05858)
     presence_penalty      subtracted from the logits of what this sample has written
     frequency_penalty     the same, once for every time it was written (both as in OpenAI's API)
     logit_bias            {token: what is added to its logit}
-    min_tokens            end tokens and stop ids are forbidden until so many are written; a stop string that is complete by then does not count
-    stop                  token ids and strings that end a sample beside the model's own end tokens; a string is cut off `text`, never off `tokens`
-    grammar               {"json_schema": {...} or text}, {"regex": "..."} or {"grammar": "... in Lark"}; the sample may end only where it is whole
+    min_tokens            end tokens and stop ids are forbidden until so many are written; a stop string that
+                          is complete by then does not count
+    stop                  token ids and strings that end a sample beside the model's own end tokens; a string
+                          is cut off `text`, never off `tokens`
+    grammar               {"json_schema": {...} or text}, {"regex": "..."} or {"grammar": "... in Lark"}; the
+                          sample may end only where it is whole
     """
 
     temperature: float = 1.0
@@ -316,11 +338,23 @@ class Sampling:
                 f"repetition_penalty = {self.repetition_penalty}; it must lie in [0.01, 100], and 1 is none",
             ),
             (-2 <= self.presence_penalty <= 2, f"presence_penalty = {self.presence_penalty}; it must lie in [-2, 2]"),
-            (-2 <= self.frequency_penalty <= 2, f"frequency_penalty = {self.frequency_penalty}; it must lie in [-2, 2]"),
-            (not strange, f"a logit_bias of {strange[:1]}; it must lie in [-100, 100], and -100 forbids a token in practice"),
+            (
+                -2 <= self.frequency_penalty <= 2,
+                f"frequency_penalty = {self.frequency_penalty}; it must lie in [-2, 2]",
+            ),
+            (
+                not strange,
+                f"a logit_bias of {strange[:1]}; it must lie in [-100, 100], and -100 forbids a token in practice",
+            ),
             (self.max_tokens >= 1, f"max_tokens = {self.max_tokens}; at least 1 token must be drawn"),
-            (0 <= self.min_tokens <= self.max_tokens, f"min_tokens = {self.min_tokens}; it must lie in [0, max_tokens]"),
-            (not isinstance(self.stop, str), f"stop = {self.stop!r} is one string; give a tuple: stop = ({self.stop!r},)"),
+            (
+                0 <= self.min_tokens <= self.max_tokens,
+                f"min_tokens = {self.min_tokens}; it must lie in [0, max_tokens]",
+            ),
+            (
+                not isinstance(self.stop, str),
+                f"stop = {self.stop!r} is one string; give a tuple: stop = ({self.stop!r},)",
+            ),
             ("" not in self.stop, "stop holds an empty string, which every text contains"),
             (self.n >= 1, f"n = {self.n}; at least 1 sample"),
         ]
@@ -328,7 +362,10 @@ class Sampling:
             one = len(self.grammar) == 1 and self.grammar.keys() <= {"json_schema", "regex", "grammar"}
             rules += [
                 (one, f"grammar has the keys {sorted(self.grammar)}; give exactly one of json_schema, regex, grammar"),
-                (not self.ignore_eos, "ignore_eos with a grammar: the grammar says where the answer ends; drop one of them"),
+                (
+                    not self.ignore_eos,
+                    "ignore_eos with a grammar: the grammar says where the answer ends; drop one of them",
+                ),
             ]
         for holds, message in rules:
             if not holds:
@@ -351,7 +388,9 @@ class Sampling:
 
     @property
     def untrainable(self) -> str:
-        """The settings whose samples cannot be trained, by name: the trainer recomputes logits, temperature and top-k and top-p (law 4)."""
+        """The settings whose samples cannot be trained, by name: the trainer recomputes logits,
+        temperature and top-k and top-p (law 4).
+        """
         names = [f.name for f in fields(self) if f.name in UNTRAINABLE and getattr(self, f.name) != UNTRAINABLE[f.name]]
         return ", ".join([*["temperature"] * (self.temperature == 0), *names])
 
@@ -369,16 +408,19 @@ def sample_key(seed: int, admission: int, sample: int, turn: int = 0) -> int:
     return int.from_bytes(blake2b(text, digest_size=16).digest(), "little")
 
 
-Stint = tuple[int, int, int]  # (version, tokens with keys and values, tokens written): what a request had when it last stood still under it
+# (version, tokens with keys and values, tokens written): what a request had when it last stood still under it
+Stint = tuple[int, int, int]
 
 
 @dataclass(slots=True)
 class Request:
-    """Tokens in. `continuation` says that the last tokens were already drawn by the policy, so token t goes on from there.
+    """Tokens in. `continuation` says that the last tokens were already drawn by the
+    policy, so token t goes on from there.
 
     `id` is what a client calls it, to abort it by; samples of one call share it, and go to one replica.
-    `lines` are the stints of its recorded run, to be computed again: at each it stands still until those weights have gone.
-    `media` are the pictures among its tokens, which only an engine with the capability "images" sees.
+    `lines` are the stints of its recorded run, to be computed again: at each it stands
+    still until those weights have gone. `media` are the pictures among its tokens, which only
+    an engine with the capability "images" sees.
     """
 
     tokens: list[int]
@@ -397,10 +439,12 @@ class Request:
 
 @dataclass(slots=True)
 class Completion:
-    """Tokens out, each with the log-probability of the distribution it was really drawn from and the weights that drew it.
+    """Tokens out, each with the log-probability of the distribution it was really
+    drawn from and the weights that drew it.
 
     text              without the stop string that ended it
-    stints            where it stood whenever the weights changed or its cache was lost, and at its end; () from an engine that does not say
+    stints            where it stood whenever the weights changed or its cache was lost, and at its end;
+                      () from an engine that does not say
     raw_logprobs      [T]      of the drawn tokens under the model alone: temperature 1, nothing changed
     top_logprobs      [T][K]   (token, raw log-probability) of the K most likely
     prompt_logprobs   [P]      raw, of the given tokens; the first entry is 0
@@ -415,7 +459,8 @@ class Completion:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     experts: Any | None = None
-    text: str | None = None  # what a reader sees: without a stop string that ended it; None if the engine did not decode
+    # what a reader sees: without a stop string that ended it; None if the engine did not decode
+    text: str | None = None
     timings: dict[str, float] = field(default_factory=dict)
     stints: Sequence[Stint] = ()
     raw_logprobs: list[float] | None = None
@@ -468,7 +513,8 @@ class TensorInfo:
 class Manifest:
     """Every tensor of one weight version: what `begin` announces and `commit` must have received in full.
 
-    base   digest of the frozen weights under an adapter, which do not travel and must be the same on both sides; "" without one
+    base   digest of the frozen weights under an adapter, which do not travel and must be the
+           same on both sides; "" without one
     """
 
     version: int
@@ -486,16 +532,21 @@ class Manifest:
 
     @classmethod
     def joined(cls, parts: Mapping[str, Manifest]) -> Manifest:
-        """One of several policies at one version: the tensor "critic/model.norm.weight", the base "critic=3f.. policy=".
+        """One of several policies at one version: the tensor
+        "critic/model.norm.weight", the base "critic=3f.. policy=".
 
         `part` is its inverse. ValueError where they are not of one version.
         """
         versions = {part.version for part in parts.values()}
         if len(versions) != 1:
             raise ValueError(f"policies at versions {sorted(versions)}: one version has one number for all")
-        rows = tuple(replace(row, name=f"{policy}/{row.name}") for policy, part in parts.items() for row in part.tensors)
+        rows = tuple(
+            replace(row, name=f"{policy}/{row.name}") for policy, part in parts.items() for row in part.tensors
+        )
         bases = {policy: part.base for policy, part in parts.items()}
-        return cls(versions.pop(), rows, " ".join(f"{p}={base}" for p, base in bases.items()) if any(bases.values()) else "")
+        return cls(
+            versions.pop(), rows, " ".join(f"{p}={base}" for p, base in bases.items()) if any(bases.values()) else ""
+        )
 
     def part(self, policy: str) -> Manifest:
         """What of it is one policy's, under its own names."""
@@ -512,10 +563,17 @@ class Manifest:
     def of(cls, tree: dict[str, Any]) -> Manifest:
         """The inverse. ValueError where it is no manifest, or its root is not that of its rows."""
         try:
-            rows = tuple(TensorInfo(name, tuple(shape), dtype, digest) for name, shape, dtype, digest in tree["tensors"])
+            rows = tuple(
+                TensorInfo(name, tuple(shape), dtype, digest) for name, shape, dtype, digest in tree["tensors"]
+            )
             found = cls(tree["version"], rows, tree.get("base", ""))
-            typed = all(isinstance(x, str) for t in rows for x in (t.name, t.dtype, t.digest)) and isinstance(found.base, str)
-            whole = all(type(side) is int and 0 <= side < 1 << 40 for t in rows for side in t.shape) and type(found.version) is int
+            typed = all(isinstance(x, str) for t in rows for x in (t.name, t.dtype, t.digest)) and isinstance(
+                found.base, str
+            )
+            whole = (
+                all(type(side) is int and 0 <= side < 1 << 40 for t in rows for side in t.shape)
+                and type(found.version) is int
+            )
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(f"it is no manifest: {type(error).__name__}: {error}") from None
         if not typed or not whole:
@@ -528,8 +586,10 @@ class Manifest:
 @dataclass(frozen=True, slots=True)
 class Begin:
     """
-    beside  the data will lie beside the weights that serve, which go on serving until the commit; else it is written over them
-    anew    versions may count from less than what serves: another run begins here, or this one goes on from an earlier checkpoint
+    beside  the data will lie beside the weights that serve, which go on serving until the
+            commit; else it is written over them
+    anew    versions may count from less than what serves: another run begins here, or this one
+            goes on from an earlier checkpoint
     """
 
     manifest: Manifest
@@ -570,7 +630,9 @@ Message = Begin | Route | Commit | Abort
 
 @dataclass(slots=True)
 class StepStats:
-    """One optimizer batch. `stepped` is False when a finite-check stopped the update; `metrics` are named stage/what."""
+    """One optimizer batch. `stepped` is False when a finite-check stopped the update; `metrics`
+    are named stage/what.
+    """
 
     stepped: bool
     metrics: dict[str, float]

@@ -1,4 +1,6 @@
-"""Who may look, and what their browser may run: every answer forbids scripts and styles that are not ours, so what a run wrote can only ever be text."""
+"""Who may look, and what their browser may run: every answer forbids scripts and styles that are
+not ours, so what a run wrote can only ever be text.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ HEADERS = {
 
 
 class Door:
-    """Who may look: with a key whoever brings it, as a Bearer token or once as ?key= in a browser; else programs and pages of this machine only.
+    """Who may look: with a key whoever brings it, as a Bearer token or once as ?key= in a
+    browser; else programs and pages of this machine only.
 
-    A browser keeps the token of a session, which ends with this process, and never the key, which may open more than this page. Its cookie is
-    named by the port, for browsers tell no ports apart.
+    A browser keeps the token of a session, which ends with this process, and never the key,
+    which may open more than this page. Its cookie is named by the port, for browsers tell no ports apart.
     """
 
     def __init__(self, app: Any, key: str, opening: Callable[[], None]) -> None:

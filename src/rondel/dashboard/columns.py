@@ -1,4 +1,5 @@
-"""The rows of a run by metric: one array of numbers a name, so that 10^5 steps of 80 metrics are 64 MB, and a curve of them is a few calls of numpy.
+"""The rows of a run by metric: one array of numbers a name, so that 10^5 steps of 80 metrics are
+64 MB, and a curve of them is a few calls of numpy.
 
 steps   [N]   the step of each row, ascending
 values  name -> [N], NaN where a row has no such number
@@ -100,7 +101,9 @@ def _placed(cells: np.ndarray, numbers: np.ndarray, n: int) -> list[float | None
 
 
 class Grid:
-    """Cells of `width` steps from `first` to `last`, at most `points` of them: runs beside each other are drawn on one."""
+    """Cells of `width` steps from `first` to `last`, at most `points` of them: runs beside each
+    other are drawn on one.
+    """
 
     def __init__(self, first: int, last: int, points: int) -> None:
         self.first, self.last = first, max(first, last)

@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     from rondel.dashboard.run import Run
 
 HERE = Path(__file__).parent
-TYPES = {".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".html": "text/html"}
+TYPES = {
+    ".js": "text/javascript",
+    ".mjs": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".html": "text/html",
+}
 MOST = 1 << 40  # of any number that is asked for
 POLL, BEAT = 0.25, 10.0  # seconds between two looks for news, and between two signs of life
 
@@ -82,7 +88,10 @@ class Pages:
         return views.said(self.run(request))
 
     def card(self, request: Request) -> Any:
-        return views.card(self.run(request)) | {"differs": views.recipes(self.runs), "names": [run.folder.name for run in self.runs]}
+        return views.card(self.run(request)) | {
+            "differs": views.recipes(self.runs),
+            "names": [run.folder.name for run in self.runs],
+        }
 
     def rollouts(self, request: Request) -> Any:
         return rollouts.table(self.run(request).folder, _whole(request, "step", None))
@@ -92,7 +101,9 @@ class Pages:
         return rollouts.answer(self.run(request).folder, *asked)
 
     def steps_of(self, request: Request) -> Any:
-        return rollouts.steps_of(self.run(request).folder, request.query_params.get("task", ""), _whole(request, "step", 0))
+        return rollouts.steps_of(
+            self.run(request).folder, request.query_params.get("task", ""), _whole(request, "step", 0)
+        )
 
     def beside(self, request: Request) -> Any:
         a, b, i, k = (_whole(request, name, 0) for name in ("a", "b", "pick_a", "pick_b"))
@@ -132,7 +143,11 @@ def build(pages: Pages) -> Any:
     asked = ("state", "series", "books", "time", "findings", "card", "rollouts", "answer", "steps_of", "beside", "plan")
     routes = [
         Route("/", partial(_file, HERE / "page" / "index.html")),
-        *(Route(f"/{path.parent.name}/{path.name}", partial(_file, path)) for path in HERE.glob("[pv]*/*") if path.suffix in TYPES),
+        *(
+            Route(f"/{path.parent.name}/{path.name}", partial(_file, path))
+            for path in HERE.glob("[pv]*/*")
+            if path.suffix in TYPES
+        ),
         Route("/api/news", pages.news),
         *(Route(f"/api/{name}", api(getattr(pages, name))) for name in asked),
     ]
@@ -151,7 +166,8 @@ async def _answered(handler: Callable[[Request], Any], request: Request) -> Resp
     except RondelError as error:
         body, status = _json({"error": " ".join(str(error).split())}), 400
     except OverflowError:
-        body, status = _json({"error": "a number that was asked with, or that the run holds, is too large to compute with"}), 400
+        body = _json({"error": "a number that was asked with, or that the run holds, is too large to compute with"})
+        status = 400
     except Exception as error:
         body, status = _json({"error": f"{type(error).__name__}: {error}; this is a bug of ours"}), 500
     return Response(body, status, headers={"cache-control": "no-store"}, media_type="application/json")

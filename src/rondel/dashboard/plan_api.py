@@ -19,7 +19,10 @@ START = {"model": "7b", "hardware": "h100", "gpus": "16", "place": "split"}  # w
 
 def choices() -> dict[str, list[str]]:
     """Plain sizes first."""
-    return {"model": sorted({*PUBLIC, *MODELS}, key=lambda name: (not name[0].isdigit(), _size(name), name)), "hardware": list(DEVICES)}
+    return {
+        "model": sorted({*PUBLIC, *MODELS}, key=lambda name: (not name[0].isdigit(), _size(name), name)),
+        "hardware": list(DEVICES),
+    }
 
 
 def _size(name: str) -> float:
@@ -30,7 +33,9 @@ def _size(name: str) -> float:
 def ask(words: Mapping[str, str], plan: Plan, folder: Path | None = None) -> dict[str, Any]:
     """{"gpus": "64"} -> the plan, and the values that it was made for."""
     sizes = choices()["model"]
-    for name, known in (choices() | {beside: [*sizes, "none"] for beside in ("reference", "reward", "teacher", "critic")}).items():
+    for name, known in (
+        choices() | {beside: [*sizes, "none"] for beside in ("reference", "reward", "teacher", "critic")}
+    ).items():
         if words.get(name, "") not in ("", *known):
             raise UserError(f"{name} = {words[name][:80]}: here it is one of {', '.join(known)}")
     start = _of_run(folder / "job.toml", (folder / "job.toml").stat().st_mtime) if folder is not None else None
@@ -52,7 +57,20 @@ def _of_run(path: Path, written: float) -> Setting:
 
 def _told(s: Setting) -> dict[str, Any]:
     return {
-        "model": s.shape.name, "hardware": s.hardware.name, "gpus": s.gpus, "place": s.place, "trainers": s.trainers, "prompts": s.prompts,
-        "group": s.group, "prompt": s.prompt, "output": s.output, "staleness": s.staleness, "lora": s.rank, "nf4": s.four_bits, "micro": s.micro,
-        "offload": s.offload, "in_flight": s.in_flight, "running": s.running,
-    }  # fmt: skip
+        "model": s.shape.name,
+        "hardware": s.hardware.name,
+        "gpus": s.gpus,
+        "place": s.place,
+        "trainers": s.trainers,
+        "prompts": s.prompts,
+        "group": s.group,
+        "prompt": s.prompt,
+        "output": s.output,
+        "staleness": s.staleness,
+        "lora": s.rank,
+        "nf4": s.four_bits,
+        "micro": s.micro,
+        "offload": s.offload,
+        "in_flight": s.in_flight,
+        "running": s.running,
+    }

@@ -1,4 +1,6 @@
-"""The stored answers of a run for the reader: a table of one step, one answer token by token, and the same task at two steps."""
+"""The stored answers of a run for the reader: a table of one step, one answer token by
+token, and the same task at two steps.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +55,19 @@ def _line(at: int, row: Json, *, supervised: bool = False) -> Json:
     lag = None if supervised or row["trained_at"] is None else row["trained_at"] - row["born"]
     error = row["failed"] or (row["outcome_reason"] or row["outcome"] if row["outcome"] != "ok" else None)
     return {
-        "at": at, "group": row["group"], "sample": row["sample"], "task": row["task"], "prompt": _excerpt(prompt(row["task_data"])), "reward": None if supervised else row["reward"], "length": sum(row["mask"]),
-        "gap": None if supervised else gap(row), "lag": lag, "finish": row["finish_reason"], "error": error, "agent": row["agent"] or "",
-    }  # fmt: skip
+        "at": at,
+        "group": row["group"],
+        "sample": row["sample"],
+        "task": row["task"],
+        "prompt": _excerpt(prompt(row["task_data"])),
+        "reward": None if supervised else row["reward"],
+        "length": sum(row["mask"]),
+        "gap": None if supervised else gap(row),
+        "lag": lag,
+        "finish": row["finish_reason"],
+        "error": error,
+        "agent": row["agent"] or "",
+    }
 
 
 def _excerpt(text: str) -> str:
@@ -64,7 +76,9 @@ def _excerpt(text: str) -> str:
 
 
 def answer(folder: Path, step: int, at: int, first: int = 0) -> Json:
-    """One answer: facts, prompt, and from token `first` on a page of (text, written, version, logprob, trainer's logprob, advantage)."""
+    """One answer: facts, prompt, and from token `first` on a page of (text, written,
+    version, logprob, trainer's logprob, advantage).
+    """
     row = _row(folder, step, at)
     read = _reader(folder)
     shown = supervised(folder, step)
@@ -77,9 +91,18 @@ def answer(folder: Path, step: int, at: int, first: int = 0) -> Json:
         for i, text in zip(range(first, until), spelled(row["tokens"], read, first, until))
     ]
     return {
-        "task": told["task"], "facts": told["facts"], "answer": told["answer"], "tokens": tokens, "first": first, "of": len(row["tokens"]),
-        "spelled": read is not None, "text": row["text"], "prompt": prompt(row["task_data"]), "now": row["trained_at"], "born": row["born"],
-    }  # fmt: skip
+        "task": told["task"],
+        "facts": told["facts"],
+        "answer": told["answer"],
+        "tokens": tokens,
+        "first": first,
+        "of": len(row["tokens"]),
+        "spelled": read is not None,
+        "text": row["text"],
+        "prompt": prompt(row["task_data"]),
+        "now": row["trained_at"],
+        "born": row["born"],
+    }
 
 
 def _row(folder: Path, step: int, at: int) -> Json:
@@ -100,7 +123,9 @@ def _reader(folder: Path) -> Callable[[list[int]], str] | None:
 
 
 def spelled(ids: list[int], read: Callable[[list[int]], str] | None, first: int, until: int) -> list[str]:
-    """The text of each token, by what it adds to those before it; a character that takes several tokens stands at the last of them."""
+    """The text of each token, by what it adds to those before it; a character that takes
+    several tokens stands at the last of them.
+    """
     if read is None:
         return [f"⟨{ids[i]}⟩" for i in range(first, until)]
     out, start, said = [], max(0, first - WINDOW), 0
@@ -124,19 +149,35 @@ def steps_of(folder: Path, task: str, near: int) -> list[int]:
     import pyarrow.parquet as pq
 
     closest = sorted(steps(folder), key=lambda step: abs(step - near))[:NEAR]
-    return sorted(step for step in closest if task in pq.read_table(path_of(folder, step), columns=["task"])["task"].to_pylist())
+    return sorted(
+        step for step in closest if task in pq.read_table(path_of(folder, step), columns=["task"])["task"].to_pylist()
+    )
 
 
 def beside(folder: Path, task: str, a: int, b: int, pick: tuple[int, int] = (0, 0)) -> Json:
-    """One task at two steps: rewards and lengths of both groups, and what differs between one answer of each, word by word."""
+    """One task at two steps: rewards and lengths of both groups, and what differs
+    between one answer of each, word by word.
+    """
     sides: list[Json] = []
     for step, at in zip((a, b), pick):
         own = [r for r in rows(folder, step) if r["task"] == task]
         if not own:
             raise UserError(f"step {step} has no answer to {task}")
         lines = [{**_line(i, r, supervised=supervised(folder, step)), "at": i} for i, r in enumerate(own)]
-        sides.append({"step": step, "rows": lines, "pick": min(at, len(own) - 1), "text": own[min(at, len(own) - 1)]["text"] or ""})
-    return {"task": task, "prompt": prompt(own[0]["task_data"]), "sides": sides, "diff": worded(sides[0]["text"], sides[1]["text"])}
+        sides.append(
+            {
+                "step": step,
+                "rows": lines,
+                "pick": min(at, len(own) - 1),
+                "text": own[min(at, len(own) - 1)]["text"] or "",
+            }
+        )
+    return {
+        "task": task,
+        "prompt": prompt(own[0]["task_data"]),
+        "sides": sides,
+        "diff": worded(sides[0]["text"], sides[1]["text"]),
+    }
 
 
 def worded(old: str, new: str) -> list[tuple[str, str]]:

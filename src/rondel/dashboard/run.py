@@ -1,7 +1,8 @@
 """One run folder as the page sees it: its journal folded into columns while it grows, and what else was said.
 
-The rows are those of the live run, made by the same StepMetrics; findings are those of `rondel diagnose`, by the same rules.
-A journal that takes longer to read is first shown by a sample of its steps (sample.py), which the whole then replaces.
+The rows are those of the live run, made by the same StepMetrics; findings are those
+of `rondel diagnose`, by the same rules. A journal that takes longer to read is first shown by a sample
+of its steps (sample.py), which the whole then replaces.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Seen(Story):
 
 
 class Run:
-    """`look()` reads on and says whether anything is new; everything else answers from what was read. Safe from several threads. `rules` are those of `diagnose`."""
+    """`look()` reads on and says whether anything is new; everything else answers from what was read. Safe from several
+    threads. `rules` are those of `diagnose`.
+    """
 
     def __init__(self, folder: str | Path, rules: Callable[[Story], list[Finding]]) -> None:
         self.folder, self.rules = Path(folder), rules
@@ -56,7 +59,8 @@ class Run:
         self.tail = Tail(self.folder / FILE)
         self.changes = 0
         self._begin()
-        self._found: tuple[tuple[Any, ...], float, list[dict[str, Any]]] = ((), 0.0, [])  # of what, not again before, which
+        # of what, not again before, which
+        self._found: tuple[tuple[Any, ...], float, list[dict[str, Any]]] = ((), 0.0, [])
         self._alive: tuple[float, bool] = (-LOOK, False)
 
     def _begin(self) -> None:
@@ -213,7 +217,8 @@ class Run:
             s, state = self.story, self.state
             first = next((i for i, step in enumerate(self.columns.steps) if step > self.warm), len(self.columns))
             steps = [
-                Step(self.columns.steps[i], self.versions[i], Row(self.columns, i), self.notes[i]) for i in range(first, len(self.columns))
+                Step(self.columns.steps[i], self.versions[i], Row(self.columns, i), self.notes[i])
+                for i in range(first, len(self.columns))
             ]
             counts: dict[str, float] = {}
             for told in list(self.counts)[-min(RECENT, len(steps)) :] if steps else []:
@@ -221,10 +226,26 @@ class Run:
                     counts[name] = counts.get(name, 0) + n
             alive = state == "running"
             return Seen(
-                self.folder, s.job, s.facts, steps, min(self.warm, self.step), list(s.evals), list(s.said), list(s.stalls),
-                s.broke if not alive else "", s.ended if not alive else None, s.lives, list(s.resumes), list(s.saved), s.ledger,
-                self.accounts(steps[-RECENT:][0].number) if steps else {}, counts, alive, columns=self.columns, warm=self.warm,
-            )  # fmt: skip
+                self.folder,
+                s.job,
+                s.facts,
+                steps,
+                min(self.warm, self.step),
+                list(s.evals),
+                list(s.said),
+                list(s.stalls),
+                s.broke if not alive else "",
+                s.ended if not alive else None,
+                s.lives,
+                list(s.resumes),
+                list(s.saved),
+                s.ledger,
+                self.accounts(steps[-RECENT:][0].number) if steps else {},
+                counts,
+                alive,
+                columns=self.columns,
+                warm=self.warm,
+            )
 
     def findings(self) -> list[dict[str, Any]]:
         """Ranked; made again when there is a new step or the run has changed its state."""

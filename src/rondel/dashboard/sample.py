@@ -1,6 +1,8 @@
-"""A long journal at a glance: the rows of a few steps, spread evenly over the file, long before the whole of it is read.
+"""A long journal at a glance: the rows of a few steps, spread evenly over the file,
+long before the whole of it is read.
 
-Each is exact: all events between two StepDones, folded as a live run folds them. A run that was resumed tells some steps twice; the later one counts.
+Each is exact: all events between two StepDones, folded as a live run folds them. A run that was
+resumed tells some steps twice; the later one counts.
 """
 
 from __future__ import annotations

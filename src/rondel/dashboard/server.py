@@ -19,7 +19,8 @@ from rondel.runtime.telemetry.diagnose.story import Story
 from rondel.runtime.termination import Ending
 from rondel.system.http import Connection, Quiet, bind
 
-REST, TURN = 0.2, 0.0005  # seconds between two looks at files that stand still; and for which the reading thread may keep the interpreter
+# seconds between two looks at files that stand still; and for which the reading thread may keep the interpreter
+REST, TURN = 0.2, 0.0005
 LATELY = 1.0  # seconds after a page was opened in which it has the processor: what is shown by a sample can wait
 LAST = 3  # seconds for answers to leave
 
@@ -40,9 +41,16 @@ def serve(
         pages, closing = Pages(runs, plan, key), threading.Event()
         reader = threading.Thread(target=read_on, args=(pages, closing), name="reader", daemon=True)
         config = uvicorn.Config(
-            build(pages), http=Connection, loop="asyncio", ws="none", lifespan="off", log_level="critical", access_log=False, server_header=False,
+            build(pages),
+            http=Connection,
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_level="critical",
+            access_log=False,
+            server_header=False,
             timeout_graceful_shutdown=LAST,
-        )  # fmt: skip
+        )
         server = Quiet(config, lambda: ready(*sock.getsockname()[:2]))
 
         async def serving() -> None:

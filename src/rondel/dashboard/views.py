@@ -1,4 +1,6 @@
-"""What each view of the page is told of a run: headline, books, time, findings, card. Plain data; the words on the page are the page's."""
+"""What each view of the page is told of a run: headline, books, time, findings, card. Plain
+data; the words on the page are the page's.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,20 @@ def headline(run: Run) -> dict[str, Json]:
     out: dict[str, Json] = {}
     fresh, bound = run.shown.last("train/mismatch_k3_lag_0"), run.story.facts.get("mismatch_bound")
     for key, (title, metric, rules) in HEADLINE.items():
-        alarms = sorted((name for name in rules & found.keys()), key=lambda name: ("error", "warning", "note").index(found[name]))
+        alarms = sorted(
+            (name for name in rules & found.keys()), key=lambda name: ("error", "warning", "note").index(found[name])
+        )
         value = run.story.evals[-1]["score"] if metric == "eval/score" and run.story.evals else run.shown.last(metric)
         out[key] = {
-            "title": title, "metric": metric, "unit": unit(metric, run.share), "value": value, "alarm": found[alarms[0]] if alarms else "",
-            "why": [name.replace("_", " ") for name in alarms], "limit": run.shown.last("loop/lag_limit") if key == "lag" else None,
+            "title": title,
+            "metric": metric,
+            "unit": unit(metric, run.share),
+            "value": value,
+            "alarm": found[alarms[0]] if alarms else "",
+            "why": [name.replace("_", " ") for name in alarms],
+            "limit": run.shown.last("loop/lag_limit") if key == "lag" else None,
             "k3": {"now": fresh, "bound": bound} if key == "gap" and fresh is not None and bound is not None else None,
-        }  # fmt: skip
+        }
     return out
 
 
@@ -60,12 +69,28 @@ def state(runs: list[Run]) -> list[Json]:
     out = []
     for i, run in enumerate(runs):
         with run.lock:
-            out.append({
-                "run": i, "name": run.folder.name or str(run.folder), "folder": str(run.folder), "state": run.state, "step": run.step,
-                "planned": run.planned, "warm": run.warm, "read": run.read_share, "sampled": len(run.sampled) if run.sampled is not None else 0,
-                "events": run.events, "damaged": run.damaged, "resumes": run.story.resumes[-20:], "time": run.time, "began": run.began, "changes": run.changes,
-                "head": headline(run), "alarms": _count(run), "steps": len(run.shown),
-            })  # fmt: skip
+            out.append(
+                {
+                    "run": i,
+                    "name": run.folder.name or str(run.folder),
+                    "folder": str(run.folder),
+                    "state": run.state,
+                    "step": run.step,
+                    "planned": run.planned,
+                    "warm": run.warm,
+                    "read": run.read_share,
+                    "sampled": len(run.sampled) if run.sampled is not None else 0,
+                    "events": run.events,
+                    "damaged": run.damaged,
+                    "resumes": run.story.resumes[-20:],
+                    "time": run.time,
+                    "began": run.began,
+                    "changes": run.changes,
+                    "head": headline(run),
+                    "alarms": _count(run),
+                    "steps": len(run.shown),
+                }
+            )
     return out
 
 
@@ -94,13 +119,18 @@ def books(run: Run, first: int, last: int) -> Json:
     """Ledger, lag, memory."""
     with run.lock:
         shown = run.shown
-        lags = {int(name[12:]): shown.sum(name, first, last) for name in list(shown.values) if name.startswith("loop/lag_is_")}
+        lags = {
+            int(name[12:]): shown.sum(name, first, last)
+            for name in list(shown.values)
+            if name.startswith("loop/lag_is_")
+        }
         total = sum(lags.values())
         held, workers = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
         for name in list(shown.values):
             if not name.startswith("mem/") or (value := shown.last(name)) is None:
                 continue
-            worker, of_worker, what = name[4:].partition("/")  # mem/engine-0/kv is of a worker, mem/train_weights of a phase
+            # mem/engine-0/kv is of a worker, mem/train_weights of a phase
+            worker, of_worker, what = name[4:].partition("/")
             phase, _, who = name[4:].partition("_")
             if of_worker:
                 workers.setdefault(worker, {})[what] = value
@@ -109,8 +139,11 @@ def books(run: Run, first: int, last: int) -> Json:
         return {
             "ledger": dict(run.story.ledger) or _sampled_ledger(run),
             "lags": {lag: n / total for lag, n in sorted(lags.items()) if n} if total else {},
-            "limit": shown.last("loop/lag_limit"), "memory": held, "workers": workers, "group": run.story.key("algo.group_size"),
-        }  # fmt: skip
+            "limit": shown.last("loop/lag_limit"),
+            "memory": held,
+            "workers": workers,
+            "group": run.story.key("algo.group_size"),
+        }
 
 
 def _sampled_ledger(run: Run) -> dict[str, float]:
@@ -123,18 +156,27 @@ def spent(run: Run, first: int, last: int, steps: int) -> Json:
         accounts = run.accounts(first, last)
         seconds = run.shown.sum("time/step", first, last)
     return {
-        "accounts": [{"worker": worker, "seconds": sum(a.values()), "shares": shares(a)} for worker, a in sorted(accounts.items())],
-        "seconds": seconds, "kinds": KINDS, "timeline": timeline(run, steps),
-    }  # fmt: skip
+        "accounts": [
+            {"worker": worker, "seconds": sum(a.values()), "shares": shares(a)}
+            for worker, a in sorted(accounts.items())
+        ],
+        "seconds": seconds,
+        "kinds": KINDS,
+        "timeline": timeline(run, steps),
+    }
 
 
 def timeline(run: Run, steps: int) -> Json | None:
-    """Tracks of slices (name, begin, seconds), groups (begin, end, what became of it, reward): of the newest steps, by `rondel trace`."""
+    """Tracks of slices (name, begin, seconds), groups (begin, end, what became of it,
+    reward): of the newest steps, by `rondel trace`.
+    """
     events = run.newest_events(steps)
     if not events or not any(e["kind"] == "StepDone" for e in events):
         return None
     marks = drawn(events)
-    titles = {m["tid"]: m["args"]["name"] for m in marks if m["ph"] == "M" and m["name"] == "thread_name" and m["pid"] == PID}
+    titles = {
+        m["tid"]: m["args"]["name"] for m in marks if m["ph"] == "M" and m["name"] == "thread_name" and m["pid"] == PID
+    }
     tracks: dict[str, list[tuple[str, float, float]]] = {}
     begun, groups, done = {}, [], []
     for m in marks:

@@ -1,4 +1,6 @@
-"""Stage 3: is a group worth training on? Group -> Verdict(keep, reason). A dropped group is counted by its reason (law 1)."""
+"""Stage 3: is a group worth training on? Group -> Verdict(keep, reason). A dropped
+group is counted by its reason (law 1).
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from rondel.core.types import KEEP, EnvFault, Failed, Group, Trajectory, Verdict
 
 @dataclass(frozen=True)
 class Complete:
-    """Book the group as failed when fewer than `at_least` of its trajectories were scored; the commonest reason names it.
+    """Book the group as failed when fewer than `at_least` of its trajectories were
+    scored; the commonest reason names it.
 
     at_least    scored trajectories a baseline needs: 2, or 1 where the group size is 1
     greedy      whether its greedy answer must be scored, too

@@ -11,7 +11,8 @@ from rondel.text.repetition import repeated
 
 @dataclass(frozen=True)
 class Repetition:
-    """Drop the group when, on average over its samples, more than `at_most` of the n-grams were seen before in the same sample.
+    """Drop the group when, on average over its samples, more than `at_most` of the
+    n-grams were seen before in the same sample.
 
     n          tokens in one n-gram
     at_most    the share of repeated ones that is still normal

@@ -2,7 +2,8 @@
 
 part      {"type": "image", "image": path, data: URL, bytes, array or PIL image}, or OpenAI's {"type": "image_url", ...}
 stored    the same, JSON-shaped, for task.data: a path or a data: URL, and a name made of its bytes
-sent      what a client of a server sends: whole, as a data: URL; nothing is fetched, and no file is read that somebody else names
+sent      what a client of a server sends: whole, as a data: URL; nothing is fetched, and no
+          file is read that somebody else names
 seen      an Image: RGB, scaled to whole cells of the model's sight
 placed    tokens in which each single placeholder of the template has become as many as its image has cells
 """
@@ -47,7 +48,8 @@ def is_image(part: dict[str, Any]) -> bool:
         return True
     if kind != "text":
         raise DataError(
-            f"a part of type {kind!r} in a message: text and images are carried, audio, video and files are not. Use 'text' and 'image'"
+            f"a part of type {kind!r} in a message: text and images are carried, audio, video and files are not. Use "
+            f"'text' and 'image'"
         )
     return False
 
@@ -58,7 +60,8 @@ def source_of(part: dict[str, Any]) -> Any:
         found = found["url"]
     if found is None:
         raise DataError(
-            f"an image part with the keys {sorted(part)}; it needs 'image': a path, a data: URL, bytes, an array or a PIL image"
+            f"an image part with the keys {sorted(part)}; it needs 'image': a path, a data: URL, bytes, an array or a "
+            f"PIL image"
         )
     return found
 
@@ -73,7 +76,12 @@ def parted(messages: Messages) -> tuple[Messages, list[Any]]:
             continue
         found = [source_of(part) if is_image(part) else None for part in parts]
         sources += [source for source in found if source is not None]
-        plain.append({**message, "content": [part if source is None else {"type": "image"} for part, source in zip(parts, found)]})
+        plain.append(
+            {
+                **message,
+                "content": [part if source is None else {"type": "image"} for part, source in zip(parts, found)],
+            }
+        )
     return plain, sources
 
 
@@ -83,7 +91,11 @@ def placed(tokens: list[int], images: Sequence[Image], sight: Sight) -> tuple[li
     if n != len(images):
         raise DataError(
             f"{n} image placeholders for {len(images)} images: "
-            + ("a text contains the placeholder itself; remove it" if n > len(images) else "the chat template shows no place for an image")
+            + (
+                "a text contains the placeholder itself; remove it"
+                if n > len(images)
+                else "the chat template shows no place for an image"
+            )
         )
     out: list[int] = []
     media: list[Placed] = []
@@ -98,11 +110,16 @@ def placed(tokens: list[int], images: Sequence[Image], sight: Sight) -> tuple[li
 
 
 def observed(result: Any) -> list[dict[str, Any]] | None:
-    """What a tool returned, as parts, if there is a picture in it: opened, or an array of pixels, alone or in a list with texts."""
+    """What a tool returned, as parts, if there is a picture in it: opened, or an array of
+    pixels, alone or in a list with texts.
+    """
     pieces = result if isinstance(result, list | tuple) else [result]
     if not any(_is_opened(piece) for piece in pieces):
         return None
-    return [{"type": "image", "image": piece} if _is_opened(piece) else {"type": "text", "text": str(piece)} for piece in pieces]
+    return [
+        {"type": "image", "image": piece} if _is_opened(piece) else {"type": "text", "text": str(piece)}
+        for piece in pieces
+    ]
 
 
 def _is_opened(value: Any) -> bool:
@@ -123,7 +140,8 @@ def sent(part: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(url, str) or not url.startswith("data:"):
         what = f"the address {str(url)[:60]!r}" if url is not None else f"the keys {sorted(part)}"
         raise DataError(
-            f"{where} has a part of type '{part.get('type')}' with {what}; an image is sent whole, as data:image/png;base64,..."
+            f"{where} has a part of type '{part.get('type')}' with {what}; an image is sent whole, as "
+            f"data:image/png;base64,..."
         )
     return {"type": "image", "image": url}
 
@@ -160,14 +178,18 @@ def cells(sources: Sequence[Any], sight: Sight) -> list[int]:
     """Tokens that each will take, by its head alone."""
     sizes = [_opened(source).size for source in sources]
     if (pixels := sum(map(math.prod, sizes))) > ALL:
-        raise TooLarge(f"{len(sizes)} images of {pixels >> 20} megapixels together; at most {ALL >> 20}: scale them down")
+        raise TooLarge(
+            f"{len(sizes)} images of {pixels >> 20} megapixels together; at most {ALL >> 20}: scale them down"
+        )
     return [math.prod(_fitted(sight, size)) // sight.cell**2 for size in sizes]
 
 
 def _within(sources: Sequence[Any], sight: Sight, room: int) -> list[Image]:
     """Their heads are read first: what will not fit is not opened."""
     if (wanted := sum(cells(sources, sight))) > room:
-        raise TooLarge(f"{len(sources)} images of {wanted} tokens together; there is room for {room}: send fewer, or smaller ones")
+        raise TooLarge(
+            f"{len(sources)} images of {wanted} tokens together; there is room for {room}: send fewer, or smaller ones"
+        )
     return [seen(source, sight) for source in sources]
 
 
@@ -208,7 +230,9 @@ def _look(source: Any, sight: Sight) -> Image:
 def _coloured(picture: Any) -> Any:
     try:
         return picture.convert("RGB")
-    except Exception as error:  # a file that ends too early, or that was made to break its reader: each raises what it likes
+    except (
+        Exception
+    ) as error:  # a file that ends too early, or that was made to break its reader: each raises what it likes
         raise DataError(f"an image that cannot be shown: {type(error).__name__}: {error}"[:200]) from error
 
 
@@ -228,8 +252,8 @@ def url_of(image: Image) -> str:
 
 
 def stored(source: Any, folder: Path | None = None) -> dict[str, Any]:
-    """A part for task.data. Paths count from `folder`; what has no path becomes a data: URL. The picture's head is read, so that what
-    is none is known before the run."""
+    """A part for task.data. Paths count from `folder`; what has no path becomes a data: URL.
+    The picture's head is read, so that what is none is known before the run."""
     if isinstance(source, dict) and source.keys() <= {"bytes", "path"}:  # as data sets of the hub have it
         source = source.get("bytes") or source.get("path")
     if isinstance(source, str) and not source.startswith(("data:", "http:", "https:")):
@@ -247,7 +271,11 @@ def is_picture(value: Any) -> bool:
     """Whether a field of a row holds a picture, and not its path."""
     if isinstance(value, list):
         return bool(value) and is_picture(value[0])
-    return isinstance(value, bytes) or hasattr(value, "convert") or (isinstance(value, dict) and isinstance(value.get("bytes"), bytes))
+    return (
+        isinstance(value, bytes)
+        or hasattr(value, "convert")
+        or (isinstance(value, dict) and isinstance(value.get("bytes"), bytes))
+    )
 
 
 def _name(raw: bytes) -> str:
@@ -267,7 +295,9 @@ def _raw(source: Any) -> bytes:
         except ValueError as error:
             raise DataError(f"a data: URL whose base64 is broken: {error}") from error
     elif isinstance(source, str) and source.startswith(("http:", "https:")):
-        raise DataError(f"the image {source[:80]}: a run fetches nothing; download it and give its path, or a data: URL")
+        raise DataError(
+            f"the image {source[:80]}: a run fetches nothing; download it and give its path, or a data: URL"
+        )
     elif isinstance(source, str):
         try:
             raw = Path(source).read_bytes()
@@ -303,9 +333,13 @@ def _opened(source: Any) -> Any:
         except Exception as error:  # as above
             raise DataError(f"an image that cannot be read: {type(error).__name__}: {error}"[:200]) from error
     else:
-        raise DataError(f"an image of type {type(source).__name__}; give a path, a data: URL, bytes, an array or a PIL image")
+        raise DataError(
+            f"an image of type {type(source).__name__}; give a path, a data: URL, bytes, an array or a PIL image"
+        )
     if not 0 < picture.size[0] * picture.size[1] <= PIXELS:
-        raise DataError(f"an image of {picture.size[0]}x{picture.size[1]} pixels; at most {PIXELS >> 20} megapixels: scale it down")
+        raise DataError(
+            f"an image of {picture.size[0]}x{picture.size[1]} pixels; at most {PIXELS >> 20} megapixels: scale it down"
+        )
     return picture
 
 
@@ -313,7 +347,9 @@ def _opened(source: Any) -> Any:
 
 
 def shown(asked: Any, images: Sequence[dict[str, Any]]) -> Messages:
-    """A question with its images as messages: each in place of an "<image>" of the text, or all before the last user's words."""
+    """A question with its images as messages: each in place of an "<image>" of the text,
+    or all before the last user's words.
+    """
     messages: Messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else [dict(m) for m in asked]
     marks = sum(str(m["content"]).count("<image>") for m in messages if isinstance(m.get("content"), str))
     if marks and marks != len(images):

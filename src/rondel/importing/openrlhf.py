@@ -1,4 +1,6 @@
-"""OpenRLHF's `train_ppo_ray`: its flags, in a script or alone. The flat names of releases before 0.10 are read as today's."""
+"""OpenRLHF's `train_ppo_ray`: its flags, in a script or alone. The flat names of
+releases before 0.10 are read as today's.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ ROWS = {  # algo.advantage.estimator -> (row, advantage laid over it, its eps)
     "reinforce": ("reinforce_pp", None, None),
     "reinforce_baseline": ("reinforce_pp_baseline", None, None),
 }
-BASELINE = ("group_norm", "dr_grpo", "rloo", "reinforce_baseline")  # estimators that take one off before they charge the KL
+# estimators that take one off before they charge the KL
+BASELINE = ("group_norm", "dr_grpo", "rloo", "reinforce_baseline")
 CHARGED = ("gae", "reinforce")  # their rows here charge the KL to the reward unless told otherwise
 AGGREGATES = {"token-mean": "token_mean", "seq-mean-token-mean": "seq_mean_token_mean"}
 SCHEDULES = {name: name for name in ("constant", "linear", "cosine")} | {"constant_with_warmup": "constant"}
@@ -99,7 +102,11 @@ def _task(s: Setting) -> Iterator[Part]:
         yield Line("task.data", sets[0], keys, ask=ask)
         yield from (Gap((key,), "there is one data set") for key in ("data.prompt_probs",) if s.has(key))
     else:
-        shares = [float(share) for share in str(s["data.prompt_probs"]).split(",")] if s["data.prompt_probs"] else [1.0] * len(sets)
+        shares = (
+            [float(share) for share in str(s["data.prompt_probs"]).split(",")]
+            if s["data.prompt_probs"]
+            else [1.0] * len(sets)
+        )
         named = [{"source": f"{i}-{PurePath(one.strip()).stem}"} for i, one in enumerate(name.split(","), 1)]
         sources = [who | {"weight": share} | own for who, share, own in zip(named, shares, sets)]
         even = (
@@ -120,7 +127,9 @@ def _task(s: Setting) -> Iterator[Part]:
     if s[key] and list(s[bounds]) == [0, 1]:
         yield Line("task.filters", ["signal"], (key, bounds), "drops groups whose rewards are all equal")
     elif s[key]:
-        yield Gap((key, bounds), 'task.filters = ["signal"] drops groups whose rewards are all equal; no other range exists')
+        yield Gap(
+            (key, bounds), 'task.filters = ["signal"] drops groups whose rewards are all equal; no other range exists'
+        )
     else:
         yield Same((key,), "no group is dropped")
 
@@ -128,7 +137,11 @@ def _task(s: Setting) -> Iterator[Part]:
 def _set(s: Setting, name: str) -> dict[str, Any]:
     """One of their data sets, as task.data begins."""
     local = name.endswith((".jsonl", ".json"))
-    return {"kind": "jsonl", "path": name} if local else {"kind": "datasets", "name": name, "split": s["data.prompt_split"]}
+    return (
+        {"kind": "jsonl", "path": name}
+        if local
+        else {"kind": "datasets", "name": name, "split": s["data.prompt_split"]}
+    )
 
 
 def _algorithm(s: Setting) -> Iterator[Part]:
@@ -139,7 +152,9 @@ def _algorithm(s: Setting) -> Iterator[Part]:
     else:
         yield Line("algo.kind", row, (key,))
         yield (
-            Same((loss,), "the clipped ratio") if s[loss] == "ppo" else Gap((loss,), f"with the advantage {s[key]} there is no row for it")
+            Same((loss,), "the clipped ratio")
+            if s[loss] == "ppo"
+            else Gap((loss,), f"with the advantage {s[key]} there is no row for it")
         )
     group = "rollout.n_samples_per_prompt"
     yield Line("algo.group_size", s.whole(group), (group,))
@@ -179,7 +194,9 @@ def _loss(s: Setting) -> Iterator[Part]:
         yield Gap((mode,), f"known here: {', '.join(AGGREGATES.values())}")
     yield Line("algo.entropy.coef", float(s.number("actor.entropy_coef") or 0), ("actor.entropy_coef",))
     if s["actor.entropy_coef"] and aggregate != "token_mean":
-        yield Gap(("actor.entropy_coef",), f"their entropy is a mean over tokens; here the weights are those of {aggregate}")
+        yield Gap(
+            ("actor.entropy_coef",), f"their entropy is a mean over tokens; here the weights are those of {aggregate}"
+        )
     yield from _kl(s, str(aggregate))
     buffer, factor = "reward.overlong_buffer_len", "reward.overlong_penalty_factor"
     if s[buffer]:
@@ -193,9 +210,15 @@ def _loss(s: Setting) -> Iterator[Part]:
     least, most = s["reward.clip_range"]
     samples = s.whole("rollout.n_samples_per_prompt")
     if s["algo.advantage.estimator"] == "group_norm" and -least == most >= samples**0.5:
-        yield Same(("reward.clip_range",), f"of {samples} answers none is further from the mean of its group than that many deviations")
+        yield Same(
+            ("reward.clip_range",),
+            f"of {samples} answers none is further from the mean of its group than that many deviations",
+        )
     elif s["algo.advantage.estimator"] in BASELINE:
-        yield Gap(("reward.clip_range",), "there the reward less its baseline is clipped, here a reward before the baseline: left out")
+        yield Gap(
+            ("reward.clip_range",),
+            "there the reward less its baseline is clipped, here a reward before the baseline: left out",
+        )
     elif -least == most:
         yield Line("algo.shaping", {"kind": "clip", "limit": float(most)}, ("reward.clip_range",))
     else:
@@ -204,7 +227,10 @@ def _loss(s: Setting) -> Iterator[Part]:
 
 def _kl(s: Setting, aggregate: str) -> Iterator[Part]:
     """In the loss or in the reward, where it is by default. Every estimator is held to ±10 a token."""
-    coef, use, kind, unbiased = "algo.kl.init_coef", "algo.kl.use_loss", "algo.kl.estimator", "algo.kl.unbiased_gradient"
+    coef = "algo.kl.init_coef"
+    use = "algo.kl.use_loss"
+    kind = "algo.kl.estimator"
+    unbiased = "algo.kl.unbiased_gradient"
     target, horizon = "algo.kl.target", "algo.kl.horizon"
     if not s.number(coef):
         yield Line("algo.kl.coef", 0.0, (coef,))
@@ -222,10 +248,15 @@ def _kl(s: Setting, aggregate: str) -> Iterator[Part]:
         behind = s["algo.advantage.estimator"] in BASELINE
         yield Line("algo.kl", table | {"where": "advantage" if behind else "reward"} | steered, keys)
         if s["algo.advantage.estimator"] == "reinforce_baseline":
-            yield Gap((coef, use), "there it is charged before the advantages of the step get mean 0 and deviation 1, here after")
+            yield Gap(
+                (coef, use),
+                "there it is charged before the advantages of the step get mean 0 and deviation 1, here after",
+            )
     if s[unbiased] and s[use]:
         yield Gap(
-            (unbiased,), "the gradient is that of k2 here too, but without their weight policy / old policy, which is 1 in a first update"
+            (unbiased,),
+            "the gradient is that of k2 here too, but without their weight policy / old policy, which is 1 in a first "
+            "update",
         )
     elif s[unbiased]:
         yield Gap((unbiased,), "it has no effect there: the KL is in the reward")
@@ -233,7 +264,9 @@ def _kl(s: Setting, aggregate: str) -> Iterator[Part]:
 
 def _correction(s: Setting) -> Iterator[Part]:
     """A gate on the trainer's probability by the engine's; releases before 0.10 had a name for each."""
-    level, mode, gating, bounds = (f"algo.advantage.is_correction_{end}" for end in ("level", "mode", "gating", "threshold"))
+    level, mode, gating, bounds = (
+        f"algo.advantage.is_correction_{end}" for end in ("level", "mode", "gating", "threshold")
+    )
     old, kind, ice = "enable_vllm_is_correction", "vllm_is_correction_type", "use_icepop"
     wish, keys = (s[level], s[mode], s[gating]), (level, mode, gating, bounds)
     if s.has(old):
@@ -241,12 +274,23 @@ def _correction(s: Setting) -> Iterator[Part]:
         named = "icepop" if s.has(ice) else s.values.get(kind, "tis")
         wish, keys = (*names.get(str(named), ("", "")), "ratio"), (old, kind, ice, bounds)
     if wish[0] == "off":
-        yield from (Gap((key,), "it has no effect there: is_correction_level is off") for key in (mode, gating, bounds) if s.has(key))
+        yield from (
+            Gap((key,), "it has no effect there: is_correction_level is off")
+            for key in (mode, gating, bounds)
+            if s.has(key)
+        )
         yield Same((level,), "no correction")
         return
     if s["actor.policy_loss_type"] == "gspo" and (s.choice("algo.advantage.estimator", ROWS) or ("", None))[1]:
-        yield Line("algo.ratio.anchor", "behavior", keys[:1], "its ratio is then policy / engine, and nothing is masked or clipped for it")
-        yield from (Gap((key,), "it has no effect there with policy_loss_type = gspo") for key in keys[1:] if s.has(key))
+        yield Line(
+            "algo.ratio.anchor",
+            "behavior",
+            keys[:1],
+            "its ratio is then policy / engine, and nothing is masked or clipped for it",
+        )
+        yield from (
+            Gap((key,), "it has no effect there with policy_loss_type = gspo") for key in keys[1:] if s.has(key)
+        )
         return
     low, high = s[bounds] if isinstance(s[bounds], list) and len(s[bounds]) == 2 else (0.0, s[bounds])
     held = {"low": float(low), "high": float(high)}
@@ -263,7 +307,9 @@ def _correction(s: Setting) -> Iterator[Part]:
 
 
 def _loop(s: Setting) -> Iterator[Part]:
-    prompts, samples, batch = s.whole("rollout.batch_size"), s.whole("rollout.n_samples_per_prompt"), s.whole("train.batch_size")
+    prompts = s.whole("rollout.batch_size")
+    samples = s.whole("rollout.n_samples_per_prompt")
+    batch = s.whole("train.batch_size")
     yield Line("loop.groups_per_step", prompts, ("rollout.batch_size",))
     note = f"{prompts * samples} samples in batches of {batch}" + ", rounded" * bool(prompts * samples % batch)
     yield Line("loop.updates_per_step", max(1, round(prompts * samples / batch)), ("train.batch_size",), note)
@@ -273,7 +319,10 @@ def _loop(s: Setting) -> Iterator[Part]:
     yield Line("loop.epochs", s.whole("train.max_epochs"), ("train.max_epochs",))
     yield Line("loop.seed", s.whole("train.seed"), ("train.seed",))
     if s["train.async_enable"]:
-        yield Gap(("train.async_enable",), "set loop.max_staleness: it bounds the lag by a number, and 1 is one step off-policy")
+        yield Gap(
+            ("train.async_enable",),
+            "set loop.max_staleness: it bounds the lag by a number, and 1 is one step off-policy",
+        )
     else:
         yield Same(("train.async_enable",), "loop.max_staleness is 0")
     if s["train.partial_rollout_enable"]:
@@ -316,7 +365,11 @@ def _optimizer(s: Setting) -> Iterator[Part]:
 
 
 def _running(s: Setting) -> Iterator[Part]:
-    yield Line("run.folder", str(s["ckpt.path"]) if s.has("ckpt.path") else "runs/openrlhf", ("ckpt.path",) if s.has("ckpt.path") else ())
+    yield Line(
+        "run.folder",
+        str(s["ckpt.path"]) if s.has("ckpt.path") else "runs/openrlhf",
+        ("ckpt.path",) if s.has("ckpt.path") else (),
+    )
     every = s.whole("ckpt.save_steps")
     yield Line("run.checkpoint.every", max(0, every), ("ckpt.save_steps",), "one at the end" * (every <= 0))
     yield Line("run.checkpoint.keep", max(1, s.whole("ckpt.max_num")), ("ckpt.max_num",))
@@ -328,4 +381,6 @@ def _running(s: Setting) -> Iterator[Part]:
         yield Line("run.sinks", names, tracked, "they lie in the run folder; wandb takes its key from its own login")
 
 
-OPENRLHF = Peer.of("openrlhf", (_model, _task, _algorithm, _loss, _correction, _loop, _sampling, _optimizer, _running), REASONS)
+OPENRLHF = Peer.of(
+    "openrlhf", (_model, _task, _algorithm, _loss, _correction, _loop, _sampling, _optimizer, _running), REASONS
+)

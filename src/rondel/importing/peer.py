@@ -80,7 +80,9 @@ class Peer:
         return cls(name, table["release"], table["defaults"], table["renamed"], parts, reasons)
 
     def canonical(self, key: str) -> str:
-        """The name that a key has in this release: `init_kl_coef` is `algo.kl.init_coef`; a moved table takes its keys along."""
+        """The name that a key has in this release: `init_kl_coef` is `algo.kl.init_coef`;
+        a moved table takes its keys along.
+        """
         head, rest = key, ""
         while head:
             if head in self.renamed:
@@ -90,14 +92,18 @@ class Peer:
         return key
 
     def knows(self, key: str) -> bool:
-        """Is it a key, below one whose value is a table of the user's own, or what hydra makes of a table (`_target_`)?"""
+        """Is it a key, below one whose value is a table of the user's own, or what hydra makes of
+        a table (`_target_`)?
+        """
         head = key
         while head not in self.defaults and head:
             head = head.rpartition(".")[0]
         return head == key or self.defaults.get(head, 0) in (None, {}) or key.endswith("._target_")
 
     def reason(self, key: str) -> str:
-        return next((why for pattern, why in self.reasons.items() if fnmatchcase(key, pattern)), "nothing here reads it")
+        return next(
+            (why for pattern, why in self.reasons.items() if fnmatchcase(key, pattern)), "nothing here reads it"
+        )
 
 
 class Setting:
@@ -128,7 +134,8 @@ class Setting:
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
             return value
         raise ConfigError(
-            f"{self.written.get(key, key)} = {value!r} is not a number; write the value itself where the config has a variable"
+            f"{self.written.get(key, key)} = {value!r} is not a number; write the value itself where the config has a "
+            f"variable"
         )
 
     def whole(self, key: str) -> int:
@@ -150,7 +157,12 @@ def truncation(setting: Setting, key: str) -> Iterator[Part]:
         return
     value = setting.number(key)
     if 0 < value < 1 if name == "top_p" else value > 0 and float(value).is_integer():
-        yield Line(f"engine.sampling.{name}", value, (key,), "the trainer's logprob runs over the tokens that were kept, and not over all")
+        yield Line(
+            f"engine.sampling.{name}",
+            value,
+            (key,),
+            "the trainer's logprob runs over the tokens that were kept, and not over all",
+        )
     else:
         yield Gap((key,), f"it cannot be {value!r}")
 
@@ -164,7 +176,14 @@ def sinks(setting: Setting, key: str) -> Iterator[Part]:
 
 
 def adapter(
-    s: Setting, *, rank: str, alpha: str, targets: str, dropout: str = "", switch: tuple[str, ...] = (), four_bits: str = ""
+    s: Setting,
+    *,
+    rank: str,
+    alpha: str,
+    targets: str,
+    dropout: str = "",
+    switch: tuple[str, ...] = (),
+    four_bits: str = "",
 ) -> Iterator[Part]:
     """Their LoRA, under these names of theirs, where it is on."""
     named, ask = s[targets], ""
@@ -174,7 +193,13 @@ def adapter(
         named, ask = [named], "a pattern there; here a list of names"
     packed = bool(four_bits and s[four_bits])
     value = {"kind": "qlora" if packed else "lora", "rank": s.whole(rank), "alpha": s.whole(alpha), "targets": named}
-    yield Line("model.adapter", value, (*switch, rank, alpha, targets, *((four_bits,) if packed else ())), NF4 if packed else "", ask=ask)
+    yield Line(
+        "model.adapter",
+        value,
+        (*switch, rank, alpha, targets, *((four_bits,) if packed else ())),
+        NF4 if packed else "",
+        ask=ask,
+    )
     if dropout and s.number(dropout):
         yield Gap((dropout,), "with dropout the trainer could not recompute what the engine drew from: 0 here")
     elif dropout:

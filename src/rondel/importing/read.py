@@ -54,7 +54,9 @@ INNER = re.compile(r"\$\{([\w.]+)\}")
 
 
 def read(peer: str, text: str, folder: Path = Path()) -> dict[str, Any]:
-    """The keys that a text sets, as the peer would see them. `folder` is where a `--config FILE` of the text is looked for."""
+    """The keys that a text sets, as the peer would see them. `folder` is where a
+    `--config FILE` of the text is looked for.
+    """
     if text.lstrip().startswith("{"):
         return _of_this_trainer(peer, referred(flat(_json(text))))
     if peer != "openrlhf" and _is_yaml(text):
@@ -83,7 +85,9 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def referred(given: dict[str, Any]) -> dict[str, Any]:
-    """{"a": 1, "b": "${a}", "c": "${oc.select:x,2}", "d": "n-${a}"} -> 1, 1, 2, "n-1". What is not known stays as it is written."""
+    """{"a": 1, "b": "${a}", "c": "${oc.select:x,2}", "d": "n-${a}"} -> 1, 1, 2, "n-1".
+    What is not known stays as it is written.
+    """
     out = dict(given)
     for _ in range(8):  # a value may refer to one that refers
         for key, value in out.items():
@@ -149,7 +153,9 @@ def _words(peer: str, text: str) -> tuple[list[str], list[str]]:
         if at is not None:
             found.append((words[:at], list(_until_end(words[at + 1 :]))))
     if len(found) > 1:
-        raise ConfigError(f"the script trains {len(found)} times; leave the command that is meant and remove the others")
+        raise ConfigError(
+            f"the script trains {len(found)} times; leave the command that is meant and remove the others"
+        )
     if found:
         return found[0]
     for words in commands(text):
@@ -157,14 +163,27 @@ def _words(peer: str, text: str) -> tuple[list[str], list[str]]:
         for word in (*pairs, *words):
             if match := OTHERS[peer].search(word):
                 _refuse_trainer(peer, next(name for name in match.groupdict().values() if name), word)
-    return [], [word for words in commands(text) for word in words if word.startswith("--") or "=" in word or peer != "verl"]
+    return [], [
+        word for words in commands(text) for word in words if word.startswith("--") or "=" in word or peer != "verl"
+    ]
 
 
 def _refuse_trainer(peer: str, name: str, found: str) -> None:
-    kind = next((each for each in sorted(INSTEAD, key=len, reverse=True) if re.search(rf"(^|_){each}(_|$)", name.replace("-", "_"))), "")
+    kind = next(
+        (
+            each
+            for each in sorted(INSTEAD, key=len, reverse=True)
+            if re.search(rf"(^|_){each}(_|$)", name.replace("-", "_"))
+        ),
+        "",
+    )
     reads = {"trl": "GRPOConfig", "verl": "main_ppo", "openrlhf": "train_ppo_ray"}[peer]
-    told = INSTEAD.get(kind, "write the recipe by hand, or remove the command and leave the keys if they mean the same there")
-    raise ConfigError(f"'{found}' is another trainer of {peer}; rondel import reads configs of {reads}. Instead: {told}")
+    told = INSTEAD.get(
+        kind, "write the recipe by hand, or remove the command and leave the keys if they mean the same there"
+    )
+    raise ConfigError(
+        f"'{found}' is another trainer of {peer}; rondel import reads configs of {reads}. Instead: {told}"
+    )
 
 
 def _of_this_trainer(peer: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -184,7 +203,11 @@ def _until_end(words: list[str]) -> Iterator[str]:
 
 def _is_yaml(text: str) -> bool:
     """A first line that is neither blank nor a comment reads `key:`."""
-    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#") and line.strip() != "---"]
+    lines = [
+        line
+        for line in text.splitlines()
+        if line.strip() and not line.lstrip().startswith("#") and line.strip() != "---"
+    ]
     return bool(lines) and re.match(r"^[\w.\"']+\s*:(\s|$)", lines[0]) is not None
 
 

@@ -42,11 +42,15 @@ def lists(report: Report) -> str:
         (f"no key of {name} {report.peer.release}", report.unknown),
         (f"other default, written as {name} has it", {line.key: _change(line, ours) for line, ours in report.other}),
         ("their default does what nothing here does", dict(report.lost)),
-        ("no equivalent, and no result depends on it", {key: why for key, why in report.missing.items() if why in MACHINE}),
+        (
+            "no equivalent, and no result depends on it",
+            {key: why for key, why in report.missing.items() if why in MACHINE},
+        ),
         ("the same here without a line", report.same),
     ]
     return "\n".join(
-        f"{title} ({len(rows)}):\n" + "\n".join(one_line(f"  {key}{': ' * bool(why)}{why}") for key, why in rows.items())
+        f"{title} ({len(rows)}):\n"
+        + "\n".join(one_line(f"  {key}{': ' * bool(why)}{why}") for key, why in rows.items())
         for title, rows in parts
         if rows
     )

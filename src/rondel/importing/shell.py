@@ -1,4 +1,6 @@
-"""As much of a shell as the peers' examples use: comments, continued lines, variables, defaults, sums, arrays. Nothing is run."""
+"""As much of a shell as the peers' examples use: comments, continued lines, variables,
+defaults, sums, arrays. Nothing is run.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def _fill(text: str, values: dict[str, str], arrays: dict[str, list[str]]) -> st
 
 def _sums(text: str, values: dict[str, str]) -> str:
     """$((1024 * 20)) -> 20480"""
-    return SUM.sub(lambda m: _sum(VARIABLE.sub(lambda v: values.get(v[1] or v[3], _default(v)), m[1]), values) or m[0], text)
+    return SUM.sub(
+        lambda m: _sum(VARIABLE.sub(lambda v: values.get(v[1] or v[3], _default(v)), m[1]), values) or m[0], text
+    )
 
 
 def _default(match: re.Match[str]) -> str:

@@ -105,7 +105,9 @@ def _rest(report: Report, setting: Setting) -> None:
         if name in report.missing or name in report.same or name in report.translated:
             continue
         if not peer.knows(key) and not key.startswith("launcher "):
-            report.unknown[name] = nearest(key, list(peer.defaults)).strip() or f"{peer.name} {peer.release} has no such key"
+            report.unknown[name] = (
+                nearest(key, list(peer.defaults)).strip() or f"{peer.name} {peer.release} has no such key"
+            )
         elif key in peer.defaults and setting.values[key] == peer.defaults[key] and setting.values[key] in OFF:
             report.same[name] = "off, as here"
         else:
@@ -120,7 +122,9 @@ MISSING = _Missing()
 
 
 def _accepted(lines: list[Line], rows: Rows, setting: Setting) -> tuple[list[tuple[Line, Any]], list[Gap]]:
-    """(lines with our default for each, gaps): a knob is taken if the row that results has it and reads it; a table whole or not at all."""
+    """(lines with our default for each, gaps): a knob is taken if the row that results has it
+    and reads it; a table whole or not at all.
+    """
     kind = next((line.value for line in lines if line.key == "algo.kind"), Job.model_fields["algo"].get_default().kind)
     section: dict[str, Any] = {"kind": kind}
     taken: list[tuple[Line, Any]] = []
@@ -150,14 +154,22 @@ def _accepted(lines: list[Line], rows: Rows, setting: Setting) -> tuple[list[tup
 def _said(family: str, table: dict[str, Any], knobs: dict[str, Any]) -> dict[str, Any]:
     """The table without what the row does anyway, or can do only so."""
     only = {("kl", "where"): "loss"}
-    return {name: value for name, value in table.items() if not knobs.get(f"{family}.{name}", value) == value == only.get((family, name))}
+    return {
+        name: value
+        for name, value in table.items()
+        if not knobs.get(f"{family}.{name}", value) == value == only.get((family, name))
+    }
 
 
 def _waiting(line: Line, rows: Rows) -> Line:
-    """A row that is not there is still written: a recipe that does not start is better than one that trains something else."""
+    """A row that is not there is still written: a recipe that does not start is better
+    than one that trains something else.
+    """
     if line.key != "algo.kind" or line.value in rows.names:
         return line
-    return Line(line.key, line.value, line.sources, line.note, "this row does not exist here yet, so the recipe will not start")
+    return Line(
+        line.key, line.value, line.sources, line.note, "this row does not exist here yet, so the recipe will not start"
+    )
 
 
 def _default(dotted: str) -> Any:

@@ -25,7 +25,13 @@ from rondel.importing.peer import (
     truncation,
 )
 
-BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes", "steps_per_generation", "generation_batch_size")
+BATCH = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "num_processes",
+    "steps_per_generation",
+    "generation_batch_size",
+)
 REWARDS: dict[str, Any] = {"accuracy_reward": "math", "think_format_reward": {"kind": "format", "tag": "think"}}
 LOSSES = {  # loss_type -> (row, how token terms are added up)
     "grpo": ("grpo", "seq_mean_token_mean"),
@@ -74,7 +80,9 @@ def _model(s: Setting) -> Iterator[Part]:
     if s["model_name_or_path"]:
         yield Line("model.path", s["model_name_or_path"], ("model_name_or_path",))
     else:
-        yield Line("model.path", "MODEL", ("model_name_or_path",), ask="the config names no model: it is given in Python there")
+        yield Line(
+            "model.path", "MODEL", ("model_name_or_path",), ask="the config names no model: it is given in Python there"
+        )
     compute = {True: "bfloat16", False: "float32"}[bool(not s["fp16"] if s["bf16"] is None else s["bf16"])]
     yield Line("model.dtype", compute, ("bf16", "fp16"), "master weights are float32 here")
     if s["fp16"]:
@@ -83,9 +91,14 @@ def _model(s: Setting) -> Iterator[Part]:
         yield Same(("dtype",), "master weights are float32")
     if s["use_peft"]:
         yield from adapter(
-            s, rank="lora_r", alpha="lora_alpha", targets="lora_target_modules", dropout="lora_dropout", switch=("use_peft",),
+            s,
+            rank="lora_r",
+            alpha="lora_alpha",
+            targets="lora_target_modules",
+            dropout="lora_dropout",
+            switch=("use_peft",),
             four_bits="load_in_4bit",
-        )  # fmt: skip
+        )
 
 
 def _task(s: Setting) -> Iterator[Part]:
@@ -96,10 +109,17 @@ def _task(s: Setting) -> Iterator[Part]:
             data["subset"] = s["dataset_config"]
         if s["eval_strategy"] != "no":
             data["eval_split"] = s["dataset_test_split"]
-        yield Line("task.data", data, ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"), ask=asked)
+        yield Line(
+            "task.data",
+            data,
+            ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"),
+            ask=asked,
+        )
     else:
         data = {"kind": "datasets", "name": "DATASET", "answer": "solution"}
-        yield Line("task.data", data, ("dataset_name",), ask="the config names no data set: it is given in Python there")
+        yield Line(
+            "task.data", data, ("dataset_name",), ask="the config names no data set: it is given in Python there"
+        )
     names = s["reward_funcs"] or []
     names = [names] if isinstance(names, str) else names
     known = [REWARDS[name] for name in names if name in REWARDS]
@@ -116,7 +136,9 @@ def _task(s: Setting) -> Iterator[Part]:
         wrap = "theirs takes lists of completions; ours takes (trajectory, task) and returns a number: wrap it"
         yield Line("task.reward", f"{module}:{function}", ("reward_funcs",), ask=wrap)
     else:
-        why = f"name the reward; {', '.join(own) or 'none'} cannot be taken over" if own else "the config names no reward"
+        why = (
+            f"name the reward; {', '.join(own) or 'none'} cannot be taken over" if own else "the config names no reward"
+        )
         yield Line("task.reward", "math", ("reward_funcs",), ask=why)
 
 
@@ -134,15 +156,24 @@ def _algorithm(s: Setting) -> Iterator[Part]:
         sequence = s["importance_sampling_level"] != "token"
         unbiased = {"unbiased": True} if s["use_bias_correction_kl"] and not sequence else {}
         if s["use_bias_correction_kl"] and sequence:
-            yield Gap(("use_bias_correction_kl",), "there the KL of a token is weighed by the ratio of its answer; here it is not weighed")
-        yield Line("algo.kl", {"kind": "k3", "coef": float(s["beta"]), "where": "loss"} | unbiased, ("beta", "use_bias_correction_kl"))
+            yield Gap(
+                ("use_bias_correction_kl",),
+                "there the KL of a token is weighed by the ratio of its answer; here it is not weighed",
+            )
+        yield Line(
+            "algo.kl",
+            {"kind": "k3", "coef": float(s["beta"]), "where": "loss"} | unbiased,
+            ("beta", "use_bias_correction_kl"),
+        )
     else:
         yield Line("algo.kl.coef", 0.0, ("beta",))
         yield Same(("use_bias_correction_kl",), "there is no KL term")
     if aggregate:
         yield Line("algo.aggregate.kind", aggregate, ("loss_type",))
     if s["loss_type"] == "bnpo":
-        yield Gap(("loss_type",), "their mean is over each micro-batch; here it is over the batch (written: token_mean)")
+        yield Gap(
+            ("loss_type",), "their mean is over each micro-batch; here it is over the batch (written: token_mean)"
+        )
     coef, top = float(s.number("entropy_coef")), s.number("top_entropy_quantile")
     if coef and row == "grpo" and 0 < top < 1:
         note = "theirs is a mean over the tokens of highest entropy, ours over all"
@@ -170,7 +201,12 @@ def _surrogate(s: Setting, row: str) -> Iterator[Part]:
         yield Line("algo.surrogate.kind", "forking", (top,), "of the whole update here, of a micro-batch there")
         yield Line("algo.surrogate.top", float(s.number(top)), (top,))
     if row == "cispo":
-        yield Line("algo.surrogate.high", round(s.number(high) - 1, 9), (high,), "the largest weight is 1 + high here, and high there")
+        yield Line(
+            "algo.surrogate.high",
+            round(s.number(high) - 1, 9),
+            (high,),
+            "the largest weight is 1 + high here, and high there",
+        )
     elif row == "sapo":
         yield Line("algo.surrogate.positive", float(s.number("sapo_temperature_pos")), ("sapo_temperature_pos",))
         yield Line("algo.surrogate.negative", float(s.number("sapo_temperature_neg")), ("sapo_temperature_neg",))
@@ -181,7 +217,9 @@ def _surrogate(s: Setting, row: str) -> Iterator[Part]:
         if delta is None or row != "grpo" or delta >= 1 + bound:
             yield Line("algo.surrogate.high", bound, keys)
         elif delta >= 1:
-            note = "delta holds the ratio of good answers below 1 + epsilon, and that of bad ones is held at 1 + epsilon"
+            note = (
+                "delta holds the ratio of good answers below 1 + epsilon, and that of bad ones is held at 1 + epsilon"
+            )
             yield Line("algo.surrogate.high", round(delta - 1, 9), ("delta",), note)
             yield Line("algo.surrogate.dual", 1.0 + bound, ("delta", *keys))
     if s["delta"] is not None and row == "grpo":
@@ -189,7 +227,10 @@ def _surrogate(s: Setting, row: str) -> Iterator[Part]:
             yield Line("algo.surrogate.dual", float(s.number("delta")), ("delta",))
         elif s.number("delta") < 1:
             yield Line("algo.surrogate.high", s.number(high), (high,))
-            yield Gap(("delta",), "below 1 it takes the gradient of every on-policy token with A > 0; surrogate.high cannot be negative")
+            yield Gap(
+                ("delta",),
+                "below 1 it takes the gradient of every on-policy token with A > 0; surrogate.high cannot be negative",
+            )
     elif s["delta"] is None:
         yield Same(("delta",), "not set")
     if s[top] == 1:
@@ -201,9 +242,19 @@ def _advantage(s: Setting) -> Iterator[Part]:
     if s[how] == "normalize_then_sum":
         names = [s["reward_funcs"]] if isinstance(s["reward_funcs"], str) else s["reward_funcs"] or []
         weights = {"weights": dict(zip(names, map(float, s["reward_weights"])))} if s["reward_weights"] else {}
-        ask = "" if names and all(name in REWARDS for name in names) else "the reward must return { name: value } for each of its parts"
-        yield Line("algo.advantage", {"kind": "parts_norm", "eps": 1e-4} | weights, (how, "reward_weights"), "GDPO", ask)
-        yield from (Gap((key,), f"it has no effect there with {how} = normalize_then_sum") for key in ("scale_rewards",) if s.has(key))
+        ask = (
+            ""
+            if names and all(name in REWARDS for name in names)
+            else "the reward must return { name: value } for each of its parts"
+        )
+        yield Line(
+            "algo.advantage", {"kind": "parts_norm", "eps": 1e-4} | weights, (how, "reward_weights"), "GDPO", ask
+        )
+        yield from (
+            Gap((key,), f"it has no effect there with {how} = normalize_then_sum")
+            for key in ("scale_rewards",)
+            if s.has(key)
+        )
         return
     scale = {True: "group", False: "none"}.get(s["scale_rewards"], s["scale_rewards"])
     if scale == "none":
@@ -229,7 +280,12 @@ def _correction(s: Setting) -> Iterator[Part]:
     level, _, action = str(s["vllm_importance_sampling_mode"]).partition("_")
     low, high = s["vllm_importance_sampling_clip_min"], s["vllm_importance_sampling_clip_max"]
     keys = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")
-    table: dict[str, Any] = {"kind": "importance", "level": level, "action": action, "high": float("inf" if high is None else high)}
+    table: dict[str, Any] = {
+        "kind": "importance",
+        "level": level,
+        "action": action,
+        "high": float("inf" if high is None else high),
+    }
     if low is not None or action == "mask":
         table |= {"action": "clip" if action == "truncate" else action, "low": float(low or 0)}
     yield Line("algo.correction", table, (*keys, *(("vllm_importance_sampling_clip_min",) if low is not None else ())))
@@ -238,15 +294,34 @@ def _correction(s: Setting) -> Iterator[Part]:
 def _batch(s: Setting) -> Iterator[Part]:
     group, accumulate = s.whole("num_generations"), s.whole("gradient_accumulation_steps")
     device = s.whole("per_device_train_batch_size") * s.whole("num_processes")
-    rounds = s.whole("generation_batch_size") // device if s["generation_batch_size"] else s.number("steps_per_generation") or accumulate
+    rounds = (
+        s.whole("generation_batch_size") // device
+        if s["generation_batch_size"]
+        else s.number("steps_per_generation") or accumulate
+    )
     completions = device * max(rounds, accumulate)
     updates, moves = max(1, rounds // accumulate), _moves(s)
-    ask = "" if s.has("num_processes") else "their batch grows with the number of processes, which is no key: this is for 1"
-    yield Line("loop.groups_per_step", max(1, completions // group), BATCH, f"{completions} completions in groups of {group}", ask)
+    ask = (
+        ""
+        if s.has("num_processes")
+        else "their batch grows with the number of processes, which is no key: this is for 1"
+    )
+    yield Line(
+        "loop.groups_per_step",
+        max(1, completions // group),
+        BATCH,
+        f"{completions} completions in groups of {group}",
+        ask,
+    )
     yield Line("loop.updates_per_step", updates, ("steps_per_generation", "gradient_accumulation_steps"))
     yield Line("loop.epochs", s.whole("num_iterations"), ("num_iterations",))
     if s.number("max_steps") > 0:
-        yield Line("loop.steps", -(-s.whole("max_steps") // moves), ("max_steps",), f"{moves} of their steps are one here" * (moves > 1))
+        yield Line(
+            "loop.steps",
+            -(-s.whole("max_steps") // moves),
+            ("max_steps",),
+            f"{moves} of their steps are one here" * (moves > 1),
+        )
         if s.has("num_train_epochs"):
             yield Gap(("num_train_epochs",), "max_steps counts instead")
     else:
@@ -258,7 +333,11 @@ def _moves(s: Setting) -> int:
     """How many of their steps are one here."""
     accumulate = s.whole("gradient_accumulation_steps")
     device = s.whole("per_device_train_batch_size") * s.whole("num_processes")
-    rounds = s.whole("generation_batch_size") // device if s["generation_batch_size"] else s.number("steps_per_generation") or accumulate
+    rounds = (
+        s.whole("generation_batch_size") // device
+        if s["generation_batch_size"]
+        else s.number("steps_per_generation") or accumulate
+    )
     return int(max(1, rounds // accumulate) * s.whole("num_iterations"))
 
 
@@ -286,7 +365,9 @@ def _sampling(s: Setting) -> Iterator[Part]:
         if s[key] in off:
             yield Same((key,), "it changes nothing at this value")
         else:
-            yield Gap((key,), "the trainer could not recompute the logprobs, so training samples from the whole distribution")
+            yield Gap(
+                (key,), "the trainer could not recompute the logprobs, so training samples from the whole distribution"
+            )
 
 
 def _optimizer(s: Setting) -> Iterator[Part]:
@@ -299,7 +380,12 @@ def _optimizer(s: Setting) -> Iterator[Part]:
     warmup = s.number("warmup_steps")
     if 0 < warmup < 1 and s.number("max_steps") > 0:
         total = math.ceil(warmup * s.whole("max_steps"))
-        yield Line("trainer.warmup_steps", _ours(s, total), ("warmup_steps", "max_steps"), f"{warmup:g} of {s['max_steps']} of their steps")
+        yield Line(
+            "trainer.warmup_steps",
+            _ours(s, total),
+            ("warmup_steps", "max_steps"),
+            f"{warmup:g} of {s['max_steps']} of their steps",
+        )
     elif 0 < warmup < 1:
         yield Line("trainer.warmup_steps", 0, ("warmup_steps",), ask=f"{warmup:g} of all steps: write the number")
     else:

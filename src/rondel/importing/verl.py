@@ -42,7 +42,15 @@ ROWS = {  # algorithm.adv_estimator -> (row, advantage laid over it)
     "gdpo": ("gdpo", None),
 }
 SCORERS = {"openai/gsm8k": "number"} | dict.fromkeys(  # data_source -> the reward nearest to theirs
-    ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math_dapo", "math", "hiyouga/geometry3k"), "math"
+    (
+        "lighteval/MATH",
+        "DigitalLearningGmbH/MATH-lighteval",
+        "HuggingFaceH4/MATH-500",
+        "math_dapo",
+        "math",
+        "hiyouga/geometry3k",
+    ),
+    "math",
 )
 CHARGED = ("gae", "reinforce_plus_plus")  # their rows here charge the KL to the reward unless told otherwise
 LOSSES = {  # policy_loss.loss_mode -> row
@@ -65,10 +73,15 @@ AGGREGATES = {
 CLAMPED = {"k3": {"clamp": 10.0}}
 KLS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 REJECTS = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
-KNOBS = {  # loss_mode -> {knob: key below the actor's}; those without low and high read clip_ratio_low and clip_ratio_high
+# loss_mode -> {knob: key below the actor's}; those without low and high read clip_ratio_low and clip_ratio_high
+KNOBS = {
     "vanilla": {"dual": "clip_ratio_c"},
     "sapo": {"positive": "tau_pos", "negative": "tau_neg"},
-    "clip_cov": {"share": "policy_loss.clip_cov_ratio", "least": "policy_loss.clip_cov_lb", "most": "policy_loss.clip_cov_ub"},
+    "clip_cov": {
+        "share": "policy_loss.clip_cov_ratio",
+        "least": "policy_loss.clip_cov_lb",
+        "most": "policy_loss.clip_cov_ub",
+    },
     "kl_cov": {"share": "policy_loss.kl_cov_ratio", "coef": "policy_loss.ppo_kl_coef"},
     "dppo_tv": {"cap": "clip_ratio_c"},
     "dppo_kl": {"cap": "clip_ratio_c"},
@@ -143,7 +156,8 @@ def _task(s: Setting) -> Iterator[Part]:
     printed = s.has("data.video_key") and s["data.image_key"] == s.peer.defaults["data.image_key"]
     if s.has("data.image_key") and printed:  # a printed config names every key, also those of no use to a text model
         yield Gap(
-            ("data.image_key",), f"the config names every key; if the rows have images, add image = '{s['data.image_key']}' to task.data"
+            ("data.image_key",),
+            f"the config names every key; if the rows have images, add image = '{s['data.image_key']}' to task.data",
         )
     elif s.has("data.image_key"):
         data["image"], keys = s["data.image_key"], (*keys, "data.image_key")
@@ -153,13 +167,17 @@ def _task(s: Setting) -> Iterator[Part]:
         yield Line("task.max_prompt_tokens", s.whole("data.max_prompt_length"), both)
     path, name = s["reward.custom_reward_function.path"], s["reward.custom_reward_function.name"]
     if path:
-        wrap = "theirs takes (data_source, solution_str, ground_truth, extra_info); ours takes (trajectory, task): wrap it"
+        wrap = (
+            "theirs takes (data_source, solution_str, ground_truth, extra_info); ours takes (trajectory, task): wrap it"
+        )
         both = ("reward.custom_reward_function.path", "reward.custom_reward_function.name")
         yield Line("task.reward", f"{Path(str(path)).stem}:{name or 'compute_score'}", both, ask=wrap)
     else:
         field = str(s["data.reward_fn_key"])
         ask = f"a scorer for each {field} of your rows: those that theirs are nearest to; name the others, remove what you have not"
-        yield Line("task.reward", {"kind": "by", "field": field, "parts": dict(SCORERS)}, ("data.reward_fn_key",), ask=ask)
+        yield Line(
+            "task.reward", {"kind": "by", "field": field, "parts": dict(SCORERS)}, ("data.reward_fn_key",), ask=ask
+        )
     if s.number("data.val_max_samples") > 0:
         yield Line("task.eval.n", s.whole("data.val_max_samples"), ("data.val_max_samples",))
     else:
@@ -248,7 +266,11 @@ def _surrogate(s: Setting) -> Iterator[Part]:
     plain = f"{ACTOR}.clip_ratio"
     for side in ("low", "high") if s[mode] not in UNCLIPPED else ():
         key = f"{plain}_{side}"
-        yield Line(f"algo.surrogate.{side}", s.number(plain if s[key] is None else key), (key,) if s[key] is not None else (key, plain))
+        yield Line(
+            f"algo.surrogate.{side}",
+            s.number(plain if s[key] is None else key),
+            (key,) if s[key] is not None else (key, plain),
+        )
     low, high = s[f"{plain}_low"], s[f"{plain}_high"]
     if low is not None and high is not None and s.has(plain):
         told = f"it has no effect there: clip_ratio_low = {low} and clip_ratio_high = {high} come first"
@@ -275,14 +297,24 @@ def _kl(s: Setting) -> Iterator[Part]:
         if not s[use]:
             yield Line("algo.kl.coef", 0.0, (charged,))
         yield Same((charged,), "no KL in the reward")
-        yield from (Gap((key,), "it has no effect there: use_kl_in_reward is false") for key in (price, cost) if s.has(key))
+        yield from (
+            Gap((key,), "it has no effect there: use_kl_in_reward is false") for key in (price, cost) if s.has(key)
+        )
     elif s[use] or not (found := s.choice(cost, KLS)):
         yield Gap((charged, price, cost), "a KL in the loss and in the reward, or of another kind than k1, k2, k3")
     else:
-        steered = {"target": float(s.number("algorithm.kl_ctrl.target_kl")), "horizon": s.whole("algorithm.kl_ctrl.horizon")}
+        steered = {
+            "target": float(s.number("algorithm.kl_ctrl.target_kl")),
+            "horizon": s.whole("algorithm.kl_ctrl.horizon"),
+        }
         adaptive = s[control] == "adaptive"
-        where = "advantage" if s["algorithm.adv_estimator"] == "remax" else "reward"  # ReMax takes the reward that is still to come
-        table = {"kind": found, "coef": float(s.number(price)), "where": where} | CLAMPED.get(found, {}) | (steered if adaptive else {})
+        # ReMax takes the reward that is still to come
+        where = "advantage" if s["algorithm.adv_estimator"] == "remax" else "reward"
+        table = (
+            {"kind": found, "coef": float(s.number(price)), "where": where}
+            | CLAMPED.get(found, {})
+            | (steered if adaptive else {})
+        )
         keys = ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon") if adaptive else ()
         yield Line("algo.kl", table, (charged, price, cost, control, *keys))
 
@@ -301,19 +333,26 @@ def _overlong(s: Setting) -> Iterator[Part]:
             if s.has(f"{root}.len"):
                 yield Line("algo.shaping.buffer", s.whole(f"{root}.len"), (f"{root}.len",))
             if s.has(f"{root}.penalty_factor"):
-                yield Line("algo.shaping.factor", float(s.number(f"{root}.penalty_factor")), (f"{root}.penalty_factor",))
+                yield Line(
+                    "algo.shaping.factor", float(s.number(f"{root}.penalty_factor")), (f"{root}.penalty_factor",)
+                )
             return
         yield Same((f"{root}.enable", f"{root}.len", f"{root}.penalty_factor"), "off")
     yield Line("algo.shaping.kind", "none")
 
 
 def _correction(s: Setting) -> Iterator[Part]:
-    """Importance weights (truncated, or masked if there are two bounds) and rejection by the ratio of a token, an answer, or its mean."""
+    """Importance weights (truncated, or masked if there are two bounds) and rejection by the
+    ratio of a token, an answer, or its mean.
+    """
     root = "algorithm.rollout_correction"
     level, cap, normed = f"{root}.rollout_is", f"{root}.rollout_is_threshold", f"{root}.rollout_is_batch_normalize"
     reject, bounds, bypass = f"{root}.rollout_rs", f"{root}.rollout_rs_threshold", f"{root}.bypass_mode"
     if s[bypass]:
-        yield Gap((bypass, f"{root}.loss_type"), "the ratio is taken to the proximal policy; algo.ratio.anchor = 'behavior' leaves it out")
+        yield Gap(
+            (bypass, f"{root}.loss_type"),
+            "the ratio is taken to the proximal policy; algo.ratio.anchor = 'behavior' leaves it out",
+        )
     table: dict[str, Any] = {"kind": "importance"}
     if s[level]:
         low, high = _bounds(s[cap])
@@ -328,15 +367,27 @@ def _correction(s: Setting) -> Iterator[Part]:
         if not known or not low or not low <= 1 <= high:
             yield Gap((reject, bounds), f"known here: one of {', '.join(REJECTS)}, with bounds around 1")
         else:  # their bounds hold the engine's probability by the trainer's
-            table |= {"reject": REJECTS[s[reject]], "reject_low": 1 / high, "reject_high": 1 / low, "denominator": "accepted"}
+            table |= {
+                "reject": REJECTS[s[reject]],
+                "reject_low": 1 / high,
+                "reject_high": 1 / low,
+                "denominator": "accepted",
+            }
     if s[level] and s[normed] and "reject" in table:
         yield Gap((normed,), "there the mean weight is taken before anything is rejected, here over what is left")
     if s[f"{ACTOR}.policy_loss.loss_mode"] == "geo_mean" and s[level] == "token":
-        yield Gap((level,), "geo_mean there weighs an answer by the geometric mean of its tokens' weights, here each token by its own")
+        yield Gap(
+            (level,),
+            "geo_mean there weighs an answer by the geometric mean of its tokens' weights, here each token by its own",
+        )
     keys = (level, cap, normed) if s[level] else ()
     if len(table) > 1 and (s[level] or "reject" in table):
         yield Line("algo.correction", table, (*keys, *((reject, bounds) if "reject" in table else ())))
-    yield from (Gap((key,), "it has no effect there: rollout_is is not set") for key in (cap, normed) if not s[level] and s.has(key))
+    yield from (
+        Gap((key,), "it has no effect there: rollout_is is not set")
+        for key in (cap, normed)
+        if not s[level] and s.has(key)
+    )
 
 
 def _bounds(text: Any) -> tuple[float | None, float]:
@@ -344,7 +395,9 @@ def _bounds(text: Any) -> tuple[float | None, float]:
     try:
         *low, high = (float(part) for part in str(text).split("_"))
     except ValueError as error:
-        raise ConfigError(f"rollout_correction: the threshold {text!r} is neither a number nor two, as in 0.5_2.0") from error
+        raise ConfigError(
+            f"rollout_correction: the threshold {text!r} is neither a number nor two, as in 0.5_2.0"
+        ) from error
     return (low[0] if low else None), high
 
 
@@ -352,7 +405,12 @@ def _loop(s: Setting) -> Iterator[Part]:
     prompts, mini = s.whole("data.train_batch_size"), s.whole(f"{ACTOR}.ppo_mini_batch_size")
     yield Line("loop.groups_per_step", prompts, ("data.train_batch_size",))
     note = "" if prompts % mini == 0 else f"{prompts} / {mini}, rounded"
-    yield Line("loop.updates_per_step", max(1, round(prompts / mini)), (f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"), note)
+    yield Line(
+        "loop.updates_per_step",
+        max(1, round(prompts / mini)),
+        (f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"),
+        note,
+    )
     if s["trainer.total_training_steps"]:
         yield Line("loop.steps", s.whole("trainer.total_training_steps"), ("trainer.total_training_steps",))
         if s.has("trainer.total_epochs"):
@@ -360,7 +418,10 @@ def _loop(s: Setting) -> Iterator[Part]:
     else:
         keys = ("trainer.total_epochs", "trainer.total_training_steps")
         yield Line(
-            "loop.passes", float(s.number("trainer.total_epochs")), keys, "each of their passes leaves out what does not fill a step"
+            "loop.passes",
+            float(s.number("trainer.total_epochs")),
+            keys,
+            "each of their passes leaves out what does not fill a step",
         )
     yield Line("loop.epochs", s.whole(f"{ACTOR}.ppo_epochs"), (f"{ACTOR}.ppo_epochs",))
     if s["data.seed"] is not None:
@@ -386,7 +447,11 @@ def _sampling(s: Setting) -> Iterator[Part]:
         yield Line("engine.max_running", s.whole(f"{ROLLOUT}.max_num_seqs"), (f"{ROLLOUT}.max_num_seqs",), "speed only")
     val = f"{ROLLOUT}.val_kwargs"
     drawn = bool(s[f"{val}.do_sample"])
-    yield Line("task.eval.temperature", float(s.number(f"{val}.temperature")) * drawn, (f"{val}.temperature", f"{val}.do_sample"))
+    yield Line(
+        "task.eval.temperature",
+        float(s.number(f"{val}.temperature")) * drawn,
+        (f"{val}.temperature", f"{val}.do_sample"),
+    )
     if drawn and s[f"{val}.top_p"] != 1:
         yield Line("task.eval.sampling", {"top_p": float(s.number(f"{val}.top_p"))}, (f"{val}.top_p",))
     elif s[f"{val}.top_p"] == 1:
@@ -404,7 +469,9 @@ def _optimizer(s: Setting) -> Iterator[Part]:
         yield Gap((kind,), "constant, linear and cosine exist here")
     least = f"{OPTIM}.min_lr_ratio"
     if s[least]:
-        yield Gap((least,), "a cosine ends at 0 here") if s[kind] == "cosine" else Same((least,), "the rate is constant")
+        yield (
+            Gap((least,), "a cosine ends at 0 here") if s[kind] == "cosine" else Same((least,), "the rate is constant")
+        )
     steps, share = f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio"
     if s.number(steps) is not None and s.number(steps) >= 0:
         yield Line("trainer.warmup_steps", s.whole(steps), (steps,))
@@ -412,14 +479,20 @@ def _optimizer(s: Setting) -> Iterator[Part]:
     elif s[share]:
         total = s["trainer.total_training_steps"]
         warmup = int(total * s.number(share)) if total else 0
-        yield Line("trainer.warmup_steps", warmup, (share,), ask="" if total else f"{s[share]} of all steps: write the number")
+        yield Line(
+            "trainer.warmup_steps", warmup, (share,), ask="" if total else f"{s[share]} of all steps: write the number"
+        )
     else:
         yield Same((steps, share), "no warm-up")
     yield Line("trainer.clip", float(s.number(f"{OPTIM}.clip_grad")), (f"{OPTIM}.clip_grad",))
     old = f"{ACTOR}.grad_clip"
     if s.has(old):
         same = s[old] == s[f"{OPTIM}.clip_grad"]
-        yield Same((old,), "so is optim.clip_grad") if same else Gap((old,), f"it has no effect there: {OPTIM}.clip_grad clips")
+        yield (
+            Same((old,), "so is optim.clip_grad")
+            if same
+            else Gap((old,), f"it has no effect there: {OPTIM}.clip_grad clips")
+        )
     decay = f"{OPTIM}.weight_decay"
     yield Line("trainer.weight_decay", float(s.number(decay)), (decay,), "on matrices only here, on every weight there")
     yield Line("trainer.betas", list(s[f"{OPTIM}.betas"]), (f"{OPTIM}.betas",))
@@ -439,7 +512,9 @@ def _running(s: Setting) -> Iterator[Part]:
     every = s.whole("trainer.save_freq")
     yield Line("run.checkpoint.every", max(0, every), ("trainer.save_freq",), "one at the end" * (every <= 0))
     if s["trainer.max_actor_ckpt_to_keep"]:
-        yield Line("run.checkpoint.keep", s.whole("trainer.max_actor_ckpt_to_keep"), ("trainer.max_actor_ckpt_to_keep",))
+        yield Line(
+            "run.checkpoint.keep", s.whole("trainer.max_actor_ckpt_to_keep"), ("trainer.max_actor_ckpt_to_keep",)
+        )
     else:
         yield Gap(("trainer.max_actor_ckpt_to_keep",), "they keep every checkpoint; run.checkpoint.keep is 2 here")
     yield Line("task.eval.every", max(0, s.whole("trainer.test_freq")), ("trainer.test_freq",))
@@ -472,14 +547,22 @@ def _distillation(s: Setting) -> Iterator[Part]:
     told = {key: s.values[key] for key in s.values if key.startswith(f"{root}.")}
     if not told.get(f"{root}.enabled"):
         return
-    teachers = [(key, _home(value)) for key, value in told.items() if key.endswith(".model_path") and ".teacher_models." in key]
+    teachers = [
+        (key, _home(value)) for key, value in told.items() if key.endswith(".model_path") and ".teacher_models." in key
+    ]
     ask = "" if teachers else "the config names no teacher"
     if len(teachers) < 2:
         yield Line(
-            "model.teacher", teachers[0][1] if teachers else "TEACHER", tuple(key for key, _ in teachers) or (f"{root}.enabled",), ask=ask
+            "model.teacher",
+            teachers[0][1] if teachers else "TEACHER",
+            tuple(key for key, _ in teachers) or (f"{root}.enabled",),
+            ask=ask,
         )
     else:
-        value = [{"path": path, "source": str(told.get(key.replace("model_path", "key"), key.split(".")[2]))} for key, path in teachers]
+        value = [
+            {"path": path, "source": str(told.get(key.replace("model_path", "key"), key.split(".")[2]))}
+            for key, path in teachers
+        ]
         yield Line(
             "model.teacher",
             value,
@@ -493,13 +576,26 @@ def _distillation(s: Setting) -> Iterator[Part]:
     )
     where = "charged to the advantage" if policy else "in the loss"
     same = mode in ("k1", "kl") and policy
-    ask = "" if same else f"theirs is {mode} of the token, {where}; here log pi - log pi_teacher of it is charged to the advantage"
+    ask = (
+        ""
+        if same
+        else f"theirs is {mode} of the token, {where}; here log pi - log pi_teacher of it is charged to the advantage"
+    )
     keys = tuple(
         key
-        for key in (f"{loss}.loss_mode", f"{loss}.use_policy_gradient", f"{loss}.distillation_loss_coef", f"{root}.enabled")
+        for key in (
+            f"{loss}.loss_mode",
+            f"{loss}.use_policy_gradient",
+            f"{loss}.distillation_loss_coef",
+            f"{root}.enabled",
+        )
         if key in told
     )
     yield Line("algo.distill.coef", float(weigh), keys, ask=ask)
 
 
-VERL = Peer.of("verl", (_model, _task, _algorithm, _loss, _distillation, _correction, _loop, _sampling, _optimizer, _running), REASONS)
+VERL = Peer.of(
+    "verl",
+    (_model, _task, _algorithm, _loss, _distillation, _correction, _loop, _sampling, _optimizer, _running),
+    REASONS,
+)

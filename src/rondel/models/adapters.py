@@ -1,11 +1,12 @@
-"""LoRA through peft: y = W x + alpha/r · B (A x).  A [r, I], B [O, r].  arXiv:2106.09685. W stays as it was loaded, B starts at 0.
+"""LoRA through peft: y = W x + alpha/r · B (A x).  A [r, I], B [O, r].
+arXiv:2106.09685. W stays as it was loaded, B starts at 0.
 
     x [T, I] ──> W, in the model's dtype, packed ──────> + ──> y [T, O] in the model's dtype
        └──> float32 ──> A ──> B ──> · alpha/r ───────────┘
             ^ what is trained, published and stored; float32, because bfloat16 swallows small steps
 
-Nobody owns the base: engine, trainer, reference (the adapter switched off) and critic read the same tensors. An adapter is stored as peft
-and vLLM read it, beside a note of the base that it belongs to.
+Nobody owns the base: engine, trainer, reference (the adapter switched off) and critic read
+the same tensors. An adapter is stored as peft and vLLM read it, beside a note of the base that it belongs to.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ def stirred(adapter: Adapter | None) -> Iterator[None]:
 
 
 def adapt(loaded: Loaded, *, rank: int, alpha: int, targets: str | list[str] = ALL, seed: int = 0) -> None:
-    """From now on only an adapter of `loaded` is trained. A model that came with one keeps it, if it is the one that is asked for."""
+    """From now on only an adapter of `loaded` is trained. A model that came with one keeps
+    it, if it is the one that is asked for.
+    """
     require()
     found = _found(loaded, targets)
     if (old := loaded.adapter) is not None:
@@ -109,14 +112,17 @@ def adapt(loaded: Loaded, *, rank: int, alpha: int, targets: str | list[str] = A
         ):
             if has != wanted:
                 raise ConfigError(
-                    f"model.adapter.{what} is another than that of the adapter '{loaded.name}' (rank {old.config.r}, alpha "
-                    f"{old.config.lora_alpha}, {len(old.layers)} layers). Leave model.adapter out to go on with that one, or merge it first"
+                    f"model.adapter.{what} is another than that of the adapter '{loaded.name}' (rank {old.config.r}, "
+                    f"alpha "
+                    f"{old.config.lora_alpha}, {len(old.layers)} layers). Leave model.adapter out to go on with that "
+                    f"one, or merge it first"
                 )
         return
     from peft import LoraConfig
 
     ends = sorted({name.rpartition(".")[2] for name in found})
-    exact = loaded.sight is None and set(_found(loaded, ends)) == set(found)  # else peft would reach into the tower, too
+    # else peft would reach into the tower, too
+    exact = loaded.sight is None and set(_found(loaded, ends)) == set(found)
     with boundary(ModelError, f"adapting '{loaded.name}'"):
         _inject(
             loaded,
@@ -133,7 +139,10 @@ def adapt(loaded: Loaded, *, rank: int, alpha: int, targets: str | list[str] = A
         )
         assert loaded.adapter is not None
         if odd := sorted(loaded.adapter.layers.keys() ^ found.keys()):
-            raise ModelError(f"peft adapts other layers than were asked for, first {odd[0]}: name them in full in model.adapter.targets")
+            raise ModelError(
+                f"peft adapts other layers than were asked for, first {odd[0]}: name them in full in "
+                f"model.adapter.targets"
+            )
 
 
 def require() -> None:
@@ -144,7 +153,8 @@ def require() -> None:
 def _found(loaded: Loaded, targets: str | Iterable[str]) -> dict[str, nn.Module]:
     """{full name: layer} of what shall be adapted; every target must mean at least one layer."""
     model = loaded.model
-    head, routers = model.get_output_embeddings(), [n for n, m in model.named_modules() if type(m).__name__.lower().endswith("router")]
+    head = model.get_output_embeddings()
+    routers = [n for n, m in model.named_modules() if type(m).__name__.lower().endswith("router")]
     layers = {
         name: module
         for name, module in model.named_modules()
@@ -156,7 +166,8 @@ def _found(loaded: Loaded, targets: str | Iterable[str]) -> dict[str, nn.Module]
     if targets == ALL:
         if loaded.routers:
             raise ConfigError(
-                f"model.adapter.targets = '{ALL}': '{loaded.name}' is a mixture of experts, whose experts are joined tensors and no linear "
+                f"model.adapter.targets = '{ALL}': '{loaded.name}' is a mixture of experts, whose experts are joined "
+                f"tensors and no linear "
                 f"layers: an adapter cannot reach them. Name the layers that it shall have: targets = {_ends(layers)}"
             )
         return layers
@@ -166,11 +177,129 @@ def _found(loaded: Loaded, targets: str | Iterable[str]) -> dict[str, nn.Module]
         if not hits:
             raise ConfigError(
                 f"model.adapter.targets: '{target}' is no linear layer inside '{loaded.name}' that can be adapted."
-                f"{nearest(target, _ends(layers))} It has: {', '.join(_ends(layers))} (the head and a mixture's experts and routers cannot)"
+                f"{nearest(target, _ends(layers))} It has: {', '.join(_ends(layers))} (the head and a mixture's experts "
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f"and routers cannot)"
             )
         chosen |= hits
     if not chosen:
-        raise ConfigError(f"model.adapter.targets = []: nothing would be trained. Name layers, or write targets = '{ALL}'")
+        raise ConfigError(
+            f"model.adapter.targets = []: nothing would be trained. Name layers, or write targets = '{ALL}'"
+        )
     return chosen
 
 
@@ -179,7 +308,9 @@ def _ends(layers: Iterable[str]) -> list[str]:
 
 
 def _inject(loaded: Loaded, config: Any, seed: int) -> None:
-    """peft puts its layers around the model's; their forward pass is ours, so that engine and trainer share one switch."""
+    """peft puts its layers around the model's; their forward pass is ours, so that engine and
+    trainer share one switch.
+    """
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
@@ -192,7 +323,9 @@ def _inject(loaded: Loaded, config: Any, seed: int) -> None:
     adapter = Adapter(config, layers)
     for name, layer in layers.items():
         if getattr(layer, "lora_variant", None) or not hasattr(layer.get_base_layer(), "weight") or not layer.lora_A:
-            raise ModelError(f"the adapter of '{name}' is a {type(layer).__name__} of a kind that is not carried: only plain LoRA is")
+            raise ModelError(
+                f"the adapter of '{name}' is a {type(layer).__name__} of a kind that is not carried: only plain LoRA is"
+            )
         for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
             part.float().requires_grad_(True)
         setattr(layer, "forward", functools.partial(_forward, adapter, layer))  # noqa: B010  # as linear.adopt does
@@ -215,7 +348,9 @@ def _forward(adapter: Adapter, layer: Any, x: Tensor) -> Tensor:
 
 
 class _Added(torch.autograd.Function):
-    """out [T, O] + s · B (A x [T, I]), a block of rows at a time: its float32 copies then stay in the cache, and nothing is kept in float32."""
+    """out [T, O] + s · B (A x [T, I]), a block of rows at a time: its float32 copies then stay
+    in the cache, and nothing is kept in float32.
+    """
 
     @staticmethod
     def forward(ctx, out: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -246,10 +381,14 @@ def _blocks(x: Tensor) -> list[slice]:
 
 
 def _prove(loaded: Loaded) -> None:
-    """Every adapted layer must be asked in a pass: a model that reads a layer's weight itself would go past the adapter."""
+    """Every adapted layer must be asked in a pass: a model that reads a layer's
+    weight itself would go past the adapter.
+    """
     adapter, asked = loaded.adapter, set()
     assert adapter is not None
-    hooks = [layer.register_forward_hook(lambda *_, name=name: asked.add(name)) for name, layer in adapter.layers.items()]
+    hooks = [
+        layer.register_forward_hook(lambda *_, name=name: asked.add(name)) for name, layer in adapter.layers.items()
+    ]
     ids = torch.arange(3, 8, device=loaded.device)
     with torch.no_grad():
         loaded.hidden(ids, torch.arange(5, device=loaded.device), PackedLayout([Segment(0, 5)], loaded.device))
@@ -277,8 +416,15 @@ def save(loaded: Loaded, folder: Path) -> None:
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # the same file in every run
     config.save_pretrained(folder)
-    save_file({name: t.cpu().contiguous() for name, t in names.weights(loaded.model)}, folder / WEIGHTS, {"format": "pt"})
-    note = {"path": loaded.path, "dtype": str(loaded.dtype), "nf4": bool(nf4.inside(loaded.model)), "digest": names.base(loaded.model)}
+    save_file(
+        {name: t.cpu().contiguous() for name, t in names.weights(loaded.model)}, folder / WEIGHTS, {"format": "pt"}
+    )
+    note = {
+        "path": loaded.path,
+        "dtype": str(loaded.dtype),
+        "nf4": bool(nf4.inside(loaded.model)),
+        "digest": names.base(loaded.model),
+    }
     (folder / BASE).write_text(json.dumps(note))
 
 
@@ -290,7 +436,9 @@ def base_of(folder: str | Path) -> str | dict[str, Any]:
             return note["path"]
         if base := json.loads((folder / CONFIG).read_text()).get("base_model_name_or_path"):
             return base
-    raise ModelError(f"'{folder}' is an adapter whose {CONFIG} does not say of which model: set base_model_name_or_path in it")
+    raise ModelError(
+        f"'{folder}' is an adapter whose {CONFIG} does not say of which model: set base_model_name_or_path in it"
+    )
 
 
 def over_four_bits(folder: str | Path) -> bool:
@@ -309,7 +457,9 @@ def attach(loaded: Loaded, folder: str | Path) -> None:
     from peft import LoraConfig, PeftConfig
 
     if loaded.adapter is not None:
-        raise ModelError(f"the adapter in '{folder}' belongs to '{loaded.name}', which has an adapter already: merge that one first")
+        raise ModelError(
+            f"the adapter in '{folder}' belongs to '{loaded.name}', which has an adapter already: merge that one first"
+        )
     with boundary(ModelError, f"reading the adapter in '{folder}'"):
         config = PeftConfig.from_pretrained(str(Path(folder).expanduser()))
         if not isinstance(config, LoraConfig):
@@ -327,11 +477,18 @@ def read(loaded: Loaded, folder: str | Path) -> dict[str, Tensor]:
     assert adapter is not None
     with boundary(ModelError, f"reading the adapter in '{folder}'"):
         if not is_adapter(folder):
-            raise ModelError(f"'{folder}' holds no {CONFIG}, and '{loaded.name}' is an adapted model: only its adapter can be replaced")
-        config, tensors = json.loads((folder / CONFIG).read_text()), {n: t.float() for n, t in load_file(folder / WEIGHTS).items()}
+            raise ModelError(
+                f"'{folder}' holds no {CONFIG}, and '{loaded.name}' is an adapted model: only its adapter can be replaced"
+            )
+        config = json.loads((folder / CONFIG).read_text())
+        tensors = {n: t.float() for n, t in load_file(folder / WEIGHTS).items()}
         mine = {name: tuple(t.shape) for name, t in names.weights(loaded.model)}
-        if odd := sorted({n for n in mine.keys() | tensors.keys() if n not in tensors or mine.get(n) != tuple(tensors[n].shape)}):
-            raise ModelError(f"the adapter in '{folder}' does not fit '{loaded.name}': {len(odd)} tensors differ, first {odd[0]}")
+        if odd := sorted(
+            {n for n in mine.keys() | tensors.keys() if n not in tensors or mine.get(n) != tuple(tensors[n].shape)}
+        ):
+            raise ModelError(
+                f"the adapter in '{folder}' does not fit '{loaded.name}': {len(odd)} tensors differ, first {odd[0]}"
+            )
         if (scale := config["lora_alpha"] / config["r"]) != adapter.config.lora_alpha / adapter.config.r:
             raise ModelError(f"the adapter in '{folder}' has alpha/r = {scale:g}, the one of '{loaded.name}' another")
         base = _note(folder)

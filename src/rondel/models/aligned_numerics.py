@@ -1,14 +1,19 @@
-"""Aligned numerics: a token's logprob has the same bits in every batch, packing, chunking and cache state, and in the trainer.
+"""Aligned numerics: a token's logprob has the same bits in every batch, packing,
+chunking and cache state, and in the trainer.
 
 What must not depend on the batch is the order of every sum:
 
     linear layers      models/linear.py: oneDNN's rows do not depend on each other
     norms, activations row by row, in torch as they are
-    attention          here: each query over its context from the first token on, in blocks of BLOCK keys; scores and weighted values
-                       are one small product a block, blocks are added in order, and blocks that are only padding add zeros
+    attention          here: each query over its context from the first token on, in blocks of BLOCK
+                       keys; scores and weighted values are one small product a block, blocks are
+                       added in order, and blocks that
+                       are only padding add zeros
 
-The forward value is this one on both sides; the backward pass of the trainer is that of its fast attention. It costs memory traffic:
-nothing is shared between queries. Whether processor, torch build and model really give equal bits is proven at start: `prove`.
+The forward value is this one on both sides; the backward pass of the trainer is that of
+its fast attention. It costs memory traffic: nothing is shared between queries. Whether
+processor, torch build and model really give
+equal bits is proven at start: `prove`.
 """
 
 from __future__ import annotations
@@ -31,9 +36,19 @@ BUDGET = 1 << 24  # entries of keys that are gathered at once
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, *, scale: float, window: int | None, softcap: float | None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
-    """q [N,H,D], pools [K,P,D], each query's context slots [N,C], of which the first lengths [N] are real -> [N,H,D]."""
+    """q [N,H,D], pools [K,P,D], each query's context slots [N,C], of which the first lengths [N]
+    are real -> [N,H,D].
+    """
     slots = F.pad(slots, (0, -slots.shape[1] % BLOCK))
     some = max(2, BUDGET // (slots.shape[1] * keys.shape[0] * keys.shape[2]))
     pieces = [slice(first, first + some) for first in range(0, len(q), some)]
@@ -42,7 +57,14 @@ def attend(
 
 
 def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float, window: int | None, softcap: float | None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     if len(q) == 1:  # a single row may get another kernel
         q, slots, lengths = q.expand(2, -1, -1), slots.expand(2, -1), lengths.expand(2)
@@ -81,7 +103,9 @@ class AlignedPacked:
     def __init__(self, fast: PackedLayout) -> None:
         self.fast = fast
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         return _Attend.apply(q, k, v, self, layer, {"scale": scale, "window": window, "softcap": softcap})
 
     def values(self, q: Tensor, k: Tensor, v: Tensor, how: dict) -> Tensor:
@@ -111,12 +135,16 @@ class _Attend(torch.autograd.Function):
 
 
 class AlignedPaged:
-    """A `PagedLayout` that computes each new token alone over its slots. No families: siblings read their common prefix each."""
+    """A `PagedLayout` that computes each new token alone over its slots. No families:
+    siblings read their common prefix each.
+    """
 
     def __init__(self, fast: PagedLayout) -> None:
         self.fast = fast
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         keys, values = self.fast.store(layer, k, v)
         parts = []
         for c in self.fast.chunks:
@@ -135,10 +163,132 @@ def aligned(layout: PackedLayout | PagedLayout) -> AlignedPacked | AlignedPaged:
 
 
 def align(loaded: Loaded) -> None:
-    """From now on this model computes with aligned numerics, for the engine and the trainer alike; refused where they do not hold."""
+    """From now on this model computes with aligned numerics, for the engine and the
+    trainer alike; refused where they do not hold.
+    """
     if loaded.routers:
         raise ConfigError(
-            f"engine.numerics = 'aligned': '{loaded.name}' is a mixture of experts, and what an expert computes depends on how many tokens it "
+            f"engine.numerics = 'aligned': '{loaded.name}' is a mixture of experts, and what an expert computes depends "
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f"on how many tokens it "
             "gets; use numerics = 'fast' with routing replay"
         )
     loaded.aligned, loaded.align = True, aligned
@@ -148,7 +298,9 @@ def align(loaded: Loaded) -> None:
 
 @torch.no_grad()
 def prove(loaded: Loaded) -> None:
-    """Sequences of several lengths, alone and packed in several ways, must give the same bits; else aligned numerics are refused."""
+    """Sequences of several lengths, alone and packed in several ways, must give the same
+    bits; else aligned numerics are refused.
+    """
     generator = torch.Generator().manual_seed(7)
     rows = [torch.randint(0, len(loaded.head.weight), (n,), generator=generator) for n in (2, 3, 17, 64, 70)]
     alone = [_logprobs(loaded, [row])[0] for row in rows]
@@ -168,7 +320,9 @@ def _logprobs(loaded: Loaded, rows: list[Tensor]) -> list[Tensor]:
     layout = PackedLayout([Segment(start, len(row)) for start, row in zip(starts, rows)], loaded.device)
     positions = torch.cat([torch.arange(len(row)) for row in rows]).to(loaded.device)
     hidden = loaded.hidden(torch.cat(rows).to(loaded.device), positions, layout)
-    sources = torch.cat([torch.arange(start, start + len(row) - 1) for start, row in zip(starts, rows)]).to(loaded.device)
+    sources = torch.cat([torch.arange(start, start + len(row) - 1) for start, row in zip(starts, rows)]).to(
+        loaded.device
+    )
     targets = torch.cat([row[1:] for row in rows]).to(loaded.device)
     picked = chosen(loaded.head.logits(hidden[sources]), targets)[0]
     return list(picked.split([len(row) - 1 for row in rows]))

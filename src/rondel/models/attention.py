@@ -5,7 +5,8 @@ The module calls `rondel_attention` in every layer; what it means is the *layout
     PackedLayout   flat [T] tokens made of segments; a segment sees its ancestors whole and itself causally
     PagedLayout    flat [T] new tokens of running requests; each sees its cached context through its slots
 
-T tokens · H query heads · K key/value heads · D head size · S segments of one call · L the longest · P most tokens above one
+T tokens · H query heads · K key/value heads · D head size · S segments of one call ·
+L the longest · P most tokens above one
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ NAME = "rondel"
 
 
 class Layout(Protocol):
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         """q [T,H,D], k and v [T,K,D] -> [T,H,D]."""
 
 
@@ -49,14 +52,25 @@ def attending(layout: Layout) -> Iterator[None]:
 
 
 def rondel_attention(
-    module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, sliding_window=None, softcap=None, **kwargs
+    module,
+    query,
+    key,
+    value,
+    attention_mask=None,
+    scaling=None,
+    dropout=0.0,
+    sliding_window=None,
+    softcap=None,
+    **kwargs,
 ):
     """transformers' attention signature: query [1,H,T,D] -> ([1,T,H,D], None)."""
     layout = getattr(_here, "layout", None)
     if layout is None:
         raise ModelError("this model is set up for packed tokens; call it inside `with attending(layout):`")
     if kwargs.get("s_aux") is not None:
-        raise ModelError("attention sinks are not supported by the built-in attention; serve this model with vLLM or SGLang")
+        raise ModelError(
+            "attention sinks are not supported by the built-in attention; serve this model with vLLM or SGLang"
+        )
     if query.shape[0] != 1:
         raise ModelError(f"batch of {query.shape[0]}: tokens are packed into one row [1, T] here, there is no padding")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -65,14 +79,18 @@ def rondel_attention(
     return out.unsqueeze(0), None
 
 
-def _now(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None, softcap: float | None) -> Tensor:
+def _now(
+    q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
     return _here.layout.attend(layer, q, k, v, scale=scale, window=window, softcap=softcap).contiguous()
 
 
 class _Outside:
     """While a graph is traced, attention is one operation, which asks the layout in force when the graph runs."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         return torch.ops.rondel.attend(q, k, v, layer, scale, window, softcap)
 
 
@@ -102,19 +120,26 @@ def sdpa(
     softcap: float | None = None,
     train: bool = False,
 ) -> Tensor:
-    """q [B,H,Lq,D], k and v [B,K,Lk,D]; `mask` True where a query may look; `train` for packed training. -> [B,H,Lq,D]."""
+    """q [B,H,Lq,D], k and v [B,K,Lk,D]; `mask` True where a query may look; `train` for packed
+    training. -> [B,H,Lq,D].
+    """
     small = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= DENSE
     if softcap is not None or (train and q.device.type == "cpu" and small):
         if causal:
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
         return _dense(q, k, v, scale, mask, softcap)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, softcap: float | None) -> Tensor:
-    """The scores written out. Training on a CPU takes it: torch's fused backward pass is 8 times slower there in bf16 (docs/LOG.md)."""
+    """The scores written out. Training on a CPU takes it: torch's fused backward pass is 8
+    times slower there in bf16 (docs/LOG.md).
+    """
     batch, heads, length, size = q.shape
-    folded = q.reshape(batch, k.shape[1], -1, size)  # the query heads of one key head become its queries: no copy of the keys
+    # the query heads of one key head become its queries: no copy of the keys
+    folded = q.reshape(batch, k.shape[1], -1, size)
     scores = torch.matmul(folded, k.transpose(-1, -2)).float().view(batch, heads, length, -1) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -129,7 +154,9 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, s
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of packed tokens: `Segment(start=0, length=55, parent=None)` is a prompt, its completions name it as parent."""
+    """A run of packed tokens: `Segment(start=0, length=55, parent=None)` is a prompt,
+    its completions name it as parent.
+    """
 
     start: int
     length: int
@@ -142,8 +169,8 @@ class PackedLayout:
         tokens   | prompt P | c1 ... | c2 .. | c3 ....... | next prompt ...
         keys     |<- once ->|  one call for segments of similar size: [those above, padded to P][own, padded to L]
 
-    Tokens are gathered into all calls' padded grids at once, head by head, and collected at once. Padding exists only in
-    between: padded queries are thrown away, padded keys are masked.
+    Tokens are gathered into all calls' padded grids at once, head by head, and
+    collected at once. Padding exists only in between: padded queries are thrown away, padded keys are masked.
     """
 
     def __init__(self, segments: list[Segment], device: torch.device | str = "cpu") -> None:
@@ -153,10 +180,14 @@ class PackedLayout:
             up = segment.parent
             above.append(np.empty(0, np.int64) if up is None else np.concatenate([above[up], _places(segments[up])]))
         self.segments, self._above = segments, above
-        self.calls = [Call([segments[i] for i in row], [above[i] for i in row], device) for row in _calls(segments, above)]
+        self.calls = [
+            Call([segments[i] for i in row], [above[i] for i in row], device) for row in _calls(segments, above)
+        ]
         self._made: dict[tuple[str, int], _Rows] = {}  # by what and the number of heads
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         heads, shared, size = q.shape[1], k.shape[1], v.shape[2]
         queries, keys, values = self._spread(heads)(q), self._context(shared)(k), self._context(shared)(v)
         parts, a, b = [], 0, 0
@@ -179,7 +210,9 @@ class PackedLayout:
     @property
     def contexts(self) -> list[tuple[Segment, Tensor]]:
         """Each segment with the places of its ancestors' tokens and its own."""
-        return [(s, torch.from_numpy(np.concatenate([over, _places(s)]))) for s, over in zip(self.segments, self._above)]
+        return [
+            (s, torch.from_numpy(np.concatenate([over, _places(s)]))) for s, over in zip(self.segments, self._above)
+        ]
 
     def _spread(self, heads: int) -> _Rows:
         """Tokens to the calls' queries: rows of [T*heads, D]."""
@@ -201,7 +234,9 @@ class PackedLayout:
         return self._once("back", heads, make)
 
     def _rows_of(self, places: str, real: str, heads: int) -> _Rows:
-        index, counts = (torch.cat([_by_head(getattr(call, name), heads) for call in self.calls]) for name in (places, real))
+        index, counts = (
+            torch.cat([_by_head(getattr(call, name), heads) for call in self.calls]) for name in (places, real)
+        )
         return _Rows(index, counts >= 0, self.total * heads, self.device)
 
     def _once(self, what: str, heads: int, make: Callable[[], _Rows]) -> _Rows:
@@ -221,7 +256,8 @@ def _by_head(places: Tensor, heads: int) -> Tensor:
 
 
 class _Rows:
-    """`rows(x)` selects rows of x [T,H,D]; its backward pass is made of gathers too, because who uses a row is known before.
+    """`rows(x)` selects rows of x [T,H,D]; its backward pass is made of gathers too,
+    because who uses a row is known before.
 
     A row that several siblings use sums their gradients in a fixed order, so the result is the same on every run.
     """
@@ -236,7 +272,9 @@ class _Rows:
         self.adjoint: list[tuple[int, Tensor, Tensor]] = []  # (how often used, rows, their users)
         for n in uses.unique().tolist():
             rows = (uses == n).nonzero()[:, 0]
-            self.adjoint.append((n, rows.to(device), users[(first[rows][:, None] + torch.arange(n)).flatten()].to(device)))
+            self.adjoint.append(
+                (n, rows.to(device), users[(first[rows][:, None] + torch.arange(n)).flatten()].to(device))
+            )
 
     def __call__(self, x: Tensor) -> Tensor:
         return _Select.apply(x.reshape(self.total, x.shape[-1]), self)
@@ -264,13 +302,18 @@ SCORES = 1 << 20  # scores of one head that a call may have before more segments
 
 
 def _calls(segments: list[Segment], above: list[np.ndarray]) -> list[list[int]]:
-    """Which segments go into one call: those of similar length under contexts of similar length, so that little is padded."""
+    """Which segments go into one call: those of similar length under contexts of
+    similar length, so that little is padded.
+    """
     ordered = sorted(range(len(segments)), key=lambda i: (len(above[i]).bit_length(), -segments[i].length))
     calls: list[list[int]] = []
     for i in ordered:
         if calls:
             longest, deepest = segments[calls[-1][0]].length, max(len(above[j]) for j in [*calls[-1], i])
-            alike = len(above[i]).bit_length() == len(above[calls[-1][0]]).bit_length() and segments[i].length >= 0.5 * longest
+            alike = (
+                len(above[i]).bit_length() == len(above[calls[-1][0]]).bit_length()
+                and segments[i].length >= 0.5 * longest
+            )
             if alike and (len(calls[-1]) + 1) * longest * (deepest + longest) <= SCORES:
                 calls[-1].append(i)
                 continue
@@ -299,7 +342,8 @@ class Call:
         self.keys = torch.cat([context.clamp_min(0), self.queries], 1)
         self.used = torch.cat([context, self.real], 1)
         self.at = (depth + own).to(device)  # [S,L] position of each query in its own sequence
-        self.of = torch.cat([torch.where(over < depth, over, -1), depth + own], 1).to(device)  # [S,P+L] of each key, -1 for none
+        # [S,P+L] of each key, -1 for none
+        self.of = torch.cat([torch.where(over < depth, over, -1), depth + own], 1).to(device)
         if bool((depth == depth[0]).all()):  # one mask for all rows
             self.at, self.of = self.at[:1], self.of[:1]
         self._masks: dict[int | None, Tensor] = {}
@@ -312,17 +356,23 @@ class Call:
             self._masks[window] = (seen if window is None else seen & (distance < window))[:, None]
         return self._masks[window]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         alone = self.keys.shape[1] == self.queries.shape[1]
         causal = alone and (window is None or window >= self.queries.shape[1])
-        return sdpa(q, k, v, scale=scale, mask=None if causal else self.mask(window), causal=causal, softcap=softcap, train=True)
+        return sdpa(
+            q, k, v, scale=scale, mask=None if causal else self.mask(window), causal=causal, softcap=softcap, train=True
+        )
 
 
 # -- serving -------------------------------------------------------------------------------------
 
 
 class Pool(Protocol):
-    """Keys or values of every layer. Heads come first, so that a gathered context is one matrix a head and nothing is copied again."""
+    """Keys or values of every layer. Heads come first, so that a gathered context is one
+    matrix a head and nothing is copied again.
+    """
 
     @property
     def addresses(self) -> list[int]:
@@ -350,7 +400,9 @@ class Slots:
     def _of(self, pool: Tensor) -> Tensor:
         heads, pages = pool.shape[:2]
         if heads not in self._rows:
-            self._rows[heads] = (self.slots.flatten() + torch.arange(heads, device=pool.device)[:, None] * pages).flatten()
+            self._rows[heads] = (
+                self.slots.flatten() + torch.arange(heads, device=pool.device)[:, None] * pages
+            ).flatten()
         return self._rows[heads]
 
 
@@ -371,9 +423,11 @@ class Chunk:
 class Decoding:
     """Requests that feed one token each; siblings read the context they have in common once, as one dense block.
 
-    own      [B,C]  slots of each request's own context, padded with slot 0      lengths [B] how many are real, the new token included
+    own      [B,C]  slots of each request's own context, padded with slot 0      lengths [B] how
+             many are real, the new token included
     prefix   [F,P]  slots that all members of a family share, padded with 0      shared  [F] how many are real
-    grid     [F,S]  rows of the members, padded with row 0                       place   [B] where each row stands in the flat grid
+    grid     [F,S]  rows of the members, padded with row 0                       place   [B]
+             where each row stands in the flat grid
     Without `prefix` the own context is the whole.
     """
 
@@ -391,8 +445,12 @@ class Decoding:
         self.near = Slots(self.own)
         self.above = None if self.prefix is None else Slots(self.prefix)
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        """q [B,H,D], pools [K,pages,D] -> [B,H,D]. The query heads of one key head become its queries R: no copy of the keys."""
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """q [B,H,D], pools [K,pages,D] -> [B,H,D]. The query heads of one key head become
+        its queries R: no copy of the keys.
+        """
         rows, heads, size = len(q), len(keys), values.shape[-1]
         folded = q.view(rows, heads, -1, q.shape[-1]).transpose(0, 1).flatten(0, 1)  # [K*B,R,D]
         repeats = folded.shape[1]
@@ -400,11 +458,18 @@ class Decoding:
         scores = torch.bmm(folded, k.transpose(1, 2))  # [K*B,R,C]
         if self.above is not None:
             above_k, above_v = self.above.read(keys), self.above.read(values)
-            scores = torch.cat([self._by_row(torch.bmm(self._by_family(folded, heads), above_k.transpose(1, 2)), heads), scores], -1)
+            scores = torch.cat(
+                [self._by_row(torch.bmm(self._by_family(folded, heads), above_k.transpose(1, 2)), heads), scores], -1
+            )
         scores = scores.float().view(heads, rows, repeats, -1).mul_(scale)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        weights = scores.masked_fill_(~self.mask(window), float("-inf")).softmax(-1).to(v.dtype).view(heads * rows, repeats, -1)
+        weights = (
+            scores.masked_fill_(~self.mask(window), float("-inf"))
+            .softmax(-1)
+            .to(v.dtype)
+            .view(heads * rows, repeats, -1)
+        )
         if self.above is None:
             out = torch.bmm(weights, v)
         else:
@@ -443,13 +508,19 @@ class Decoding:
 
 
 class PagedLayout:
-    """One engine step: prefill chunks first, then one token for each decoding request. write [T]: slot of every new token."""
+    """One engine step: prefill chunks first, then one token for each decoding request.
+    write [T]: slot of every new token.
+    """
 
-    def __init__(self, keys: Pool, values: Pool, write: Tensor, chunks: list[Chunk], decoding: Decoding | None = None) -> None:
+    def __init__(
+        self, keys: Pool, values: Pool, write: Tensor, chunks: list[Chunk], decoding: Decoding | None = None
+    ) -> None:
         self.keys, self.values, self.write, self.chunks, self.decoding = keys, values, write, chunks, decoding
         self._into = Slots(write)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         keys, values = self.store(layer, k, v)
         parts = [self._prefill(chunk, q, keys, values, scale, window, softcap) for chunk in self.chunks]
         if self.decoding is not None:
@@ -465,7 +536,14 @@ class PagedLayout:
         return keys, values
 
     def _prefill(
-        self, chunk: Chunk, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None
+        self,
+        chunk: Chunk,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         new, context = chunk.length, len(chunk.context)
         k, v = (chunk.slots.read(pool).unsqueeze(0) for pool in (keys, values))
@@ -473,6 +551,8 @@ class PagedLayout:
         causal = new == context and (window is None or window >= context)
         mask = None
         if not causal:
-            distance = torch.arange(context - new, context, device=q.device)[:, None] - torch.arange(context, device=q.device)
+            distance = torch.arange(context - new, context, device=q.device)[:, None] - torch.arange(
+                context, device=q.device
+            )
             mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         return sdpa(mine, k, v, scale=scale, mask=mask, causal=causal, softcap=softcap)[0].transpose(0, 1)

@@ -1,14 +1,17 @@
 """The serving pass as one compiled graph: what stands between attention and linear layers becomes a few fused loops.
 
-A step of few tokens spends much of its time between operations, of which a model of 30 layers has two thousand. Here the pass is
-traced once for any number of tokens; attention and linear layers stay what they are, each one call into the graph's outside, and
-torch's inductor fuses the rest:
+A step of few tokens spends much of its time between operations, of which a model of 30
+layers has two thousand. Here the pass is traced once for any number of tokens;
+attention and linear layers stay what they are,
+each one call into the graph's outside, and torch's inductor fuses the rest:
 
     norm | linear | rotate q, k | attention | linear | add, norm | linear | activation | linear | add ...
     ^ compiled      ^ compiled                         ^ compiled          ^ compiled           ^ compiled
 
-It rounds where the model rounds (most results have the same bits, the others differ in the last bit of an exp or a cos) and reads the
-module's own parameters, so new weights need no new graph. Only the engine uses it: the trainer's passes must agree with each other.
+It rounds where the model rounds (most results have the same bits, the others differ in the
+last bit of an exp or a cos) and reads the module's own parameters, so new weights need
+no new graph. Only the engine uses it: the
+trainer's passes must agree with each other.
 """
 
 from __future__ import annotations
@@ -28,15 +31,20 @@ if TYPE_CHECKING:
     from rondel.models.load import Loaded
 
 REMEDY = "leave engine.compile = false"
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}  # mean logprob difference to the model as it is
+# mean logprob difference to the model as it is
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
 class Compiled:
-    """`Compiled(loaded).hidden` is `loaded.hidden` without gradients and without a tape. Takes seconds; ConfigError where it cannot be."""
+    """`Compiled(loaded).hidden` is `loaded.hidden` without gradients and without a tape.
+    Takes seconds; ConfigError where it cannot be.
+    """
 
     def __init__(self, loaded: Loaded) -> None:
         refuse(
-            loaded, "compiled", {f"it runs on {loaded.device}, and only the CPU's serving pass is compiled": loaded.device.type != "cpu"}
+            loaded,
+            "compiled",
+            {f"it runs on {loaded.device}, and only the CPU's serving pass is compiled": loaded.device.type != "cpu"},
         )
         self._loaded = loaded
         self._run = _compile(loaded)
@@ -67,7 +75,8 @@ class Compiled:
                 gap = float((ours - loaded.head.logits(loaded.hidden(*given)).log_softmax(-1)).abs().mean())
             if not gap <= TOLERANCE[loaded.dtype]:
                 raise ConfigError(
-                    f"engine.compile: the compiled '{loaded.name}' differs by {gap:.3g} in logprob (limit {TOLERANCE[loaded.dtype]}); {REMEDY}"
+                    f"engine.compile: the compiled '{loaded.name}' differs by {gap:.3g} in logprob (limit "
+                    f"{TOLERANCE[loaded.dtype]}); {REMEDY}"
                 )
 
 
@@ -75,7 +84,8 @@ def refuse(loaded: Loaded, how: str, reasons: dict[str, bool]) -> None:
     """`reasons` of one way of making steps faster, beside those that all of them have."""
     shared = {
         "it is a mixture of experts, whose experts get other tokens at every step": loaded.routers > 0,
-        "it looks at pictures, which stand outside of the graph and give positions three rows": loaded.sight is not None,
+        "it looks at pictures, which stand outside of the graph and give positions three rows": loaded.sight
+        is not None,
         "its numerics are aligned, an order of sums that the faster step does not promise": loaded.aligned,
     }
     for why, holds in (reasons | shared).items():
@@ -92,7 +102,9 @@ def _compile(loaded: Loaded) -> Any:
 
     try:
         with torch.no_grad(), outside(), linear.outside():
-            graph = make_fx(whole, tracing_mode="symbolic", _allow_non_fake_inputs=True)(torch.arange(11), torch.arange(11))
+            graph = make_fx(whole, tracing_mode="symbolic", _allow_non_fake_inputs=True)(
+                torch.arange(11), torch.arange(11)
+            )
             held = _lift(graph)
             inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
             options = {"config_patches": {"emulate_precision_casts": True}}
@@ -100,8 +112,10 @@ def _compile(loaded: Loaded) -> Any:
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"engine.compile: '{loaded.name}' ({loaded.model.config.model_type}) cannot be compiled here: {reason}. It needs a C++ compiler "
-            f"(apt install g++, xcode-select --install) and a model whose pass does not depend on its numbers; or {REMEDY}"
+            f"engine.compile: '{loaded.name}' ({loaded.model.config.model_type}) cannot be compiled here: {reason}. It "
+            f"needs a C++ compiler "
+            f"(apt install g++, xcode-select --install) and a model whose pass does not depend on its numbers; or "
+            f"{REMEDY}"
         ) from error
 
     def call(tokens: Tensor, positions: Tensor) -> Tensor:
@@ -131,10 +145,16 @@ def _lift(graph: GraphModule) -> list[Tensor]:
 
 
 class _Twice:
-    """A layout of one token for a pass of two: the second is the first again, and only the first is written and attends."""
+    """A layout of one token for a pass of two: the second is the first again, and
+    only the first is written and attends.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        return self.layout.attend(layer, q[:1], k[:1], v[:1], scale=scale, window=window, softcap=softcap).repeat(2, 1, 1)
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        return self.layout.attend(layer, q[:1], k[:1], v[:1], scale=scale, window=window, softcap=softcap).repeat(
+            2, 1, 1
+        )

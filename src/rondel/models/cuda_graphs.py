@@ -1,10 +1,13 @@
 """The decode step as CUDA graphs, one for each of a few batch sizes: a step is one launch instead of a thousand.
 
     tokens, positions, slots, feeds of this step ──copy──> inputs that stay where they are ──replay──> hidden states that stay, too
-                                                           the next larger size; what is left over writes the scratch page
+                                                           the next larger size; what is left over writes the
+                                                           scratch page
 
-A graph remembers addresses. Before each replay those of weights and pools are compared with what it was recorded over, and where one has
-moved (a cache that slept, weights that came back elsewhere) it is recorded again. Its first answer is compared with the plain pass.
+A graph remembers addresses. Before each replay those of weights and pools are compared with
+what it was recorded over, and where one has moved (a cache that slept, weights that came
+back elsewhere) it is recorded again. Its
+first answer is compared with the plain pass.
 """
 
 from __future__ import annotations
@@ -54,9 +57,13 @@ class CudaGraph:
 
 
 class Graphs:
-    """`Graphs(loaded, 64).hidden` is `loaded.hidden` without gradients and without a tape; steps that are not one token each go the plain way."""
+    """`Graphs(loaded, 64).hidden` is `loaded.hidden` without gradients and without a tape; steps
+    that are not one token each go the plain way.
+    """
 
-    def __init__(self, loaded: Loaded, most: int, record: Callable[[Callable[[], Tensor]], Recording] = CudaGraph) -> None:
+    def __init__(
+        self, loaded: Loaded, most: int, record: Callable[[Callable[[], Tensor]], Recording] = CudaGraph
+    ) -> None:
         _refuse(loaded)
         self._loaded, self._record = loaded, record
         self.sizes = sizes_upto(most)
@@ -64,7 +71,9 @@ class Graphs:
         self._held = [*loaded.model.parameters(), *loaded.model.buffers()]
         self._over: list[int] = []  # addresses of weights and pools
         device = loaded.device
-        self.tokens, self.positions, self.write = (torch.zeros(self.sizes[-1], dtype=torch.int64, device=device) for _ in range(3))
+        self.tokens, self.positions, self.write = (
+            torch.zeros(self.sizes[-1], dtype=torch.int64, device=device) for _ in range(3)
+        )
         self.feeds = torch.zeros(self.sizes[-1], 4, dtype=torch.int32, device=device)
 
     @torch.no_grad()
@@ -116,13 +125,15 @@ class Graphs:
             recording = self._record(work)
         except RuntimeError as error:
             raise ConfigError(
-                f"engine.compile: a step of '{loaded.name}' cannot be recorded as a CUDA graph: {str(error).strip().splitlines()[0]}; {REMEDY}"
+                f"engine.compile: a step of '{loaded.name}' cannot be recorded as a CUDA graph: "
+                f"{str(error).strip().splitlines()[0]}; {REMEDY}"
             ) from error
         out = recording.replay()
         gap = float((loaded.head.logits(out).log_softmax(-1) - plain).abs().mean())
         if not gap <= TOLERANCE[loaded.dtype]:
             raise ConfigError(
-                f"engine.compile: the graph of {size} rows of '{loaded.name}' differs by {gap:.3g} in logprob (limit {TOLERANCE[loaded.dtype]}); {REMEDY}"
+                f"engine.compile: the graph of {size} rows of '{loaded.name}' differs by {gap:.3g} in logprob (limit "
+                f"{TOLERANCE[loaded.dtype]}); {REMEDY}"
             )
         self.recorded[size] = recording
         return out
@@ -136,7 +147,9 @@ class Graphs:
 
 
 def serving_pass(loaded: Loaded, most: int) -> Compiled | Graphs:
-    """What `engine.compile` means here, for an engine of at most so many requests: fused loops on a CPU, recorded steps on a GPU."""
+    """What `engine.compile` means here, for an engine of at most so many requests: fused
+    loops on a CPU, recorded steps on a GPU.
+    """
     return Compiled(loaded) if loaded.device.type == "cpu" else Graphs(loaded, most)
 
 

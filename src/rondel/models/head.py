@@ -13,7 +13,9 @@ from rondel.models.linear import Stack, product
 
 @dataclass(slots=True)
 class Head:
-    """`logits = softcap(scale · (h Wᵀ + b))`; the weight is the module's own parameter, so tied embeddings stay tied."""
+    """`logits = softcap(scale · (h Wᵀ + b))`; the weight is the module's own parameter, so tied
+    embeddings stay tied.
+    """
 
     weight: torch.Tensor  # [V, D]
     bias: torch.Tensor | None = None
@@ -29,7 +31,9 @@ class Head:
             scale = 1.0 / config.logits_scaling
         elif getattr(config, "logit_scale", None):  # cohere multiplies
             scale = config.logit_scale
-        return cls(linear.weight, getattr(linear, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
+        return cls(
+            linear.weight, getattr(linear, "bias", None), scale, getattr(config, "final_logit_softcapping", None)
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[C, D] -> [C, V] in fp32."""
@@ -43,7 +47,8 @@ class Head:
 
 
 def chosen(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scaled logits z [C, V] (may be overwritten), target [C] -> (logprob [C], z - max [C, V], exp of that, its sum [C, 1]).
+    """Scaled logits z [C, V] (may be overwritten), target [C] -> (logprob [C], z - max
+    [C, V], exp of that, its sum [C, 1]).
 
     Engine and trainer both take this one, so that aligned numerics end in the same bits.
     """

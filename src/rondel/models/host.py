@@ -1,7 +1,8 @@
-"""Host memory for tensors whose device somebody else wants: a room for each, pinned beside a GPU, kept from one time to the next.
+"""Host memory for tensors whose device somebody else wants: a room for each, pinned
+beside a GPU, kept from one time to the next.
 
-A tensor is the same object before and after; only where its numbers lie changes. On a CPU the host is the device and nothing is saved, but
-the copies are the same, so laws that hold here hold there.
+A tensor is the same object before and after; only where its numbers lie changes. On a CPU
+the host is the device and nothing is saved, but the copies are the same, so laws that hold here hold there.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Host:
         """Bytes of their storages that are not in a room, each storage once; those of `seen` were counted before."""
         total = 0
         for t in tensors:
-            storage = (t.to_local() if hasattr(t, "to_local") else t).untyped_storage()  # a shard counts what it has here
+            # a shard counts what it has here
+            storage = (t.to_local() if hasattr(t, "to_local") else t).untyped_storage()
             if storage.data_ptr() not in seen and not self.has(t):
                 seen.add(storage.data_ptr())
                 total += storage.nbytes()

@@ -1,14 +1,18 @@
 """Linear layers on a CPU, through oneDNN: packed weights for serving, the same bits in training.
 
-oneDNN reaches twice MKL's speed in fp32 where MKL does not know the processor, its packed weights save the reordering of a weight
-at every call, and a row's result does not depend on how many rows there are (from two on), which is what aligned numerics need.
+oneDNN reaches twice MKL's speed in fp32 where MKL does not know the processor, its
+packed weights save the reordering of a weight at every call, and a row's result does not
+depend on how many rows there are (from two
+on), which is what aligned numerics need.
 
-    grad mode off    Stack: weights that read the same input (q, k, v; gate, up) lie packed below each other: one product
+    grad mode off    Stack: weights that read the same input (q, k, v; gate, up) lie packed
+                     below each other: one product
     grad mode on     product: fp32 through oneDNN forward and backward; bf16 gets there by torch's own way
 
-A packed copy notices when its weights change: before every use it compares their storage and version counter with what it packed.
-Who writes them where torch does not count (its fused optimizers, another process in shared memory) calls `weights_changed`; the
-trainer does so at every step, the engine at every commit.
+A packed copy notices when its weights change: before every use it compares their storage
+and version counter with what it packed. Who writes them where torch does not count
+(its fused optimizers, another process in
+shared memory) calls `weights_changed`; the trainer does so at every step, the engine at every commit.
 """
 
 from __future__ import annotations
@@ -77,7 +81,9 @@ class _Product(torch.autograd.Function):
 
 
 def unshared(out: Tensor) -> Tensor:
-    """The same tensor, not as a view: torch forbids a model to write in place (OLMo clamps q, k and v) into a view that a Function returns."""
+    """The same tensor, not as a view: torch forbids a model to write in place (OLMo clamps q, k
+    and v) into a view that a Function returns.
+    """
     return torch.ops.aten._unsafe_view(out, out.shape)
 
 
@@ -86,7 +92,9 @@ def _rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _in_company(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """oneDNN takes another kernel for a single row: it is computed twice, so that its bits do not depend on who is beside it."""
+    """oneDNN takes another kernel for a single row: it is computed twice, so that its
+    bits do not depend on who is beside it.
+    """
     if x.numel() != x.shape[-1]:
         return product(x)
     return product(x.reshape(1, -1).expand(2, -1))[:1].view(*x.shape[:-1], -1)
@@ -107,7 +115,9 @@ class Stack:
         """Whether packing is possible and worth its memory (it changes no bits); what is packed is then up to date."""
         if torch.is_grad_enabled() or x.dtype != weights[0].dtype:
             return False
-        stamp = [stamp_of(w) for w in weights] + [stamp_of(b) for b in biases] if all(_carries(w) for w in weights) else []
+        stamp = (
+            [stamp_of(w) for w in weights] + [stamp_of(b) for b in biases] if all(_carries(w) for w in weights) else []
+        )
         if stamp != self.stamp:
             if stamp and (self._packed is not None or _spare(weights)):
                 self._pack(weights, biases)
@@ -162,11 +172,14 @@ class Loose(Stack):
 
 
 def stamp_of(tensor: Tensor) -> tuple[int, int, int]:
-    return tensor.data_ptr(), tensor._version, _changes if tensor.requires_grad else -1  # no optimizer writes a frozen weight
+    # no optimizer writes a frozen weight
+    return tensor.data_ptr(), tensor._version, _changes if tensor.requires_grad else -1
 
 
 class _Members:
-    """The layers of one stack: whoever is called first computes all, the others find their part if they ask with the same input."""
+    """The layers of one stack: whoever is called first computes all, the others find
+    their part if they ask with the same input.
+    """
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         self.layers, self.stack = layers, Stack()
@@ -203,7 +216,9 @@ class _Members:
         return torch.cat([product(x, la.weight, la.bias) for la in self.layers], -1)
 
     def _inside(self) -> tuple[list[Tensor], list[Tensor]]:
-        return [la.weight for la in self.layers], [la.bias for la in self.layers] if self.layers[0].bias is not None else []
+        return [la.weight for la in self.layers], [la.bias for la in self.layers] if self.layers[
+            0
+        ].bias is not None else []
 
 
 @contextmanager
@@ -229,7 +244,8 @@ class Together(Protocol):
 def called(owner: Together, x: Tensor, size: int) -> Tensor:
     """`owner.together(x)`, [..., I] -> [..., size], as one operation of a graph.
 
-    It is named there by a number. Counted, so that it is the same in the next process, which then finds the compiled graph on disk.
+    It is named there by a number. Counted, so that it is the same in the next process,
+    which then finds the compiled graph on disk.
     """
     number = next(_numbers)
     _traced[number] = owner
@@ -244,7 +260,9 @@ LIBRARY.define("product(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 LIBRARY.define("together(Tensor x, int owner, int size) -> Tensor")
 LIBRARY.impl("product", product, "CPU")
 LIBRARY.impl("together", lambda x, owner, size: _traced[owner].together(x), "CPU")
-torch.library.register_fake("rondel::product", lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]), lib=LIBRARY)
+torch.library.register_fake(
+    "rondel::product", lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]), lib=LIBRARY
+)
 torch.library.register_fake("rondel::together", lambda x, owner, size: x.new_empty(*x.shape[:-1], size), lib=LIBRARY)
 
 

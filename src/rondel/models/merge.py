@@ -17,14 +17,19 @@ from rondel.models.save import save
 
 
 def merge(adapter: str | Path, folder: str | Path, *, dtype: str = "float32") -> float:
-    """Write the model that `adapter` (a checkpoint, say) makes of its base to `folder`. -> the share of the adapter that rounding lost.
+    """Write the model that `adapter` (a checkpoint, say) makes of its base to `folder`. ->
+    the share of the adapter that rounding lost.
 
     |W' as stored - W - alpha/r · B A| / |alpha/r · B A| over all layers, in the 2-norm. bfloat16 is coarser than most of an adapter's changes:
-    of recipes/lora.toml's it loses 54 %, float32 1e-5 (9f9671a, `merge("runs/lora/checkpoints/step-000024", ...)`). A base in 4 bits is
-    decoded as the training did, so the merged model computes what was trained; in 4 bits again it would not.
+    of recipes/lora.toml's it loses 54 %, float32 1e-5 (9f9671a,
+    `merge("runs/lora/checkpoints/step-000024", ...)`). A base in 4 bits is decoded as the training did, so the merged
+    model computes what was trained; in 4 bits again it would not.
     """
     if not is_adapter(adapter):
-        raise ModelError(f"'{adapter}' is no adapter: a folder with adapter_config.json is, as checkpoints of a run with model.adapter are")
+        raise ModelError(
+            f"'{adapter}' is no adapter: a folder with adapter_config.json is, as checkpoints of a run with "
+            f"model.adapter are"
+        )
     loaded = load(str(adapter), dtype=trained_in(adapter) if over_four_bits(adapter) else dtype)
     assert loaded.adapter is not None
     if nf4.inside(loaded.model):

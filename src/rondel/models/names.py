@@ -1,7 +1,10 @@
-"""Names and digests of weights. What leaves for another program has the names and shapes of the family's checkpoints on Hugging Face.
+"""Names and digests of weights. What leaves for another program has the names and shapes
+of the family's checkpoints on Hugging Face.
 
-    module       mlp.experts.gate_up_proj [E, 2I, H]            what the module computes with: transformers stacks the experts of a mixture
-    checkpoint   mlp.experts.0.gate_proj.weight [I, H] ...      what `save_pretrained` writes, and what every other program reads
+    module       mlp.experts.gate_up_proj [E, 2I, H]            what the module computes with:
+                 transformers stacks the experts of a mixture
+    checkpoint   mlp.experts.0.gate_proj.weight [I, H] ...      what `save_pretrained` writes,
+                 and what every other program reads
 
 A tensor of the checkpoint is a view of one of the module's, so that none of them is copied to be named.
 """
@@ -57,7 +60,9 @@ class _Uncopied(TorchDispatchMode):
 
 
 def pieces(model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
-    """The checkpoint's tensors in each of the module's, parameters and persistent buffers, as `save_pretrained` of this family writes them."""
+    """The checkpoint's tensors in each of the module's, parameters and persistent buffers, as
+    `save_pretrained` of this family writes them.
+    """
     if model not in _pieces:
         _pieces[model] = _find_pieces(model)
     return _pieces[model]
@@ -80,8 +85,10 @@ def _find_pieces(model: nn.Module) -> dict[str, tuple[Piece, ...]]:
     for name, t in found.items():
         if (of := owner.get(t.untyped_storage()._cdata)) is None:
             raise ModelError(
-                f"{name}: checkpoints of this family ({type(model).__name__}) hold it in another form than the model computes with, not as a part "
-                'of one tensor. Weights of it cannot be sent under the checkpoint\'s names: use sync.kind = "ipc", or place.kind = "shared"'
+                f"{name}: checkpoints of this family ({type(model).__name__}) hold it in another form than the model "
+                f"computes with, not as a part "
+                'of one tensor. Weights of it cannot be sent under the checkpoint\'s names: use sync.kind = "ipc", or '
+                'place.kind = "shared"'
             )
         same = (t.shape, t.stride(), t.storage_offset()) == (shapes[of].shape, shapes[of].stride(), 0)
         placed[of].append(Piece(name, tuple(t.shape), t.stride(), int(t.storage_offset()), same))
@@ -103,7 +110,9 @@ def remember_dtypes(model: nn.Module) -> None:
 
 
 def published(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The module's `tensors`, gathered where they lie in shards, under the checkpoint's names; behind them its persistent buffers."""
+    """The module's `tensors`, gathered where they lie in shards, under the checkpoint's
+    names; behind them its persistent buffers.
+    """
     places = pieces(model)
     for name, tensor in chain(tensors, _constants(model)):
         for piece in places.get(name, ()):
@@ -111,19 +120,25 @@ def published(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterat
 
 
 def parts(model: nn.Module, asked: Collection[str]) -> dict[str, tuple[str, Piece]]:
-    """Of each tensor of the checkpoint the module's tensor that holds it, and where; empty if `asked` are the module's own names."""
+    """Of each tensor of the checkpoint the module's tensor that holds it, and where; empty
+    if `asked` are the module's own names.
+    """
     if {name for name, _ in weights(model)} >= set(asked):
         return {}
     return {piece.name: (of, piece) for of, held in pieces(model).items() for piece in held}
 
 
 def served(model: nn.Module, asked: Collection[str]) -> dict[str, Tensor]:
-    """The tensors of a model that an update writes: under the module's own names if these are `asked`, else under the checkpoint's."""
+    """The tensors of a model that an update writes: under the module's own names if these
+    are `asked`, else under the checkpoint's.
+    """
     return dict(published(model, weights(model)) if parts(model, asked) else weights(model))
 
 
 def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, tensor) of everything a receiver needs; a tied tensor appears once, under its first name. Of an adapted model the adapter."""
+    """(HF name, tensor) of everything a receiver needs; a tied tensor appears once, under its
+    first name. Of an adapted model the adapter.
+    """
     named = list(model.named_parameters())
     for name, parameter in [(n, p) for n, p in named if LORA in n] or named:
         yield sent(name), parameter.detach()
@@ -135,7 +150,9 @@ def sent(name: str) -> str:
 
 
 def base(model: nn.Module) -> str:
-    """One digest of the frozen weights under an adapter, "" where there is none: taken once, and again only when one of them was written."""
+    """One digest of the frozen weights under an adapter, "" where there is none: taken once,
+    and again only when one of them was written.
+    """
     if model in _bases and _bases[model][0] is None:
         return _bases[model][1]
     named = dict(model.named_parameters())
@@ -165,8 +182,8 @@ def _multipliers(device: torch.device, n: int, seed: int) -> Tensor:
 def _hash(words: Tensor, odd: Tensor) -> Tensor:
     """sum_i odd_i (w_i xor w_i >> 29) modulo 2^64.
 
-    A product carries only upwards, so two flipped signs (bit 63) would cancel; the fold copies the high bits down. 29 and not 32,
-    because the two floats of a word may change alike.
+    A product carries only upwards, so two flipped signs (bit 63) would cancel; the fold
+    copies the high bits down. 29 and not 32, because the two floats of a word may change alike.
     """
     return ((words ^ (words >> 29 & (1 << 35) - 1)) * odd[: len(words)]).sum()
 
@@ -177,15 +194,19 @@ def _inside(rows: Tensor, odd: Tensor) -> Tensor:
 
 
 def is_finite(tensor: Tensor) -> Tensor:
-    """[...] -> [...] bool: neither NaN nor infinity. torch has no isfinite for every float of 8 bits, and bfloat16 holds all of them."""
+    """[...] -> [...] bool: neither NaN nor infinity. torch has no isfinite for every float
+    of 8 bits, and bfloat16 holds all of them.
+    """
     return (tensor.to(torch.bfloat16) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor).isfinite()
 
 
 def digest(tensor: Tensor) -> str:
     """A fast fingerprint of the bits, wherever they live. A check against accidents, not adversaries.
 
-    8-byte words w[r, c] in rows of 1023 -> the hash over r of sum_c odd_c w[r, c], beside the hash over c of sum_r w[r, c], modulo 2^64.
-    One or two changed words change it: in two columns both column sums move; in one column two rows move, each by an odd multiple.
+    8-byte words w[r, c] in rows of 1023 -> the hash over r of sum_c odd_c w[r, c], beside the
+    hash over c of sum_r w[r, c], modulo 2^64. One or two changed words change it: in two
+    columns both column sums move; in one column
+    two rows move, each by an odd multiple.
     """
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if raw.storage_offset() % 8:
@@ -212,11 +233,15 @@ def info(name: str, tensor: Tensor) -> TensorInfo:
 
 
 def described(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[TensorInfo, Tensor]]:
-    """Each tensor with its name, shape, dtype and digest, one at a time: a gathered tensor can go when its turn is over."""
+    """Each tensor with its name, shape, dtype and digest, one at a time: a gathered
+    tensor can go when its turn is over.
+    """
     for name, tensor in tensors:
         yield info(name, tensor), tensor
 
 
 def manifest(model: nn.Module, version: int, asked: Collection[str] = ()) -> Manifest:
-    """Every tensor of `model` that travels, with shape, dtype and digest, under the names of `served`; of those under an adapter one digest."""
+    """Every tensor of `model` that travels, with shape, dtype and digest, under the names of
+    `served`; of those under an adapter one digest.
+    """
     return Manifest(version, tuple(row for row, _ in described(served(model, asked).items())), base(model))

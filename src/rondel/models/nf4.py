@@ -1,13 +1,18 @@
 """A frozen base in 4 bits: NF4 with double quantisation, as bitsandbytes and QLoRA have it.  arXiv:2305.14314.
 
-    W [O, I] row by row, in blocks of 64       w = q[c] · s      c: 4 bits, q: the 16 quantiles of a normal distribution, -1 to 1
-    their scales s, in blocks of 256           s = m[b] · t + u  b: 8 bits, m: 256 numbers, denser near 0;  t, u: float32
+    W [O, I] row by row, in blocks of 64       w = q[c] · s      c: 4 bits, q: the 16
+    quantiles of a normal distribution, -1 to 1 their scales s, in blocks of 256
+    s = m[b] · t + u  b: 8 bits, m: 256
+    numbers, denser near 0;  t, u: float32
 
     one tensor of bytes a layer:   | c, two in a byte | b | t | u |      4 + 8/64 + 32/(64 · 256) = 4.13 bits a number
 
-A layer is decoded for a product and let go, forward and backward, on both sides by the same two lines: engine, trainer and reference
-compute with the same bits. Bytes keep their values wherever a module is cast, have one digest, and are what an update leaves alone.
-The head, embeddings and norms stay in the model's dtype. A layer's codes are those that bitsandbytes makes of the same weights.
+A layer is decoded for a product and let go, forward and backward, on both sides by the
+same two lines: engine, trainer and reference compute with the same bits. Bytes keep their
+values wherever a module is cast, have one
+digest, and are what an update leaves alone. The head, embeddings and norms stay in the
+model's dtype. A layer's codes are those that
+bitsandbytes makes of the same weights.
 """
 
 from __future__ import annotations
@@ -35,7 +40,9 @@ class Nf4(nn.Linear):
     transposed    its model has it as [I, O] (gpt2)
     """
 
-    def __init__(self, packed: Tensor, bias: Tensor | None, *, out_features: int, in_features: int, transposed: bool = False) -> None:
+    def __init__(
+        self, packed: Tensor, bias: Tensor | None, *, out_features: int, in_features: int, transposed: bool = False
+    ) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features, self.transposed = out_features, in_features, transposed
         self.weight = nn.Parameter(packed, requires_grad=False)
@@ -100,10 +107,18 @@ def decode(packed: Tensor, numbers: int, dtype: torch.dtype) -> Tensor:
     codes, scales, outer, mean = _parts(packed, numbers)
     quantiles, steps = _tables(packed.device)
     inner = functional.QuantState(absmax=outer, code=steps, blocksize=OUTER, dtype=torch.float32)
-    # Rows of one block each: of other lengths bitsandbytes' kernels for CPUs take the scales of wrong blocks (0.50.2, 48 x 96).
+    # Rows of one block each: of other lengths bitsandbytes' kernels for CPUs take the
+    # scales of wrong blocks (0.50.2, 48 x 96).
     shape = torch.Size((len(codes) * 2 // BLOCK, BLOCK))
     state = functional.QuantState(
-        absmax=scales, shape=shape, code=quantiles, blocksize=BLOCK, quant_type="nf4", dtype=dtype, offset=mean, state2=inner
+        absmax=scales,
+        shape=shape,
+        code=quantiles,
+        blocksize=BLOCK,
+        quant_type="nf4",
+        dtype=dtype,
+        offset=mean,
+        state2=inner,
     )
     return functional.dequantize_4bit(codes[:, None], state).view(-1)[:numbers]
 
@@ -143,7 +158,8 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
 @functools.cache
 def _library() -> Any:
     require()
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a kernel that would be fetched and is not wanted
+    # it warns of a kernel that would be fetched and is not wanted
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import bitsandbytes.functional as functional
 
     return functional
@@ -155,7 +171,8 @@ def _library() -> Any:
 def require() -> None:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
-            f"a base in 4 bits (model.adapter.kind = 'qlora') needs the package bitsandbytes, which is not installed: {EXTRA}"
+            f"a base in 4 bits (model.adapter.kind = 'qlora') needs the package bitsandbytes, which is not installed: "
+            f"{EXTRA}"
         )
 
 
@@ -171,17 +188,23 @@ def prove(device: torch.device) -> None:
             raise
         except Exception as error:
             reason = (str(error).strip().splitlines() or [""])[0]
-            raise ConfigError(f"bitsandbytes cannot compute NF4 on '{device}': {type(error).__name__}: {reason}. {INSTEAD}") from error
+            raise ConfigError(
+                f"bitsandbytes cannot compute NF4 on '{device}': {type(error).__name__}: {reason}. {INSTEAD}"
+            ) from error
         lost = (defined(packed, weights.numel(), torch.float32).cpu() - weights.view(-1)).abs().mean()
         if not (float(gap) <= (2e-2 if dtype == torch.bfloat16 else 1e-6) and float(lost) < 0.1):
             raise ConfigError(
-                f"bitsandbytes on '{device}' gives another NF4 than its definition (largest difference {float(gap):.3g}, mean loss of a normal "
-                f"weight {float(lost):.3g}, 0.07 is usual): the model would silently be another one. Install another version. {INSTEAD}"
+                f"bitsandbytes on '{device}' gives another NF4 than its definition (largest difference "
+                f"{float(gap):.3g}, mean loss of a normal "
+                f"weight {float(lost):.3g}, 0.07 is usual): the model would silently be another one. Install another "
+                f"version. {INSTEAD}"
             )
 
 
 def quantise(model: Any, device: str) -> None:
-    """Every linear layer but the head and what looks at pictures, one at a time on `device`, where a copy in 16 bits is never whole."""
+    """Every linear layer but the head and what looks at pictures, one at a time on
+    `device`, where a copy in 16 bits is never whole.
+    """
     prove(torch.device(device))
     but = {model.get_output_embeddings(), *getattr(model.base_model, "visual", nn.Module()).modules()}
     for parent in [module for module in model.modules() if module not in but]:
@@ -196,8 +219,125 @@ def _replace(parent: nn.Module, name: str, module: Any, device: str) -> None:
         like = state.quant_type, state.blocksize, getattr(state.state2, "blocksize", None)
         if like != ("nf4", BLOCK, OUTER) or state.shape.numel() % BLOCK:
             raise ModelError(
-                f"the layer '{name}' was stored as {like[0]} in blocks of {like[1]}{'' if like[2] else ', without double quantisation'}: what is "
-                "carried is nf4 in blocks of 64 with double quantisation. Take the model in 16 bits, which is quantised as it is loaded"
+                f"the layer '{name}' was stored as {like[0]} in blocks of "
+                f"{like[1]}{'' if like[2] else ', without double quantisation'}: what is "
+                "carried is nf4 in blocks of 64 with double quantisation. Take the model in 16 bits, which is quantised "
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                "as it is loaded"
             )
         packed, (o, i) = _joined(weight.data, state).to(device), state.shape
     else:

@@ -1,15 +1,19 @@
 """Attention over pages in one kernel, for GPUs: nothing is gathered, nothing is padded, no length leaves the device.
 
-    table [lines, width]   a line of slots for each running request     feeds [N, 4]   line, first row of q, new tokens, context with them
-    tiles [W, 2]           the feed of a program and its first query    a program      one tile, one key head, one split of the context
+    table [lines, width]   a line of slots for each running request     feeds [N, 4]   line, first row of
+                           q, new tokens, context with them
+    tiles [W, 2]           the feed of a program and its first query    a program      one tile, one key
+                           head, one split of the context
 
                  context of one feed, read through its line
     split 0   |--------------|                       the query heads of one key head are rows of one product;
     split 1                  |--------------|        softmax block by block, splits merged by their log-sum-exp
     split 2                                 |-----|  (Flash-Decoding):  o = sum_s exp(lse_s - lse) o_s
 
-Prefill and decoding are the same program: a decoding request is a feed of one new token. The tests compare it with the layouts of
-models/attention.py through Triton's interpreter, and compile it for sm_80, sm_86 and sm_90, all on machines without a GPU.
+Prefill and decoding are the same program: a decoding request is a feed of one new token.
+The tests compare it with the layouts of models/attention.py through Triton's
+interpreter, and compile it for sm_80, sm_86 and
+sm_90, all on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -25,9 +29,11 @@ from torch import Tensor
 
 from rondel.models.attention import PagedLayout, Pool
 
-SPLITS = 8  # of a context where few tokens are new: work for a whole GPU at a batch of one, and the same sums at every batch
+# of a context where few tokens are new: work for a whole GPU at a batch of one, and the same sums at every batch
+SPLITS = 8
 FEW = 8  # new tokens up to which a step counts as decoding
-NEGATIVE = tl.constexpr(-1.0e30)  # of what is masked: finite, so that a row that sees nothing in its split stays a number
+# of what is masked: finite, so that a row that sees nothing in its split stays a number
+NEGATIVE = tl.constexpr(-1.0e30)
 
 
 class Fed(NamedTuple):
@@ -41,7 +47,9 @@ class Fed(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Feeds:
-    """Feeds that are computed by one launch. `new`: how many tokens each has, which is all that the host has to know."""
+    """Feeds that are computed by one launch. `new`: how many tokens each has, which is all that
+    the host has to know.
+    """
 
     table: Tensor  # [lines, width] int32
     feeds: Tensor  # [N, 4] int32
@@ -54,7 +62,9 @@ class Feeds:
         new = [f.new for f in fed]
         return cls(table, torch.tensor(fed, dtype=torch.int32).to(table.device), new, SPLITS if max(new) <= FEW else 1)
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         """q [T,H,D], pools [K,pages,D] and [K,pages,V] -> [T,H,V] in q's dtype."""
         tokens, heads, size = q.shape
         shared, wide = keys.shape[0], values.shape[2]
@@ -110,7 +120,9 @@ class FedLayout(PagedLayout):
         """Whether everyone feeds one token."""
         return len(self.parts) == 1 and max(self.parts[0][1].new) == 1
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         keys, values = self.store(layer, k, v)
         out, first = [], 0
         for rows, feeds in self.parts:
@@ -121,7 +133,9 @@ class FedLayout(PagedLayout):
 
 
 class Lines:
-    """The table of an engine. A step uploads the slots that are new, not the contexts: one for each request that decodes."""
+    """The table of an engine. A step uploads the slots that are new, not the contexts:
+    one for each request that decodes.
+    """
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
         self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
@@ -131,12 +145,16 @@ class Lines:
         self._new += [(line, first + i, slot) for i, slot in enumerate(slots)]
 
     def layout(self, keys: Pool, values: Pool, write: Tensor, launches: Sequence[Sequence[Fed]]) -> FedLayout:
-        """`launches`: feeds in the order of their tokens, those of prompts apart from those of a few; each counts its rows from 0."""
+        """`launches`: feeds in the order of their tokens, those of prompts apart from those
+        of a few; each counts its rows from 0.
+        """
         if self._new:
             lines, columns, slots = torch.tensor(self._new, dtype=torch.int64).t().contiguous().to(self.table.device)
             self.table[lines, columns] = slots.to(torch.int32)
             self._new.clear()
-        return FedLayout(keys, values, write, [(sum(f.new for f in fed), Feeds.of(self.table, fed)) for fed in launches if fed])
+        return FedLayout(
+            keys, values, write, [(sum(f.new for f in fed), Feeds.of(self.table, fed)) for fed in launches if fed]
+        )
 
 
 def _power(n: int) -> int:
@@ -146,12 +164,36 @@ def _power(n: int) -> int:
 
 @triton.jit
 def _attend(
-    q, keys, values, table, feeds, tiles, out, lse,
-    scale, softcap, window, width,
-    q_token, q_head, k_head, k_page, v_head, v_page, tokens, heads,
-    REPEATS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
-    SIZE_P: tl.constexpr, WIDE_P: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
+    q,
+    keys,
+    values,
+    table,
+    feeds,
+    tiles,
+    out,
+    lse,
+    scale,
+    softcap,
+    window,
+    width,
+    q_token,
+    q_head,
+    k_head,
+    k_page,
+    v_head,
+    v_page,
+    tokens,
+    heads,
+    REPEATS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
+    SIZE_P: tl.constexpr,
+    WIDE_P: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
     tile, shared, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     feed, first = tl.load(tiles + tile * 2), tl.load(tiles + tile * 2 + 1)
     line, start = tl.load(feeds + feed * 4).to(tl.int64), tl.load(feeds + feed * 4 + 1).to(tl.int64)
@@ -165,7 +207,9 @@ def _attend(
     size, wide = tl.arange(0, SIZE_P), tl.arange(0, WIDE_P)
     token = start + query
     ask = tl.load(
-        q + token[:, None] * q_token + head[:, None] * q_head + size[None, :], mask=mine[:, None] & (size[None, :] < SIZE), other=0.0
+        q + token[:, None] * q_token + head[:, None] * q_head + size[None, :],
+        mask=mine[:, None] & (size[None, :] < SIZE),
+        other=0.0,
     )
 
     last = length - new + tl.minimum(first + QUERIES, new)  # keys end before
@@ -182,7 +226,9 @@ def _attend(
         real = column < end
         slot = tl.load(table + line * width + column, mask=real, other=0).to(tl.int64)
         key = tl.load(
-            keys + shared * k_head + slot[:, None] * k_page + size[None, :], mask=real[:, None] & (size[None, :] < SIZE), other=0.0
+            keys + shared * k_head + slot[:, None] * k_page + size[None, :],
+            mask=real[:, None] & (size[None, :] < SIZE),
+            other=0.0,
         )
         scores = tl.dot(ask, tl.trans(key), input_precision="ieee") * scale
         if softcap > 0.0:
@@ -194,7 +240,9 @@ def _attend(
         weight = tl.where(sees, tl.exp(scores - higher[:, None]), 0.0)
         fade = tl.exp(best - higher)
         value = tl.load(
-            values + shared * v_head + slot[:, None] * v_page + wide[None, :], mask=real[:, None] & (wide[None, :] < WIDE), other=0.0
+            values + shared * v_head + slot[:, None] * v_page + wide[None, :],
+            mask=real[:, None] & (wide[None, :] < WIDE),
+            other=0.0,
         )
         sums = sums * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         total = total * fade + tl.sum(weight, 1)
@@ -203,6 +251,8 @@ def _attend(
     some = total > 0.0
     place = (split * tokens + token) * heads + head
     tl.store(
-        out + place[:, None] * WIDE + wide[None, :], sums / tl.where(some, total, 1.0)[:, None], mask=mine[:, None] & (wide[None, :] < WIDE)
+        out + place[:, None] * WIDE + wide[None, :],
+        sums / tl.where(some, total, 1.0)[:, None],
+        mask=mine[:, None] & (wide[None, :] < WIDE),
     )
     tl.store(lse + place, tl.where(some, best + tl.log(tl.where(some, total, 1.0)), NEGATIVE), mask=mine)

@@ -1,12 +1,15 @@
 """Which experts a MoE's routers chose, and the same choice once more (routing replay).
 
-A router computes scores, takes the top k and normalises what it took. Only the middle changes here: while a tape is in force
-its `topk` over the experts returns the recorded ones, with the model's own scores of them; everything before and after is the
-model's own code, so gradients flow through the gates as always.
+A router computes scores, takes the top k and normalises what it took. Only the middle
+changes here: while a tape is in force its `topk` over the experts returns the
+recorded ones, with the model's own scores of
+them; everything before and after is the model's own code, so gradients flow through the gates as always.
 
-    record   engine, every step: [T new tokens, layers, k]        replay   trainer: the same rows, each layer exactly once
+    record   engine, every step: [T new tokens, layers, k]        replay   trainer: the
+             same rows, each layer exactly once
 
-Without it rounding sends tokens to other experts in the trainer than in the engine, and the ratio of the two policies is noise.
+Without it rounding sends tokens to other experts in the trainer than in the engine, and
+the ratio of the two policies is noise.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ class Tape:
     def recorded(self) -> Tensor:
         """[T, L, K] int64."""
         if missing := [i for i, row in enumerate(self.rows) if row is None]:
-            raise LawError(f"router {missing[0]} of {self.layers} left no record: it did not run, or it chooses without topk")
+            raise LawError(
+                f"router {missing[0]} of {self.layers} left no record: it did not run, or it chooses without topk"
+            )
         return torch.stack([row for row in self.rows if row is not None], 1)
 
     def choose(self, layer: int, own: Tensor) -> Tensor:
@@ -80,7 +85,12 @@ class _Choice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, Tensor.topk) or out[1].ndim != 2 or args[0].shape[-1] != self.experts or out[1].shape[-1] != self.k:
+        if (
+            func not in (torch.topk, Tensor.topk)
+            or out[1].ndim != 2
+            or args[0].shape[-1] != self.experts
+            or out[1].shape[-1] != self.k
+        ):
             return out
         chosen = self.tape.choose(self.layer, out[1].detach())
         if chosen is out[1] or self.tape.routes is None:
@@ -92,7 +102,9 @@ def arm(model: Any) -> int:
     """Make a model's routers listen to the tape. -> how many there are; 0 for a dense model."""
     routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
     if not routers and experts(model.config.get_text_config()):
-        raise ModelError(f"model type '{model.config.model_type}' has experts, but no router of the kind that routing replay knows")
+        raise ModelError(
+            f"model type '{model.config.model_type}' has experts, but no router of the kind that routing replay knows"
+        )
     for layer, router in enumerate(routers):
         router.forward = functools.partial(_forward, router, type(router).forward, layer)
     return len(routers)
@@ -100,7 +112,9 @@ def arm(model: Any) -> int:
 
 def experts(text: Any) -> int:
     """How many a layer has, under the names that families give it."""
-    return next((n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(text, key, None))), 0)
+    return next(
+        (n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(text, key, None))), 0
+    )
 
 
 def _forward(router: Any, own: Any, layer: int, *args: Any, **kwargs: Any) -> Any:

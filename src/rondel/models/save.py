@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def save(loaded: Loaded, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
-    """Plain Hugging Face files: safetensors, config, tokenizer. `weights` replaces the module's own (fp32 masters, say)."""
+    """Plain Hugging Face files: safetensors, config, tokenizer. `weights` replaces
+    the module's own (fp32 masters, say).
+    """
     state = weights if weights is not None else loaded.model.state_dict()
     dtype = next(iter(state.values())).dtype
     loaded.model.save_pretrained(folder, state_dict=dict(state))

@@ -1,8 +1,10 @@
-"""The eye of a vision-language model: its tower encodes pictures, and their features stand in for the placeholders' embeddings.
+"""The eye of a vision-language model: its tower encodes pictures, and their features
+stand in for the placeholders' embeddings.
 
     pixels [H,W,3] ──patches──> [p, 3·t·s·s] ──tower──> features [n, D] ──rows──> embeddings [T, D] ──> language model
 
-The language model attends as any other here (models/attention.py); the tower attends within one picture, in transformers' own way.
+The language model attends as any other here (models/attention.py); the tower attends
+within one picture, in transformers' own way.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ PIXELS = {"qwen3_vl": (256 * 256, 4096 * 4096)}  # least and most where a folder
 
 @dataclass(slots=True)
 class Features:
-    """What the tower says of n cells: for the embeddings, and for the first layers of a model that looks again there (deepstack)."""
+    """What the tower says of n cells: for the embeddings, and for the first layers of a
+    model that looks again there (deepstack).
+    """
 
     main: Tensor  # [n, D]
     deep: tuple[Tensor, ...] = ()  # each [n, D]
@@ -41,7 +45,9 @@ class Features:
     def joined(cls, parts: Sequence[Features]) -> Features:
         if len(parts) == 1:
             return parts[0]
-        return cls(torch.cat([p.main for p in parts]), tuple(torch.cat(layer) for layer in zip(*(p.deep for p in parts))))
+        return cls(
+            torch.cat([p.main for p in parts]), tuple(torch.cat(layer) for layer in zip(*(p.deep for p in parts)))
+        )
 
     @property
     def bytes(self) -> int:
@@ -64,8 +70,12 @@ def encode(model: Any, sight: Sight, images: Sequence[Image]) -> Features:
     """The cells of all images behind each other; their pixels are joined once."""
     eye = tower(model)
     parameter = next(eye.parameters())
-    pixels = torch.from_numpy(np.concatenate([patches(image, sight) for image in images])).to(parameter.device, parameter.dtype)
-    grid = torch.tensor([[1, image.rows * sight.merge, image.columns * sight.merge] for image in images], device=parameter.device)
+    pixels = torch.from_numpy(np.concatenate([patches(image, sight) for image in images])).to(
+        parameter.device, parameter.dtype
+    )
+    grid = torch.tensor(
+        [[1, image.rows * sight.merge, image.columns * sight.merge] for image in images], device=parameter.device
+    )
     out = eye(pixels, grid_thw=grid)
     return Features(out.pooler_output, tuple(getattr(out, "deepstack_features", None) or ()))
 
@@ -92,7 +102,9 @@ def hidden(model: Any, tokens: Tensor, positions: Tensor, seen: Seen | None) -> 
             mask[0, seen.rows] = True
             more = {"visual_pos_masks": mask, "deepstack_visual_embeds": list(seen.features.deep)}
     at = positions if positions.ndim == 2 else positions.expand(3, -1)
-    return inner.language_model(inputs_embeds=embedded[None], position_ids=at[:, None], use_cache=False, **more).last_hidden_state[0]
+    return inner.language_model(
+        inputs_embeds=embedded[None], position_ids=at[:, None], use_cache=False, **more
+    ).last_hidden_state[0]
 
 
 def sight_of(config: Any, folder: str | Path | None = None) -> Sight | None:
@@ -142,7 +154,9 @@ def chequered(sight: Sight) -> Image:
     return Image.of(np.stack([(7 * x + y) % 256, (3 * x + 11 * y) % 256, (x * y) % 256], -1).astype(np.uint8), n)
 
 
-def as_given(sight: Sight, tokens: list[int], media: Sequence[Placed], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+def as_given(
+    sight: Sight, tokens: list[int], media: Sequence[Placed], device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
     """What transformers' own forward pass of one row wants beside its tokens."""
     kinds = torch.zeros(1, len(tokens), dtype=torch.int64)
     for place in media:
@@ -166,7 +180,9 @@ CHAT = (
 
 
 def random_config(kind: str, given: dict[str, Any], tokenizer: Any) -> tuple[Any, set[str]]:
-    """Keys of the language model as for any family, those of the tower in `vision_config`. -> the config, and the keys that it has."""
+    """Keys of the language model as for any family, those of the tower in `vision_config`.
+    -> the config, and the keys that it has.
+    """
     text, eye = dict(given), dict(given.get("vision_config") or {})
     text.pop("vision_config", None)
     start, end, image, video = tokenizer.convert_tokens_to_ids(list(MARKS))
@@ -174,13 +190,17 @@ def random_config(kind: str, given: dict[str, Any], tokenizer: Any) -> tuple[Any
     known = {*type(plain.text_config)().to_dict(), *plain.text_config.attribute_map, "head_dim", "vision_config"}
     if odd := [k for k in eye if k not in {*type(plain.vision_config)().to_dict(), *plain.vision_config.attribute_map}]:
         raise ModelError(f"the vision_config of a {kind} has no '{odd[0]}'")
-    width, heads = (
-        text.get("hidden_size", plain.text_config.hidden_size),
-        text.get("num_attention_heads", plain.text_config.num_attention_heads),
+    width = text.get("hidden_size", plain.text_config.hidden_size)
+    heads = text.get("num_attention_heads", plain.text_config.num_attention_heads)
+    half = (
+        text.get("head_dim", getattr(plain.text_config, "head_dim", None) if kind == "qwen3_vl" else None)
+        or width // heads
     )
-    half = text.get("head_dim", getattr(plain.text_config, "head_dim", None) if kind == "qwen3_vl" else None) or width // heads
     side = 3 * (half // 2) // 8
-    text.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [half // 2 - 2 * side, side, side]})
+    text.setdefault(
+        "rope_parameters",
+        {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [half // 2 - 2 * side, side, side]},
+    )
     eye.setdefault("hidden_size" if kind == "qwen2_vl" else "out_hidden_size", width)
     config = AutoConfig.for_model(
         kind,

@@ -17,23 +17,41 @@ def changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
         fewer = max(512, setting.micro // 4)
         yield f"trainer.micro_tokens = {fewer}: fewer tokens a pass, the same result", replace(setting, micro=fewer)
     if not setting.split and not setting.offload and on_gpu:
-        yield "trainer.offload = true: optimizer, reference and cache take turns on the device", replace(setting, offload=True)
+        yield (
+            "trainer.offload = true: optimizer, reference and cache take turns on the device",
+            replace(setting, offload=True),
+        )
     if staged(setting):
-        yield 'sync.kind = "distributed": no second version of the weights on the engine', replace(setting, sync="distributed")
+        yield (
+            'sync.kind = "distributed": no second version of the weights on the engine',
+            replace(setting, sync="distributed"),
+        )
     if setting.running > 32:
         running = setting.running // 2
-        yield f"engine.max_running = {running}: half the cache, fewer tokens a second", replace(setting, running=running)
+        yield (
+            f"engine.max_running = {running}: half the cache, fewer tokens a second",
+            replace(setting, running=running),
+        )
     if setting.reference is not None:
         yield "algo.kl = {}: no reference model", replace(setting, reference=None)
     if setting.critic is not None:
         yield 'algo.kind = "grpo": a row without a critic', replace(setting, critic=None)
     if not setting.rank:
-        yield 'model.adapter = { kind = "lora", rank = 16 }: trains few numbers', replace(setting, rank=16, reference=None)
+        yield (
+            'model.adapter = { kind = "lora", rank = 16 }: trains few numbers',
+            replace(setting, rank=16, reference=None),
+        )
     elif not setting.four_bits and not setting.shape.experts:
-        yield 'model.adapter.kind = "qlora": the base in 4 bits, slower to generate with', replace(setting, four_bits=True)
+        yield (
+            'model.adapter.kind = "qlora": the base in 4 bits, slower to generate with',
+            replace(setting, four_bits=True),
+        )
     if on_gpu and setting.split:
         ranks = 2 * setting.trainers
-        yield f"place.ranks = {ranks}: twice the devices that train", replace(setting, gpus=setting.gpus + setting.trainers, trainers=ranks)
+        yield (
+            f"place.ranks = {ranks}: twice the devices that train",
+            replace(setting, gpus=setting.gpus + setting.trainers, trainers=ranks),
+        )
     elif on_gpu:
         ranks, apart = setting.gpus, 'place.kind = "split"'
         words = f"{apart}, place.ranks = {ranks}: engines on {ranks} more devices"
@@ -45,7 +63,10 @@ def missing(setting: Setting) -> Iterator[tuple[str, Setting]]:
     if not setting.checkpointing:
         yield "recomputing activations in the backward pass", replace(setting, checkpointing=True)
     if setting.hardware.on_gpu and setting.tensor * 2 <= setting.engine_devices:
-        yield f"engines of {2 * setting.tensor} devices (vLLM and SGLang have them)", replace(setting, tensor=2 * setting.tensor)
+        yield (
+            f"engines of {2 * setting.tensor} devices (vLLM and SGLang have them)",
+            replace(setting, tensor=2 * setting.tensor),
+        )
 
 
 def worst(setting: Setting) -> float:
@@ -66,11 +87,14 @@ def words(setting: Setting) -> list[str]:
         phase, peak = bill.peak
         fits = f"{bill.room / GB:.1f} GB free" if bill.room >= 0 else f"{-bill.room / GB:.1f} GB too much"
         told.append(
-            f"{bill.pool}: most in {phase}, {peak / GB:.2f} of {bill.memory / GB:.0f} GB, {fits}; {bill.largest} is {bill.share:.0%} of it"
+            f"{bill.pool}: most in {phase}, {peak / GB:.2f} of {bill.memory / GB:.0f} GB, {fits}; {bill.largest} is "
+            f"{bill.share:.0%} of it"
         )
     if worst(setting) < 0:
         for change, saved, enough in helps(setting)[:3]:
-            told.append(f"change: {change} ({saved / GB:.1f} GB more room, {'then it fits' if enough else 'not enough alone'})")
+            told.append(
+                f"change: {change} ({saved / GB:.1f} GB more room, {'then it fits' if enough else 'not enough alone'})"
+            )
         if not any(enough for _, _, enough in helps(setting)):
             told.append(together(setting))
         for change, other in missing(setting):
@@ -86,7 +110,8 @@ def together(setting: Setting) -> str:
         best = max(changes(setting), key=lambda change: worst(change[1]), default=None)
         if best is None or worst(best[1]) <= worst(setting) or len(steps) == 12:
             return (
-                f"no change that exists makes it fit: {-worst(setting) / GB:.1f} GB too much remain; take a smaller model or larger devices"
+                f"no change that exists makes it fit: {-worst(setting) / GB:.1f} GB too much remain; take a smaller "
+                f"model or larger devices"
             )
         step = best[0].partition(":")[0]
         steps = [*(known for known in steps if known.partition(" = ")[0] != step.partition(" = ")[0]), step]

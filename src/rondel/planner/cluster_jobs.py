@@ -1,6 +1,8 @@
-"""Files that start a run on a cluster: a batch script for SLURM, or a RayJob for Kubernetes. Text from a recipe; nothing is started here.
+"""Files that start a run on a cluster: a batch script for SLURM, or a RayJob for Kubernetes.
+Text from a recipe; nothing is started here.
 
-    nodes · gpus a node = ranks of the trainer + engines        place.engines of them are engines, the others ranks, unless the recipe says
+    nodes · gpus a node = ranks of the trainer + engines        place.engines of them are
+    engines, the others ranks, unless the recipe says
     torchrun   the first node's last GPUs are the engines', since its first rank starts them
     ray        a worker a GPU, on any node
 
@@ -38,35 +40,51 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        return self.job.place.ranks if "ranks" in self.job.place.model_fields_set else self.nodes * self.gpus - self.engines
+        return (
+            self.job.place.ranks
+            if "ranks" in self.job.place.model_fields_set
+            else self.nodes * self.gpus - self.engines
+        )
 
     @property
     def name(self) -> str:
         """Lower case, as Kubernetes wants it."""
-        return "".join(c if c.isalnum() and c.isascii() else "-" for c in self.recipe.stem.lower()).strip("-")[:40] or "run"
+        return (
+            "".join(c if c.isalnum() and c.isascii() else "-" for c in self.recipe.stem.lower()).strip("-")[:40]
+            or "run"
+        )
 
     def check(self, way: str) -> Layout:
         here, all_of_them = f"{self.nodes} x {self.gpus} GPUs", self.nodes * self.gpus
         if self.ranks < 1 or self.ranks + self.engines > all_of_them:
             raise UserError(
-                f"{self.ranks} ranks and {self.engines} engines do not fit on {here}: ask for more --nodes or --gpus, or set fewer "
+                f"{self.ranks} ranks and {self.engines} engines do not fit on {here}: ask for more --nodes or --gpus, "
+                f"or set fewer "
                 "place.engines and place.ranks"
             )
         if way == "torchrun" and self.engines >= self.gpus:
             raise UserError(
-                f"under torchrun the engines are on the first node, and {self.engines} of them leave no GPU of {self.gpus} for its first rank: "
+                f"under torchrun the engines are on the first node, and {self.engines} of them leave no GPU of "
+                f"{self.gpus} for its first rank: "
                 "use --with ray, or fewer place.engines"
             )
         if way == "torchrun" and self.ranks + self.engines != all_of_them:
             raise UserError(
-                f"torchrun fills every node: {here} are {all_of_them - self.engines} ranks beside {self.engines} engines, and place.ranks = "
+                f"torchrun fills every node: {here} are {all_of_them - self.engines} ranks beside {self.engines} "
+                f"engines, and place.ranks = "
                 f"{self.ranks}. Leave place.ranks out"
             )
         return self
 
     def command(self, recipe: str, cluster: str, *more: str) -> str:
         ranks = [f"--place.ranks={self.ranks}"] if cluster == "ray" else []
-        words = ["--place.kind=split", f"--place.cluster={cluster}", f"--place.engines={max(1, self.engines)}", *ranks, *more]
+        words = [
+            "--place.kind=split",
+            f"--place.cluster={cluster}",
+            f"--place.engines={max(1, self.engines)}",
+            *ranks,
+            *more,
+        ]
         return shlex.join(["rondel", "train", recipe, *self.overrides, *words])
 
 
@@ -136,7 +154,9 @@ on "$first" {layout.command(str(layout.recipe), "ray", "--place.address=auto")}
 
 
 def kuberay(layout: Layout, *, image: str, claim: str) -> str:
-    """A ConfigMap with the recipe, and a RayJob whose cluster lives as long as it: one head, the other nodes workers. YAML."""
+    """A ConfigMap with the recipe, and a RayJob whose cluster lives as long as it: one
+    head, the other nodes workers. YAML.
+    """
     import yaml
 
     recipe, volumes = layout.recipe.name, [
@@ -144,11 +164,20 @@ def kuberay(layout: Layout, *, image: str, claim: str) -> str:
         {"name": "runs", "persistentVolumeClaim": {"claimName": claim}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]  # fmt: skip
-    mounts = [{"name": name, "mountPath": path} for name, path in (("recipe", "/recipe"), ("runs", SHARED), ("shm", "/dev/shm"))]
+    mounts = [
+        {"name": name, "mountPath": path}
+        for name, path in (("recipe", "/recipe"), ("runs", SHARED), ("shm", "/dev/shm"))
+    ]
 
     def pod(role: str) -> dict:
         room = {"limits": {"nvidia.com/gpu": layout.gpus}}
-        container = {"name": f"ray-{role}", "image": image, "resources": room, "workingDir": SHARED, "volumeMounts": mounts}
+        container = {
+            "name": f"ray-{role}",
+            "image": image,
+            "resources": room,
+            "workingDir": SHARED,
+            "volumeMounts": mounts,
+        }
         return {"spec": {"containers": [container], "volumes": volumes}}
 
     command = layout.command(f"/recipe/{recipe}", "ray", "--place.address=auto", f"--run.folder={SHARED}/{layout.name}")
@@ -177,14 +206,136 @@ def kuberay(layout: Layout, *, image: str, claim: str) -> str:
             "apiVersion": "ray.io/v1",
             "kind": "RayJob",
             "metadata": {"name": layout.name},
-            "spec": {"entrypoint": command, "shutdownAfterJobFinishes": True, "backoffLimit": 2, "rayClusterSpec": cluster},
+            "spec": {
+                "entrypoint": command,
+                "shutdownAfterJobFinishes": True,
+                "backoffLimit": 2,
+                "rayClusterSpec": cluster,
+            },
         },
     ]
     said = (
-        f"# Ranks of the trainer: {layout.ranks}, engines: {layout.engines}, nodes: {layout.nodes}. kubectl apply -f this file.\n"
-        f"# The image has Rondel and Ray: FROM rayproject/ray:{RAY}-gpu, RUN pip install 'rondel[cluster]'; rayVersion below is that of the image.\n"
-        f"# KubeRay 1.5.1 or newer makes the token that all pods of this job need (authOptions); without one any pod could run code in them.\n"
-        f"# The claim '{claim}' keeps the run folder and is mounted by every pod (ReadWriteMany): a job that is retried goes on from there.\n"
+        f"# Ranks of the trainer: {layout.ranks}, engines: {layout.engines}, nodes: {layout.nodes}. kubectl apply -f "
+        f"this file.\n"
+        f"# The image has Rondel and Ray: FROM rayproject/ray:{RAY}-gpu, RUN pip install 'rondel[cluster]'; rayVersion "
+        f"below is that of the image.\n"
+        f"# KubeRay 1.5.1 or newer makes the token that all pods of this job need (authOptions); without one any pod "
+        f"could run code in them.\n"
+        f"# The claim '{claim}' keeps the run folder and is mounted by every pod (ReadWriteMany): a job that is retried "
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f""
+        f"goes on from there.\n"
     )
     return said + yaml.dump_all(documents, sort_keys=False, width=1000, Dumper=_dumper(yaml))
 

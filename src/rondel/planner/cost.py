@@ -39,13 +39,23 @@ def touched(shape: Shape, requests: float) -> float:
     if not shape.experts:
         return shape.active
     away = (1 - shape.per_token / shape.experts) ** requests
-    return shape.active - shape.expert_parameters * shape.per_token / shape.experts + shape.expert_parameters * (1 - away)
+    return (
+        shape.active - shape.expert_parameters * shape.per_token / shape.experts + shape.expert_parameters * (1 - away)
+    )
 
 
 def decode_seconds(
-    shape: Shape, on: Hardware, requests: float, context: float, *, tensor: int = 1, width: float = 2, four_bits: bool = False
+    shape: Shape,
+    on: Hardware,
+    requests: float,
+    context: float,
+    *,
+    tensor: int = 1,
+    width: float = 2,
+    four_bits: bool = False,
 ) -> float:
-    """One step of one engine of `tensor` devices: a token for each of `requests`, which have `context` tokens behind them on average.
+    """One step of one engine of `tensor` devices: a token for each of `requests`, which have
+    `context` tokens behind them on average.
 
     A base in 4 bits is read, written whole, and read again.
     """
@@ -81,10 +91,12 @@ def _cache_tokens(setting: Setting) -> float:
 
 
 class Generation(NamedTuple):
-    """`seconds` of a step's answers and their `rate` in tokens a second; `longest`: seconds of the longest answer alone.
+    """`seconds` of a step's answers and their `rate` in tokens a second; `longest`:
+    seconds of the longest answer alone.
 
     work      seconds that the engines need with full batches
-    seconds   max(work, longest / (S + 1)): an answer is admitted at most S versions before it is trained, and is written one token after the other
+    seconds   max(work, longest / (S + 1)): an answer is admitted at most S versions before it is
+              trained, and is written one token after the other
     """
 
     rate: float
@@ -99,12 +111,17 @@ def generation(setting: Setting) -> Generation:
     middle = setting.prompt + setting.mean / 2
     arguments = {"tensor": setting.tensor, "width": setting.width}
     step = decode_seconds(setting.shape, setting.hardware, requests, middle, four_bits=setting.four_bits, **arguments)
-    prefill = prefill_seconds(setting.shape, setting.hardware, setting.prompts * setting.prompt / setting.engines, **arguments)
+    prefill = prefill_seconds(
+        setting.shape, setting.hardware, setting.prompts * setting.prompt / setting.engines, **arguments
+    )
     decoding = setting.new_tokens / (setting.engines * requests / step)
     looped = setting.samples * setting.hardware.answer / setting.engines
     prefill += look_seconds(setting, setting.prompts / setting.engines, setting.tensor, setting.hardware.efficiency)
     late = setting.prompt + setting.output / 2
-    alone = decode_seconds(setting.shape, setting.hardware, 1, late, four_bits=setting.four_bits, **arguments) * setting.output
+    alone = (
+        decode_seconds(setting.shape, setting.hardware, 1, late, four_bits=setting.four_bits, **arguments)
+        * setting.output
+    )
     work = decoding + prefill + looped
     seconds = max(work, alone / (setting.staleness + 1))
     return Generation(setting.new_tokens / seconds, seconds, alone, requests, work)
@@ -119,19 +136,27 @@ def forward_flops(shape: Shape, context: float) -> float:
 
 
 def train_seconds(setting: Setting) -> float:
-    return tokens_seconds(setting) + setting.epochs * (calls_seconds(setting) + setting.updates * update_seconds(setting))
+    return tokens_seconds(setting) + setting.epochs * (
+        calls_seconds(setting) + setting.updates * update_seconds(setting)
+    )
 
 
 def tokens_seconds(setting: Setting) -> float:
-    """Forward and backward of every packed token, and the passes of those who only look: proximal, reference, teacher, critic."""
+    """Forward and backward of every packed token, and the passes of those who only look:
+    proximal, reference, teacher, critic.
+    """
     context = setting.prompt + setting.mean
     own, passes = forward_flops(setting.shape, context), setting.epochs
-    each = own * (((4 if setting.checkpointing else 3) - (1 if setting.rank else 0)) * passes + (1 if setting.proximal else 0))
+    each = own * (
+        ((4 if setting.checkpointing else 3) - (1 if setting.rank else 0)) * passes + (1 if setting.proximal else 0)
+    )
     for other, times in ((setting.reference, 1), (setting.teacher, 1), (setting.critic, 1 + 3 * passes)):
         each += times * forward_flops(other, context) if other is not None else 0
     reward = forward_flops(setting.reward, context) * setting.new_tokens if setting.reward is not None else 0
     flops = setting.train_devices * setting.hardware.flops * setting.hardware.efficiency * 2 / setting.width
-    looks = setting.prompts * ((3 if setting.tower else 1) * passes + (1 if setting.proximal else 0) + (1 if setting.reference else 0))
+    looks = setting.prompts * (
+        (3 if setting.tower else 1) * passes + (1 if setting.proximal else 0) + (1 if setting.reference else 0)
+    )
     looking = look_seconds(setting, looks, setting.train_devices, setting.hardware.efficiency)
     return (each * setting.packed_tokens + reward) / flops + looking
 
@@ -140,15 +165,23 @@ def look_seconds(setting: Setting, images: float, devices: float, efficiency: fl
     """The tower over so many images."""
     if setting.shape.tower is None or not setting.image:
         return 0.0
-    return setting.shape.tower.flops(setting.image) * images / (devices * setting.hardware.flops * efficiency * 2 / setting.width)
+    return (
+        setting.shape.tower.flops(setting.image)
+        * images
+        / (devices * setting.hardware.flops * efficiency * 2 / setting.width)
+    )
 
 
 def calls_seconds(setting: Setting) -> float:
     """What passes cost by being passes, and answers by being answers."""
     passes = ceil(setting.packed_tokens / setting.train_devices / setting.micro)
-    decoding = 2 * passes * unpacked(setting.shape, setting.width) / setting.hardware.bandwidth if setting.four_bits else 0.0
+    decoding = (
+        2 * passes * unpacked(setting.shape, setting.width) / setting.hardware.bandwidth if setting.four_bits else 0.0
+    )
     return (
-        decoding + passes * setting.shape.layers * setting.hardware.calls + setting.samples / setting.train_devices * setting.hardware.row
+        decoding
+        + passes * setting.shape.layers * setting.hardware.calls
+        + setting.samples / setting.train_devices * setting.hardware.row
     )
 
 
@@ -184,15 +217,33 @@ def ways(setting: Setting) -> list[Way]:
     road, name = (on.link, "the node's links") if inside else (on.network, "the network")
     what = f"{full / GB:.2f} GB{' (the adapter alone)' if setting.rank else ''}"
     found = [
-        Way("distributed", t := transfer_seconds(full, road), t, f"{what} over {name} at {road / GB:.0f} GB/s, to all engines at once"),
         Way(
-            "disk", t := 2 * transfer_seconds(full, DISK), COMMIT, f"{what} written and read at {DISK / GB:.0f} GB/s; staged beside the old"
+            "distributed",
+            t := transfer_seconds(full, road),
+            t,
+            f"{what} over {name} at {road / GB:.0f} GB/s, to all engines at once",
         ),
-        Way("delta", t := 2 * transfer_seconds(full * DELTA, DISK), COMMIT, f"{CHANGED:.0%} of {what} and their places, through files"),
+        Way(
+            "disk",
+            t := 2 * transfer_seconds(full, DISK),
+            COMMIT,
+            f"{what} written and read at {DISK / GB:.0f} GB/s; staged beside the old",
+        ),
+        Way(
+            "delta",
+            t := 2 * transfer_seconds(full * DELTA, DISK),
+            COMMIT,
+            f"{CHANGED:.0%} of {what} and their places, through files",
+        ),
     ]
     if inside:
         found.append(
-            Way("ipc", t := transfer_seconds(full, on.link), COMMIT, f"{what} read from the trainer's memory; staged beside the old")
+            Way(
+                "ipc",
+                t := transfer_seconds(full, on.link),
+                COMMIT,
+                f"{what} read from the trainer's memory; staged beside the old",
+            )
         )
     return sorted(found, key=lambda way: (way.kind != setting.sync, way.seconds))
 
@@ -200,7 +251,8 @@ def ways(setting: Setting) -> list[Way]:
 def interrupt_seconds(setting: Setting) -> dict[str, float]:
     """What an update costs the engines by what happens to requests in flight (SPEC W10), beside the transfer.
 
-    hold: nothing but the swap.  drain: until the longest has ended.  abort: what was read and written of all that run, read once more.
+    hold: nothing but the swap.  drain: until the longest has ended.  abort: what was read
+    and written of all that run, read once more.
     """
     found = generation(setting)
     again = found.requests * (setting.prompt + setting.mean / 2)

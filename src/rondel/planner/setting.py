@@ -1,4 +1,6 @@
-"""What a plan is asked: one model on some devices, the work of a step, and who else needs memory. From a recipe, from what-ifs, or both."""
+"""What a plan is asked: one model on some devices, the work of a step, and who else needs
+memory. From a recipe, from what-ifs, or both.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,16 @@ class Setting:
 
     gpus      devices in all;  trainers: those of them that train, where place is "split"
     tensor    devices of one engine
-    prompts   P groups a step, of `group` answers: to a prompt of `prompt` tokens at most `output` and on average `mean` tokens
+    prompts   P groups a step, of `group` answers: to a prompt of `prompt` tokens at most
+              `output` and on average `mean` tokens
     micro     tokens of one forward and backward pass;  running: requests decoded together by one engine
     others    models beside the policy: reference, reward model, teacher, critic, by name
     width     bytes of a weight that computes
     policies  those beside the main one, each with an engine and a trainer of its own
     rank      of an adapter, 0 for none;  four_bits: its base lies as NF4, and is decoded layer by layer for every pass
     prefill   tokens of prompts that an engine reads in one step;  sync: sync.kind of the recipe
-    image     tokens of the one image of a prompt, which are among its `prompt`, where the model sees;  tower: whether its eye learns, too
+    image     tokens of the one image of a prompt, which are among its `prompt`, where the model
+              sees;  tower: whether its eye learns, too
     """
 
     shape: Shape
@@ -158,7 +162,127 @@ def of_job(job: Job, device: str = "") -> Setting:
     if others:
         beside = ", on devices beside these" if split else ""
         assumed.append(
-            f"{', '.join(o.name for o in others)}: memory is counted for each policy, time as if the main one wrote and trained all{beside}"
+            f"{', '.join(o.name for o in others)}: memory is counted for each policy, time as if the main one wrote and "
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f"trained all{beside}"
         )
     return Setting(
         model,
@@ -185,7 +309,9 @@ def of_job(job: Job, device: str = "") -> Setting:
         offload=job.trainer.offload,
         reference=model if wants_reference and adapter.kind == "off" else None,
         teacher=max(
-            (of_recipe(t.path, hub_cache()) for t in job.model.teachers if t.path is not None), key=lambda s: s.parameters, default=None
+            (of_recipe(t.path, hub_cache()) for t in job.model.teachers if t.path is not None),
+            key=lambda s: s.parameters,
+            default=None,
         ),
         critic=of_recipe(job.trainer.critic.path or job.model.path, hub_cache()) if row in CRITICS else None,
         proximal=row in PROXIMAL or job.loop.updates_per_step * job.loop.epochs > 1,
@@ -247,18 +373,39 @@ def _place(text: str) -> str:
 
 
 QUESTIONS: dict[str, tuple[str, Any]] = {  # --what-if NAME=VALUE -> the field, and how it is read
-    "model": ("shape", shape), "hardware": ("hardware", hardware), "gpus": ("gpus", _some), "place": ("place", _place),
-    "trainers": ("trainers", _count), "tensor": ("tensor", _some), "prompts": ("prompts", _some), "group": ("group", _some),
-    "prompt": ("prompt", _count), "output": ("output", _some), "mean": ("mean", _some), "micro": ("micro", _some),
-    "running": ("running", _some), "staleness": ("staleness", _count), "updates": ("updates", _some), "epochs": ("epochs", _some), "lora": ("rank", _count),
+    "model": ("shape", shape),
+    "hardware": ("hardware", hardware),
+    "gpus": ("gpus", _some),
+    "place": ("place", _place),
+    "trainers": ("trainers", _count),
+    "tensor": ("tensor", _some),
+    "prompts": ("prompts", _some),
+    "group": ("group", _some),
+    "prompt": ("prompt", _count),
+    "output": ("output", _some),
+    "mean": ("mean", _some),
+    "micro": ("micro", _some),
+    "running": ("running", _some),
+    "staleness": ("staleness", _count),
+    "updates": ("updates", _some),
+    "epochs": ("epochs", _some),
+    "lora": ("rank", _count),
     "nf4": ("four_bits", _truth),
-    "offload": ("offload", _truth), "checkpointing": ("checkpointing", _truth), "reference": ("reference", _model),
-    "image": ("image", _count), "tower": ("tower", _truth), "reward": ("reward", _model), "teacher": ("teacher", _model), "critic": ("critic", _model),
-}  # fmt: skip
+    "offload": ("offload", _truth),
+    "checkpointing": ("checkpointing", _truth),
+    "reference": ("reference", _model),
+    "image": ("image", _count),
+    "tower": ("tower", _truth),
+    "reward": ("reward", _model),
+    "teacher": ("teacher", _model),
+    "critic": ("critic", _model),
+}
 
 
 def what_if(words: list[str], start: Setting | None = None) -> Setting:
-    """["model=70b", "gpus=64"] laid over a recipe's setting, or over nothing: then model is needed, and the rest is chosen and told."""
+    """["model=70b", "gpus=64"] laid over a recipe's setting, or over nothing: then model is
+    needed, and the rest is chosen and told.
+    """
     given: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -329,7 +476,9 @@ def filled(given: dict[str, Any], start: Setting | None) -> Setting:
         raise ConfigError(f"tensor = {setting.tensor}, but only {setting.engine_devices} devices serve")
     if "tensor" not in given and (tensor := _narrowest(setting)) > setting.tensor:
         setting = replace(setting, tensor=tensor)
-        assumed.append(f"an engine is {tensor} devices: the fewest whose memory holds the weights and a third more for the cache")
+        assumed.append(
+            f"an engine is {tensor} devices: the fewest whose memory holds the weights and a third more for the cache"
+        )
     if setting.tensor > 1:
         assumed.append("an engine of several devices is not in Rondel yet: vLLM and SGLang have it (engine.kind)")
     if setting.checkpointing:

@@ -21,7 +21,9 @@ from rondel.planner.tower import Tower
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention (arXiv:2405.04434): what is cached is `kv` compressed numbers and `rope` rotary ones a token."""
+    """Multi-head latent attention (arXiv:2405.04434): what is cached is `kv` compressed
+    numbers and `rope` rotary ones a token.
+    """
 
     q: int | None
     kv: int
@@ -37,7 +39,8 @@ class Shape:
     dense    layers with a feed-forward of `intermediate`; the others have `experts`
     biases   numbers a layer that are no matrix: biases of the projections
     norms    norms of width D a layer;  qk_norm: and one of width d for queries and one for keys
-    recurrent  layers whose attention is linear, of `recurrent_numbers` each; they keep a state of fixed size instead of keys and values
+    recurrent  layers whose attention is linear, of `recurrent_numbers` each; they keep a state of
+               fixed size instead of keys and values
     gate     the attention's output is gated: queries are twice as wide
     bits     of a stored weight: 16, or what the config's quantization says
     tower    its eye; None for a model that reads text alone
@@ -143,7 +146,9 @@ class Shape:
         return (self.layers - self.dense_layers) * self.experts * 3 * self.hidden * self.expert
 
     def kv_bytes(self, bytes_each: float = 2, *, expanded: bool = True) -> int:
-        """Cache of one token in all layers: 2·L·K·d·bytes. Latent attention: what it compresses to, unless the engine keeps it `expanded`."""
+        """Cache of one token in all layers: 2·L·K·d·bytes. Latent attention: what it compresses
+        to, unless the engine keeps it `expanded`.
+        """
         if self.latent is None:
             return int(2 * (self.layers - self.recurrent) * self.kv_heads * self.head * bytes_each)
         m = self.latent
@@ -160,7 +165,9 @@ class Shape:
         return matrices
 
     def nf4(self, width: float) -> float:
-        """Bytes with those layers in 4 bits, the rest at `width` bytes a number.  arXiv:2305.14314: (4 + 8/64 + 32/(64·256)) / 8 a number."""
+        """Bytes with those layers in 4 bits, the rest at `width` bytes a number.
+        arXiv:2305.14314: (4 + 8/64 + 32/(64·256)) / 8 a number.
+        """
         inside = [(i * o, count) for (i, o), count in self.matrices.values()]
         rest = self.parameters - sum(numbers * count for numbers, count in inside)
         return rest * width + sum(_nf4(numbers) * count for numbers, count in inside)
@@ -174,9 +181,11 @@ class Shape:
         return sum(rank * sum(matrices[name][0]) * matrices[name][1] for name in chosen)
 
     def saved(self, bytes_each: float = 2) -> int:
-        """Activations that a backward pass needs, bytes a token, without recomputation, attention fused (its scores are never kept).
+        """Activations that a backward pass needs, bytes a token, without recomputation,
+        attention fused (its scores are never kept).
 
-        A layer keeps: both norms' inputs and outputs 4D, q k v and its output, and the gate, the up side, their activation and product 4F.
+        A layer keeps: both norms' inputs and outputs 4D, q k v and its output, and the gate, the
+        up side, their activation and product 4F.
         """
         q_size = self.heads * self.head
         feed = self.dense_layers * 4 * self.intermediate
@@ -184,13 +193,19 @@ class Shape:
         return int(bytes_each * (self.layers * (4 * self.hidden + 2 * q_size + 2 * self.kv_heads * self.head) + feed))
 
     def saved_dense(self, bytes_each: float, keys: float, spread: float) -> int:
-        """The same on a CPU, where attention writes its scores out: a token sees `keys` keys, and its calls hold `spread` copies of keys and values.
+        """The same on a CPU, where attention writes its scores out: a token sees `keys` keys, and its
+        calls hold `spread` copies of keys and values.
 
-        A layer keeps: of each norm its input in fp32, its normalised input and its output; the scores in fp32, and their copy in 16 bits where values are.
+        A layer keeps: of each norm its input in fp32, its normalised input and its output; the scores in
+        fp32, and their copy in 16 bits where values are.
         """
         q_size, kv_size = self.heads * self.head, 2 * self.kv_heads * self.head
         cast = bytes_each if bytes_each < 4 else 0
-        layer = 2 * (4 + 2 * bytes_each) * self.hidden + bytes_each * (2 * q_size + kv_size * spread) + self.heads * keys * (4 + cast)
+        layer = (
+            2 * (4 + 2 * bytes_each) * self.hidden
+            + bytes_each * (2 * q_size + kv_size * spread)
+            + self.heads * keys * (4 + cast)
+        )
         feed = self.dense_layers * 4 * self.intermediate
         feed += (self.layers - self.dense_layers) * 4 * (self.per_token * self.expert + self.shared)
         return int(self.layers * layer + bytes_each * feed)
@@ -208,11 +223,19 @@ def shape(model: str | dict[str, Any]) -> Shape:
     if isinstance(model, dict):
         kind = model.get("random", model.get("model_type"))
         numbers = {k: v for k, v in model.items() if k not in ("random", "seed")}
-        if "random" in model and kind in tower.DEFAULTS:  # as models/vision.py makes it: the eye says what the language model reads
-            reads = {"hidden_size" if kind == "qwen2_vl" else "out_hidden_size": numbers.get("hidden_size", DEFAULTS[kind]["hidden_size"])}
+        # as models/vision.py makes it: the eye says what the language model reads
+        if "random" in model and kind in tower.DEFAULTS:
+            reads = {
+                "hidden_size" if kind == "qwen2_vl" else "out_hidden_size": numbers.get(
+                    "hidden_size", DEFAULTS[kind]["hidden_size"]
+                )
+            }
             numbers["vision_config"] = {**reads, **(numbers.get("vision_config") or {})}
         vocabulary = 109 if kind in tower.DEFAULTS else 105  # with the marks of images
-        return of_config({"vocab_size": vocabulary, **numbers, "model_type": kind} if "random" in model else model, name=f"random-{kind}")
+        return of_config(
+            {"vocab_size": vocabulary, **numbers, "model_type": kind} if "random" in model else model,
+            name=f"random-{kind}",
+        )
     if (file := _config_in(model)) is not None:
         try:
             return of_config(json.loads(file.read_text(encoding="utf-8")), name=Path(model).name)
@@ -227,7 +250,8 @@ def shape(model: str | dict[str, Any]) -> Shape:
         return replace(of_config(numbers, name=word), source=source)
     known = sorted({*MODELS, *PUBLIC})
     raise ModelError(
-        f"no shape is known of '{model[:200]}'.{nearest(word, known)} Give a folder with a config.json, or one of {', '.join(known)}"
+        f"no shape is known of '{model[:200]}'.{nearest(word, known)} Give a folder with a config.json, or one of "
+        f"{', '.join(known)}"
     )
 
 
@@ -240,7 +264,15 @@ def _config_in(folder: str) -> Path | None:
         return None
 
 
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size")  # fmt: skip
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+)
 DEEPEST = 10_000  # layers
 
 
@@ -250,7 +282,8 @@ def refuse_sizes(kind: str, given: Mapping[str, Any]) -> None:
         size = given.get(name)
         if size is None or isinstance(size, list | tuple):
             continue
-        least = 0 if name == "intermediate_size" and any("expert" in key for key in given) else 1  # a mixture may have no dense layer
+        # a mixture may have no dense layer
+        least = 0 if name == "intermediate_size" and any("expert" in key for key in given) else 1
         if not isinstance(size, int) or isinstance(size, bool) or size < least:
             raise ModelError(f"a {kind} of {name} = {size!r} cannot be made: it is a whole number of at least {least}")
     if given.get("max_position_embeddings") == 0:  # -1 is xlnet's word for no limit
@@ -258,7 +291,8 @@ def refuse_sizes(kind: str, given: Mapping[str, Any]) -> None:
     heads, shared = given.get("num_attention_heads"), given.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
         raise ModelError(
-            f"a {kind} of num_attention_heads = {heads} and num_key_value_heads = {shared} cannot be made: the first must be a multiple of the second"
+            f"a {kind} of num_attention_heads = {heads} and num_key_value_heads = {shared} cannot be made: the first "
+            f"must be a multiple of the second"
         )
     if (layers := given.get("num_hidden_layers") or 0) > DEEPEST:
         raise ModelError(f"a {kind} of num_hidden_layers = {layers} cannot be made: at most {DEEPEST}")
@@ -273,7 +307,125 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> Shape:
         kind = config.get("model_type")
     if kind not in DEFAULTS:
         raise ModelError(
-            f"the planner does not know the layers of model type '{kind}'.{nearest(str(kind), list(DEFAULTS))} It knows {', '.join(sorted(DEFAULTS))}"
+            f"the planner does not know the layers of model type '{kind}'.{nearest(str(kind), list(DEFAULTS))} It knows "
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f"{', '.join(sorted(DEFAULTS))}"
         )
     refuse_sizes(str(kind), config)
     numbers: dict[str, Any] = {**DEFAULTS[kind], **{k: v for k, v in config.items() if v is not None}}
@@ -284,7 +436,8 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> Shape:
     hidden, heads, layers = get("hidden_size"), get("num_attention_heads"), get("num_hidden_layers")
     kv_heads = get("num_key_value_heads") or heads
     head = config.get("head_dim") or get("own_head_dim") or hidden // heads
-    names = ("num_experts", "num_local_experts", "n_routed_experts")  # one number, two spellings: what the file says comes first
+    # one number, two spellings: what the file says comes first
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((found[key] for found in (config, DEFAULTS[kind]) for key in names if found.get(key)), 0)
     expert = get("moe_intermediate_size") or get("intermediate_size")
     dense = 0
@@ -305,9 +458,12 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> Shape:
     recurrent = layers - layers // every if every else 0
     if listed := config.get("layer_types"):
         recurrent = sum(kind == "linear_attention" for kind in listed)
-    if every:  # gated delta net: q, k, v and z, two numbers a head, a convolution, decay and step, a norm, and the way out
+    # gated delta net: q, k, v and z, two numbers a head, a convolution, decay and step, a norm, and the way out
+    if every:
         keys, values = (get(f"linear_num_{side}_heads") * get(f"linear_{side}_head_dim") for side in ("key", "value"))
-        width = hidden * (2 * keys + 3 * values + 2 * get("linear_num_value_heads")) + get("linear_conv_kernel_dim") * (2 * keys + values)
+        width = hidden * (2 * keys + 3 * values + 2 * get("linear_num_value_heads")) + get("linear_conv_kernel_dim") * (
+            2 * keys + values
+        )
         width += 2 * get("linear_num_value_heads") + get("linear_value_head_dim")
     biases = heads if get("sinks") else 0
     if get("expert_bias"):
@@ -320,9 +476,11 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> Shape:
     if get("mlp_bias"):
         biases += 2 * get("intermediate_size") + hidden
     quantized = config.get("quantization_config") or {}
-    bits = quantized.get("bits") or {"fp8": 8, "mxfp4": 4.25, "bitsandbytes": 4 if quantized.get("load_in_4bit") else 8}.get(
-        quantized.get("quant_method", ""), 16
-    )
+    bits = quantized.get("bits") or {
+        "fp8": 8,
+        "mxfp4": 4.25,
+        "bitsandbytes": 4 if quantized.get("load_in_4bit") else 8,
+    }.get(quantized.get("quant_method", ""), 16)
     return Shape(
         name=name,
         hidden=hidden,
@@ -332,7 +490,9 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> Shape:
         head=head,
         intermediate=get("intermediate_size") or 0,
         vocab=get("vocab_size"),
-        tied=bool(get("tie_word_embeddings") if eye is None else outer.get("tie_word_embeddings", get("tie_word_embeddings"))),
+        tied=bool(
+            get("tie_word_embeddings") if eye is None else outer.get("tie_word_embeddings", get("tie_word_embeddings"))
+        ),
         norms=get("norms") or 2,
         qk_norm=bool(get("qk_norm") or get("use_qk_norm")),
         biases=biases,

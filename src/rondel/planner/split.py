@@ -37,7 +37,9 @@ def idle(R: float, T: float) -> float:
 
 
 def balanced(G: int, r: float, t: float, *, unit: int = 1, most: float = inf) -> int:
-    """Engines' devices, in whole engines, that are fastest overlapped: a split beside the share that keeps both pools busy, or the fewest that reach `most`."""
+    """Engines' devices, in whole engines, that are fastest overlapped: a split beside the share that
+    keeps both pools busy, or the fewest that reach `most`.
+    """
     shares, largest = (engine_share(r, t) * G / unit, min(most, G * r) / r / unit), max(1, (G - 1) // unit)
     near = {min(max(1, n), largest) * unit for share in shares for n in (floor(share), ceil(share))}
     return max(sorted(near), key=lambda a: overlapped(min(a * r, most), (G - a) * t))
@@ -53,7 +55,9 @@ class Advice(NamedTuple):
 
 
 def advise(G: int, r: float, t: float, *, trainers: int = 0, unit: int = 1, most: float = inf) -> Advice:
-    """`r`, `t`: samples a second of one device that generates, that trains. `unit`: devices of one engine. `trainers`: of the split at hand."""
+    """`r`, `t`: samples a second of one device that generates, that trains. `unit`: devices of
+    one engine. `trainers`: of the split at hand.
+    """
     best = balanced(G, r, t, unit=unit, most=most) if G > 1 else G
     a = G - trainers if trainers else best
     R, T = min(a * r, most), (G - a) * t

@@ -8,15 +8,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-# What transformers' configs leave unsaid, beside three facts that stand in none: what its norms and its patches have, and its feed-forward.
+# What transformers' configs leave unsaid, beside three facts that stand in none: what its
+# norms and its patches have, and its feed-forward.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "hidden_size": 3584, "patch_size": 14},
-    "qwen2_5_vl": {"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "out_hidden_size": 3584, "patch_size": 14},
+    "qwen2_5_vl": {
+        "depth": 32,
+        "hidden_size": 3584,
+        "intermediate_size": 3420,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+    },
     "qwen3_vl": {
-        "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 3584, "patch_size": 16, "num_position_embeddings": 2304,
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "out_hidden_size": 3584,
+        "patch_size": 16,
+        "num_position_embeddings": 2304,
         "deepstack_visual_indexes": (8, 16, 24),
     },
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +69,9 @@ class Tower:
         return patches + self.places * e + self.layers * (self._block + biases + 2 * norm * e) + mergers
 
     def flops(self, tokens: float) -> float:
-        """A forward pass over an image of so many tokens: 2 a number and patch, and attention 4*p^2*E a layer, as if every layer saw all of it."""
+        """A forward pass over an image of so many tokens: 2 a number and patch, and attention
+        4*p^2*E a layer, as if every layer saw all of it.
+        """
         p = tokens * self.merge**2
         patches = 3 * self.temporal * self.patch**2 * self.width
         return (
@@ -67,12 +81,14 @@ class Tower:
         )
 
     def saved(self, tokens: float, bytes_each: float = 2, *, trained: bool = True) -> float:
-        """Activations of an image, bytes: its patches, and all layers' as Shape.saved counts them where the tower learns; else one layer's, and
-        what it says."""
+        """Activations of an image, bytes: its patches, and all layers' as Shape.saved counts them
+        where the tower learns; else one layer's, and what it says."""
         p = tokens * self.merge**2
         pixels = 3 * self.temporal * self.patch**2
         layer = 8 * self.width + (4 if self.gated else 2) * self.feed
-        said = tokens * ((1 + self.deep) * self.out + (2 * (1 + self.deep) * self.width * self.merge**2 if trained else 0))
+        said = tokens * (
+            (1 + self.deep) * self.out + (2 * (1 + self.deep) * self.width * self.merge**2 if trained else 0)
+        )
         return bytes_each * (p * (pixels + layer * (self.layers if trained else 1)) + said)
 
 

@@ -1,1 +1,3 @@
-"""What drives the loop for a run: controller, rollouts, evaluation, recording and replay, replay buffer, failure budget, elastic engines."""
+"""What drives the loop for a run: controller, rollouts, evaluation, recording and replay,
+replay buffer, failure budget, elastic engines.
+"""

@@ -1,4 +1,6 @@
-"""`rondel eval`: the number of a training run once more, for a run folder, a checkpoint or any model; and how hard its tasks are for it."""
+"""`rondel eval`: the number of a training run once more, for a run folder, a checkpoint or
+any model; and how hard its tasks are for it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from rondel.train.multi_policy import FOLDER
 
 
 def evaluate_checkpoint(model_or_run: str, recipe: str | None, overrides: dict[str, Any]) -> Evaluated:
-    """The same number for a run folder (its newest checkpoint), a checkpoint folder, or any model with a recipe's tasks."""
+    """The same number for a run folder (its newest checkpoint), a checkpoint folder,
+    or any model with a recipe's tasks.
+    """
     with _opened(model_or_run, recipe, overrides) as (parts, step):
         if not parts.tasks.held_out:
             raise UserError("the recipe holds no tasks out: set task.data.holdout = 50, or eval_path for files")
@@ -31,7 +35,8 @@ def evaluate_checkpoint(model_or_run: str, recipe: str | None, overrides: dict[s
 def rate(
     model_or_run: str, recipe: str | None, overrides: dict[str, Any], samples: int, told: Callable[[int, int], None]
 ) -> list[dict[str, Any]]:
-    """Every training task tried `samples` times as in training. -> its fields with `pass_rate`, the mean reward, each in [0, 1].
+    """Every training task tried `samples` times as in training. -> its fields with
+    `pass_rate`, the mean reward, each in [0, 1].
 
     None where no try could be scored. told: (tasks done, tasks) as they end.
     """
@@ -56,7 +61,9 @@ def rate(
 
 
 def _with_policies(job: Job, model: str, start: Callable[[], str | dict[str, Any]]) -> Job:
-    """The other policies as they are in this checkpoint. One that is not in it, or frozen, begins where it began: in `start` if it names no model."""
+    """The other policies as they are in this checkpoint. One that is not in it, or frozen, begins
+    where it began: in `start` if it names no model.
+    """
     policies = {}
     for name, policy in job.policies.items():
         own = Path(model) / FOLDER / name
@@ -75,13 +82,18 @@ def _opened(model_or_run: str, recipe: str | None, overrides: dict[str, Any]) ->
         checkpoints = checkpoints_in(folder / "checkpoints")
         if not checkpoints:
             raise UserError(
-                f"{folder} has no checkpoint yet; train it, or evaluate its starting model: rondel eval MODEL {folder / 'job.toml'}"
+                f"{folder} has no checkpoint yet; train it, or evaluate its starting model: rondel eval MODEL "
+                f"{folder / 'job.toml'}"
             )
         step, newest = list(checkpoints.items())[-1]
         recipe, model = recipe or str(folder / "job.toml"), str(newest)
     if recipe is None:
-        raise UserError(f"'{model_or_run}' is a model, so name the tasks: rondel eval {model_or_run} recipes/quickstart.toml")
-    job = _with_policies(Job.read(recipe, {**overrides, "model.path": model}), model, lambda: Job.read(recipe, overrides).model.path)
+        raise UserError(
+            f"'{model_or_run}' is a model, so name the tasks: rondel eval {model_or_run} recipes/quickstart.toml"
+        )
+    job = _with_policies(
+        Job.read(recipe, {**overrides, "model.path": model}), model, lambda: Job.read(recipe, overrides).model.path
+    )
     parts = build(job.on_one_device())
     try:
         parts.engine.version = step

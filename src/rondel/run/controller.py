@@ -46,7 +46,8 @@ RESTARTS = 3  # of a run that lost a rank of its trainer
 READ_BY_THE_LOOP = {
     *(f"task.eval.{name}" for name in Evaluation.model_fields),
     *(f"loop.{name}" for name in ("groups_per_step", "max_staleness", "window", "oversample", "late", "max_refills")),
-    *(f"loop.warmup.{name}" for name in Warmup.model_fields),  # steps = 0 leaves the phase out, whatever it would have been
+    # steps = 0 leaves the phase out, whatever it would have been
+    *(f"loop.warmup.{name}" for name in Warmup.model_fields),
     "run.checkpoint.every",
 }
 
@@ -54,7 +55,9 @@ READ_BY_THE_LOOP = {
 def train(
     job: Job, *, quiet: bool = False, built: Callable[[Parts], Any] | None = None, schedule: Schedule | None = None
 ) -> dict[str, Any]:
-    """Run the recipe, or continue its folder. -> the run card. `built` sees the parts before the first step; a schedule is followed."""
+    """Run the recipe, or continue its folder. -> the run card. `built` sees the parts
+    before the first step; a schedule is followed.
+    """
     keep_memory()
     job, why = with_steps(job)
     if job.place.cluster == "torchrun" and torchrun.rank_and_size()[0]:
@@ -82,7 +85,8 @@ def _train(
         found = checkpoints.latest()
         if found and found[1]["step"] >= total:
             progress.say(
-                f"{folder} is complete: {found[1]['step']} of {total} steps. To go on, set --loop.steps or --loop.passes higher; the card is in {folder / 'card.md'}"
+                f"{folder} is complete: {found[1]['step']} of {total} steps. To go on, set --loop.steps or "
+                f"--loop.passes higher; the card is in {folder / 'card.md'}"
             )
             return write_card(folder)
         interrupted = not found and (folder / FILE).is_file()  # before its first checkpoint
@@ -90,7 +94,8 @@ def _train(
             refuse_lost_checkpoints(folder)
         if job.run.record and (found or interrupted):
             raise ConfigError(
-                f"{folder} was interrupted, and what was in flight then cannot be replayed: go on with --run.record=false, or begin in another run.folder"
+                f"{folder} was interrupted, and what was in flight then cannot be replayed: go on with "
+                f"--run.record=false, or begin in another run.folder"
             )
         stacks = Stacks(folder)
         ends.callback(subscribe(dispensable("the record of stacks", stacks.read)))
@@ -109,7 +114,8 @@ def _train(
         _remember(job, folder, rollouts, ends, after=found[1]["step"] if found else -1)
         if unread := [key for key in job.unread() if key not in READ_BY_THE_LOOP]:
             raise ConfigError(
-                f"set, but without effect in this run: {', '.join(unread)}. Remove them, or see `rondel explain` for what reads them"
+                f"set, but without effect in this run: {', '.join(unread)}. Remove them, or see `rondel explain` for "
+                f"what reads them"
             )
         replace_file(folder / "job.toml", tomli_w.dumps(_without_none(job.tree())))
         if job.origin:
@@ -134,7 +140,8 @@ def _train(
                     refuse_lost_checkpoints(folder)
                 emit(
                     Warned(
-                        f"{lost}\nThe run goes on from {'the last checkpoint' if found else 'its beginning'} ({restarts} of at most {RESTARTS} times)"
+                        f"{lost}\nThe run goes on from {'the last checkpoint' if found else 'its beginning'} "
+                        f"({restarts} of at most {RESTARTS} times)"
                     )
                 )
             parts.close()
@@ -147,12 +154,19 @@ def _train(
 
 FOLDERS = ("checkpoints", "rollouts", "wal", "weights", "logs", "policies")  # of a run folder
 FILES = (FILE, "job.toml", ORIGIN, ".lock", "card.md", "card.json", SCHEDULE)
-OF_SINKS = {"tensorboard": ("tensorboard", True), "jsonl": ("metrics.jsonl", False), "csv": ("metrics.csv", False)}  # name, a folder?
+# name, a folder?
+OF_SINKS = {"tensorboard": ("tensorboard", True), "jsonl": ("metrics.jsonl", False), "csv": ("metrics.csv", False)}
 
 
 def refuse_misplaced(folder: Path, sinks: list[str]) -> None:
-    """A file where the run needs a folder, a folder where it needs a file, a link that leads nowhere: before anything is loaded."""
-    needed = {name: True for name in FOLDERS} | dict.fromkeys(FILES, False) | dict(OF_SINKS[sink] for sink in sinks if sink in OF_SINKS)
+    """A file where the run needs a folder, a folder where it needs a file, a link that
+    leads nowhere: before anything is loaded.
+    """
+    needed = (
+        {name: True for name in FOLDERS}
+        | dict.fromkeys(FILES, False)
+        | dict(OF_SINKS[sink] for sink in sinks if sink in OF_SINKS)
+    )
     for name, wanted in needed.items():
         path = folder / name
         if os.path.lexists(path) and not (path.is_dir() if wanted else path.is_file()):
@@ -166,7 +180,123 @@ def refuse_misplaced(folder: Path, sinks: list[str]) -> None:
                 else "no ordinary file"
             )
             raise ConfigError(
-                f"{path} is {what}, and the run needs a {'folder' if wanted else 'file'} there: move it away, or choose another folder with --run.folder=..."
+                f"{path} is {what}, and the run needs a {'folder' if wanted else 'file'} there: move it away, or choose "
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f"another folder with --run.folder=..."
             )
 
 
@@ -178,7 +308,9 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             lock.acquire()
         except Timeout as error:
-            raise ConfigError(f"another process is training in {folder}; wait for it, or set --run.folder to another one") from error
+            raise ConfigError(
+                f"another process is training in {folder}; wait for it, or set --run.folder to another one"
+            ) from error
     try:
         yield
     finally:
@@ -196,12 +328,14 @@ def refuse_lost_checkpoints(folder: Path) -> None:
 
 
 def _remember(job: Job, folder: Path, rollouts: store.RolloutStore, ends: ExitStack, after: int) -> None:
-    """Who writes down what happens: journal, rollouts, metrics of the steps after `after`, traces, and what is seen in them. A resumed run
-    depends on the first two: what they cannot write ends the run. All others are dispensable."""
+    """Who writes down what happens: journal, rollouts, metrics of the steps after `after`,
+    traces, and what is seen in them. A resumed run depends on the first two: what they cannot
+    write ends the run. All others are dispensable."""
     journal = Journal(folder, job.run.durability)
     ends.callback(journal.close)
     sinks: list[tuple[str, Any]] = [
-        (f"the sink '{kind}'", sink) for kind, sink in zip(job.run.sinks, open_sinks(job.run.sinks, folder, after=after))
+        (f"the sink '{kind}'", sink)
+        for kind, sink in zip(job.run.sinks, open_sinks(job.run.sinks, folder, after=after))
     ]
     if port := job.run.metrics_port:
         sinks.append((f"the page at run.metrics_port = {port}", Scraped(port)))
@@ -211,7 +345,10 @@ def _remember(job: Job, folder: Path, rollouts: store.RolloutStore, ends: ExitSt
     for name, reader in (*sinks, *([("traces", traces)] if traces is not None else [])):
         ends.callback(dispensable(f"the end of {name}", reader.close))
     writers = [dispensable(name, sink.write) for name, sink in sinks]
-    writers += [dispensable("the watch on late groups", LateBias().write), dispensable("the watch on the reward", Hacking().write)]
+    writers += [
+        dispensable("the watch on late groups", LateBias().write),
+        dispensable("the watch on the reward", Hacking().write),
+    ]
     for reads in (
         *([dispensable("traces", traces.read)] if traces is not None else []),
         dispensable("metrics", StepMetrics(*writers).read),
@@ -241,7 +378,11 @@ def _same_recipe(job: Job, folder: Path) -> None:
     if not path.is_file():
         return
     old, new = (_flat(_without_none(recipe.tree())) for recipe in (Job.read(path), job))
-    differ = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k) and not k.startswith("run.") and k != "loop.steps"]
+    differ = [
+        k
+        for k in sorted(old.keys() | new.keys())
+        if old.get(k) != new.get(k) and not k.startswith("run.") and k != "loop.steps"
+    ]
     if differ:
         rows = "; ".join(f"{k}: {old.get(k, 'not set')!r} -> {new.get(k, 'not set')!r}" for k in differ)
         raise ConfigError(
@@ -249,7 +390,11 @@ def _same_recipe(job: Job, folder: Path) -> None:
         )
     before, now, schedule = old.get("loop.steps"), new.get("loop.steps"), new.get("trainer.schedule", "constant")
     if before != now and schedule != "constant":
-        emit(Warned(f"loop.steps {before} -> {now}: the {schedule} schedule now ends at step {now}, so the learning rate jumps here"))
+        emit(
+            Warned(
+                f"loop.steps {before} -> {now}: the {schedule} schedule now ends at step {now}, so the learning rate jumps here"
+            )
+        )
 
 
 def _without_none(node: Any) -> Any:

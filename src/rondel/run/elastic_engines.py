@@ -1,8 +1,10 @@
-"""Engines of others that come late or come back while a run goes on: addresses of the recipe that were lost, and servers that said so.
+"""Engines of others that come late or come back while a run goes on: addresses of the
+recipe that were lost, and servers that said so.
 
     rondel serve MODEL --join RUN  ──writes──> RUN/engines/127.0.0.1-8001 ──read every few seconds──> weights that serve ──> admitted
 
-A newcomer takes the version that serves before its first request (`Update.catch_up`); one that ends is left behind by the router.
+A newcomer takes the version that serves before its first request (`Update.catch_up`);
+one that ends is left behind by the router.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ async def admit(
     reach: Callable[[str], ForeignEngine],
     bring: Callable[[Engine], Awaitable[int]],
 ) -> None:
-    """For ever. `reach` asks a server whether it can carry this run; one that cannot be reached is asked again, one that cannot is named once."""
+    """For ever. `reach` asks a server whether it can carry this run; one that cannot be reached
+    is asked again, one that cannot is named once.
+    """
     told: set[tuple[str, str]] = set()
     while True:
         for url in dict.fromkeys([*urls, *registered(folder)]):
@@ -59,9 +63,13 @@ def registered(folder: Path) -> list[str]:
 def check_run(folder: Path, host: str) -> None:
     """Before a model is loaded: is there a run that takes engines of this kind, and can it find this one?"""
     if not (folder / "job.toml").is_file():
-        raise UserError(f"--join {folder}: no run has begun there (it has no job.toml). Start the run first, or name its folder")
+        raise UserError(
+            f"--join {folder}: no run has begun there (it has no job.toml). Start the run first, or name its folder"
+        )
     if (kind := Job.read(folder / "job.toml").engine.kind) != "sglang":
-        raise UserError(f'--join {folder}: that run has engine.kind = "{kind}"; engines join one with engine.kind = "sglang"')
+        raise UserError(
+            f'--join {folder}: that run has engine.kind = "{kind}"; engines join one with engine.kind = "sglang"'
+        )
     if host in ("0.0.0.0", "::", ""):
         raise UserError(f"--join with --host {host}: name the address under which the run reaches this machine")
 

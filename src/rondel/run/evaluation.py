@@ -21,7 +21,9 @@ SHOWN = 6
 
 
 async def evaluate(parts: Any, step: int) -> Evaluated:
-    """Every held-out task once (or the first n), under the recipe's eval profile; failures count as wrong and are reported."""
+    """Every held-out task once (or the first n), under the recipe's eval profile;
+    failures count as wrong and are reported.
+    """
     from rondel.generate.envs.episode import rooted
     from rondel.run.rollouts import Rollouts
 
@@ -44,7 +46,9 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
     low, high = wilson(total, len(tasks)) if within_unit(rewards) else normal(rewards)
     samples = [
         {
-            "prompt": task.data["prompt"] if "prompt" in task.data else worded(task.data.get("messages", [{"content": ""}])[-1]["content"]),
+            "prompt": task.data["prompt"]
+            if "prompt" in task.data
+            else worded(task.data.get("messages", [{"content": ""}])[-1]["content"]),
             "answer": task.data.get("answer"),
             "text": t.text,
             "reward": t.reward,
@@ -67,14 +71,29 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
         of.setdefault(task.stream, []).append(reward)
     each = {name: sum(own) / len(own) for name, own in of.items()} if parts.tasks.sources else {}
     return Evaluated(
-        step, parts.engine.version, "held_out", total / max(1, len(tasks)), low, high, len(tasks), request, samples, time.perf_counter() - began, each,
-        min(rewards, default=None), max(rewards, default=None),
-    )  # fmt: skip
+        step,
+        parts.engine.version,
+        "held_out",
+        total / max(1, len(tasks)),
+        low,
+        high,
+        len(tasks),
+        request,
+        samples,
+        time.perf_counter() - began,
+        each,
+        min(rewards, default=None),
+        max(rewards, default=None),
+    )
 
 
 def profile(given: Evaluation, rollouts: Sampling) -> Sampling:
     """How held-out tasks are sampled: greedy, unless the recipe says otherwise, and ending where rollouts end."""
-    more: dict[str, Any] = {"temperature": given.temperature, "max_tokens": given.max_tokens or rollouts.max_tokens, "stop": rollouts.stop}
+    more: dict[str, Any] = {
+        "temperature": given.temperature,
+        "max_tokens": given.max_tokens or rollouts.max_tokens,
+        "stop": rollouts.stop,
+    }
     known = {f.name for f in fields(Sampling)} - {"temperature", "max_tokens", "n", "seed"}
     for name in given.sampling.keys() - known:
         raise ConfigError(f"task.eval.sampling has no '{name}'.{nearest(name, sorted(known))}")

@@ -33,7 +33,9 @@ class Stalls:
         threading.Thread(target=self._watch, daemon=True, name="stalls").start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._over.set()
         self._pulse.cancel()
 
@@ -50,7 +52,9 @@ class Stalls:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
     def _in_queue(self) -> float:
-        """Seconds that the loop's thread was ready to run and another had the processor; 0 where the system does not say."""
+        """Seconds that the loop's thread was ready to run and another had the processor;
+        0 where the system does not say.
+        """
         try:
             return int(self._queue.read_text().split()[1]) / 1e9
         except (OSError, IndexError, ValueError):
@@ -58,7 +62,9 @@ class Stalls:
 
 
 def _foreign(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of somebody else's in what the loop is at; none while it imports a module, which it does once."""
+    """The innermost frame of somebody else's in what the loop is at; none while it
+    imports a module, which it does once.
+    """
     found = None
     while frame is not None and frame.f_code.co_filename != asyncio.events.__file__:
         name = frame.f_code.co_filename

@@ -1,5 +1,5 @@
-"""How much may fail before a run stops, and how long it waits for the world to mend: what is left after failures is not trained for ever as
-if nothing were wrong (law 11)."""
+"""How much may fail before a run stops, and how long it waits for the world to mend: what is
+left after failures is not trained for ever as if nothing were wrong (law 11)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rondel.core.types import Failed, Score
 
 
 class Failures:
-    """`Failures(0.2, patience=600)`: more than a fifth of the last 200 answers have no score -> the run pauses, and stops after ten minutes.
+    """`Failures(0.2, patience=600)`: more than a fifth of the last 200 answers have no score ->
+    the run pauses, and stops after ten minutes.
 
         failing ──> pause: whoever fails waits, and one asks again every 1, 2, 4 .. 30 s ──> an answer with a score: all ask again, and go on
                                                        └──> patience is over: `spent` is set, and `why` says of what
@@ -32,11 +33,15 @@ class Failures:
         failed = isinstance(score, Failed)
         self.recent.add(f"{score.reason} {score.detail}".strip() if isinstance(score, Failed) else "")
         if failed and not self.why and self.since is None and (share := self.recent.above(self.most)):
-            told = f"{share.failed} of the last {share.of} answers have no score, {share.times} of them: {share.most:.300}"
+            told = (
+                f"{share.failed} of the last {share.of} answers have no score, {share.times} of them: {share.most:.300}"
+            )
             self._spend(told) if not self.patience else self._pause(told)
 
     async def again(self, score: Score | Failed | None) -> bool:
-        """Whether to ask for a score once more; counts what there is. While the run pauses it returns when it is this one's turn, or all is well."""
+        """Whether to ask for a score once more; counts what there is. While the run pauses it
+        returns when it is this one's turn, or all is well.
+        """
         if not isinstance(score, Failed):
             self._mended()
         if self.since is None:
@@ -73,7 +78,8 @@ class Failures:
         self.over.clear()
         emit(
             Warned(
-                f"paused: {told}. Whatever failed is asked for again until it works, for {self.patience:g} s (task.patience); then the run stops"
+                f"paused: {told}. Whatever failed is asked for again until it works, for {self.patience:g} s "
+                f"(task.patience); then the run stops"
             )
         )
 

@@ -1,6 +1,8 @@
-"""A run with several policies: each was placed as if it were alone, and composites of engine, trainer and transport join them (N1).
+"""A run with several policies: each was placed as if it were alone, and composites of
+engine, trainer and transport join them (N1).
 
-    policies.critic      engine, trainer, transport of its own      run.folder/policies/critic/ (token log, weights on their way, logs)
+    policies.critic      engine, trainer, transport of its own      run.folder/policies/critic/ (token
+                         log, weights on their way, logs)
     frozen = true        an engine alone
 
 In one process they share the device and its thread. Nobody behind the composites knows that there are others.
@@ -81,16 +83,26 @@ def _name(policy: str, one: Placed) -> None:
 def _refuse_others(name: str, other: Known, main: Known) -> None:
     """What one conversation of an episode cannot carry beside another."""
     where = f"policies.{name}.model = '{other.name}'"
-    same_words(main, other, who=where, remedy="All agents of an episode are written in the same tokens: take a model of the same family")
+    same_words(
+        main,
+        other,
+        who=where,
+        remedy="All agents of an episode are written in the same tokens: take a model of the same family",
+    )
     if bool(other.routers) != bool(main.routers):
         raise ConfigError(
-            f"{where} has {other.routers} routers and '{main.name}' {main.routers}: a mixture of experts plays only with others of its kind so far. "
+            f"{where} has {other.routers} routers and '{main.name}' {main.routers}: a mixture of experts plays only "
+            f"with others of its kind so far. "
             "Take two dense models, or two mixtures"
         )
     if other.sight != main.sight:
-        raise ConfigError(f"{where} looks at pictures otherwise than '{main.name}': take models of one family, or two that read text alone")
+        raise ConfigError(
+            f"{where} looks at pictures otherwise than '{main.name}': take models of one family, or two that read text "
+            f"alone"
+        )
     if other.max_context < main.max_context:
         raise ConfigError(
-            f"{where} carries {other.max_context} tokens and '{main.name}' {main.max_context}: conversations are cut where model.path ends. "
+            f"{where} carries {other.max_context} tokens and '{main.name}' {main.max_context}: conversations are cut "
+            f"where model.path ends. "
             "Give model.path the shorter context, or take a model that carries as many"
         )

@@ -78,7 +78,9 @@ class Run:
         try:
             await asyncio.wait([work, asked, spent], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                await asyncio.wait([work, rest := asyncio.create_task(self.rest.wait())], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    [work, rest := asyncio.create_task(self.rest.wait())], return_when=asyncio.FIRST_COMPLETED
+                )
                 rest.cancel()
             if work.done():
                 return work.result()
@@ -88,10 +90,134 @@ class Run:
             work.cancel()
             await asyncio.wait([work])
         await self._checkpoint()
-        state = f"after step {self.saved} of {self.total}, which is in a checkpoint" if self.saved else "before its first step"
+        state = (
+            f"after step {self.saved} of {self.total}, which is in a checkpoint"
+            if self.saved
+            else "before its first step"
+        )
         if failures.why and not self.ending.asked:
             raise RewardError(
-                f"the run stopped {state}: {failures.why}. The limit is task.max_failures = {failures.most:g}. Mend the reward or the environment and "
+                f"the run stopped {state}: {failures.why}. The limit is task.max_failures = {failures.most:g}. Mend the "
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f"reward or the environment and "
                 "give the same command: it goes on from there"
             )
         raise self.ending.stopped(state)
@@ -116,7 +242,9 @@ class Run:
         parts, task = self.parts, None
         if (reach := parts.placed.reach) is not None:
             urls = parts.job.engine.urls
-            task = asyncio.create_task(admit(parts.engine, self.folder, urls, reach, parts.sync.catch_up), name="newcomers")
+            task = asyncio.create_task(
+                admit(parts.engine, self.folder, urls, reach, parts.sync.catch_up), name="newcomers"
+            )
         try:
             yield
         finally:
@@ -139,7 +267,9 @@ class Run:
         """A supervised phase: the same loop, whose Generate copies answers."""
         parts = self.parts
         buffer = self._buffer(parts.job.loop.warmup.groups_per_step, 0, None, saved)
-        await self._loop(buffer, Shuffled(parts.tasks.train, parts.job.loop.seed), Demonstrations(parts, 1), chain([]), SFT, steps)
+        await self._loop(
+            buffer, Shuffled(parts.tasks.train, parts.job.loop.seed), Demonstrations(parts, 1), chain([]), SFT, steps
+        )
         return steps.stop - 1
 
     async def _reinforce(self, steps: range, saved: dict[str, Any] | None) -> None:
@@ -158,14 +288,18 @@ class Run:
             parts.order.load(saved["order"])
         readers = [parts.order.read]
         if parts.returning is not None:
-            parts.returning.recall(self.folder, range(max(job.loop.warmup.steps + 1, steps.start - job.loop.max_staleness), steps.start))
+            parts.returning.recall(
+                self.folder, range(max(job.loop.warmup.steps + 1, steps.start - job.loop.max_staleness), steps.start)
+            )
             readers.append(parts.returning.read)
         with ExitStack() as ends:
             for read in readers:
                 ends.callback(subscribe(read))
             await self._loop(buffer, parts.order, rollouts_of(parts), parts.judge, parts.algo, steps, prepare_of(parts))
 
-    def _buffer(self, groups: int, staleness: int, window: int | None, saved: dict[str, Any] | None, oversample: int = 0) -> Buffer:
+    def _buffer(
+        self, groups: int, staleness: int, window: int | None, saved: dict[str, Any] | None, oversample: int = 0
+    ) -> Buffer:
         version = self.parts.engine.version
         self.buffer = Buffer(
             groups_per_step=groups,
@@ -204,9 +338,20 @@ class Run:
         if self.schedule is not None:
             score, devices = finishing(score, buffer), InOrder(devices, self.schedule, buffer)
         await loop.run(
-            tasks, buffer, attempt=attempt, score=score, judge=judge, prepare=self._starting(prepare), trainer=parts.trainer,
-            engine=parts.engine, devices=devices, sync=self.sync, algo=algo, steps=steps, milestone=self.milestone,
-        )  # fmt: skip
+            tasks,
+            buffer,
+            attempt=attempt,
+            score=score,
+            judge=judge,
+            prepare=self._starting(prepare),
+            trainer=parts.trainer,
+            engine=parts.engine,
+            devices=devices,
+            sync=self.sync,
+            algo=algo,
+            steps=steps,
+            milestone=self.milestone,
+        )
 
     def _starting(self, prepare: Callable) -> Callable:
         """What begins a step; none is begun any more once the run was asked to end."""
@@ -220,7 +365,9 @@ class Run:
         return start
 
     async def sync(self, trainer: Any, engine: Any) -> int:
-        """The update, once more if an engine ended in the middle of it; if a rank of the trainer did, that is the error."""
+        """The update, once more if an engine ended in the middle of it; if a rank of
+        the trainer did, that is the error.
+        """
         placed = self.parts.placed
         while True:
             try:
@@ -239,8 +386,15 @@ class Run:
     async def milestone(self, step: int, version: int, batch: Batch) -> None:
         """Store what training learned of the rollouts; evaluate; checkpoint."""
         job, last = self.job, self.total
-        await self.rollouts.annotate(step, trainer_logprobs=per_token(batch, "trained"), advantages=per_token(batch, None))
-        self.done = (step, version, None if self.buffer.max_staleness else self.buffer.state(version), self.parts.order.state())
+        await self.rollouts.annotate(
+            step, trainer_logprobs=per_token(batch, "trained"), advantages=per_token(batch, None)
+        )
+        self.done = (
+            step,
+            version,
+            None if self.buffer.max_staleness else self.buffer.state(version),
+            self.parts.order.state(),
+        )
         if step < last:
             self.rest.set()
         if step == last or step == job.loop.warmup.steps or (job.task.eval.every and step % job.task.eval.every == 0):
@@ -249,7 +403,9 @@ class Run:
             await self._checkpoint()
 
     async def _checkpoint(self) -> None:
-        """The last whole step, if it is not in one already. What has begun is written to its end, whoever waits for it no more."""
+        """The last whole step, if it is not in one already. What has begun is written to
+        its end, whoever waits for it no more.
+        """
         if self.writing is None or self.writing.done():
             self.writing = asyncio.create_task(self._write())
         await asyncio.shield(self.writing)
@@ -274,11 +430,15 @@ class Run:
 
 def in_time(attempt: Attempt, judge: Judge, buffer: Buffer) -> tuple[Attempt, Judge]:
     """An attempt ends when it is late; then there is nothing to judge."""
-    return lambda slot: buffer.in_time(slot, attempt), lambda group: judge(group) if group.trajectories else Verdict(False, LATE)
+    return lambda slot: buffer.in_time(
+        slot, attempt
+    ), lambda group: judge(group) if group.trajectories else Verdict(False, LATE)
 
 
 def per_token(batch: Batch, note: str | None) -> dict[tuple[int, int], np.ndarray]:
-    """A note (or the advantages) of every trained token, laid out over the whole stream; nothing of what nobody credited: a frozen policy's."""
+    """A note (or the advantages) of every trained token, laid out over the whole stream;
+    nothing of what nobody credited: a frozen policy's.
+    """
     out = {}
     for sample in batch.samples:
         if len(sample.advantages) < len(sample.trainable):

@@ -18,7 +18,9 @@ from rondel.runtime.journal.schedule import Schedule
 
 
 class Scheduled:
-    """The engine, whose requests are recorded or follow their record. Evaluations are at one version whole, and need neither."""
+    """The engine, whose requests are recorded or follow their record. Evaluations are at
+    one version whole, and need neither.
+    """
 
     def __init__(self, engine: Any, schedule: Schedule) -> None:
         self._engine, self._schedule = engine, schedule
@@ -45,7 +47,8 @@ class InOrder:
         await self.schedule.asked(self.buffer.version)
         async with self.devices.parked():
             yield
-        await self.buffer.turn("trained", self.buffer.version, who="learner")  # what the step has counted is known from here
+        # what the step has counted is known from here
+        await self.buffer.turn("trained", self.buffer.version, who="learner")
 
     def training(self) -> AbstractAsyncContextManager[None]:
         return self.devices.training()

@@ -40,7 +40,9 @@ class Served:
         if not self.checked:
             await asyncio.gather(*(self._greet(teacher, server) for teacher, server in self.servers.values()))
             self.checked = True
-        await asyncio.gather(*(self._ask(place, teacher, server, batch) for place, (teacher, server) in self.servers.items()))
+        await asyncio.gather(
+            *(self._ask(place, teacher, server, batch) for place, (teacher, server) in self.servers.items())
+        )
 
     async def _ask(self, place: int, teacher: Teacher, server: Any, batch: Batch) -> None:
         free = asyncio.Semaphore(AT_ONCE)
@@ -48,7 +50,8 @@ class Served:
         async def one(sample: Sample) -> None:
             if sample.media and server.blind:
                 raise ConfigError(
-                    f"the teacher at {teacher.url} is sent no images, and {sample.group}/{sample.index} has some: {server.blind}. "
+                    f"the teacher at {teacher.url} is sent no images, and {sample.group}/{sample.index} has some: "
+                    f"{server.blind}. "
                     "Load it with a path"
                 )
             async with free:
@@ -67,13 +70,16 @@ class Served:
         if mean < chance:
             emit(
                 Warned(
-                    f"the teacher at {teacher.url} finds a plain sentence less likely than chance ({mean:.1f} nats a token, chance is {chance:.1f}): "
+                    f"the teacher at {teacher.url} finds a plain sentence less likely than chance ({mean:.1f} nats a "
+                    f"token, chance is {chance:.1f}): "
                     "does it read the same tokens? It must have the policy's tokenizer"
                 )
             )
 
 
-def served(job: Job, tokenizer: Any, kinds: dict[str, Any], wants: Callable[[str], bool], most: Callable[[], int]) -> Served | None:
+def served(
+    job: Job, tokenizer: Any, kinds: dict[str, Any], wants: Callable[[str], bool], most: Callable[[], int]
+) -> Served | None:
     """`kinds` of servers by name. Each is asked now whether it is there, and how long a text it reads."""
     servers: dict[int, tuple[Teacher, Any]] = {}
     far = {place: teacher for place, teacher in enumerate(job.model.teachers) if teacher.url is not None}
@@ -82,7 +88,8 @@ def served(job: Job, tokenizer: Any, kinds: dict[str, Any], wants: Callable[[str
         server: Any = kinds[teacher.kind](teacher.url)
         if (room := server.open(Sampling())) <= longest:
             raise ConfigError(
-                f"the longest prompt and its answer have {longest} tokens, and the teacher at {teacher.url} reads {room - 1}: "
+                f"the longest prompt and its answer have {longest} tokens, and the teacher at {teacher.url} reads "
+                f"{room - 1}: "
                 "start it with a longer context, or lower engine.sampling.max_tokens"
             )
         servers[place] = teacher, server

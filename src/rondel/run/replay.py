@@ -23,14 +23,19 @@ CLOCK = ("timings",)  # columns of a stored rollout that a replay has of its own
 
 
 def replay(folder: str | Path, step: int) -> dict[str, float]:
-    """Start from the newest checkpoint before `step` (or the starting weights), train the stored steps up to it. -> its metrics."""
+    """Start from the newest checkpoint before `step` (or the starting weights), train the
+    stored steps up to it. -> its metrics.
+    """
     keep_memory()
     folder = Path(folder)
     job = Job.read(folder / "job.toml")
     start, path = _before(folder, step)
     missing = sorted(set(range(start + 1, step + 1)) - set(store.steps(folder)))
     if missing:
-        raise UserError(f"the rollouts of step {missing[0]} are not stored in {folder}, so step {step} cannot be reached from step {start}")
+        raise UserError(
+            f"the rollouts of step {missing[0]} are not stored in {folder}, so step {step} cannot be reached from step "
+            f"{start}"
+        )
     parts = build(job.on_one_device())
     try:
         return asyncio.run(_replay(parts, folder, start, step, path))
@@ -43,7 +48,9 @@ async def _replay(parts, folder: Path, start: int, step: int, path: Path | None)
         await parts.trainer.load(path)
     stats, again = StepStats(False, {}), parts.returning
     if again is not None:
-        again.recall(folder, range(max(parts.job.loop.warmup.steps, start - parts.job.loop.max_staleness) + 1, start + 1))
+        again.recall(
+            folder, range(max(parts.job.loop.warmup.steps, start - parts.job.loop.max_staleness) + 1, start + 1)
+        )
     for number in range(start + 1, step + 1):
         warm = number <= parts.job.loop.warmup.steps
         algo, make = (SFT, prepare) if warm else (parts.algo, prepare_of(parts))
@@ -67,8 +74,9 @@ def _before(folder: Path, step: int) -> tuple[int, Path | None]:
 
 
 def again(folder: Path, into: Path) -> tuple[Job, Replayer]:
-    """What trains the whole run again, into another folder: `train(job, schedule=...)`. On one device of this process, wherever it was;
-    several ranks of a trainer as so many processes of this machine, since the order of their sums is theirs."""
+    """What trains the whole run again, into another folder: `train(job, schedule=...)`. On
+    one device of this process, wherever it was; several ranks of a trainer as so many processes of this
+    machine, since the order of their sums is theirs."""
     job = Job.read(folder / "job.toml")
     if into.exists() and any(into.iterdir()):
         raise UserError(f"{into} is not empty: give --into a folder of its own")
@@ -105,12 +113,23 @@ def differences(one: Path, other: Path) -> list[str]:
         if len(first) != len(second):
             found.append(f"step {step}: {len(first)} and {len(second)} samples")
         for mine, theirs in zip(first, second):
-            found += [f"step {step}, group {mine['group']}, sample {mine['sample']}: {k}" for k in mine if mine[k] != theirs[k]]
+            found += [
+                f"step {step}, group {mine['group']}, sample {mine['sample']}: {k}"
+                for k in mine
+                if mine[k] != theirs[k]
+            ]
     for kind, names in (("Synced", ("version", "root")), ("StepDone", ("step", "version", "metrics", "ledger"))):
-        rows = [[{name: e[name] for name in names} for e in read(folder) if e["kind"] == kind] for folder in (one, other)]
+        rows = [
+            [{name: e[name] for name in names} for e in read(folder) if e["kind"] == kind] for folder in (one, other)
+        ]
         if len(rows[0]) != len(rows[1]):
             found.append(f"{len(rows[0])} and {len(rows[1])} {kind}")
-        found += [f"version {a['version']}: {name}" for a, b in zip(*rows) for name in names if _told(a[name]) != _told(b[name])]
+        found += [
+            f"version {a['version']}: {name}"
+            for a, b in zip(*rows)
+            for name in names
+            if _told(a[name]) != _told(b[name])
+        ]
     return found
 
 

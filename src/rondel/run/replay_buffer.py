@@ -1,4 +1,6 @@
-"""Groups that are trained a second time: a few of every step come back in a later one, while their lag allows it (SPEC A15)."""
+"""Groups that are trained a second time: a few of every step come back in a later
+one, while their lag allows it (SPEC A15).
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ from rondel.runtime.journal import store
 
 @dataclass
 class Returning:
-    """`Returning(groups=4, staleness=2, seed=0)`: 4 of the groups of every step are drawn, without replacement, and each comes back once.
+    """`Returning(groups=4, staleness=2, seed=0)`: 4 of the groups of every step are drawn,
+    without replacement, and each comes back once.
 
-    A group that was lag versions old at its step t comes back at t + d, d drawn from 1 .. staleness - lag: so it is never older than any
-    other group may be (law 2), and one that was as old as that already does not come back. What is drawn depends on the seed and the
-    group's number alone, so a resumed or repeated run draws the same.
+    A group that was lag versions old at its step t comes back at t + d, d drawn from 1 ..
+    staleness - lag: so it is never older than any other group may be (law 2), and one that was
+    as old as that already does not come back.
+    What is drawn depends on the seed and the group's number alone, so a resumed or repeated run draws the same.
     """
 
     groups: int

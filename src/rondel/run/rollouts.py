@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rondel.assemble.refusals import refuse_miscast, refuse_unanswered, refuse_untrainable, refuse_wide, refuse_without_support
+from rondel.assemble.refusals import (
+    refuse_miscast,
+    refuse_unanswered,
+    refuse_untrainable,
+    refuse_wide,
+    refuse_without_support,
+)
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError, EnvError, RondelError
 from rondel.core.types import (
@@ -61,11 +67,15 @@ class Rollouts:
 
     async def _demonstrated(self, slot: Slot, policy: str) -> list[Trajectory]:
         section = self.parts.job.task
-        shows = Demonstrate(suffix=section.suffix, system=section.system, examples=section.shown_examples, policy=policy)
+        shows = Demonstrate(
+            suffix=section.suffix, system=section.system, examples=section.shown_examples, policy=policy
+        )
         return [await shows.run(slot.task, self.chat(lambda turn: 0))]
 
     async def _scored(self, slot: Slot, index: int, policy: str = POLICY) -> list[Trajectory]:
-        """One that is scored, or a failure; while a run pauses it is asked for again: the world's fault anew, a reward's of the same answer."""
+        """One that is scored, or a failure; while a run pauses it is asked for again: the world's
+        fault anew, a reward's of the same answer.
+        """
         episode = rooted(await self._one(slot, index, policy))
         await self.score_episode(episode, slot.task)
         while await self.parts.failures.again(episode[0].score):
@@ -100,7 +110,9 @@ class Rollouts:
                 reason = valid(f"{type(error).__name__}: {error}")
         return [Trajectory(outcome=EnvFault(reason))]
 
-    def chat(self, key: Callable[[int], int], sampling: Sampling | None = None, namespace: str = "", group: str = "") -> TokenChat:
+    def chat(
+        self, key: Callable[[int], int], sampling: Sampling | None = None, namespace: str = "", group: str = ""
+    ) -> TokenChat:
         p = self.parts
 
         async def generate(request):
@@ -185,7 +197,8 @@ def shown_of(job: Job, tasks: TaskSet, rows: list[Algorithm]) -> list[Shown]:
     for i, (b, row) in enumerate(zip(job.algo.beside, rows, strict=True)):
         if row.needs:
             raise ConfigError(
-                f"algo.beside: kind = '{b.kind}' learns from rewards or from tokens that the policy drew; what stands beside is shown to it. "
+                f"algo.beside: kind = '{b.kind}' learns from rewards or from tokens that the policy drew; what stands "
+                f"beside is shown to it. "
                 "Use kind = 'sft'"
             )
         stream, own = f"beside.{i}", b.data is None
@@ -211,8 +224,8 @@ async def prepare(groups: list[Group]) -> Batch:
 
 
 def prepare_of(parts: Parts) -> Callable[[list[Group]], Awaitable[Batch]]:
-    """The same with groups that come back, what is shown beside, and what teachers elsewhere say of it. The step's first number chooses what is shown, so that a
-    step done again, or replayed, gets the same."""
+    """The same with groups that come back, what is shown beside, and what teachers elsewhere say of it. The step's
+    first number chooses what is shown, so that a step done again, or replayed, gets the same."""
     rollouts = rollouts_of(parts)
 
     async def whole(groups: list[Group]) -> Batch:

@@ -1,4 +1,6 @@
-"""How many functions the device threads of this process have begun and ended: while one is open, a turning event loop is no progress."""
+"""How many functions the device threads of this process have begun and ended: while one is
+open, a turning event loop is no progress.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,9 @@ def pick_device(wanted: str) -> str:
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", wanted):
         raise ConfigError(f"place.device = '{wanted}'; it is 'auto', 'cpu', 'cuda' or 'cuda:1'")
     if wanted.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"place.device = '{wanted}', but torch sees no CUDA device; `rondel doctor` says why. Use 'auto' or 'cpu'")
+        raise ConfigError(
+            f"place.device = '{wanted}', but torch sees no CUDA device; `rondel doctor` says why. Use 'auto' or 'cpu'"
+        )
     if int(wanted.partition(":")[2] or 0) >= (there := torch.cuda.device_count()) and wanted != "cpu":
         raise ConfigError(f"place.device = '{wanted}', but this machine has {there} GPUs, counted from 0")
     return wanted
@@ -52,8 +54,10 @@ def keep_memory() -> bool:
 class Device:
     """One device and its one thread: `await device.run(function, *args)`.
 
-    All arithmetic belongs on it. OpenMP gives every thread that computes a pool of its own, and as soon as there are more of them
-    than cores each parallel region waits to be woken: decoding ran at half its speed with one tensor cast on the main thread (docs/LOG.md).
+    All arithmetic belongs on it. OpenMP gives every thread that computes a pool of its
+    own, and as soon as there are more of them than cores each parallel region waits to be
+    woken: decoding ran at half its speed with one
+    tensor cast on the main thread (docs/LOG.md).
     """
 
     def __init__(self, name: str = "cpu", threads: int | None = None) -> None:
@@ -95,7 +99,9 @@ class OneAtATime:
 
     def take(self, who: str) -> None:
         if self.holder not in (None, who):
-            raise LawError(f"the {who} wants the memory of a device that the {self.holder} has: the {self.holder} must sleep first")
+            raise LawError(
+                f"the {who} wants the memory of a device that the {self.holder} has: the {self.holder} must sleep first"
+            )
         self.holder = who
 
     def leave(self, who: str) -> None:
@@ -104,7 +110,8 @@ class OneAtATime:
 
 
 class Shared:
-    """Trainer and engine on one device.  With `offload` exactly one of them has its memory (law 8), in this order (SPEC H4):
+    """Trainer and engine on one device.  With `offload` exactly one of them has its
+    memory (law 8), in this order (SPEC H4):
 
     engine ──pause, cache sleeps──> trainer wakes, steps, sleeps ──> sync: the weights alone ──> cache wakes, resume ──> engine
 
@@ -112,10 +119,24 @@ class Shared:
     """
 
     def __init__(
-        self, engine: Engine, trainer: Any, *, how: Interrupt = "hold", offload: bool = False, device: str = "cpu", beside: Any = None
+        self,
+        engine: Engine,
+        trainer: Any,
+        *,
+        how: Interrupt = "hold",
+        offload: bool = False,
+        device: str = "cpu",
+        beside: Any = None,
     ) -> None:
-        """`trainer`: one whose `offload` can say what it has on the device. `beside`: sleeps, wakes, and says its `memory`."""
-        self.engine, self.trainer, self.how, self.offload, self.device, self.beside = engine, trainer, how, offload, device, beside
+        """`trainer`: one whose `offload` can say what it has on the device. `beside`:
+        sleeps, wakes, and says its `memory`.
+        """
+        self.engine = engine
+        self.trainer = trainer
+        self.how = how
+        self.offload = offload
+        self.device = device
+        self.beside = beside
         self._seen = Resident({}, {})
 
     @asynccontextmanager
@@ -147,14 +168,17 @@ class Shared:
             await self.trainer.sleep(("optimizer",))
 
     async def _look(self, phase: str) -> None:
-        """A CUDA device has counted itself; on a CPU bytes of tensors are, without those that a pass needs while it runs."""
+        """A CUDA device has counted itself; on a CPU bytes of tensors are, without those
+        that a pass needs while it runs.
+        """
         mine = self.trainer.offload
         held = {**mine.memory(), **(await self.engine.status()).memory}
         if self.beside is not None:
             held["reward"] = self.beside.memory
         peak = max(sum(held.values()), mine.high + held["kv_cache"])
         if self.device.startswith("cuda"):
-            peak = torch.cuda.max_memory_allocated(self.device) + held.get("reward", 0)  # which is in a process of its own
+            # which is in a process of its own
+            peak = torch.cuda.max_memory_allocated(self.device) + held.get("reward", 0)
             torch.cuda.reset_peak_memory_stats(self.device)
         mine.high = 0
         self._seen.peak[phase], self._seen.held[phase] = peak, held

@@ -1,9 +1,11 @@
 """Where the memory of a run is: each process as the kernel counts it, and in it what its tenants say that they hold.
 
     engine-0   pid 4711   resident 812 MB, at most 1,204 MB   kv_cache 96 MB
-    trainer-0  pid 4712   resident 1,960 MB, at most 2,310 MB   moments 720 MB, masters 360 MB, gradients 360 MB, weights 180 MB
+    trainer-0  pid 4712   resident 1,960 MB, at most 2,310 MB   moments 720 MB, masters 360 MB,
+               gradients 360 MB, weights 180 MB
 
-The kernel is asked from outside, so a process that hangs, or is about to be killed, is seen as well as one that answers.
+The kernel is asked from outside, so a process that hangs, or is about to be killed,
+is seen as well as one that answers.
 """
 
 from __future__ import annotations

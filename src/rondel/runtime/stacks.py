@@ -1,8 +1,10 @@
-"""Every Python stack of a run and the memory of its processes, in its logs: written when a wait passes its deadline, where memory ran out, on demand.
+"""Every Python stack of a run and the memory of its processes, in its logs: written when a wait
+passes its deadline, where memory ran out, on demand.
 
     kill -USR1 CONTROLLER
 
-What hangs cannot be called, so each process writes its own stacks when it gets the signal: from C, whatever it is doing.
+What hangs cannot be called, so each process writes its own stacks when it gets the
+signal: from C, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -32,13 +34,16 @@ def listen(file: IO[str]) -> None:
 
 
 class Stacks:
-    """Of a controller and its workers, into `logs` of the run folder. Reads events: `Stalled` is answered with where they are.
+    """Of a controller and its workers, into `logs` of the run folder. Reads events:
+    `Stalled` is answered with where they are.
 
     others  makes the workers write theirs, as they are now
     pids    of the workers of this machine, by name
     """
 
-    def __init__(self, folder: Path, others: Callable[[], None] = lambda: None, pids: Callable[[], dict[str, int]] = dict) -> None:
+    def __init__(
+        self, folder: Path, others: Callable[[], None] = lambda: None, pids: Callable[[], dict[str, int]] = dict
+    ) -> None:
         self.logs, self.others, self.pids = folder / "logs", others, pids
         self.held: dict[str, dict[str, int]] = {}  # by worker, as it last told
 

@@ -1,4 +1,5 @@
-"""How a run is asked to end: SIGTERM of a scheduler that wants the machine back, Ctrl-C of a person, SIGHUP of a terminal that was closed.
+"""How a run is asked to end: SIGTERM of a scheduler that wants the machine back, Ctrl-C of a
+person, SIGHUP of a terminal that was closed.
 
 first     the run keeps what it has learned in a checkpoint and ends; what it began cheaply is given up
 second    the end, at once: no process of the run is left, and the last checkpoint stands
@@ -51,7 +52,9 @@ class Ending:
             self._waits = None
 
     def stopped(self, state: str) -> Stopped:
-        return Stopped(f"stopped by {signal.Signals(self.asked).name} {state}; continue with the same command", self.asked)
+        return Stopped(
+            f"stopped by {signal.Signals(self.asked).name} {state}; continue with the same command", self.asked
+        )
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.asked:

@@ -27,13 +27,17 @@ Lent = dict[str, Callable[[], Any]]
 
 
 def combine(*, parts: dict[str, Spec], **lent: Callable[[], Any]) -> Combine:
-    """`parts = { correct = "number", format = { kind = "format", tag = "answer", weight = 0.2 } }`; a weight is 1 unless given."""
+    """`parts = { correct = "number", format = { kind = "format", tag = "answer", weight =
+    0.2 } }`; a weight is 1 unless given.
+    """
     specs = {name: {"kind": part} if isinstance(part, str) else dict(part) for name, part in parts.items()}
     return Combine({name: (float(part.pop("weight", 1.0)), build(part, lent)) for name, part in specs.items()})
 
 
 def by(*, parts: dict[str, Spec], field: str = "source", **lent: Callable[[], Any]) -> By:
-    """`field = "source", parts = { sums = "number", proofs = "math" }`: which of them judges a task, a field of its data says."""
+    """`field = "source", parts = { sums = "number", proofs = "math" }`: which of them
+    judges a task, a field of its data says.
+    """
     return By(field, {name: build(part, lent) for name, part in parts.items()})
 
 
@@ -83,13 +87,16 @@ def examine(spec: Spec, task: Task) -> None:
 def build(spec: Spec, lent: Lent | None = None) -> Callable[..., Any]:
     """A reward from its spec: "number", "module:name", or {kind = "number", tolerance = 0.01}.
 
-    A class is constructed with the settings; a user's function is the reward itself, with the settings as keyword arguments.
-    `lent`: what is made for rewards that have a parameter of that name: sandbox, deadline.
+    A class is constructed with the settings; a user's function is the reward itself,
+    with the settings as keyword arguments. `lent`: what is made for rewards that have a
+    parameter of that name: sandbox, deadline.
     """
     settings = {"kind": spec} if isinstance(spec, str) else dict(spec)
     kind = settings.pop("kind", None)
     if not isinstance(kind, str):
-        raise ConfigError(f"reward {spec!r} has no 'kind'. Known: {', '.join(sorted(REWARDS))}; or your own as 'module:name'")
+        raise ConfigError(
+            f"reward {spec!r} has no 'kind'. Known: {', '.join(sorted(REWARDS))}; or your own as 'module:name'"
+        )
     factory = find("reward", kind, REWARDS)
     settings |= _wanted(factory, lent or {}, settings)
     try:

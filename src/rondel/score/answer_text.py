@@ -1,4 +1,6 @@
-"""What was asked, which part of a text is the answer to it, and whether that can be a number without a computer algebra system."""
+"""What was asked, which part of a text is the answer to it, and whether that can be a
+number without a computer algebra system.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,12 @@ DENIED = re.compile(r"\bnot [^\s,;]{1,40},? but (?:rather )?", re.IGNORECASE)
 LONGEST = 2000  # characters of an answer that are still read
 TAIL = 16000  # characters at the end of a text in which its answer stands: no pattern here may meet an endless text
 
-PLAIN = re.compile(r"([+-]?)((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,18})(?:\.[0-9]{1,18})?|\.[0-9]{1,18})(?:\s*/\s*([0-9]{1,18}))?")
+PLAIN = re.compile(
+    r"([+-]?)((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,18})(?:\.[0-9]{1,18})?|\.[0-9]{1,18})(?:\s*/\s*([0-9]{1,18}))?"
+)
 
-# What a policy can write in ten characters and no machine can compute: towers of powers, exponents and bounds of six digits, repeated factorials.
+# What a policy can write in ten characters and no machine can compute: towers of powers,
+# exponents and bounds of six digits, repeated factorials.
 OPEN, CLOSE = r"[\s{(\[]*", r"[\s})\]]*"
 WILD = re.compile(
     rf"(?:\^|\*\*){OPEN}[0-9]+{CLOSE}(?:\^|\*\*){OPEN}[0-9]"  # 9^{9^{9}}, 9**9**9
@@ -31,7 +36,9 @@ def question_of(task: Task) -> str:
     """The prompt, or what the user said in the messages."""
     if "prompt" in task.data:
         return str(task.data["prompt"])
-    return "\n".join(worded(message.get("content", "")) for message in task.data.get("messages", []) if message.get("role") == "user")
+    return "\n".join(
+        worded(message.get("content", "")) for message in task.data.get("messages", []) if message.get("role") == "user"
+    )
 
 
 def turns_of(trajectory: Trajectory) -> list[Turn]:
@@ -47,11 +54,14 @@ def asked_of(trajectory: Trajectory, task: Task) -> list[dict[str, str]]:
     if question := question_of(task):
         return [{"role": "user", "content": question}]
     first = next((i for i, turn in enumerate(trajectory.conversation) if turn.written), 0)
-    return [{"role": turn.role, "content": turn.text} for turn in trajectory.conversation[:first]] or [{"role": "user", "content": ""}]
+    return [{"role": turn.role, "content": turn.text} for turn in trajectory.conversation[:first]] or [
+        {"role": "user", "content": ""}
+    ]
 
 
 def said(text: str) -> str:
-    r"""The last box that closes, whole, else the last <answer>, else the text without what it denies: "not 7 but 8" says 8.
+    r"""The last box that closes, whole, else the last <answer>, else the text without
+    what it denies: "not 7 but 8" says 8.
 
     said(r"\boxed{7}, no: \boxed{8}") -> r"\boxed{8}" · said("<answer>7</answer>") -> "7" · said("not 7 but 8") -> "8"
     """
@@ -79,9 +89,16 @@ def plain(answer: str) -> Fraction | None:
 
 
 def wild(answer: str) -> bool:
-    """Whether to try to compute this would be to hang: it is longer than any answer, or of those that grow beyond every machine."""
+    """Whether to try to compute this would be to hang: it is longer than any answer, or
+    of those that grow beyond every machine.
+    """
     boxed = answer.startswith("\\boxed{")
-    return (boxed and len(answer) > LONGEST) or _depth(answer) > 100 or bool(WILD.search(answer)) or bool(re.search(r"[0-9]{1000}", answer))
+    return (
+        (boxed and len(answer) > LONGEST)
+        or _depth(answer) > 100
+        or bool(WILD.search(answer))
+        or bool(re.search(r"[0-9]{1000}", answer))
+    )
 
 
 def _closed(text: str, start: int) -> str | None:

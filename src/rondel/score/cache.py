@@ -27,4 +27,6 @@ class Cache:
 
 
 def digest(asked: Any) -> bytes:
-    return blake2b(json.dumps(asked, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return blake2b(
+        json.dumps(asked, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass"), digest_size=16
+    ).digest()

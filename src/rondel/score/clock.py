@@ -31,7 +31,9 @@ CLOCKS: ContextVar[Clocks | None] = ContextVar("rondel_reward_clocks", default=N
 
 
 def called(reward: Callable[..., Any], *given: Any) -> Any:
-    """What the reward returns, or an awaitable of it. While a synchronous one runs, the clocks of the other calls stand still."""
+    """What the reward returns, or an awaitable of it. While a synchronous one runs, the
+    clocks of the other calls stand still.
+    """
     began, clocks = time.monotonic(), CLOCKS.get()
     try:
         return reward(*given)

@@ -1,6 +1,8 @@
-"""Does the code that the policy wrote do what its tests ask? Code and tests each run in a box of their own; results are compared outside both.
+"""Does the code that the policy wrote do what its tests ask? Code and tests each run in a box
+of their own; results are compared outside both.
 
-"assert f(2) == 4"                        Python text: asserts, functions test_..., or a check(candidate) with data["entry_point"]
+"assert f(2) == 4"                        Python text: asserts, functions test_..., or a check(candidate) with
+                                          data["entry_point"]
 {"input": "2\\n", "output": "4\\n"}        a program: what it prints for what it reads
 {"call": [2], "expected": 4}              a function: data["entry_point"], or "function" in the case
 """
@@ -52,9 +54,10 @@ class Code:
     deadline  seconds for one call of the reward; the tests share 0.8 of them
     seconds   wall clock of one test; `memory` bytes of its box
     packages  what the code and its tests may import beside the standard library; it must be installed here
-    What the code does is its own affair: one that hangs, is killed or floods has not passed the test. A box that cannot be made, a test that
-    cannot be judged here, or tests that the reference (`task.data["answer"]`, if there is one) does not pass, are a failure of the reward
-    and no score.
+    What the code does is its own affair: one that hangs, is killed or floods has not passed the
+    test. A box that cannot be made, a test that cannot be judged here, or tests that the
+    reference (`task.data["answer"]`, if there is one)
+    does not pass, are a failure of the reward and no score.
     """
 
     def __init__(
@@ -70,7 +73,8 @@ class Code:
         one_of("reward 'code': credit", credit, ("fraction", "all"))
         if not 0 < seconds <= SHARE * deadline:
             raise ConfigError(
-                f"reward 'code': seconds = {seconds}; one test may take up to {SHARE:g} of task.reward_timeout = {deadline:g}, that is "
+                f"reward 'code': seconds = {seconds}; one test may take up to {SHARE:g} of task.reward_timeout = "
+                f"{deadline:g}, that is "
                 f"{SHARE * deadline:g}: lower seconds, or raise task.reward_timeout"
             )
         self.sandbox, self.deadline, self.seconds, self.credit = sandbox, deadline, seconds, credit
@@ -86,7 +90,8 @@ class Code:
             if not ran.ok:
                 said = ran.stderr.decode(errors="replace").strip().rpartition("\n")[2] or ran.ended
                 raise SandboxError(
-                    f"reward 'code': {package} cannot be imported in the sandbox: {said}. Raise memory = {memory}, or leave it out of packages = {list(packages)}"
+                    f"reward 'code': {package} cannot be imported in the sandbox: {said}. Raise memory = {memory}, or "
+                    f"leave it out of packages = {list(packages)}"
                 )
 
     def __call__(self, trajectory: Trajectory, task: Task) -> Score:
@@ -111,7 +116,9 @@ class Code:
         return passed
 
     def _try_reference(self, tests: list[Any], task: Task, until: float) -> None:
-        """Once for each task: are these tests that can be passed? Each has its whole time: what an answer used up is no fault of theirs."""
+        """Once for each task: are these tests that can be passed? Each has its whole time: what
+        an answer used up is no fault of theirs.
+        """
         reference = reference_of(task)
         for number in range(self._good.get(task.id, 0), len(tests) if reference else 0):
             if time.monotonic() + self.seconds > until:
@@ -122,7 +129,8 @@ class Code:
                 return  # this machine may have been busy, once
             if verdict != PASSED:
                 raise DataError(
-                    f"test {number} of {task.id} does not pass with the task's own answer: {ENDED[verdict]}; the test: {str(tests[number])[:200]!r}"
+                    f"test {number} of {task.id} does not pass with the task's own answer: {ENDED[verdict]}; the test: "
+                    f"{str(tests[number])[:200]!r}"
                 )
             self._good[task.id] = number + 1
 
@@ -141,13 +149,18 @@ class Code:
         return GONE
 
     def _printed(self, code: str, test: dict[str, Any], seconds: float) -> int:
-        ran = self._kept("candidate", self._cell("candidate").call(code, stdin=str(test["input"]).encode(errors="replace"), wall=seconds))
+        ran = self._kept(
+            "candidate",
+            self._cell("candidate").call(code, stdin=str(test["input"]).encode(errors="replace"), wall=seconds),
+        )
         if not ran.ok:
             return LATE if ran.limit == "wall" else BROKEN
         return PASSED if same_text(ran.stdout.decode(errors="replace"), str(test["output"])) else WRONG
 
     def _judged(self, code: str, judgement: str, test: Any, task: Task, seconds: float) -> int:
-        """Tests and candidate at once, each in its box, two pipes between them. A test that cannot be judged is a DataError."""
+        """Tests and candidate at once, each in its box, two pipes between them. A test
+        that cannot be judged is a DataError.
+        """
         candidate, harness = self._cell("candidate"), self._cell("harness")
         asks, answers, none, tells = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDWR), os.memfd_create("tells")
         try:
@@ -167,7 +180,8 @@ class Code:
                 self._kept("candidate", candidate.finish(0))
             if ran.exit == FAULT and not ran.limit:
                 raise DataError(
-                    f"a test of {task.id} cannot be judged: {os.pread(tells, 2000, 0).decode(errors='replace')}; the test: {str(test)[:200]!r}"
+                    f"a test of {task.id} cannot be judged: {os.pread(tells, 2000, 0).decode(errors='replace')}; the "
+                    f"test: {str(test)[:200]!r}"
                 )
         finally:
             os.close(tells)
@@ -195,7 +209,8 @@ def importable(packages: Sequence[str]) -> dict[str, Any]:
         spec = importlib.util.find_spec(package) if package.isidentifier() else None
         if spec is None or spec.origin is None:
             raise ConfigError(
-                f"reward 'code': packages = {list(packages)}: '{package}' is not installed here: pip install it, or leave it out"
+                f"reward 'code': packages = {list(packages)}: '{package}' is not installed here: pip install it, or "
+                f"leave it out"
             )
         inside = Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin)
         shown += [str(path) for path in (inside, inside.with_name(f"{package}.libs")) if path.exists()]
@@ -205,4 +220,6 @@ def importable(packages: Sequence[str]) -> dict[str, Any]:
 
 def same_text(said: str, wanted: str) -> bool:
     """Line by line, without the space at ends of lines and at the end."""
-    return [line.rstrip() for line in said.rstrip().splitlines()] == [line.rstrip() for line in wanted.rstrip().splitlines()]
+    return [line.rstrip() for line in said.rstrip().splitlines()] == [
+        line.rstrip() for line in wanted.rstrip().splitlines()
+    ]

@@ -30,11 +30,16 @@ def checked(task: Task) -> list[Any]:
     tests = task.data.get("tests")
     tests = [tests] if isinstance(tests, str) else tests
     if not isinstance(tests, list | tuple) or not tests:
-        raise DataError(f"task {task.id} has no tests: data['tests'] is a list of asserts, of {{input, output}} or of {{call, expected}}")
+        raise DataError(
+            f"task {task.id} has no tests: data['tests'] is a list of asserts, of {{input, output}} or of {{call, "
+            f"expected}}"
+        )
     for number, test in enumerate(tests):
         if isinstance(test, str):
             wrong = _untestable(test, str(task.data.get("entry_point", "")), reference_of(task))
-        elif not isinstance(test, dict) or not ({"input", "output"} <= test.keys() or {"call", "expected"} <= test.keys()):
+        elif not isinstance(test, dict) or not (
+            {"input", "output"} <= test.keys() or {"call", "expected"} <= test.keys()
+        ):
             wrong = f"is {str(test)[:80]!r}; a test is Python text, {{input, output}} or {{call, expected}}"
         elif "call" in test:
             wrong = _uncallable(test, task)
@@ -65,7 +70,9 @@ def _untestable(test: str, entry: str, answer: str) -> str:
         return ""
     known = ", ".join(sorted(names_read(test)))
     why = (
-        f"calls nothing but built-in functions ({known}): set data['entry_point'] to the one that is asked for" if known else "asks nothing"
+        f"calls nothing but built-in functions ({known}): set data['entry_point'] to the one that is asked for"
+        if known
+        else "asks nothing"
     )
     return f"tests nothing of an answer: it {why}"
 
@@ -75,7 +82,11 @@ def _uncallable(test: dict[str, Any], task: Task) -> str:
         return "calls no named function: set data['entry_point'], or 'function' in the case"
     try:
         pack([test["call"], test["expected"]])
-        return "" if isinstance(test["call"], list | tuple) else f"calls with {test['call']!r:.80}; a list of arguments is needed"
+        return (
+            ""
+            if isinstance(test["call"], list | tuple)
+            else f"calls with {test['call']!r:.80}; a list of arguments is needed"
+        )
     except (TypeError, ValueError) as error:
         return f"has what is no plain data: {error}"
 
@@ -91,8 +102,10 @@ def judgement(code: str, test: Any, task: Task) -> str:
 
 
 class Names(NamedTuple):
-    """What a text asks for. asked: of the candidate; needed: those of them that are built in, without which the text is not run; modules:
-    (name, module, attributes) that it uses and does not import, because its prompt does. A candidate's `math` is asked for nothing."""
+    """What a text asks for. asked: of the candidate; needed: those of them that are built in,
+    without which the text is not run; modules: (name, module, attributes) that it uses and
+    does not import, because its prompt does. A
+    candidate's `math` is asked for nothing."""
 
     asked: list[str]
     needed: list[str]
@@ -101,8 +114,8 @@ class Names(NamedTuple):
 
 @lru_cache(4096)
 def names_of(test: str, entry: str, answer: str) -> Names:
-    """A candidate replaces no built-in function, but for the one that is tested: the entry point; in a text that knows no other name, what
-    the task's own answer defines, or the only one that it calls."""
+    """A candidate replaces no built-in function, but for the one that is tested: the entry
+    point; in a text that knows no other name, what the task's own answer defines, or the only one that it calls."""
     free = set(free_names(test))
     builtin = names_read(test) - free
     needed = builtin & {entry}

@@ -1,4 +1,6 @@
-"""Several rewards as one: all of them with names and weights, or for each task the one that is named by a field of it."""
+"""Several rewards as one: all of them with names and weights, or for each task the one that is
+named by a field of it.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +58,18 @@ class Several:
 
 
 class Combine(Several):
-    """`Combine({"correct": (1.0, Number()), "format": (0.2, Format(tag="answer"))})` -> Score(1.2, {"correct": 1.0, "format": 0.2}).
+    """`Combine({"correct": (1.0, Number()), "format": (0.2, Format(tag="answer"))})` ->
+    Score(1.2, {"correct": 1.0, "format": 0.2}).
 
-    Parts are reported with their weight, so they add up to the value; steps keep their positions. One failed part fails the whole.
+    Parts are reported with their weight, so they add up to the value; steps keep their
+    positions. One failed part fails the whole.
     """
 
     def __init__(self, parts: dict[str, tuple[float, Callable[..., Any]]]) -> None:
         if not parts or "total" in parts:
-            raise ConfigError(f"reward 'combine' needs named parts, none of them called 'total'; it has: {', '.join(parts) or 'none'}")
+            raise ConfigError(
+                f"reward 'combine' needs named parts, none of them called 'total'; it has: {', '.join(parts) or 'none'}"
+            )
         self.parts = parts
         super().__init__({name: reward for name, (_, reward) in parts.items()})
 
@@ -81,7 +87,9 @@ class Combine(Several):
 
 
 class By(Several):
-    """`By("source", {"sums": Number(), "proofs": Math()})`: a task is judged by the reward that its data["source"] names."""
+    """`By("source", {"sums": Number(), "proofs": Math()})`: a task is judged by the
+    reward that its data["source"] names.
+    """
 
     def __init__(self, field: str, parts: dict[str, Callable[..., Any]]) -> None:
         if not parts:

@@ -9,8 +9,8 @@ from rondel.core.types import Task, Trajectory
 
 
 class Format:
-    r"""1.0 when the text matches, else 0.0: `Format(tag="answer")` wants exactly one <answer>...</answer>, `Format(pattern=r"#### \d+$")`
-    wants the pattern somewhere."""
+    r"""1.0 when the text matches, else 0.0: `Format(tag="answer")` wants exactly one
+    <answer>...</answer>, `Format(pattern=r"#### \d+$")` wants the pattern somewhere."""
 
     def __init__(self, *, tag: str | None = None, pattern: str | None = None) -> None:
         if (tag is None) == (pattern is None):

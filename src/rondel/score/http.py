@@ -1,4 +1,6 @@
-"""JSON to a server that scores: a rate limit, a limit of open calls, and patience with what passes (429, 5xx, a lost connection)."""
+"""JSON to a server that scores: a rate limit, a limit of open calls, and patience with
+what passes (429, 5xx, a lost connection).
+"""
 
 from __future__ import annotations
 
@@ -19,29 +21,42 @@ LONGEST_WAIT = 60.0
 
 
 class Post:
-    """`await Post(url, key_env="JUDGE_KEY", per_minute=60)(body)` -> the JSON of the reply, or RewardError that says what came instead.
+    """`await Post(url, key_env="JUDGE_KEY", per_minute=60)(body)` -> the JSON of the reply,
+    or RewardError that says what came instead.
 
     key_env     name of the environment variable with the key, sent as a bearer token; "" sends none
     together    calls open at once
     per_minute  calls begun in a minute; 0 is no limit
-    tries       of one call. Between them it waits what Retry-After says, else 0.5 s, 1 s, 2 s ... and a little by chance
+    tries       of one call. Between them it waits what Retry-After says, else 0.5 s, 1 s, 2
+                s ... and a little by chance
     seconds     that one try may take
     """
 
     def __init__(
-        self, url: str, *, key_env: str = "", together: int = 16, per_minute: float = 0, tries: int = 4, seconds: float = 60.0, name: str
+        self,
+        url: str,
+        *,
+        key_env: str = "",
+        together: int = 16,
+        per_minute: float = 0,
+        tries: int = 4,
+        seconds: float = 60.0,
+        name: str,
     ) -> None:
         try:
             import httpx2
         except ModuleNotFoundError as error:
-            raise ConfigError(f"reward '{name}' speaks HTTP, which needs a package: pip install 'rondel[http]'") from error
+            raise ConfigError(
+                f"reward '{name}' speaks HTTP, which needs a package: pip install 'rondel[http]'"
+            ) from error
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"reward '{name}': url = {url!r}; it is an address like http://127.0.0.1:8000/v1")
         if key_env and not os.environ.get(key_env):
             raise ConfigError(f"reward '{name}': key_env = {key_env!r}, and this environment variable is not set")
         if together < 1 or tries < 1 or per_minute < 0 or not seconds > 0:
             raise ConfigError(
-                f"reward '{name}': together = {together}, tries = {tries}, per_minute = {per_minute}, seconds = {seconds}; they are positive"
+                f"reward '{name}': together = {together}, tries = {tries}, per_minute = {per_minute}, seconds = "
+                f"{seconds}; they are positive"
             )
         self.url, self.name, self.tries, self._http = url, name, tries, httpx2
         self.counts: dict[str, float] = defaultdict(float)

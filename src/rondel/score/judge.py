@@ -32,20 +32,27 @@ Rubric: {rubric}
 --- end of answer {mark}
 
 Say briefly why. {form}"""
-SEVERAL = "(A conversation goes on here. A line with the mark says who speaks next; what the assistant says is the answer.)"
-RUBRIC = "{high} if the answer agrees with the reference in what was asked, {low} if not; numbers between for a part of it."
+SEVERAL = (
+    "(A conversation goes on here. A line with the mark says who speaks next; what the assistant says is the answer.)"
+)
+RUBRIC = (
+    "{high} if the answer agrees with the reference in what was asked, {low} if not; numbers between for a part of it."
+)
 VERDICT = r"(?i)verdict\**:?\**\s*(-?[0-9]+(?:\.[0-9]+)?)"
 PLACES = re.compile(r"\{(question|answer|gold|rubric|mark|form|low|high)\}")
 
 
 class Judge:
-    """The number that the judge gives, in [low, high]. A verdict that cannot be read is asked for once more, then it is `Failed`.
+    """The number that the judge gives, in [low, high]. A verdict that cannot be read is
+    asked for once more, then it is `Failed`.
 
     url, model   as in "http://127.0.0.1:8000/v1" and the server's name of the model
-    template     with {question} {answer} {gold} {rubric}, and {mark}: unknown to whoever wrote the answer, so that no answer can end itself
+    template     with {question} {answer} {gold} {rubric}, and {mark}: unknown to whoever wrote the
+                 answer, so that no answer can end itself
     rubric       what earns how much
     verdict      a regular expression whose one group is the number; the last match counts
-    field        instead of it: the judge writes a JSON object with this number in it, which the server is asked to force
+    field        instead of it: the judge writes a JSON object with this number in it, which
+                 the server is asked to force
     whole        only whole numbers
     """
 
@@ -69,18 +76,33 @@ class Judge:
         seconds: float = 60.0,
     ) -> None:
         self.post = Post(
-            url.rstrip("/") + "/chat/completions", key_env=key_env, together=together, per_minute=per_minute, tries=tries, seconds=seconds, name="judge"
-        )  # fmt: skip
+            url.rstrip("/") + "/chat/completions",
+            key_env=key_env,
+            together=together,
+            per_minute=per_minute,
+            tries=tries,
+            seconds=seconds,
+            name="judge",
+        )
         if not low < high or "{answer}" not in template:
-            raise ConfigError(f"reward 'judge': low = {low} must be below high = {high}, and the template must have an {{answer}}")
+            raise ConfigError(
+                f"reward 'judge': low = {low} must be below high = {high}, and the template must have an {{answer}}"
+            )
         try:
             self.verdict = re.compile(verdict)
         except re.error as error:
             raise ConfigError(f"reward 'judge': verdict = {verdict!r} is no regular expression: {error}") from error
         if self.verdict.groups != 1:
-            raise ConfigError(f"reward 'judge': verdict = {verdict!r} has {self.verdict.groups} groups; the number is its one group")
+            raise ConfigError(
+                f"reward 'judge': verdict = {verdict!r} has {self.verdict.groups} groups; the number is its one group"
+            )
         self.whole = whole
-        self.model, self.template, self.field, self.low, self.high, self.max_tokens = model, template, field, low, high, max_tokens
+        self.model = model
+        self.template = template
+        self.field = field
+        self.low = low
+        self.high = high
+        self.max_tokens = max_tokens
         self.rubric = _filled(rubric, {"low": f"{low:g}", "high": f"{high:g}"})
         number = f"a {'whole ' * whole}number from {low:g} to {high:g}"
         self.form = f"End with one line: Verdict: {number}"
@@ -107,13 +129,18 @@ class Judge:
             except RewardError as error:
                 return Failed("judge gave no answer", str(error))
             except (LookupError, TypeError) as error:
-                return Failed("judge gave no answer", f"{self.post.url} answered with no choices: {type(error).__name__}: {error}")
+                return Failed(
+                    "judge gave no answer", f"{self.post.url} answered with no choices: {type(error).__name__}: {error}"
+                )
             if value is not None:
                 self.cache.put(asked, str(said))
                 return Score(value)
             self.counts["judge_unreadable"] += 1
             again = [{"role": "assistant", "content": broken_up(str(said))}, {"role": "user", "content": self.form}]
-        return Failed("judge gave no verdict", f"a number in [{self.low:g}, {self.high:g}] was asked for, and it said {str(said)[-200:]!r}")
+        return Failed(
+            "judge gave no verdict",
+            f"a number in [{self.low:g}, {self.high:g}] was asked for, and it said {str(said)[-200:]!r}",
+        )
 
     def request(self, trajectory: Trajectory, task: Task) -> dict[str, Any]:
         turns, gold = turns_of(trajectory), str(task.data.get("answer", "none given"))
@@ -123,7 +150,11 @@ class Judge:
         if len(turns) > 1:
             answer = "\n".join([SEVERAL, *(f"--- {turn.role} {mark}\n{turn.text}" for turn in turns)])
         shown = {"question": question, "answer": answer, "gold": gold}
-        words = {name: broken_up(text) for name, text in shown.items()} | {"rubric": self.rubric, "mark": mark, "form": self.form}
+        words = {name: broken_up(text) for name, text in shown.items()} | {
+            "rubric": self.rubric,
+            "mark": mark,
+            "form": self.form,
+        }
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": _filled(self.template, words)}],
@@ -133,7 +164,12 @@ class Judge:
         if self.field:
             kind, of = ("integer", int) if self.whole else ("number", float)
             number = {"type": kind, "minimum": of(self.low), "maximum": of(self.high)}
-            schema = {"type": "object", "properties": {self.field: number}, "required": [self.field], "additionalProperties": False}
+            schema = {
+                "type": "object",
+                "properties": {self.field: number},
+                "required": [self.field],
+                "additionalProperties": False,
+            }
             body["response_format"] = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
         return body
 

@@ -1,7 +1,8 @@
 """The parent's end of one worker process: every wait for it has a deadline, and passing it ends the process.
 
-A plain subprocess and not one of `multiprocessing`: that would run the user's main script once more in every worker (and import
-the torch it imports, or refuse to start where the script has no `if __name__ == "__main__"`).
+A plain subprocess and not one of `multiprocessing`: that would run the user's main
+script once more in every worker (and import the torch it imports, or refuse to start where
+the script has no `if __name__ == "__main__"`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ class Worker:
     """One process with the reward built in it."""
 
     def __init__(
-        self, spec: Spec, *, timeout: float, folder: str | None = None, lends: dict[str, str] | None = None, asleep: bool = False
+        self,
+        spec: Spec,
+        *,
+        timeout: float,
+        folder: str | None = None,
+        lends: dict[str, str] | None = None,
+        asleep: bool = False,
     ) -> None:
         path = [entry or os.getcwd() for entry in sys.path]
         self.process = subprocess.Popen(
@@ -42,14 +49,21 @@ class Worker:
         )
         hello, late = self.ask([pickle.dumps((spec, os.getpid(), timeout, folder, lends or {}, asleep))], START_SECONDS)
         if not hello or "error" in hello[0]:
-            why = hello[0]["error"] if hello else f"it did not start within {START_SECONDS:.0f} s" if late else self.last_words()
+            why = (
+                hello[0]["error"]
+                if hello
+                else f"it did not start within {START_SECONDS:.0f} s"
+                if late
+                else self.last_words()
+            )
             self.kill()
             raise ConfigError(f"task.reward = {spec!r}: {why}")
         self.together: int = hello[0]["together"]
         self.naps, self.memory = bool(hello[0]["naps"]), int(hello[0]["memory"])
 
     def ask(self, jobs: Sequence[bytes], seconds: float) -> tuple[list[dict[str, Any]], bool]:
-        """(replies in order, killed for being late). Where there are fewer replies than jobs, it ended at the first one without.
+        """(replies in order, killed for being late). Where there are fewer replies than
+        jobs, it ended at the first one without.
 
         The clock of a job starts with the reply to the one before.
         """

@@ -11,16 +11,20 @@ from rondel.core.errors import ConfigError
 from rondel.core.types import Task, Trajectory
 from rondel.score.answer_text import plain, said, wild
 
-SEVERAL = re.compile(r"\\\{|\\(?:cup|pm)\b|,(?![0-9]{3}(?:[^0-9]|$))")  # a gold answer of several values may come in several boxes
+# a gold answer of several values may come in several boxes
+SEVERAL = re.compile(r"\\\{|\\(?:cup|pm)\b|,(?![0-9]{3}(?:[^0-9]|$))")
 ONE = re.compile(r"[(\[][^()\[\]]*[)\]]")  # a point or an interval is one value, with its comma
 
 
 class Math:
     r"""1.0 when the text's answer (boxed, in LaTeX, or plain) equals the gold one, else 0.0.
 
-    Gold may be bare LaTeX: "\frac{1}{2}". math-verify's own time-outs are alarms that work in a main thread only and turn into
-    "not equal"; they are off, and the pool's wall clock is the one deadline: a hang becomes `Failed`, not a 0. An answer of the kind
-    that nobody can compute (a tower of powers) is wrong before it is tried: else writing it would be a way not to be judged.
+    Gold may be bare LaTeX: "\frac{1}{2}". math-verify's own time-outs are alarms that
+    work in a main thread only and turn into "not equal"; they are off, and the pool's wall
+    clock is the one deadline: a hang becomes
+    `Failed`, not a 0. An answer of the kind that nobody can compute (a tower of
+    powers) is wrong before it is tried: else
+    writing it would be a way not to be judged.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,7 @@
 """A reward model: a classifier with one label reads the conversation, and its number at the last token is the reward.
 
-It runs in the process of the reward, which alone imports torch; nothing is padded, so a score cannot depend on who is beside it.
+It runs in the process of the reward, which alone imports torch; nothing is padded, so a
+score cannot depend on who is beside it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Model:
     tokens    of one batch, all its texts together
     template  of the text, with {question} and {answer}; None is the tokenizer's chat template
     device    "cpu", "cuda", "cuda:1", ...; threads is how many the CPU may use: the others are the engine's
-    offload   while somebody else has the device its weights lie in host memory, and who asks waits: it begins asleep, `rise` and `wake` end that
+    offload   while somebody else has the device its weights lie in host memory, and who asks waits: it
+              begins asleep, `rise` and `wake` end that
     """
 
     auto = "AutoModelForSequenceClassification"
@@ -53,7 +55,8 @@ class Model:
         one_of("reward model dtype", dtype, ("float32", "bfloat16", "float16"))
         if tokens < 1 or threads < 1 or together < 2:
             raise ConfigError(
-                f"reward model: tokens = {tokens}, threads = {threads}, together = {together}; they are positive, together above 1"
+                f"reward model: tokens = {tokens}, threads = {threads}, together = {together}; they are positive, "
+                f"together above 1"
             )
         torch.set_num_threads(threads)
         try:
@@ -66,7 +69,10 @@ class Model:
             raise ConfigError(f"reward model {path!r} cannot be loaded as {self.auto}: {error}") from error
         self.torch, self.path, self.template, self.together = torch, path, template, together
         if template is None and not self.tokenizer.chat_template:
-            raise ConfigError(f"the tokenizer of reward model {path!r} has no chat template: set template = '{{question}}\\n{{answer}}'")
+            raise ConfigError(
+                f"the tokenizer of reward model {path!r} has no chat template: set template = "
+                f"'{{question}}\\n{{answer}}'"
+            )
         if template is not None and "{answer}" not in template:
             raise ConfigError(f"reward model: template = {template!r} has no {{answer}}")
         self.body: Any = getattr(self.model, self.model.base_model_prefix, None)
@@ -85,7 +91,9 @@ class Model:
     async def __call__(self, trajectory: Trajectory, task: Task) -> Score | Failed:
         ids = self.ids(asked_of(trajectory, task), turns_of(trajectory))
         if not 0 < len(ids) <= self.most:
-            return Failed("text does not fit the reward model", f"it has {len(ids)} tokens, and the model reads 1 to {self.most}")
+            return Failed(
+                "text does not fit the reward model", f"it has {len(ids)} tokens, and the model reads 1 to {self.most}"
+            )
         return Score((await self._batcher(ids))[-1])
 
     # -- asleep and awake ----------------------------------------------------------------------------
@@ -106,7 +114,9 @@ class Model:
             self.packs = self._packs()
 
     async def sleep(self) -> None:
-        """The batch that is computed ends first; whoever waits is scored after it wakes, and the wait is not on his clock."""
+        """The batch that is computed ends first; whoever waits is scored after it wakes,
+        and the wait is not on his clock.
+        """
         self._awake.clear()
         if self._naps is not None:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._naps.sleep)
@@ -117,8 +127,12 @@ class Model:
         return self._naps.bytes if self._naps is not None else 0
 
     def ids(self, asked: list[dict[str, str]], turns: list[Turn]) -> list[int]:
-        """The conversation as the model's own tokens. Special tokens that it spells are text: an answer cannot end itself."""
-        messages = self.special.messages(valid([*asked, *({"role": turn.role, "content": turn.text} for turn in turns)]))
+        """The conversation as the model's own tokens. Special tokens that it spells are
+        text: an answer cannot end itself.
+        """
+        messages = self.special.messages(
+            valid([*asked, *({"role": turn.role, "content": turn.text} for turn in turns)])
+        )
         if self.template is not None:
             said = messages[len(asked) :]
             answer = said[0]["content"] if len(said) == 1 else "\n".join(f"{m['role']}: {m['content']}" for m in said)
@@ -128,12 +142,15 @@ class Model:
         return self.special.encode(self._rendered(messages))
 
     def _rendered(self, messages: list[dict[str, str]]) -> str:
-        """As the model's chat template writes it. One that refuses a role reads those messages as the user's, with the role named."""
+        """As the model's chat template writes it. One that refuses a role reads those
+        messages as the user's, with the role named.
+        """
         try:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
         except Exception as error:  # a template refuses by raising whatever it likes
             plain = [
-                m if m["role"] in ("user", "assistant") else {"role": "user", "content": f"{m['role']}: {m['content']}"} for m in messages
+                m if m["role"] in ("user", "assistant") else {"role": "user", "content": f"{m['role']}: {m['content']}"}
+                for m in messages
             ]
             merged: list[dict[str, str]] = []
             for m in plain:
@@ -142,13 +159,20 @@ class Model:
                 else:
                     merged.append(m)
             if merged == messages:
-                raise RewardError(f"the chat template of reward model {self.path!r} refuses this conversation: {error}") from error
+                raise RewardError(
+                    f"the chat template of reward model {self.path!r} refuses this conversation: {error}"
+                ) from error
             return str(self.tokenizer.apply_chat_template(merged, tokenize=False))
 
     async def _compute(self, batch: list[list[int]]) -> list[list[float]]:
         began = time.monotonic()
         results = await asyncio.get_running_loop().run_in_executor(self._thread, self.values, batch)
-        for name, value in {"texts": len(batch), "batches": 1, "tokens": sum(map(len, batch)), "seconds": time.monotonic() - began}.items():
+        for name, value in {
+            "texts": len(batch),
+            "batches": 1,
+            "tokens": sum(map(len, batch)),
+            "seconds": time.monotonic() - began,
+        }.items():
             self.counts[f"model_{name}"] += value
         return results
 
@@ -176,7 +200,8 @@ class Model:
         head = getattr(self.model, "score", None)
         if self.model.config.num_labels != 1 or head is None or self.body is None:
             raise ConfigError(
-                f"reward model {self.path!r} is a {type(self.model).__name__} with {self.model.config.num_labels} labels; a decoder with one label is "
+                f"reward model {self.path!r} is a {type(self.model).__name__} with {self.model.config.num_labels} "
+                f"labels; a decoder with one label is "
                 "needed (config.num_labels = 1, a head called 'score')"
             )
         return head

@@ -1,4 +1,6 @@
-"""A frozen model that is on its device only while it may be: its weights in host memory are the originals, the device has a copy."""
+"""A frozen model that is on its device only while it may be: its weights in host memory
+are the originals, the device has a copy.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from typing import Any
 
 
 class Naps:
-    """`naps.wake()`, `naps.sleep()`: each parameter and buffer is the same tensor object before and after, with the same bits.
+    """`naps.wake()`, `naps.sleep()`: each parameter and buffer is the same tensor object
+    before and after, with the same bits.
 
     On a CPU the host is the device: the copies and the count of bytes are the same, so what holds here holds there.
     """
@@ -38,5 +41,9 @@ class Naps:
     @property
     def bytes(self) -> int:
         """On the device, each storage once."""
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t, room in self.rooms if t.data_ptr() != room.data_ptr()}
+        held = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t, room in self.rooms
+            if t.data_ptr() != room.data_ptr()
+        }
         return sum(held.values())

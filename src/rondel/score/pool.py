@@ -3,8 +3,8 @@
 score ──> queue ──> lane 1 ──stdin/stdout──> worker 1     a lane is a thread that arms a timer for the call its worker is at:
                 ──> lane 2 ──stdin/stdout──> worker 2     too late ──> the worker's process group is killed, the next call hires anew
 
-While calls are fast and many wait, a lane sends several in one message. Each still has its own clock; whoever was behind a late
-one is asked again.
+While calls are fast and many wait, a lane sends several in one message. Each still has
+its own clock; whoever was behind a late one is asked again.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ class Call(NamedTuple):
 class RewardPool:
     """`await RewardPool("my_reward:grade", workers=2).score(trajectory, task)` -> Score(1.0) or Failed("timeout", ...).
 
-    reward    a spec: "number", "module:name" or {kind = ..., settings}; built once in each worker, and at once in the first: what
-              cannot be built is a ConfigError here
+    reward    a spec: "number", "module:name" or {kind = ..., settings}; built once in each
+              worker, and at once in the first: what cannot be built is a ConfigError here
     timeout   seconds of wall clock for one call, from its start in a worker
     folder    of the run, where a reward may keep what it paid for
-    lends     parameter -> "module:name" of what a worker makes for a reward that has it: {"sandbox": ...}; `deadline` is the timeout
+    lends     parameter -> "module:name" of what a worker makes for a reward that has it:
+              {"sandbox": ...}; `deadline` is the timeout
     alarm     the share of failures among the last 200 calls (at least 40) above which a warning is emitted, once
     """
 
@@ -68,7 +69,10 @@ class RewardPool:
         lends: dict[str, str] | None = None,
     ) -> None:
         if workers < 1 or not timeout > 0:
-            raise UserError(f"reward workers = {workers}, timeout = {timeout}; at least one worker and a positive timeout are needed")
+            raise UserError(
+                f"reward workers = {workers}, timeout = {timeout}; at least one worker and a positive timeout are "
+                f"needed"
+            )
         self.reward, self.timeout, self.alarm, self.folder, self.lends = reward, timeout, alarm, folder, lends
         self.failures: Counter[str] = Counter()
         self.calls = 0
@@ -93,10 +97,13 @@ class RewardPool:
         if worker.together > 1 and workers > 1:
             self._end()
             raise ConfigError(
-                f"task.reward_workers = {workers} has no effect: this reward serves {worker.together} calls at once in one process; leave it at 1"
+                f"task.reward_workers = {workers} has no effect: this reward serves {worker.together} calls at once in "
+                f"one process; leave it at 1"
             )
         if worker.together > 1:
-            self.shared = Shared(worker, self._hire, self._dismiss, worker.together, timeout + GRACE, memory=worker.memory)
+            self.shared = Shared(
+                worker, self._hire, self._dismiss, worker.together, timeout + GRACE, memory=worker.memory
+            )
             self.naps = worker.naps
         else:
             self._idle.append(worker)
@@ -120,7 +127,9 @@ class RewardPool:
         return result
 
     async def sleep(self) -> None:
-        """Its model leaves the device; what is scored meanwhile waits, off its clock, and is never scored there (law 8)."""
+        """Its model leaves the device; what is scored meanwhile waits, off its clock,
+        and is never scored there (law 8).
+        """
         await self._order("sleep")
 
     async def wake(self) -> None:
@@ -163,7 +172,9 @@ class RewardPool:
                 self._queue.extendleft(reversed(calls[len(results) :]))
             for loop in {call.answer.get_loop() for call in calls}:
                 with suppress(RuntimeError):  # that loop has ended, and nobody waits in it
-                    loop.call_soon_threadsafe(_tell, [(c, r) for c, r in zip(calls, results) if c.answer.get_loop() is loop])
+                    loop.call_soon_threadsafe(
+                        _tell, [(c, r) for c, r in zip(calls, results) if c.answer.get_loop() is loop]
+                    )
 
     def _message(self) -> list[Call]:
         """The next calls for one worker: the others get their share of what waits. None, and this lane has ended."""
@@ -180,7 +191,9 @@ class RewardPool:
             return calls
 
     def _ask(self, calls: list[Call]) -> list[Score | Failed]:
-        """What became of the first of them, at least of one; those behind a late or deadly call are still to be asked."""
+        """What became of the first of them, at least of one; those behind a late or deadly call
+        are still to be asked.
+        """
         try:
             worker = self._idle.pop() if self._idle else self._hire()
             if worker.process.poll() is not None:  # it ended between two calls: no reward's fault
@@ -241,7 +254,8 @@ class RewardPool:
             self._warned = True
             emit(
                 Warned(
-                    f"the reward failed in {share.failed} of the last {share.of} calls, {share.times} times with '{share.most}'; these "
+                    f"the reward failed in {share.failed} of the last {share.of} calls, {share.times} times with "
+                    f"'{share.most}'; these "
                     "trajectories are not trained on. `rondel check` calls the reward on gold and wrong answers"
                 )
             )

@@ -15,7 +15,8 @@ from rondel.score.number import last_number
 from rondel.score.pool import RewardPool
 
 GROUPS = 6  # that a check rolls out to measure the signal
-Scores = dict[str, list[tuple[Task, str, Score]]]  # "gold", "empty", "wrong" -> what was answered, and what it was worth
+# "gold", "empty", "wrong" -> what was answered, and what it was worth
+Scores = dict[str, list[tuple[Task, str, Score]]]
 PAID = 2  # tasks that are tried where every call goes to a server
 
 
@@ -34,7 +35,9 @@ def answer(task: Task) -> str:
     return str(task.data["answer"])
 
 
-async def check_reward(pool: RewardPool, tasks: Sequence[Task], *, count: int = 8, gold: Callable[[Task], str] = answer) -> list[Finding]:
+async def check_reward(
+    pool: RewardPool, tasks: Sequence[Task], *, count: int = 8, gold: Callable[[Task], str] = answer
+) -> list[Finding]:
     """Findings on the first `count` tasks with an answer: failures, gold, empty, wrong, time.
 
     A reward that also wants a form (tags, a box) needs `gold` to write the answer in that form.
@@ -42,9 +45,18 @@ async def check_reward(pool: RewardPool, tasks: Sequence[Task], *, count: int = 
     asked = addresses(pool.reward)
     tried = [task for task in tasks if task.data.get("answer") is not None][: min(count, PAID) if asked else count]
     if not tried:
-        return [Finding("gold", False, "no task has an 'answer', so the reward was not tried", "name the column with answer = '...'")]
+        return [
+            Finding(
+                "gold",
+                False,
+                "no task has an 'answer', so the reward was not tried",
+                "name the column with answer = '...'",
+            )
+        ]
     texts = (
-        [("gold", t, gold(t)) for t in tried] + [("empty", t, "") for t in tried] + [("wrong", t, _wrong(t, tried, gold)) for t in tried]
+        [("gold", t, gold(t)) for t in tried]
+        + [("empty", t, "") for t in tried]
+        + [("wrong", t, _wrong(t, tried, gold)) for t in tried]
     )
     scores: Scores = {"gold": [], "empty": [], "wrong": []}
     failures: list[tuple[str, Task, Failed]] = []
@@ -93,14 +105,22 @@ def _gold(scores: Scores) -> list[Finding]:
 
 def _below(kind: str, scores: Scores) -> Finding:
     gold = {task.id: score.value for task, _, score in scores["gold"]}
-    bad = [(task, text, score) for task, text, score in scores[kind] if task.id in gold and score.value >= gold[task.id]]
+    bad = [
+        (task, text, score) for task, text, score in scores[kind] if task.id in gold and score.value >= gold[task.id]
+    ]
     if not bad:
         return Finding(kind, True, f"{kind} answers score less than gold ones")
     task, text, score = bad[0]
     message = (
-        f"{len(bad)} {kind} answers score as much as gold ones; {task.id}: {text!r:.60} scores {score.value:g}, gold {gold[task.id]:g}"
+        f"{len(bad)} {kind} answers score as much as gold ones; {task.id}: {text!r:.60} scores {score.value:g}, gold "
+        f"{gold[task.id]:g}"
     )
-    return Finding(kind, False, message, "a reward that does not tell right from wrong gives nothing to learn; look at what it extracts")
+    return Finding(
+        kind,
+        False,
+        message,
+        "a reward that does not tell right from wrong gives nothing to learn; look at what it extracts",
+    )
 
 
 def _time(seconds: list[float], pool: RewardPool) -> Finding:

@@ -1,4 +1,6 @@
-"""A process reward: each step of the answer gets a value, from a model with a head for tokens or from a function of yours."""
+"""A process reward: each step of the answer gets a value, from a model with a head
+for tokens or from a function of yours.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ class TokenModel(Model):
         head = getattr(self.model, "score", None)
         if self.model.config.num_labels not in (1, 2) or head is None or self.body is None:
             raise ConfigError(
-                f"process reward model {self.path!r} is a {type(self.model).__name__} with {self.model.config.num_labels} labels; a decoder with one or "
+                f"process reward model {self.path!r} is a {type(self.model).__name__} with "
+                f"{self.model.config.num_labels} labels; a decoder with one or "
                 "two labels is needed, and a head called 'score'"
             )
         return head
@@ -75,12 +78,15 @@ class Process:
     ) -> None:
         one_of("process reward: aggregate", aggregate, AGGREGATES)
         if (path is None) == (scorer is None) or (scorer and settings):
-            raise ConfigError("reward 'process' needs one of path = 'model' (and its settings) or scorer = 'module:name'")
+            raise ConfigError(
+                "reward 'process' needs one of path = 'model' (and its settings) or scorer = 'module:name'"
+            )
         if not separator:
             raise ConfigError("reward 'process': separator is empty; steps are split by it")
         if tokenizer and aggregate not in ("mean", "sum"):
             raise ConfigError(
-                f"reward 'process': values that are placed at tokens add up, so aggregate = '{aggregate}' needs no tokenizer; or use sum or mean"
+                f"reward 'process': values that are placed at tokens add up, so aggregate = '{aggregate}' needs no "
+                f"tokenizer; or use sum or mean"
             )
         self.separator, self.aggregate, self.together = separator, aggregate, max(2, together)
         self.scorer = imported("process scorer", scorer) if scorer else None
@@ -129,12 +135,16 @@ class Process:
         if self.tokenizer is None or not trajectory.tokens:
             return Score(total)
         share = 1.0 if self.aggregate == "sum" else 1 / len(values)
-        places = [place for turn, own in zip(turns, of) for place in self._places(trajectory, turn, [end for _, end in own])]
+        places = [
+            place for turn, own in zip(turns, of) for place in self._places(trajectory, turn, [end for _, end in own])
+        ]
         return Score(total, steps=tuple((place, share * value) for place, value in zip(places, values)))
 
-    async def _by_model(self, asked: list[dict[str, str]], turns: list[Turn], of: list[list[tuple[str, int]]]) -> list[float] | Failed:
-        """The value of a step stands at the last token of the separator behind it. What was asked stands before the first step, and what
-        tools and users said between the turns where they said it."""
+    async def _by_model(
+        self, asked: list[dict[str, str]], turns: list[Turn], of: list[list[tuple[str, int]]]
+    ) -> list[float] | Failed:
+        """The value of a step stands at the last token of the separator behind it. What was
+        asked stands before the first step, and what tools and users said between the turns where they said it."""
         assert self.model
         model, special = self.model, self.model.special
         question = "\n".join(message["content"] for message in asked)
@@ -145,14 +155,21 @@ class Process:
                 ids += special.encode(special.cover(valid(text)) + self.separator)
                 ends += [len(ids) - 1] * turn.written
         if len(ids) > model.most:
-            return Failed("text does not fit the reward model", f"it has {len(ids)} tokens, and the model reads {model.most}")
+            return Failed(
+                "text does not fit the reward model", f"it has {len(ids)} tokens, and the model reads {model.most}"
+            )
         said = await model._batcher(ids)
         return [said[end] for end in ends]
 
     def _places(self, trajectory: Trajectory, turn: Turn, ends: list[int]) -> list[int]:
-        """For each character of a turn behind a step, the token that the policy wrote it with. Tokens are decoded, never the text encoded."""
+        """For each character of a turn behind a step, the token that the policy wrote it with.
+        Tokens are decoded, never the text encoded.
+        """
         written = [at for at in range(turn.start, turn.end) if trajectory.mask[at]] if ends else []
         tokens = [trajectory.tokens[at] for at in written]
         counts = range(1, len(written) + 1)
-        places = [bisect_left(counts, end, key=lambda n: len(self.tokenizer.decode(tokens[:n], skip_special_tokens=True))) for end in ends]
+        places = [
+            bisect_left(counts, end, key=lambda n: len(self.tokenizer.decode(tokens[:n], skip_special_tokens=True)))
+            for end in ends
+        ]
         return [written[min(place, len(written) - 1)] for place in places]

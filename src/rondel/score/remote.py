@@ -12,11 +12,14 @@ from rondel.score.result import read
 
 
 class Remote:
-    """What the server returns: a number, or {"reward": x, "parts": {...}}. Anything else, null and NaN among it, is `Failed`.
+    """What the server returns: a number, or {"reward": x, "parts": {...}}. Anything
+    else, null and NaN among it, is `Failed`.
 
     POST   {"task": {"id": ..., "env": ..., "data": {...}}, "text": "...", "finish_reason": "stop", "messages": [...]},
-           with `tokens` also "tokens" and "mask"; a message has "role", "content" and, if it is the policy's, "written": true
-    batch  above 1 the body is {"items": [such objects]} and the reply a list, or {"rewards": [...]}, of as many, in that order
+           with `tokens` also "tokens" and "mask"; a message has "role", "content" and, if
+           it is the policy's, "written": true
+    batch  above 1 the body is {"items": [such objects]} and the reply a list, or {"rewards":
+           [...]}, of as many, in that order
     """
 
     def __init__(
@@ -31,7 +34,9 @@ class Remote:
         tries: int = 4,
         seconds: float = 60.0,
     ) -> None:
-        self.post = Post(url, key_env=key_env, together=together, per_minute=per_minute, tries=tries, seconds=seconds, name="remote")
+        self.post = Post(
+            url, key_env=key_env, together=together, per_minute=per_minute, tries=tries, seconds=seconds, name="remote"
+        )
         if batch < 1:
             raise ConfigError(f"reward 'remote': batch = {batch}; it is at least 1")
         self.tokens, self.batch, self.counts = tokens, batch, self.post.counts
@@ -42,7 +47,9 @@ class Remote:
         item: dict[str, Any] = {"task": {"id": task.id, "env": task.env, "data": task.data}, "text": trajectory.text}
         item["finish_reason"] = trajectory.finish_reason
         if trajectory.conversation:
-            item["messages"] = [{"role": turn.role, "content": turn.text, "written": turn.written} for turn in trajectory.conversation]
+            item["messages"] = [
+                {"role": turn.role, "content": turn.text, "written": turn.written} for turn in trajectory.conversation
+            ]
         if self.tokens:
             item |= {"tokens": trajectory.tokens, "mask": trajectory.mask}
         try:
@@ -62,7 +69,9 @@ class Remote:
     def _read(self, reply: Any) -> Score | Failed:
         if isinstance(reply, dict):
             if "reward" not in reply:
-                return Failed("remote gave no reward", f'{self.post.url} answered {reply!s:.200}; the rule is {{"reward": 1.0}}')
+                return Failed(
+                    "remote gave no reward", f'{self.post.url} answered {reply!s:.200}; the rule is {{"reward": 1.0}}'
+                )
             parts = reply.get("parts") or {}
             if not isinstance(parts, dict):
                 return Failed("remote gave no reward", f"its parts are {type(parts).__name__}, and not named numbers")

@@ -15,8 +15,9 @@ def read(returned: Any) -> Score | Failed:
 
     Named parts of either form are a score: their "total" if they have one, else their sum. A `Score` is taken as it is.
 
-    read(1) -> Score(1.0) · read({"correct": 1.0, "format": 0.2}) -> Score(1.2, parts) · read([(9, 0.5), (31, 1.0)]) -> Score(1.5, steps)
-    read(None) -> Failed("returned None") · read(Failed("no compiler")) -> the same
+    read(1) -> Score(1.0) · read({"correct": 1.0, "format": 0.2}) -> Score(1.2, parts) ·
+    read([(9, 0.5), (31, 1.0)]) -> Score(1.5, steps) read(None) -> Failed("returned None") ·
+    read(Failed("no compiler")) -> the same
     """
     if isinstance(returned, Failed):
         return returned
@@ -41,7 +42,9 @@ def read(returned: Any) -> Score | Failed:
 
 
 def placed(score: Score | Failed, trajectory: Trajectory) -> Score | Failed:
-    """The same, or the fault in its numbers or in the positions of its steps. A text that was never tokenised has no positions."""
+    """The same, or the fault in its numbers or in the positions of its steps. A text that
+    was never tokenised has no positions.
+    """
     score = read(score)
     if isinstance(score, Score) and trajectory.tokens:
         try:
@@ -77,5 +80,6 @@ def _is_number(value: Any) -> bool:
 
 def _complaint(value: Any) -> str:
     if value is None or isinstance(value, Real):
-        return "returned an integer beyond all floats" if isinstance(value, int) else f"returned {value}"  # None, nan, inf
+        # None, nan, inf
+        return "returned an integer beyond all floats" if isinstance(value, int) else f"returned {value}"
     return f"returned {type(value).__name__}"

@@ -2,8 +2,9 @@
 
 score ──> outbox ──stdin──> worker: an event loop with `together` calls open     every second a sign of life ──stdout──> here
 
-A call's own clock runs in the worker. Here only silence is timed: a worker whose loop stands still is killed. Whoever was in it is
-asked again, alone, so that the one that does it is found and nobody else pays.
+A call's own clock runs in the worker. Here only silence is timed: a worker whose loop
+stands still is killed. Whoever was in it is asked again, alone, so that the one that
+does it is found and nobody else pays.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ class Shared:
 
     def _exchange(self, opened: dict[int, Open]) -> None:
         """Jobs there and replies back, until both are empty or the worker is lost."""
-        if self.worker and self.worker.process.poll() is not None and not opened:  # it ended between two calls: no reward's fault
+        # it ended between two calls: no reward's fault
+        if self.worker and self.worker.process.poll() is not None and not opened:
             self.dismiss(self.worker)
             self.worker = None
         if self.worker is None:
@@ -152,7 +154,10 @@ class Shared:
                 poll.register(there, select.POLLOUT)
             ready = dict(poll.poll(max(0.0, heard + self.silence - time.monotonic()) * 1000))
             if not ready:
-                return self._lost(opened, Failed("timeout", f"the reward's process said nothing for {self.silence:g} s; it was killed"))
+                return self._lost(
+                    opened,
+                    Failed("timeout", f"the reward's process said nothing for {self.silence:g} s; it was killed"),
+                )
             if bell in ready:
                 self._bell.recv(1 << 16)
             if there in ready:

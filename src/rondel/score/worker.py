@@ -1,12 +1,14 @@
 """The process in which a reward runs: reads jobs, writes one JSON line for each. Started by pool.py, without torch.
 
-stdin   pickle  (reward spec, parent's process id, timeout, folder, what it may lend, whether it begins asleep), then (trajectory, task) for ever; its end is the end
-        of the process
-stdout  JSON    {"together": 1, "naps": false} | {"error": ...}, then {"value": ..., "parts": ..., "steps": ...} | {"reason": ..., "detail": ...}
+stdin   pickle  (reward spec, parent's process id, timeout, folder, what it may lend, whether it begins asleep), then
+        (trajectory, task) for ever; its end is the end of the process
+stdout  JSON    {"together": 1, "naps": false} | {"error": ...}, then {"value": ..., "parts": ...,
+        "steps": ...} | {"reason": ..., "detail": ...}
 
-A reward with `together` > 1 is asked so many times at once: a job is then (number, trajectory, task), a reply names its number, what
-the reward counts goes along, and an empty reply every second says that the event loop runs. (number, "sleep" | "wake") is an order to one
-that naps (naps.py).
+A reward with `together` > 1 is asked so many times at once: a job is then (number,
+trajectory, task), a reply names its number, what the reward counts goes along, and an empty
+reply every second says that the event loop runs.
+(number, "sleep" | "wake") is an order to one that naps (naps.py).
 """
 
 from __future__ import annotations
@@ -149,7 +151,9 @@ def last_line(error: BaseException) -> str:
 
 
 def die_with(parent: int) -> None:
-    """Law 14: the kernel ends this process when its parent ends, even while a reward hangs. Elsewhere than on Linux, stdin's end does."""
+    """Law 14: the kernel ends this process when its parent ends, even while a reward hangs.
+    Elsewhere than on Linux, stdin's end does.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # it ended before the line above

@@ -1,7 +1,9 @@
-"""From 8 devices to ten thousand: what breaks at each tier, what it costs with and without the primitive that saves it.  SPEC P5.
+"""From 8 devices to ten thousand: what breaks at each tier, what it costs with and
+without the primitive that saves it.  SPEC P5.
 
-Every figure is the planner's or the simulator's, of one work that grows with the devices (a 7B model on H100s, 4 groups of 8 answers a device
-up to 2048 groups, at most 16k tokens); what is assumed beside it stands in the row.
+Every figure is the planner's or the simulator's, of one work that grows with the devices (a 7B
+model on H100s, 4 groups of 8 answers a device up to 2048 groups, at most 16k tokens);
+what is assumed beside it stands in the row.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ from rondel.simulate.run import simulate, world_of
 
 TIERS = (8, 64, 256, 1024, 4096, 10240)
 CONTROLLER = (
-    541e-6  # CPU seconds a sample of this house's loop with 16,000 rollouts under way (`rondel bench controller`, benchmarks/README.md)
+    # CPU seconds a sample of this house's loop with 16,000 rollouts under way (`rondel
+    # bench controller`, benchmarks/README.md)
+    541e-6
 )
 MTBF = 50_700 * 3600.0  # seconds of one device: 419 interruptions in 54 days on 16,384 H100s, arXiv:2407.21783
-REBUILD = 600.0  # seconds to notice a lost member, build a group of thousands again and come back to the step; an assumption
+# seconds to notice a lost member, build a group of thousands again and come back to the step; an assumption
+REBUILD = 600.0
 PUBLISHED = {  # gain of asynchrony over a synchronous baseline, each by its authors, in their own set-up
     "verl fully async, 128 H20, smallest": 2.35,
     "verl fully async, 128 H20, largest": 2.67,
@@ -80,8 +85,18 @@ def show(rows: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _row(devices: int, breaks: str, helps: str, without: str, with_: str, gain: float, dominates: str) -> dict[str, Any]:
-    return {"devices": devices, "breaks": breaks, "helps": helps, "without": without, "with": with_, "gain": gain, "dominates": dominates}
+def _row(
+    devices: int, breaks: str, helps: str, without: str, with_: str, gain: float, dominates: str
+) -> dict[str, Any]:
+    return {
+        "devices": devices,
+        "breaks": breaks,
+        "helps": helps,
+        "without": without,
+        "with": with_,
+        "gain": gain,
+        "dominates": dominates,
+    }
 
 
 def _dominates(setting: Setting) -> str:
@@ -98,9 +113,14 @@ def _memory(devices: int, steps: int) -> dict[str, Any]:
     both = work(devices, model="14b", reference="14b")
     without, with_ = (bills(replace(both, offload=offload))[0].peak[1] / GB for offload in (False, True))
     return _row(
-        devices, "memory: trainer's state and the engine's cache at once", "take turns: release and resume, offload (trainer.offload)",
-        f"{without:.0f} GB a device (14B and its reference)", f"{with_:.0f} GB", without / with_, _dominates(work(devices)),
-    )  # fmt: skip
+        devices,
+        "memory: trainer's state and the engine's cache at once",
+        "take turns: release and resume, offload (trainer.offload)",
+        f"{without:.0f} GB a device (14B and its reference)",
+        f"{with_:.0f} GB",
+        without / with_,
+        _dominates(work(devices)),
+    )
 
 
 def _prefill(devices: int, steps: int) -> dict[str, Any]:
@@ -108,9 +128,14 @@ def _prefill(devices: int, steps: int) -> dict[str, Any]:
     arguments = {"tensor": long.tensor, "width": long.width}
     once = cost.prefill_seconds(long.shape, long.hardware, long.prompts * long.prompt / long.engines, **arguments)
     return _row(
-        devices, "the same prompt is read for every answer of its group", "a prefix tree: one prefill a group",
-        f"{long.group * once:.1f} s of prefill a step (prompts of 4k)", f"{once:.1f} s", float(long.group), _dominates(long),
-    )  # fmt: skip
+        devices,
+        "the same prompt is read for every answer of its group",
+        "a prefix tree: one prefill a group",
+        f"{long.group * once:.1f} s of prefill a step (prompts of 4k)",
+        f"{once:.1f} s",
+        float(long.group),
+        _dominates(long),
+    )
 
 
 def _copies(devices: int, steps: int) -> dict[str, Any]:
@@ -118,20 +143,28 @@ def _copies(devices: int, steps: int) -> dict[str, Any]:
     ways = {way.kind: way.seconds for way in cost.ways(big)}
     handed = cost.transfer_seconds(big.shape.parameters * big.width / big.tensor, big.hardware.link)
     return _row(
-        devices, "weights are gathered, copied and read again at every sync", "handles to memory that both sides map; each takes its part",
-        f"{ways['disk']:.0f} s a sync through files, {ways['distributed']:.1f} s by broadcast (70B)", f"{handed:.2f} s inside a node",
-        ways["distributed"] / handed, _dominates(work(devices)),
-    )  # fmt: skip
+        devices,
+        "weights are gathered, copied and read again at every sync",
+        "handles to memory that both sides map; each takes its part",
+        f"{ways['disk']:.0f} s a sync through files, {ways['distributed']:.1f} s by broadcast (70B)",
+        f"{handed:.2f} s inside a node",
+        ways["distributed"] / handed,
+        _dominates(work(devices)),
+    )
 
 
 def _tail(devices: int, steps: int) -> dict[str, Any]:
     apart = work(devices, place="split")
     wait, go_on = (simulate(world_of(replace(apart, staleness=s), sigma=1.2), steps=steps) for s in (0, 4))
     return _row(
-        devices, "the longest answer of a step: everybody waits", "partial rollout, S = 4, and importance weights for what is older",
+        devices,
+        "the longest answer of a step: everybody waits",
+        "partial rollout, S = 4, and importance weights for what is older",
         f"{wait['step_seconds']:.0f} s a step, {wait['places_idle']:.0%} of the places empty (sigma 1.2)",
-        f"{go_on['step_seconds']:.0f} s, {go_on['places_idle']:.0%}", wait["step_seconds"] / go_on["step_seconds"], _dominates(apart),
-    )  # fmt: skip
+        f"{go_on['step_seconds']:.0f} s, {go_on['places_idle']:.0%}",
+        wait["step_seconds"] / go_on["step_seconds"],
+        _dominates(apart),
+    )
 
 
 def _controller(devices: int, steps: int) -> dict[str, Any]:
@@ -140,9 +173,14 @@ def _controller(devices: int, steps: int) -> dict[str, Any]:
     rate = apart.samples / max(cost.generation(apart).seconds, cost.train_seconds(apart))
     busy = rate * CONTROLLER
     return _row(
-        devices, "one controller sees every answer", "several controllers, each with engines, tasks and a journal of its own",
-        f"{busy:.0%} of one core at {rate:.0f} answers/s (256 tokens each)", f"{-(-busy // 0.5):.0f} controllers at half a core", busy / 0.5, _dominates(apart),
-    )  # fmt: skip
+        devices,
+        "one controller sees every answer",
+        "several controllers, each with engines, tasks and a journal of its own",
+        f"{busy:.0%} of one core at {rate:.0f} answers/s (256 tokens each)",
+        f"{-(-busy // 0.5):.0f} controllers at half a core",
+        busy / 0.5,
+        _dominates(apart),
+    )
 
 
 def _members(devices: int, steps: int) -> dict[str, Any]:
@@ -152,18 +190,24 @@ def _members(devices: int, steps: int) -> dict[str, Any]:
     alone = 1 - REBUILD / (every + REBUILD)
     pulled = 1 - REBUILD / (MTBF / setting.trainers + REBUILD)
     return _row(
-        devices, "a collective over all engines: one that fails stops all", "one-sided reads (RDMA): who is there pulls, a group is never rebuilt",
+        devices,
+        "a collective over all engines: one that fails stops all",
+        "one-sided reads (RDMA): who is there pulls, a group is never rebuilt",
         f"a failure every {every / 3600:.1f} h stops all for {REBUILD / 60:.0f} min: {1 - alone:.1%} of the time lost",
-        f"{1 - pulled:.1%}: only the trainer's own failures", pulled / alone, _dominates(setting),
-    )  # fmt: skip
+        f"{1 - pulled:.1%}: only the trainer's own failures",
+        pulled / alone,
+        _dominates(setting),
+    )
 
 
 # -- published gains, and the lengths that they need ---------------------------------------------------
 
 
 def gains(devices: int = 32, *, steps: int = 4) -> list[dict[str, float]]:
-    """Samples a second of a split at S = 4 with the planner's division, over all devices in turn at S = 0 (offloaded, so that each side has
-    the whole memory in its turn); by the sigma of the lengths. At most 48 requests an engine on both sides: batches that a deeper queue fills are no matter of lengths."""
+    """Samples a second of a split at S = 4 with the planner's division, over all devices in
+    turn at S = 0 (offloaded, so that each side has the whole memory in its turn); by the sigma of the lengths. At most
+    48 requests an engine on both sides: batches
+    that a deeper queue fills are no matter of lengths."""
     together = work(devices, place="shared", prompts=4 * devices, running=48, offload="yes")
     found = []
     for sigma in SIGMAS:

@@ -12,7 +12,9 @@ from typing import Any
 
 
 class Passes:
-    """Real seconds of the passes of a loop, to one part in a hundred: as many numbers after an hour as after a minute."""
+    """Real seconds of the passes of a loop, to one part in a hundred: as many numbers after an
+    hour as after a minute.
+    """
 
     def __init__(self) -> None:
         self.counts: Counter[int] = Counter()
@@ -33,7 +35,9 @@ class Passes:
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """The clock jumps to the next timer when nothing is ready, unless it stands `still`. `passes` are those of the loop."""
+    """The clock jumps to the next timer when nothing is ready, unless it stands
+    `still`. `passes` are those of the loop.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 """What a run's own timers say that things cost: the simulator's world from journals instead of the planner's tables.
 
-engine      seconds of generation = a · steps + b · requests decoded + c · prompt tokens read, by the account that it tells at every version
+engine      seconds of generation = a · steps + b · requests decoded + c · prompt tokens read, by
+            the account that it tells at every version
 trainer     seconds of a step = fixed + d · packed tokens;  host: what the controller does between two steps
 answer      seconds of the controller an answer: what a synchronous step waits beyond what its engines generate
 sync, pause as they were on average.  Averages and not medians: they add up to the time that the run took.
@@ -25,7 +26,9 @@ FIRST = 2  # steps of a run that are not counted: everything is touched for the 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds, as `World` has them; `step` and `request` are the two parts of a beat, `prompt` the packed tokens a group beside its answers."""
+    """Seconds, as `World` has them; `step` and `request` are the two parts of a beat, `prompt`
+    the packed tokens a group beside its answers.
+    """
 
     step: float
     request: float
@@ -40,15 +43,24 @@ class Costs:
     def world(self, world: World) -> World:
         """The same work at these costs."""
         return replace(
-            world, beat=[self.step + self.request * n for n in range(world.places + 1)], prefill=self.prefill, train=self.train,
-            fixed=self.fixed, answer=self.answer, sync=self.sync, pause=self.pause, prompt=self.prompt,
-        )  # fmt: skip
+            world,
+            beat=[self.step + self.request * n for n in range(world.places + 1)],
+            prefill=self.prefill,
+            train=self.train,
+            fixed=self.fixed,
+            answer=self.answer,
+            sync=self.sync,
+            pause=self.pause,
+            prompt=self.prompt,
+        )
 
 
 def costs_of(folders: list[str] | list[Path], *, first: int = FIRST) -> Costs:
     """Of one run, or of several together: batches of different sizes tell a step's cost from a request's."""
     seen = [Timers(folder, first) for folder in folders]
-    generated, trained = (np.array([row for run in seen for row in getattr(run, name)]) for name in ("generated", "trained"))
+    generated, trained = (
+        np.array([row for run in seen for row in getattr(run, name)]) for name in ("generated", "trained")
+    )
     step, request, prefill = least(generated[:, 1:], generated[:, 0])
     fixed, train = least(trained[:, 1:], trained[:, 0])
 
@@ -57,9 +69,16 @@ def costs_of(folders: list[str] | list[Path], *, first: int = FIRST) -> Costs:
         return fmean(values) if values else 0.0
 
     return Costs(
-        step=step, request=request, prefill=prefill, train=train, fixed=fixed + mean("host"), answer=max(0.0, mean("answers")),
-        sync=mean("syncs"), pause=mean("pauses"), prompt=mean("prompts"),
-    )  # fmt: skip
+        step=step,
+        request=request,
+        prefill=prefill,
+        train=train,
+        fixed=fixed + mean("host"),
+        answer=max(0.0, mean("answers")),
+        sync=mean("syncs"),
+        pause=mean("pauses"),
+        prompt=mean("prompts"),
+    )
 
 
 class Timers:
@@ -90,7 +109,10 @@ class Timers:
                     self._step({event["kind"]: event for event in told}, told, lengths)
                 told = []
         if not self.trained or not self.generated:
-            raise DataError(f"the journal of {folder} has too few steps to say what they cost: {FIRST + 1} at least, of engines of ours")
+            raise DataError(
+                f"the journal of {folder} has too few steps to say what they cost: {FIRST + 1} at least, of engines of "
+                f"ours"
+            )
 
     def _step(self, last: dict[str, Any], told: list[dict[str, Any]], lengths: dict[int, list[int]]) -> None:
         done, taken, synced = last["StepDone"], last["GroupsTaken"], last["Synced"]
@@ -103,18 +125,26 @@ class Timers:
         self.syncs.append(took["sync"])
         self.pauses.append(synced["paused"])
         self.host.append(took.get("prepare", 0.0) + took.get("hand_over", 0.0) + took.get("milestone", 0.0))
-        accounts = [e for e in told if e["kind"] == "WorkerTime" and e["worker"].startswith("engine") and e["counts"].get("steps")]
+        accounts = [
+            e
+            for e in told
+            if e["kind"] == "WorkerTime" and e["worker"].startswith("engine") and e["counts"].get("steps")
+        ]
         if not accounts:
             return
         counts = [sum(e["counts"].get(name, 0) for e in accounts) for name in ("steps", "requests", "read")]
         generate = sum(e["seconds"].get("generate", 0.0) for e in accounts)
         self.generated.append((generate, *counts))
         if not taken["limit"]:
-            self.answers.append((took["wait"] - max(e["seconds"].get("generate", 0.0) for e in accounts)) / max(1, len(written)))
+            self.answers.append(
+                (took["wait"] - max(e["seconds"].get("generate", 0.0) for e in accounts)) / max(1, len(written))
+            )
 
 
 def least(rows: Any, seconds: Any) -> list[float]:
-    """argmin |rows x - seconds| over x >= 0: the best of all choices of what is not 0, for there are three columns at most."""
+    """argmin |rows x - seconds| over x >= 0: the best of all choices of what is not 0,
+    for there are three columns at most.
+    """
     best, found = np.inf, np.zeros(rows.shape[1])
     for size in range(1, rows.shape[1] + 1):
         for chosen in map(list, combinations(range(rows.shape[1]), size)):

@@ -1,4 +1,6 @@
-"""The chain as a picture: what each tier's primitive saves, and what asynchrony gains by how unequal answers are. One SVG, no library."""
+"""The chain as a picture: what each tier's primitive saves, and what asynchrony gains by
+how unequal answers are. One SVG, no library.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ def picture(rows: dict[str, Any]) -> str:
     """`rows` as `chain.told` gives them."""
     body = "\n".join([*_tiers(rows["tiers"]), *_gains(rows["gains"], rows["published"])])
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" font-size="13" fill="{INK}">\n'
-        f'<title>What breaks from 8 devices to ten thousand</title>\n<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>\n{body}\n</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" '
+        f'font-size="13" fill="{INK}">\n'
+        f'<title>What breaks from 8 devices to ten thousand</title>\n<rect width="{WIDTH}" height="{HEIGHT}" '
+        f'fill="white"/>\n{body}\n</svg>\n'
     )
 
 
@@ -68,7 +72,9 @@ def _gains(gains: list[dict[str, float]], published: dict[str, dict[str, Any]]) 
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 13, colour: str = INK) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{colour}">{escape(text)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{colour}">{escape(text)}</text>'
+    )
 
 
 def _short(text: str, most: int) -> str:

@@ -1,4 +1,5 @@
-"""Engines on a virtual clock. One replica is a server whose n requests all advance by a token every beat(n) seconds: an event an answer, not a token.
+"""Engines on a virtual clock. One replica is a server whose n requests all advance by a token
+every beat(n) seconds: an event an answer, not a token.
 
 progress   tokens that whoever has run from the beginning has now; a request that joins ends at progress + its length
 debt       seconds of prefill that stand before the next token
@@ -115,12 +116,19 @@ class Replica:
 
     def reread(self, prompt: float) -> None:
         """What is in flight lost its cache: about the middle of each answer is read again."""
-        self.debt += sum(prompt + max(0.0, end - self.progress) for end, _, _ in self.running) * self.pool.prefill * self.slow
+        self.debt += (
+            sum(prompt + max(0.0, end - self.progress) for end, _, _ in self.running) * self.pool.prefill * self.slow
+        )
 
     def die(self, prompt: float) -> list[Waiting]:
-        """-> what was in flight, to go on elsewhere from the token where it was; what it had read is read again there."""
+        """-> what was in flight, to go on elsewhere from the token where it was; what it had read
+        is read again there.
+        """
         self.catch_up()
-        lost = [Waiting(max(1e-3, end - self.progress), prompt + max(0.0, end - self.progress), of) for end, _, of in self.running]
+        lost = [
+            Waiting(max(1e-3, end - self.progress), prompt + max(0.0, end - self.progress), of)
+            for end, _, of in self.running
+        ]
         lost += self.waiting
         self.running, self.waiting, self.debt, self.dead = [], deque(), 0.0, True
         self.arm()
@@ -131,12 +139,17 @@ QUICKEST = 1e-7  # seconds of a token
 
 
 class Pool:
-    """All replicas. beat[n]: seconds of a token of n requests; prefill: seconds of a prompt's token; places: requests of a replica at once."""
+    """All replicas. beat[n]: seconds of a token of n requests; prefill: seconds of a prompt's
+    token; places: requests of a replica at once.
+    """
 
-    def __init__(self, replicas: int, *, places: int, beat: list[float], prefill: float, slow: tuple[float, float] = (0.0, 1.0)) -> None:
+    def __init__(
+        self, replicas: int, *, places: int, beat: list[float], prefill: float, slow: tuple[float, float] = (0.0, 1.0)
+    ) -> None:
         if min(beat[1:]) < QUICKEST:
             raise UserError(
-                f"a token in {min(beat[1:]):.1g} s: no engine is that fast, and a virtual clock cannot tell such times apart; look at the costs"
+                f"a token in {min(beat[1:]):.1g} s: no engine is that fast, and a virtual clock cannot tell such times "
+                f"apart; look at the costs"
             )
         self.clock, self.places, self.beat, self.prefill = asyncio.get_running_loop(), places, beat, prefill
         self.number, self.draining = 0, False
@@ -144,7 +157,8 @@ class Pool:
         late = round(slow[0] * replicas)
         self.replicas = [Replica(self, slow[1] if i < late else 1.0) for i in range(replicas)]
         self.failures = 0
-        self._least = [(0.0, i) for i in range(replicas)]  # a heap of (load, replica); what no longer holds is passed over
+        # a heap of (load, replica); what no longer holds is passed over
+        self._least = [(0.0, i) for i in range(replicas)]
         for i, replica in enumerate(self.replicas):
             replica.place = i
 
@@ -207,4 +221,8 @@ class Pool:
             replica.catch_up()
             replica.arm()
         filled = sum(replica.filled for replica in self.replicas)
-        return filled, self.places * sum(replica.beats for replica in self.replicas), sum(replica.busy for replica in self.replicas)
+        return (
+            filled,
+            self.places * sum(replica.beats for replica in self.replicas),
+            sum(replica.busy for replica in self.replicas),
+        )

@@ -1,4 +1,6 @@
-"""The loop of every run, with its buffer, on a virtual clock: engines and trainer take the time that the planner says, and compute nothing."""
+"""The loop of every run, with its buffer, on a virtual clock: engines and trainer take the
+time that the planner says, and compute nothing.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,8 @@ def world_of(setting: Setting, lengths: Lengths | None = None, *, sigma: float =
     arguments = {"tensor": setting.tensor, "width": setting.width}
     packed = setting.four_bits
     beat = [
-        cost.decode_seconds(setting.shape, setting.hardware, max(1, n), middle, four_bits=packed, **arguments) for n in range(requests + 1)
+        cost.decode_seconds(setting.shape, setting.hardware, max(1, n), middle, four_bits=packed, **arguments)
+        for n in range(requests + 1)
     ]
     way = cost.ways(setting)[0]
     return World(
@@ -131,7 +134,9 @@ def simulate(world: World, *, steps: int = 20, first: int | None = None) -> dict
 
 
 class Simulation:
-    """The parts that `loop.run` asks for. Nothing in here decides who is admitted, taken or waits: the house's loop and buffer do."""
+    """The parts that `loop.run` asks for. Nothing in here decides who is admitted, taken
+    or waits: the house's loop and buffer do.
+    """
 
     def __init__(self, world: World, before: int, steps: int) -> None:
         self.world, self.before, self.steps = world, before, steps
@@ -145,14 +150,29 @@ class Simulation:
         self.clock = asyncio.get_running_loop()
         self.pool = Pool(w.engines, places=w.places, beat=w.beat, prefill=w.prefill, slow=w.slow)
         self.buffer = Buffer(
-            groups_per_step=w.prompts, max_staleness=w.staleness, window=w.window, oversample=w.oversample, patience=FOREVER
+            groups_per_step=w.prompts,
+            max_staleness=w.staleness,
+            window=w.window,
+            oversample=w.oversample,
+            patience=FOREVER,
         )
         self._began = (0.0, 0.0, 0.0, 0.0, 0)
         breaking = asyncio.create_task(self.break_some()) if w.mtbf else None
         await house.run(
-            self.tasks(), self.buffer, attempt=self.attempt, score=self.score, judge=self.judge, prepare=self.prepare, trainer=self,
-            engine=None, devices=self, sync=self.sync, algo=None, steps=range(1, self.before + self.steps + 1), milestone=self.milestone,
-        )  # fmt: skip
+            self.tasks(),
+            self.buffer,
+            attempt=self.attempt,
+            score=self.score,
+            judge=self.judge,
+            prepare=self.prepare,
+            trainer=self,
+            engine=None,
+            devices=self,
+            sync=self.sync,
+            algo=None,
+            steps=range(1, self.before + self.steps + 1),
+            milestone=self.milestone,
+        )
         if breaking is not None:
             breaking.cancel()
         return self.seen

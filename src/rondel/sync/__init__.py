@@ -1,4 +1,6 @@
-"""kind -> transport. Driver, trainer and engine each make one of the same kind; the knobs travel, the instances do not."""
+"""kind -> transport. Driver, trainer and engine each make one of the same kind; the knobs travel,
+the instances do not.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from rondel.sync.from_tensor import FromTensor
 
 
 def transport_of(kind: str, *, folder: str | Path, one_module: bool = False) -> Transport:
-    """`folder`: where versions lie, seen by all under this name. `one_module`: trainer and engine have the same tensors."""
+    """`folder`: where versions lie, seen by all under this name. `one_module`:
+    trainer and engine have the same tensors.
+    """
     known = {
         "tensor": lambda: FromTensor("never" if one_module else "begin"),
         "ipc": FromIpc,

@@ -1,10 +1,12 @@
 """Only what changed since the version that the engines serve: after a small step in bf16 most weights keep their bits.
 
-    of each tensor    n changed elements -> their gaps (differences of positions) and old xor new, byte by byte as planes, deflated
+    of each tensor    n changed elements -> their gaps (differences of positions) and old xor new,
+                      byte by byte as planes, deflated
     whole             where no version is known to all engines, or where it would be smaller
 
-Both lie in one file a version. The engine lays base xor change beside what it serves and compares every digest, also of tensors that
-did not change, so a delta on another base is refused even if it claims to be on this one.
+Both lie in one file a version. The engine lays base xor change beside what it serves and
+compares every digest, also of tensors that did not change, so a delta on another base is
+refused even if it claims to be on this one.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def encode(old: Tensor, new: Tensor) -> bytes:
-    """b"" where nothing changed. [M] whole numbers each -> planes of the n gaps (4 bytes), planes of the n values old xor new."""
+    """b"" where nothing changed. [M] whole numbers each -> planes of the n gaps (4
+    bytes), planes of the n values old xor new.
+    """
     if len(new) > 2**31 - 1:
         raise SyncError(f"a tensor of {len(new)} elements: a delta counts positions in 4 bytes")
     positions, values = [], []
@@ -75,7 +79,9 @@ def _joined(planes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Delta:
-    """`folder` is seen by the engines under the same name. The trainer keeps the last version's bits in memory, to compare with."""
+    """`folder` is seen by the engines under the same name. The trainer keeps the last
+    version's bits in memory, to compare with.
+    """
 
     holds: Literal["commit"] = "commit"
     names: Literal["module", "checkpoint"] = "checkpoint"

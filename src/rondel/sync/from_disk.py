@@ -1,6 +1,8 @@
-"""A folder a version: safetensors, and the manifest last. Whoever can read the folder can follow, also an engine that starts late.
+"""A folder a version: safetensors, and the manifest last. Whoever can read the folder
+can follow, also an engine that starts late.
 
-weights/v-000012/model-00001-of-00002.safetensors ... model.safetensors.index.json, manifest.json     appears whole, by one rename
+weights/v-000012/model-00001-of-00002.safetensors ... model.safetensors.index.json,
+manifest.json     appears whole, by one rename
 
 The files are named as transformers, vLLM and SGLang look for them; the oldest versions go.
 """
@@ -77,7 +79,10 @@ class FromDisk:
         for i, name in enumerate(names):
             os.replace(folder / f"{i:05d}", folder / name)
             (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors writes for its owner alone
-        index = {"metadata": {"total_size": total}, "weight_map": {key: name for name, keys in zip(names, files) for key in keys}}
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {key: name for name, keys in zip(names, files) for key in keys},
+        }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
     def send(self, route: Route, weights: Tensors) -> None: ...
@@ -95,7 +100,8 @@ class FromDisk:
 def outdated(published: dict[int, Path], last: int, keep: int) -> list[Path]:
     """Versions to delete once `last` is published: all but the `keep` latest up to it, and every later one.
 
-    A later version is of a run that was rolled back behind it: the run that goes on will publish other weights under the same number.
+    A later version is of a run that was rolled back behind it: the run that goes on will
+    publish other weights under the same number.
     """
     good = [version for version in published if version <= last][-keep:]
     return [path for version, path in published.items() if version not in good]

@@ -3,9 +3,12 @@
     trainer   fill A | send A, fill B | send B, fill A | ...        a bucket: tensors one behind the other, as bytes
     engine           | recv A         | recv B, copy A | ...        two of them, so that copying and sending overlap
 
-Which tensor lies in which bucket follows from the manifest, so no other word travels. The group belongs to the weights alone (the
-trainer's collectives know nothing of it); it is made at the first update, warmed up, kept, and made anew after a fault or when
-other engines receive: a group cannot be resized, and nobody takes another one's place in it. Everyone waits with a deadline, and who fails leaves, which wakes the others.
+Which tensor lies in which bucket follows from the manifest, so no other word travels.
+The group belongs to the weights alone (the trainer's collectives know nothing of it);
+it is made at the first update, warmed up,
+kept, and made anew after a fault or when other engines receive: a group cannot be resized, and nobody
+takes another one's place in it. Everyone waits with a
+deadline, and who fails leaves, which wakes the others.
 """
 
 from __future__ import annotations
@@ -70,7 +73,9 @@ def slots(bucket: list[TensorInfo], buffer: Tensor) -> Iterator[tuple[TensorInfo
 class Group:
     """A process group beside the default one: rank 0 sends, the others are numbered as they come."""
 
-    def __init__(self, meeting: Meeting, store: dist.TCPStore, device: torch.device, deadline: float, *, sends: bool) -> None:
+    def __init__(
+        self, meeting: Meeting, store: dist.TCPStore, device: torch.device, deadline: float, *, sends: bool
+    ) -> None:
         self.meeting, self.device = meeting, device
         rank = 0 if sends else store.add(f"{meeting.name}/joined", 1)
         if rank >= meeting.size:
@@ -83,7 +88,8 @@ class Group:
         else:
             self.group = dist.ProcessGroupGloo(own, rank, meeting.size, sockets.gloo_at(meeting.host, deadline))
         self._sent: list[Any] = [None, None]
-        self.broadcast(0, torch.zeros(1, dtype=torch.uint8, device=device))  # the first collective of a group costs seconds
+        # the first collective of a group costs seconds
+        self.broadcast(0, torch.zeros(1, dtype=torch.uint8, device=device))
         self.wait(0)
 
     def broadcast(self, i: int, buffer: Tensor) -> None:
@@ -129,7 +135,9 @@ class FromDistributed:
         return partial(FromDistributed, bucket=self.bucket, deadline=self.deadline), (self.host,)
 
     async def route(self, trainer: Trainer, engines: list[Engine]) -> Route:
-        """How many receive, and their number in the row of those who were asked: others than the last time need a group of their own."""
+        """How many receive, and their number in the row of those who were asked: others than
+        the last time need a group of their own.
+        """
         if (asked := tuple(map(id, engines))) != self._asked:
             self._asked, self._rounds = asked, self._rounds + 1
         return Route("distributed", (sum([(await engine.status()).replicas for engine in engines]), self._rounds))
@@ -142,7 +150,9 @@ class FromDistributed:
         if self._store is None:
             wait = timedelta(seconds=self.deadline)
             file, port = sockets.listening(self.host)
-            self._store = dist.TCPStore(self.host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=file)
+            self._store = dist.TCPStore(
+                self.host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=file
+            )
         if self._group is None or self._for != route.data:
             self._group, self._made, self._for = None, self._made + 1, route.data
         meeting = Meeting(self.host, self._store.port, f"weights-{self._made}", route.data[0] + 1)
@@ -193,7 +203,9 @@ class FromDistributed:
 
     @contextmanager
     def _leaving(self, what: str) -> Iterator[None]:
-        """Whoever fails leaves the group: connections close, and who waits at the other end fails too, long before the deadline."""
+        """Whoever fails leaves the group: connections close, and who waits at the other end
+        fails too, long before the deadline.
+        """
         try:
             yield
         except BaseException as error:

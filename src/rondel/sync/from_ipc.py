@@ -1,15 +1,22 @@
-"""Through memory that both processes map: written once by the trainer, read in place by the engine, which then serves from it.
+"""Through memory that both processes map: written once by the trainer, read in place
+by the engine, which then serves from it.
 
     trainer  writes segment A | serves nothing      A: version 2, exclusive lock while it is written
     engine   points into B    | shared lock on B    B: version 1, until the last tensor that points there is gone
 
-A segment is written only while nobody reads it: readers hold a shared lock on the file for as long as a tensor lives in it, the writer
-asks for an exclusive one and takes another segment if it cannot have it. So two segments take turns, a third one appears when an
-engine stays behind, and no read is ever torn. Its first words say which publication it holds: a late reader sees that it is another.
+A segment is written only while nobody reads it: readers hold a shared lock on the file for
+as long as a tensor lives in it, the writer asks for an exclusive one and takes
+another segment if it cannot have it. So two
+segments take turns, a third one appears when an engine stays behind, and no read is ever
+torn. Its first words say which publication it
+holds: a late reader sees that it is another.
 
-A segment is a memfd, opened by others as /proc/PID/fd/N: it has no name and is gone with its last user (law 14). Where there is no
-memfd it is a file in shared memory with the writer's pid in its name, removed by its writer or else by the next one that starts.
-Tensors on a GPU lie in a buffer there, of which the segment carries CUDA's handle; this way has not been run on hardware yet.
+A segment is a memfd, opened by others as /proc/PID/fd/N: it has no name and is gone with
+its last user (law 14). Where there is no memfd it is a file in shared memory with the
+writer's pid in its name, removed by its
+writer or else by the next one that starts. Tensors on a GPU lie in a buffer there, of
+which the segment carries CUDA's handle;
+this way has not been run on hardware yet.
 """
 
 from __future__ import annotations
@@ -42,7 +49,9 @@ SHARED = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettem
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`path` opens the segment of `size` bytes; its first word must be `number`. `cuda` is the handle of a buffer, pickled."""
+    """`path` opens the segment of `size` bytes; its first word must be `number`. `cuda`
+    is the handle of a buffer, pickled.
+    """
 
     path: str
     size: int
@@ -66,7 +75,9 @@ def size_of(row: TensorInfo) -> int:
 
 
 class Segment:
-    """The writer's side of one piece of shared memory. It grows while the first version is written, and then keeps its size."""
+    """The writer's side of one piece of shared memory. It grows while the first version
+    is written, and then keeps its size.
+    """
 
     def __init__(self, *, named: bool) -> None:
         self.named, self._reserved = named, 0
@@ -110,7 +121,9 @@ class Segment:
             torch.frombuffer(self.map, dtype=torch.uint8, count=len(raw), offset=at).copy_(raw)
 
     def _reserve(self, size: int) -> None:
-        """Pages for the first so many bytes: shared memory that is full is an error here, where a write into the map would end the process."""
+        """Pages for the first so many bytes: shared memory that is full is an error here, where a
+        write into the map would end the process.
+        """
         if size > self._reserved:
             with writing(f"the weights to {self.path}", size, SyncError):
                 os.posix_fallocate(self.fd, self._reserved, size - self._reserved)
@@ -152,7 +165,11 @@ def _release(fd: int) -> None:
 
 def reap() -> list[str]:
     """Remove named segments whose writer is gone. -> their names."""
-    dead = [path for path in SHARED.glob("rondel-*-*") if (pid := path.name.split("-")[1]).isdecimal() and not _alive(int(pid))]
+    dead = [
+        path
+        for path in SHARED.glob("rondel-*-*")
+        if (pid := path.name.split("-")[1]).isdecimal() and not _alive(int(pid))
+    ]
     for path in dead:
         path.unlink(missing_ok=True)
     return [path.name for path in dead]
@@ -182,9 +199,13 @@ class FromIpc:
 
     @staticmethod
     def place(path: str, size: int, number: int) -> Place:
-        """A segment that somebody else tells of: shared memory of this machine, never a handle that would have to be unpickled."""
+        """A segment that somebody else tells of: shared memory of this machine, never a
+        handle that would have to be unpickled.
+        """
         if not SEGMENT.fullmatch(path):
-            raise SyncError(f"'{path[:80]}' is no segment: it is /proc/PID/fd/N of a memfd, or a file rondel-* in {SHARED}")
+            raise SyncError(
+                f"'{path[:80]}' is no segment: it is /proc/PID/fd/N of a memfd, or a file rondel-* in {SHARED}"
+            )
         return Place(path, size, number)
 
     async def route(self, trainer: Trainer, engines: list[Engine]) -> Route:
@@ -207,7 +228,9 @@ class FromIpc:
         return Manifest(version, tuple(rows)), Route("ipc", place, bytes=sum(map(size_of, rows)))
 
     def _free(self) -> Segment:
-        """A segment that nobody reads, locked: never the one that was published last, which an engine may be about to open."""
+        """A segment that nobody reads, locked: never the one that was published last,
+        which an engine may be about to open.
+        """
         for segment in sorted(self._segments, key=lambda s: s.number)[: len(self._segments) - 1]:
             if segment.lock():
                 return segment
@@ -226,7 +249,8 @@ class FromIpc:
             base = self._open(place)
         buffer = base
         if place.cuda:
-            rebuild, arguments = pickle.loads(place.cuda)  # made by torch in the trainer's process, and carried by our own channel
+            # made by torch in the trainer's process, and carried by our own channel
+            rebuild, arguments = pickle.loads(place.cuda)
             buffer = rebuild(*arguments)
         if at[-1] > len(buffer):
             raise SyncError(f"the trainer's memory has {len(buffer)} bytes, and the announced tensors need {at[-1]}")
@@ -255,7 +279,9 @@ class FromIpc:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def _map(self, fd: int, stat: os.stat_result) -> mmap.mmap:
-        """Private, so that a write of this process stays its own; kept, because mapping again costs a fault for each page."""
+        """Private, so that a write of this process stays its own; kept, because mapping
+        again costs a fault for each page.
+        """
         key = (stat.st_ino, stat.st_size)
         if key not in self._maps:
             while len(self._maps) > 2:

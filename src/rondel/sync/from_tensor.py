@@ -12,7 +12,8 @@ from rondel.core.types import Manifest, Route
 class FromTensor:
     """The route carries {HF name: tensor}. An engine whose tensors are the trainer's own finds 0 bytes to copy.
 
-    holds   "never" where they are: the trainer has already written over what the engine reads. "begin" where the engine has its own
+    holds   "never" where they are: the trainer has already written over what the engine reads.
+            "begin" where the engine has its own
     """
 
     names: Literal["module", "checkpoint"] = "module"
@@ -25,7 +26,9 @@ class FromTensor:
 
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]:
         held = [(row, tensor) for row, tensor in weights]
-        return Manifest(version, tuple(row for row, _ in held)), Route("tensor", {row.name: tensor for row, tensor in held})
+        return Manifest(version, tuple(row for row, _ in held)), Route(
+            "tensor", {row.name: tensor for row, tensor in held}
+        )
 
     def send(self, route: Route, weights: Tensors) -> None: ...
 

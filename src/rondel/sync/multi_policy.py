@@ -1,4 +1,6 @@
-"""One update of several policies: the transport of each, joined. The transaction around them stays one (sync/update.py)."""
+"""One update of several policies: the transport of each, joined. The transaction
+around them stays one (sync/update.py).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Several:
         return next(iter(self.each.values())).names
 
     async def route(self, trainer: Trainer, engines: list[Engine]) -> Route:
-        """Of the policies that these engines have: `trainer` and `engines` are several, too, and have their parts in `each`."""
+        """Of the policies that these engines have: `trainer` and `engines` are several,
+        too, and have their parts in `each`.
+        """
         parts: Any = trainer
         ours: list[Any] = list(engines)
         routes = {}
@@ -51,4 +55,6 @@ class Several:
             way.close()
 
     def _refuse(self) -> NoReturn:
-        raise LawError("the weights of several policies move by the transport of each; only the driver has them together")
+        raise LawError(
+            "the weights of several policies move by the transport of each; only the driver has them together"
+        )

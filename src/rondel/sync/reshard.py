@@ -1,8 +1,11 @@
-"""Tensor-parallel shards of one weight: TP ranks of a trainer to TP' ranks of an engine, through the whole tensor. Pure functions.
+"""Tensor-parallel shards of one weight: TP ranks of a trainer to TP' ranks of an engine,
+through the whole tensor. Pure functions.
 
-    columns  [O, I]      rank r has O/tp rows of W, because y = x W^T is cut along its outputs        q, gate, up, embedding
+    columns  [O, I]      rank r has O/tp rows of W, because y = x W^T is cut along its
+             outputs        q, gate, up, embedding
     rows     [O, I]      rank r has I/tp columns                                                      o, down
-    heads    [H·D, I]    whole heads; with fewer heads than ranks, H must divide tp, and tp/H ranks hold the same head     k, v
+    heads    [H·D, I]    whole heads; with fewer heads than ranks, H must divide tp, and tp/H
+             ranks hold the same head     k, v
     stacked  [..., I]    several such weights below each other in every shard: [q_r; k_r; v_r], [gate_r; up_r]
     padded   [V', I]     a vocabulary with empty rows at its end, so that every rank has as many
 
@@ -24,7 +27,8 @@ class Cut:
     """How one weight lies over the ranks.
 
     dim      which dimension is cut; None: every rank has all of it
-    heads    0, or how many heads the dimension counts: they are never broken, and copied where there are fewer than ranks
+    heads    0, or how many heads the dimension counts: they are never broken, and copied
+             where there are fewer than ranks
     rows     0, or the true length of the dimension, which is padded to a multiple of `multiple` x tp
     parts    what is stacked in it: `Cut`s with their sizes in the whole tensor, in order
     """
@@ -41,7 +45,9 @@ def split(whole: Tensor, cut: Cut, tp: int) -> list[Tensor]:
     if cut.dim is None:
         return [whole] * tp
     if cut.parts:
-        pieces = [split(part, how, tp) for part, (_, how) in zip(whole.split([n for n, _ in cut.parts], cut.dim), cut.parts)]
+        pieces = [
+            split(part, how, tp) for part, (_, how) in zip(whole.split([n for n, _ in cut.parts], cut.dim), cut.parts)
+        ]
         return [torch.cat(of_rank, cut.dim) for of_rank in zip(*pieces)]
     if cut.heads and cut.heads < tp:
         _divides(tp, cut.heads, "ranks", "heads")

@@ -1,7 +1,10 @@
-"""The one state machine of a weight update: publish -> begin -> data -> commit -> version -> probe. It is a transaction (law 6).
+"""The one state machine of a weight update: publish -> begin -> data -> commit ->
+version -> probe. It is a transaction (law 6).
 
-Whatever the transport and however many the engines, 100 % of the names are acknowledged by all before data moves, digests are
-compared before a version changes, and a fixed probe is scored on both sides afterwards. Anything else is an abort, for all of them.
+Whatever the transport and however many the engines, 100 % of the names are
+acknowledged by all before data moves, digests are compared before a version changes, and a
+fixed probe is scored on both sides afterwards.
+Anything else is an abort, for all of them.
 
     holds "never"    begin ── data ── commit ── probe                         who calls has parked the engines
     holds "begin"    pause ── begin ── data ── commit ── probe ── resume      failed: the engine refuses until a good update
@@ -23,7 +26,8 @@ from rondel.core.events import Synced, Warned, emit, stalled
 from rondel.core.protocols import Engine, Interrupt, Trainer, Transport
 from rondel.core.types import POLICY, Abort, Begin, Commit, EngineStatus, Manifest, Message, Request, Route
 
-CLEAR, HALF = 8, 0.5  # so many times the noise is a movement that an engine with the same weights shows, at least by half
+# so many times the noise is a movement that an engine with the same weights shows, at least by half
+CLEAR, HALF = 8, 0.5
 GROWN, SHARE = 10, 0.02  # a gap so many times the first one, and such a part of what an update moves, is doubted
 Score = Callable[[list[int]], Awaitable[list[float]]]  # the trainer's logprobs of a text
 LEASE = 600.0  # seconds after which a paused engine that nobody resumes goes on by itself
@@ -70,14 +74,19 @@ class Update:
             began = time.perf_counter()
             manifest, route = await self._published(trainer, engines)
             self._check_moved(manifest)
-            paused, gap = await self._deliver(manifest, route, engines, holds=self.transport.holds, send=trainer.send, probe=self.probe)
+            paused, gap = await self._deliver(
+                manifest, route, engines, holds=self.transport.holds, send=trainer.send, probe=self.probe
+            )
             copied = sum(status.bytes_copied for status in await self._statuses(engines))
-            self.root, self._last = manifest.root, (manifest, route, trainer)  # not before: an engine that ends has all of it made again
+            # not before: an engine that ends has all of it made again
+            self.root, self._last = manifest.root, (manifest, route, trainer)
             emit(Synced(manifest.version, manifest.root, time.perf_counter() - began, copied, gap, paused))
         return manifest.version
 
     async def catch_up(self, engine: Engine) -> int:
-        """An engine that comes late takes what was published last from where it lies, or has it sent once more. -> its version."""
+        """An engine that comes late takes what was published last from where it lies, or
+        has it sent once more. -> its version.
+        """
         async with self._one:
             if self._last is None:
                 return (await engine.status()).version
@@ -94,7 +103,9 @@ class Update:
         return manifest.version
 
     async def _published(self, trainer: Trainer, engines: Sequence[Engine]) -> tuple[Manifest, Route]:
-        (route,) = await self._together({"an engine": self.transport.route(trainer, list(engines))}, "how many they are")
+        (route,) = await self._together(
+            {"an engine": self.transport.route(trainer, list(engines))}, "how many they are"
+        )
         return (await self._together({"the trainer": trainer.publish(route)}, "publish"))[0]
 
     async def _statuses(self, engines: Sequence[Engine]) -> list[EngineStatus]:
@@ -122,11 +133,15 @@ class Update:
                 parked, since = await self._park(engines), time.perf_counter()
             for version in await self._tell(engines, Commit(manifest.version, manifest.root)):
                 if version != manifest.version:
-                    raise SyncError(f"the engine says it serves version {version}, but {manifest.version} was committed")
+                    raise SyncError(
+                        f"the engine says it serves version {version}, but {manifest.version} was committed"
+                    )
             if holds == "commit":
                 paused, parked = await self._resume(parked, since), []
             if probe:
-                gap = max([await self._probe_gap(engine, manifest, policy) for engine in engines for policy in self.scores])
+                gap = max(
+                    [await self._probe_gap(engine, manifest, policy) for engine in engines for policy in self.scores]
+                )
         except BaseException as error:  # a cancelled update is an aborted one, too
             await self._tell(engines, Abort(f"{type(error).__name__}: {error}"))
             raise
@@ -136,21 +151,31 @@ class Update:
 
     async def _park(self, engines: Sequence[Engine]) -> list[Engine]:
         """-> those that were decoding, between two steps now."""
-        serving = [engine for engine, status in zip(engines, await self._statuses(engines), strict=True) if status.state == "serving"]
-        await self._together({f"engine {i}": engine.pause(self.how, LEASE) for i, engine in enumerate(serving)}, "a pause")
+        serving = [
+            engine
+            for engine, status in zip(engines, await self._statuses(engines), strict=True)
+            if status.state == "serving"
+        ]
+        await self._together(
+            {f"engine {i}": engine.pause(self.how, LEASE) for i, engine in enumerate(serving)}, "a pause"
+        )
         return serving
 
     async def _resume(self, parked: Sequence[Engine], since: float) -> float:
         await self._together({f"engine {i}": engine.resume() for i, engine in enumerate(parked)}, "its resumption")
         return time.perf_counter() - since if parked else 0.0
 
-    async def _tell(self, engines: Sequence[Engine], message: Message, also: dict[str, Awaitable[Any]] | None = None) -> list[int]:
+    async def _tell(
+        self, engines: Sequence[Engine], message: Message, also: dict[str, Awaitable[Any]] | None = None
+    ) -> list[int]:
         """The same message to every engine at once. -> the version that each serves."""
         waits = {f"engine {i}": engine.receive(message) for i, engine in enumerate(engines)}
         return (await self._together({**waits, **(also or {})}, type(message).__name__.lower()))[: len(engines)]
 
     async def _together(self, waits: dict[str, Awaitable[Any]], what: str) -> list[Any]:
-        """All of them, or the first fault; the others end by themselves, because whoever waits has a deadline of its own."""
+        """All of them, or the first fault; the others end by themselves, because whoever
+        waits has a deadline of its own.
+        """
         tasks = {asyncio.ensure_future(wait): name for name, wait in waits.items()}
         if not tasks:
             return []
@@ -174,38 +199,53 @@ class Update:
         if self.root is None:
             return
         if self.moved() and manifest.root == self.root:
-            raise SyncError("the trainer made a step with lr > 0, but the weights it publishes are bit for bit the old ones")
+            raise SyncError(
+                "the trainer made a step with lr > 0, but the weights it publishes are bit for bit the old ones"
+            )
         if not self.moved() and manifest.root != self.root:
             raise SyncError("no update was applied, but the published weights changed")
 
     async def _probe_gap(self, engine: Engine, manifest: Manifest, policy: str = POLICY) -> float:
         whose = "" if policy == POLICY else f" of '{policy}'"
-        both = {"the engine": engine.score(Request(list(self.probe), policy=policy)), "the trainer": self.scores[policy](self.probe)}
+        both = {
+            "the engine": engine.score(Request(list(self.probe), policy=policy)),
+            "the trainer": self.scores[policy](self.probe),
+        }
         scored, ours = await self._together(both, "the probe")
         theirs = scored.logprobs
         if len(theirs) != len(ours):
             raise SyncError(
-                f"the probe has {len(self.probe)} tokens; the trainer{whose} scored {len(ours)} of them, the engine {len(theirs)}"
+                f"the probe has {len(self.probe)} tokens; the trainer{whose} scored {len(ours)} of them, the engine "
+                f"{len(theirs)}"
             )
-        gap = float(np.abs(np.subtract(theirs, ours)).mean())  # NaN wins; one unlikely token in bf16 may be off by a nat, the mean is not
+        # NaN wins; one unlikely token in bf16 may be off by a nat, the mean is not
+        gap = float(np.abs(np.subtract(theirs, ours)).mean())
         if not gap <= self.tolerance:
             overflown = "" if math.isfinite(gap) else ": the weights have overflowed, lower trainer.lr"
             raise SyncError(
-                f"after version {manifest.version} trainer and engine{whose} differ by {gap:.3g} nats a token on the probe "
+                f"after version {manifest.version} trainer and engine{whose} differ by {gap:.3g} nats a token on the "
+                f"probe "
                 f"(limit {self.tolerance}){overflown}"
             )
         self._doubt(gap, ours, manifest.version, policy, whose)
         for name, one in (scored.replicas or {"": theirs}).items():
-            self._check_follows(np.array(ours), np.array(one), manifest.version, policy, whose + (f" '{name}'" if name else ""), name)
+            self._check_follows(
+                np.array(ours), np.array(one), manifest.version, policy, whose + (f" '{name}'" if name else ""), name
+            )
         return gap
 
-    def _check_follows(self, ours: np.ndarray, theirs: np.ndarray, version: int, policy: str, whose: str, replica: str) -> None:
+    def _check_follows(
+        self, ours: np.ndarray, theirs: np.ndarray, version: int, policy: str, whose: str, replica: str
+    ) -> None:
         """The engine's scores of the probe move as the trainer's do, once these have moved by more than noise.
 
-        Since the version when it was last seen to follow the trainer's scores moved by d, the engine's by e. With the new weights e is d and noise,
-        with the old ones e is noise, or 0 where the server computes the same again. So |d| below the noise adds up over updates and decides
-        nothing; at once the noise no movement at all is enough, at `CLEAR` times the noise one of less than half, sum(sign(d) e) / sum |d|,
-        which noise of the size that both gaps have cannot bring about. The noise is the gap at the first update.
+        Since the version when it was last seen to follow the trainer's scores moved by d, the
+        engine's by e. With the new weights e is d and noise, with the old ones e is noise, or 0 where
+        the server computes the same again. So |d| below
+        the noise adds up over updates and decides nothing; at once the noise no movement at all
+        is enough, at `CLEAR` times the noise one of
+        less than half, sum(sign(d) e) / sum |d|, which noise of the size that both gaps have cannot
+        bring about. The noise is the gap at the first update.
         """
         since, before, then = self._seen.setdefault((policy, replica), (version, ours, theirs))
         d, e = ours - before, theirs - then
@@ -216,16 +256,21 @@ class Update:
         share = float((np.sign(d) * e).sum() / np.abs(d).sum())
         if share < HALF:
             raise SyncError(
-                f"from version {since} to {version} the trainer's log-probabilities of the probe moved by {moved:.2g} nats a token, and those of the "
-                f"engine{whose} {'did not move' if still else f'followed by {share:.0%} of it'}: it acknowledges weights and serves others. "
-                "Check that the server loads what it is given (its log, its version, copies it keeps of the weights), and start it again"
+                f"from version {since} to {version} the trainer's log-probabilities of the probe moved by {moved:.2g} "
+                f"nats a token, and those of the "
+                f"engine{whose} {'did not move' if still else f'followed by {share:.0%} of it'}: it acknowledges "
+                f"weights and serves others. "
+                "Check that the server loads what it is given (its log, its version, copies it keeps of the weights), "
+                "and start it again"
             )
         self._seen[policy, replica] = version, ours, theirs
 
     def _doubt(self, gap: float, ours: list[float], version: int, policy: str, whose: str) -> None:
-        """A gap that has grown far beyond the first one and is a part of what the update itself moved: some of it may not have arrived.
+        """A gap that has grown far beyond the first one and is a part of what the update itself
+        moved: some of it may not have arrived.
 
-        The first probe says little, where both sides began with the same weights; a tensor left behind shows as soon as they move.
+        The first probe says little, where both sides began with the same weights; a tensor
+        left behind shows as soon as they move.
         """
         before, self._said[policy] = self._said.get(policy), ours
         usual = self._usual.setdefault(policy, gap)
@@ -235,7 +280,122 @@ class Update:
         if gap > GROWN * max(usual, self.tolerance / 100) and gap > SHARE * moved:
             emit(
                 Warned(
-                    f"after version {version} trainer and engine{whose} differ by {gap:.1e} nats a token on the probe, at the first update by {usual:.1e}; "
-                    f"the update moved it by {moved:.1e}. Does the engine take all tensors? One that it keeps a copy of would stay as it was"
+                    f"after version {version} trainer and engine{whose} differ by {gap:.1e} nats a token on the probe, "
+                    f"at the first update by {usual:.1e}; "
+                    f"the update moved it by {moved:.1e}. Does the engine take all tensors? One that it keeps a copy of "
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f"would stay as it was"
                 )
             )

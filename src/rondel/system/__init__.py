@@ -1,1 +1,3 @@
-"""What the operating system gives and refuses: files, clock, signals, sockets, HTTP connections, terminals, memory of a process. No torch."""
+"""What the operating system gives and refuses: files, clock, signals, sockets, HTTP
+connections, terminals, memory of a process. No torch.
+"""

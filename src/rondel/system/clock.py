@@ -1,4 +1,6 @@
-"""The time of day, read once when this process began, and from there on by a clock that nobody sets: differences are durations."""
+"""The time of day, read once when this process began, and from there on by a clock that
+nobody sets: differences are durations.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The files of a run: each whole or not at all, on the disk before what it replaces goes, and a refusal of the disk with its remedy."""
+"""The files of a run: each whole or not at all, on the disk before what it replaces goes,
+and a refusal of the disk with its remedy.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,12 @@ from rondel.core.errors import CheckpointError, RondelError, UserError, refusal,
 
 
 @contextmanager
-def writing(path: Path | str, wanted: int = 0, error: type[RondelError] = CheckpointError, doing: str = "writing") -> Iterator[None]:
-    """Anything raised inside becomes `error` that names the path, the bytes where they are known, and the remedy. Our own errors pass."""
+def writing(
+    path: Path | str, wanted: int = 0, error: type[RondelError] = CheckpointError, doing: str = "writing"
+) -> Iterator[None]:
+    """Anything raised inside becomes `error` that names the path, the bytes where they are
+    known, and the remedy. Our own errors pass.
+    """
     what = f"{doing} {path}"
     try:
         with ungrouped():
@@ -25,7 +31,9 @@ def writing(path: Path | str, wanted: int = 0, error: type[RondelError] = Checkp
 
 
 def replace_file(path: Path, data: str | bytes, *, mode: int | None = None) -> None:
-    """`path` holds `data` when this returns, on the disk and not in the system's memory alone; until then it is as it was."""
+    """`path` holds `data` when this returns, on the disk and not in the system's
+    memory alone; until then it is as it was.
+    """
     data = data.encode() if isinstance(data, str) else data
     draft = path.with_name(f".{path.name}.tmp")
     with writing(path, len(data)):
@@ -90,7 +98,9 @@ def numbered(folder: Path, prefix: str, suffix: str = "", *, digits: int = 6) ->
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """{5: folder/step-000005}, oldest first: what a run wrote there, whole or not, and no copy of it under another number."""
+    """{5: folder/step-000005}, oldest first: what a run wrote there, whole or not, and
+    no copy of it under another number.
+    """
     return {n: path for n, path in numbered(folder, "step-").items() if path.is_dir() and step_of(path) in (None, n)}
 
 

@@ -1,5 +1,5 @@
-"""Where a server listens, who may speak to it and how long it waits for them: bound before anything is loaded, closed without a signal of
-uvicorn's. No torch: the dashboard and the gateway have it too."""
+"""Where a server listens, who may speak to it and how long it waits for them: bound before
+anything is loaded, closed without a signal of uvicorn's. No torch: the dashboard and the gateway have it too."""
 
 from __future__ import annotations
 
@@ -22,20 +22,25 @@ from rondel.system.sockets import is_loopback
 def bind(host: str, port: int, *, api_key: str) -> socket.socket:
     """Before anything is loaded: what cannot be bound is known at once. Port 0 takes a free one."""
     if not api_key and not is_loopback(host):
-        raise UserError(f"--host {host} can be reached from elsewhere: give --api-key (or RONDEL_API_KEY), or keep 127.0.0.1")
+        raise UserError(
+            f"--host {host} can be reached from elsewhere: give --api-key (or RONDEL_API_KEY), or keep 127.0.0.1"
+        )
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
     except (OSError, OverflowError, UnicodeError) as error:
-        raise UserError(f"cannot listen at {host} port {port}: {error}; choose another --port, or 0 for any free one") from error
+        raise UserError(
+            f"cannot listen at {host} port {port}: {error}; choose another --port, or 0 for any free one"
+        ) from error
     return sock
 
 
 class Connection(H11Protocol):
-    """One client's. Closed where a request's headers are not there `HEADERS` seconds after it connected or sent their first byte, and at
-    the server's end where a request has not come whole: uvicorn waits for both without a limit."""
+    """One client's. Closed where a request's headers are not there `HEADERS` seconds after it
+    connected or sent their first byte, and at the server's end where a request has not come
+    whole: uvicorn waits for both without a limit."""
 
     HEADERS = 20.0
 
@@ -90,7 +95,9 @@ class Quiet(uvicorn.Server):
 
 
 def from_a_web_page(request: Request) -> bool:
-    """Without a key, any page open in a browser on this machine could steer a server; programs send none of these headers."""
+    """Without a key, any page open in a browser on this machine could steer a server;
+    programs send none of these headers.
+    """
     if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         return True
     host, origin = request.headers.get("host", ""), request.headers.get("origin")

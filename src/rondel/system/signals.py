@@ -1,4 +1,6 @@
-"""The signals that ask a run to end: of a scheduler, of Ctrl-C, of a terminal that was closed. Only the controller decides what they mean."""
+"""The signals that ask a run to end: of a scheduler, of Ctrl-C, of a terminal that was
+closed. Only the controller decides what they mean.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,8 @@ def heard() -> tuple[signal.Signals, ...]:
 
 
 def leave_to_controller() -> None:
-    """A worker goes on: a launcher or a terminal signals the whole group. Handled, not ignored, which its own children would inherit."""
+    """A worker goes on: a launcher or a terminal signals the whole group. Handled, not
+    ignored, which its own children would inherit.
+    """
     for number in ENDING:
         signal.signal(number, lambda *_: None)

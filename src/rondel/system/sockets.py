@@ -19,7 +19,9 @@ def is_loopback(host: str) -> bool:
 
 
 def listening(host: str, port: int = 0) -> tuple[int, int]:
-    """-> (file descriptor, port) of a socket that listens at this address only; the caller closes it. torch's own store takes all addresses."""
+    """-> (file descriptor, port) of a socket that listens at this address only; the caller
+    closes it. torch's own store takes all addresses.
+    """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     made = socket.create_server((host, port), family=family)
     port = made.getsockname()[1]
@@ -32,7 +34,9 @@ def loopback_interface() -> str:
 
 
 def gloo_at(host: str, seconds: float) -> Any:
-    """Options of a gloo group whose store is at `host`: where that is a loopback address, its members listen there and nowhere else."""
+    """Options of a gloo group whose store is at `host`: where that is a loopback address,
+    its members listen there and nowhere else.
+    """
     from torch.distributed import ProcessGroupGloo as Gloo
 
     options = Gloo._Options()  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""A terminal, pipe or file that a person reads along in. It may go away or fill up, and may not know every character: a run outlives that."""
+"""A terminal, pipe or file that a person reads along in. It may go away or fill up, and may
+not know every character: a run outlives that.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from typing import Any, TextIO
 
 
 class PatientStream:
-    """`stream`, whose failures end nothing: after the first one, which `told` hears, the rest goes nowhere. Unknown characters become "?"."""
+    """`stream`, whose failures end nothing: after the first one, which `told` hears, the rest
+    goes nowhere. Unknown characters become "?".
+    """
 
     def __init__(self, stream: TextIO, told: Callable[[OSError], None]) -> None:
         self._stream, self._told = stream, told

@@ -8,7 +8,9 @@ from typing import Any
 
 
 def repeated(tokens: Sequence[int], mask: Sequence[Any], n: int) -> float | None:
-    """1 - distinct / all n-grams of the tokens that the policy wrote; one that spans a given token does not count. None when there are none."""
+    """1 - distinct / all n-grams of the tokens that the policy wrote; one that spans a given
+    token does not count. None when there are none.
+    """
     grams: list[tuple[int, ...]] = []
     for written, run in groupby(zip(tokens, mask), key=lambda pair: bool(pair[1])):
         if written:

@@ -1,12 +1,14 @@
-"""Text that stays text. A chat template writes control tokens; what people, tools, pages and policies write may spell them, and must not
-become them.
+"""Text that stays text. A chat template writes control tokens; what people, tools, pages
+and policies write may spell them, and must not become them.
 
     messages ──cover──> no control token can begin in them ──template──> whatever is spelled now, the template wrote ──encode──> tokens
 
-`cover` replaces the characters that control tokens begin with ("<", "[") by stand-ins, and `encode` puts them back. Text that spells no
-control token is encoded by the tokenizer itself. Text that does is encoded by a twin of it, in which every control token has a name that
-nobody can guess: those of the template are renamed, those of the text are ordinary characters there. So the rest of the text is split
-exactly as if its control tokens did not exist.
+`cover` replaces the characters that control tokens begin with ("<", "[") by stand-ins, and
+`encode` puts them back. Text that spells no control token is encoded by the tokenizer
+itself. Text that does is encoded by a twin of it,
+in which every control token has a name that nobody can guess: those of the template are
+renamed, those of the text are ordinary
+characters there. So the rest of the text is split exactly as if its control tokens did not exist.
 """
 
 from __future__ import annotations
@@ -21,16 +23,19 @@ from typing import Any
 
 from rondel.core.errors import TemplateError
 
-SPLIT = "split_special_tokens"  # False in a message, in a task's data or in a call: control tokens that its text spells are meant
+# False in a message, in a task's data or in a call: control tokens that its text spells are meant
+SPLIT = "split_special_tokens"
 ROLES = frozenset({"system", "developer", "user", "assistant", "model", "tool", "function", "ipython"})
 THOUGHTS = ("<think>", "</think>")  # written by the policy within its turn
-STAND_IN, CODES = "\U00013000", 0x13001  # a hieroglyph and the first of those that follow it: letters, which no template treats apart
+# a hieroglyph and the first of those that follow it: letters, which no template treats apart
+STAND_IN, CODES = "\U00013000", 0x13001
 NOTHING = r"(?!)"  # a pattern that is found nowhere
 LOOKS = re.compile(  # what a tokenizer that is not known here may read as a control token
     r"<(?=[|｜][^<>\n]{1,64}>|[^<>|｜\s]{1,64}[|｜]>|/?(?:s|bos|eos|pad|unk|mask|start_of_turn|end_of_turn|extra_id_\d+)>|</?SYS>>)"
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|ARGS|CALL_ID|THINK|gMASK|CLS|SEP|MASK|PAD|UNK)\])"
 )
-TAG = re.compile(r"</?(?!image|img|video|audio)[A-Za-z_][^<>\s'\"{}|]{0,60}>")  # that a template may look for in a message: </think>
+# that a template may look for in a message: </think>
+TAG = re.compile(r"</?(?!image|img|video|audio)[A-Za-z_][^<>\s'\"{}|]{0,60}>")
 
 USER = {"role": "user", "content": "u"}
 ASSISTANT = {"role": "assistant", "content": "a"}
@@ -43,9 +48,11 @@ ANSWER = {"role": "tool", "tool_call_id": "call00001", "name": "n", "content": "
 
 
 class SpecialTokens:
-    """The control tokens of a tokenizer: those that it declares special, and those with which its chat template marks turns and answers.
+    """The control tokens of a tokenizer: those that it declares special, and those with which
+    its chat template marks turns and answers.
 
-    names   {"<|im_end|>": 2, ...}. Other added tokens are text, as <think> and <tool_call> are where they are not declared special
+    names   {"<|im_end|>": 2, ...}. Other added tokens are text, as <think> and <tool_call> are
+            where they are not declared special
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -56,7 +63,9 @@ class SpecialTokens:
         self._lengths = sorted({len(name) for name in self.names}, reverse=True)
         self._begins = re.compile("|".join(sorted({re.escape(name[:2]) for name in self.names})) or NOTHING)
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        normalized = any(added[name][1].normalized for name in self.names) and getattr(backend, "normalizer", None) is not None
+        normalized = (
+            any(added[name][1].normalized for name in self.names) and getattr(backend, "normalizer", None) is not None
+        )
         self._normalized = normalized  # then other characters may become a token's name
         codes = [STAND_IN, *sorted({name[0] for name in self.names})]
         self._codes = {char: STAND_IN + chr(CODES + i) for i, char in enumerate(codes)}
@@ -69,12 +78,15 @@ class SpecialTokens:
     def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Each message covered, but those that have SPLIT = False."""
         return [
-            self.cover({key: value for key, value in message.items() if key != SPLIT}, split=message.get(SPLIT) is not False)
+            self.cover(
+                {key: value for key, value in message.items() if key != SPLIT}, split=message.get(SPLIT) is not False
+            )
             for message in map(self._with_role, messages)
         ]
 
     def cover(self, value: Any, *, split: bool = True) -> Any:
-        """The same text or JSON-shaped data, in which no control token can begin; with split = False those that it spells are meant.
+        """The same text or JSON-shaped data, in which no control token can begin; with split
+        = False those that it spells are meant.
 
         Where there is nothing to cover it is equal.
         """
@@ -99,7 +111,9 @@ class SpecialTokens:
         """Templates put a role between other characters: 'im_end' between "<|" and "|>"."""
         role = message.get("role")
         if isinstance(role, str) and role not in ROLES and any(role in name for name in self.names):
-            raise TemplateError(f"role = {role!r:.80} is part of a control token; use one of {', '.join(sorted(ROLES))}")
+            raise TemplateError(
+                f"role = {role!r:.80} is part of a control token; use one of {', '.join(sorted(ROLES))}"
+            )
         return message
 
     # -- after it ----------------------------------------------------------------------------------
@@ -173,7 +187,11 @@ class SpecialTokens:
         tokens = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         if not control & set(tokens):
             return list(tokens)
-        letters = [token for char in text for token in self.tokenizer.encode(char, add_special_tokens=False, split_special_tokens=True)]
+        letters = [
+            token
+            for char in text
+            for token in self.tokenizer.encode(char, add_special_tokens=False, split_special_tokens=True)
+        ]
         return [token for token in letters if token not in control]
 
     # -- the tokenizer and its twin ----------------------------------------------------------------
@@ -210,7 +228,9 @@ def special_tokens(tokenizer: Any) -> SpecialTokens:
 
 
 def broken_up(text: str) -> str:
-    """For a server whose tokenizer is not known: a space in whatever looks like a control token, "<|im_end|>" -> "< |im_end|>"."""
+    """For a server whose tokenizer is not known: a space in whatever looks like a control
+    token, "<|im_end|>" -> "< |im_end|>".
+    """
     return LOOKS.sub(lambda found: f"{found[0]} ", text)
 
 
@@ -220,8 +240,12 @@ def _any_of(chars: set[str]) -> str:
 
 
 def _marks(tokenizer: Any, candidates: list[str]) -> set[str]:
-    """Those of the added tokens that a template writes around turns and around answers of tools, without being declared special."""
-    found = [name for name in candidates if re.fullmatch(r"\S{3,}", name) and not name[0].isalnum() and name not in THOUGHTS]
+    """Those of the added tokens that a template writes around turns and around answers of
+    tools, without being declared special.
+    """
+    found = [
+        name for name in candidates if re.fullmatch(r"\S{3,}", name) and not name[0].isalnum() and name not in THOUGHTS
+    ]
     if not found or not getattr(tokenizer, "chat_template", None):
         return set()
 

@@ -1,4 +1,6 @@
-"""Text from outside, made fit to be read: valid Unicode where it comes in, nothing hidden where it is shown on a terminal."""
+"""Text from outside, made fit to be read: valid Unicode where it comes in, nothing
+hidden where it is shown on a terminal.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ HIDDEN = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u
 def valid(value: Any) -> Any:
     r"""The same text or JSON-shaped data, keys included, that UTF-8 can write: valid("a\ud83d") -> "a\ufffd".
 
-    Two halves of a surrogate pair that meet become their character. What is neither text, list nor table is returned as it came.
+    Two halves of a surrogate pair that meet become their character. What is neither text,
+    list nor table is returned as it came.
     """
     if isinstance(value, str):
         return value if _encodes(value) else value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -25,14 +28,17 @@ def valid(value: Any) -> Any:
 
 
 def read_json(text: str | bytes) -> Any:
-    """JSON from a client or a server as valid text. ValueError for what is no JSON or no UTF-8, RecursionError for what is nested too deeply."""
+    """JSON from a client or a server as valid text. ValueError for what is no JSON or no UTF-8,
+    RecursionError for what is nested too deeply.
+    """
     text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     value = json.loads(text)
     return valid(value) if HALF_PAIR.search(text) else value
 
 
 def visible(text: str) -> str:
-    r"""For a terminal: control characters, marks that turn the direction of writing, and invalid text as escapes: "\x1b[2J" -> "\\x1b[2J".
+    r"""For a terminal: control characters, marks that turn the direction of writing, and
+    invalid text as escapes: "\x1b[2J" -> "\\x1b[2J".
 
     Line breaks and tabs stay.
     """

@@ -1,4 +1,6 @@
-"""What every trained token has earned: known once the step's tokens are annotated, and for the whole step at once (law 3)."""
+"""What every trained token has earned: known once the step's tokens are annotated,
+and for the whole step at once (law 3).
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ if TYPE_CHECKING:
 
 
 def credit(batch: Batch, row: Algorithm) -> dict[str, float]:
-    """Write every sample's advantages, and what a critic is to learn as the note "returns". -> metrics: how much of it the critic
-    knew, and how far the policy is from its teacher (mean of log pi_behavior - log pi_teacher, an estimate of the reverse KL a token)."""
+    """Write every sample's advantages, and what a critic is to learn as the note
+    "returns". -> metrics: how much of it the critic knew, and how far the policy is from its
+    teacher (mean of log pi_behavior - log pi_teacher,
+    an estimate of the reverse KL a token)."""
     branches = [s for s in batch.samples if s.parent is not None]
     if branches:
         _refuse_by_token(row, batch)
@@ -42,15 +46,29 @@ def credit(batch: Batch, row: Algorithm) -> dict[str, float]:
 
 
 def kl_of_samples(batch: Batch) -> float:
-    """Mean over samples of sum_t log pi_behavior - log pi_ref: in nats a sample, unbiased for the policy that wrote them."""
-    return float(np.mean([(s.behavior.astype(np.float64) - s.notes["ref"]).sum() for s in batch.samples])) if batch.samples else 0.0
+    """Mean over samples of sum_t log pi_behavior - log pi_ref: in nats a sample,
+    unbiased for the policy that wrote them.
+    """
+    return (
+        float(np.mean([(s.behavior.astype(np.float64) - s.notes["ref"]).sum() for s in batch.samples]))
+        if batch.samples
+        else 0.0
+    )
 
 
 def _refuse_by_token(row: Algorithm, batch: Batch) -> None:
     """An episode has one number for all its branches, where it has one."""
-    by_token = row.distill.coef or row.kl.charged or row.kl.follows or "values" in row.needs or getattr(row.advantage, "per_token", False)
+    by_token = (
+        row.distill.coef
+        or row.kl.charged
+        or row.kl.follows
+        or "values" in row.needs
+        or getattr(row.advantage, "per_token", False)
+    )
     if by_token and "advantage" not in row.idle:
         raise ConfigError(
-            f"algo.kind = '{row.name}' gives every token a credit of its own, and this episode has branches ({batch.name(0)}), which share one "
-            "number. Use a row with one advantage a sample (grpo, dr_grpo, rloo, gspo, ...), or an environment that does not rewrite its history"
+            f"algo.kind = '{row.name}' gives every token a credit of its own, and this episode has branches "
+            f"({batch.name(0)}), which share one "
+            "number. Use a row with one advantage a sample (grpo, dr_grpo, rloo, gspo, ...), or an environment that "
+            "does not rewrite its history"
         )

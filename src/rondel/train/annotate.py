@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 def forward(
     loaded: Loaded, packed: Packed, *, temperature: float, tape: Tape | None = None, kept: Kept | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(logprob [M], entropy [M]) of the trainable tokens of one micro-batch, of what `kept` left of their distributions."""
+    """(logprob [M], entropy [M]) of the trainable tokens of one micro-batch, of what
+    `kept` left of their distributions.
+    """
 
     def work(head: Head) -> tuple[Tensor, Tensor]:
         hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape, packed.seen(loaded))
-        return logprob_and_entropy(hidden.index_select(0, packed.source), packed.target, head, temperature=temperature, kept=kept)
+        return logprob_and_entropy(
+            hidden.index_select(0, packed.source), packed.target, head, temperature=temperature, kept=kept
+        )
 
     return loaded.within(work)
 
@@ -40,7 +44,9 @@ def forward_taught(
     """The same, and how far the whole distribution is from that of the teachers: KL(policy || teacher) [M]."""
 
     def work(head: Head) -> tuple[Tensor, Tensor, Tensor]:
-        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape, packed.seen(loaded)).index_select(0, packed.source)
+        hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape, packed.seen(loaded)).index_select(
+            0, packed.source
+        )
         return logprob_entropy_and_kl(hidden, packed.target, head, taught, temperature=temperature)
 
     return loaded.within(work)
@@ -48,7 +54,9 @@ def forward_taught(
 
 @torch.no_grad()
 def remember(loaded: Loaded, batch: Batch, number: int, *, budget: int, share: bool = True) -> None:
-    """Keep the last hidden states of `loaded` at every trainable token, in host memory: a forward pass is not done again for each update."""
+    """Keep the last hidden states of `loaded` at every trainable token, in host memory: a
+    forward pass is not done again for each update.
+    """
     for packed in micro_batches(batch, budget, share=share, device=loaded.device):
         hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, seen=packed.seen(loaded))
         hidden = hidden.index_select(0, packed.source).cpu()
@@ -73,13 +81,17 @@ def annotate(
     """Write the logprobs of `loaded` into every sample's notes under `name`, and the entropy beside "proximal".
 
     replay    repeat the engine's routes: for the policy; other weights route for themselves
-    drawn     the distribution that the engine drew from, which top-k and top-p may have cut: for whatever enters a ratio with the behavior.
-              A reference or teacher drew nothing and keeps its whole vocabulary, so x = log pi - log pi_ref is that of the cut policy
+    drawn     the distribution that the engine drew from, which top-k and top-p may have cut: for
+              whatever enters a ratio with the behavior. A reference or teacher drew nothing and
+              keeps its whole vocabulary, so x = log pi -
+              log pi_ref is that of the cut policy
     """
     done: list[int] = []
     for packed in micro_batches(batch, budget, share=share, device=loaded.device, rank=ranks.rank, ranks=ranks.size):
         tape = replaying(loaded, packed) if replay else None
-        logprobs, entropy = forward(loaded, packed, temperature=temperature, tape=tape, kept=packed.kept if drawn else None)
+        logprobs, entropy = forward(
+            loaded, packed, temperature=temperature, tape=tape, kept=packed.kept if drawn else None
+        )
         if packed.idle:
             continue
         done += packed.samples
@@ -96,7 +108,9 @@ def logprobs_of(loaded: Loaded, tokens: list[int]) -> list[float]:
     ids = torch.tensor(tokens, device=loaded.device)
 
     def work(head: Head) -> Tensor:
-        hidden = loaded.hidden(ids, torch.arange(len(ids), device=loaded.device), PackedLayout([Segment(0, len(ids))], loaded.device))
+        hidden = loaded.hidden(
+            ids, torch.arange(len(ids), device=loaded.device), PackedLayout([Segment(0, len(ids))], loaded.device)
+        )
         return logprob_and_entropy(hidden[:-1], ids[1:], head)[0]
 
     return [0.0, *loaded.within(work).tolist()]
@@ -106,8 +120,10 @@ def replaying(loaded: Loaded, packed: Packed) -> Tape:
     """The engine's routes of this micro-batch, ready for one forward pass."""
     if packed.routes is None or len(packed.routes) != len(packed.tokens):
         raise TrainError(
-            f"{0 if packed.routes is None else len(packed.routes)} recorded routes for {len(packed.tokens)} tokens: every token needs "
-            "the experts that the engine chose. An environment that builds trajectories itself must keep Completion.experts; "
+            f"{0 if packed.routes is None else len(packed.routes)} recorded routes for {len(packed.tokens)} tokens: "
+            f"every token needs "
+            "the experts that the engine chose. An environment that builds trajectories itself must keep "
+            "Completion.experts; "
             "or set trainer.routing_replay = false"
         )
     return Tape(loaded.routers, packed.routes)

@@ -1,11 +1,14 @@
-"""Micro-batches of equal size for several ranks: all wait for the fullest, so the fullest should hold as little as can be (SPEC B3).
+"""Micro-batches of equal size for several ranks: all wait for the fullest, so the fullest
+should hold as little as can be (SPEC B3).
 
-    load of a micro-batch = own tokens of its samples + the prompt of every family it has samples of + the root of every tree of families
+    load of a micro-batch = own tokens of its samples + the prompt of every family it has
+    samples of + the root of every tree of families
 
-A family is siblings that share a prompt; a tree is families whose prompts begin alike, and its root is what they have in common.
-Families are dealt whole, the largest first, each to the emptiest micro-batch. Then samples move from the
-fullest to emptier ones, or change places with theirs, while that lowers the fullest: a family is split only where that pays for
-computing its prompt twice.
+A family is siblings that share a prompt; a tree is families whose prompts begin alike,
+and its root is what they have in common. Families are dealt whole, the largest first, each to
+the emptiest micro-batch. Then samples move from the
+fullest to emptier ones, or change places with theirs, while that lowers the fullest: a
+family is split only where that pays for computing its prompt twice.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ class Bin:
 
 @dataclass(slots=True)
 class Families:
-    """own [N] tokens of each sample beside its family's prompt; family [N] its number; by family its prompt's tokens beyond the root and
-    the number of its tree; tokens of the root by tree."""
+    """own [N] tokens of each sample beside its family's prompt; family [N] its number; by
+    family its prompt's tokens beyond the root and the number of its tree; tokens of the root by tree."""
 
     own: list[int]
     family: list[int]
@@ -74,8 +77,8 @@ class Families:
 
 
 def in_order(families: Families, budget: int) -> list[list[int]]:
-    """-> samples of each micro-batch, neighbours together, in parts of nearly equal size: a small last one would still pay for a whole pass
-    over the gradients."""
+    """-> samples of each micro-batch, neighbours together, in parts of nearly equal size: a
+    small last one would still pay for a whole pass over the gradients."""
     if not families.own:
         return []
     total = families.cost(range(len(families.own)))
@@ -98,7 +101,8 @@ def in_order(families: Families, budget: int) -> list[list[int]]:
 
 
 def balanced(families: Families, *, budget: int, ranks: int) -> list[list[int]]:
-    """-> samples of each micro-batch, the fullest first; as many for every rank as fit its budget, fewer only where samples are.
+    """-> samples of each micro-batch, the fullest first; as many for every rank as fit
+    its budget, fewer only where samples are.
 
     A micro-batch of one sample may exceed the budget, no other does. The same on every rank.
     """
@@ -127,7 +131,9 @@ def _deal(families: Families, n: int) -> list[Bin]:
 
 
 def _even(families: Families, bins: list[Bin]) -> None:
-    """Lower the fullest while that can be done; one that cannot be lowered (a single long sample) is left, and the others go on."""
+    """Lower the fullest while that can be done; one that cannot be lowered (a single long
+    sample) is left, and the others go on.
+    """
     left = list(bins)
     while len(left) > 1:
         left.sort(key=lambda b: b.load)
@@ -138,7 +144,9 @@ def _even(families: Families, bins: list[Bin]) -> None:
 
 
 def _relieve(families: Families, full: Bin, other: Bin) -> bool:
-    """Move or swap the samples or families that leave the fuller of both as empty as can be. -> whether that is less than before."""
+    """Move or swap the samples or families that leave the fuller of both as empty as can
+    be. -> whether that is less than before.
+    """
     best, chosen = full.load, None
     for there, back in _candidates(families, full, other):
         after = max(full.load + families.change(full, there, back), other.load + families.change(other, back, there))

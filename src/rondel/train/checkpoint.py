@@ -2,12 +2,14 @@
 
 checkpoints/step-000010/
     model.safetensors config.json tokenizer.json ...   what any other tool loads
-    adapter_model.safetensors adapter_config.json      in their place where an adapter is trained, with base.json, which says of what
-    optimizer.safetensors                              fp32 masters and AdamW moments: what a resume needs
+    adapter_model.safetensors adapter_config.json      in their place where an adapter is
+    trained, with base.json, which says of what optimizer.safetensors
+    fp32 masters and AdamW moments: what a resume needs
     draft.safetensors                                  the same of a draft that is trained beside the policy
     critic.safetensors                                 the same of a critic, and how many steps it has taken part in
-    policies/critic/                                   another policy of the run, with the files above: a model folder like any other
-    state.json                                         ledger, versions, numbers: what the loop needs
+    policies/critic/                                   another policy of the run, with the
+    files above: a model folder like any other state.json
+    ledger, versions, numbers: what the loop needs
     manifest.json                                      sizes and checksums of all the above, written last
 """
 
@@ -47,8 +49,13 @@ MODEL = "model.safetensors"
 def save_trainer(trainer: LocalTrainer, folder: Path) -> None:
     """Model and optimizer into `folder`, then read back what can be checked cheaply."""
     weights, loaded = trainer.weights, trainer.loaded
-    file, state = (MODEL, _tensors(trainer)) if loaded.adapter is None else (adapters.WEIGHTS, dict(names.weights(loaded.model)))
-    optimizer = {"rng": torch.get_rng_state(), "numbers": torch.tensor([trainer.step_number, trainer.version, trainer.bad_steps])}
+    file, state = (
+        (MODEL, _tensors(trainer)) if loaded.adapter is None else (adapters.WEIGHTS, dict(names.weights(loaded.model)))
+    )
+    optimizer = {
+        "rng": torch.get_rng_state(),
+        "numbers": torch.tensor([trainer.step_number, trainer.version, trainer.bad_steps]),
+    }
     optimizer |= {f"{name}_coef": torch.tensor(coef, dtype=torch.float64) for name, coef in trainer.steered.items()}
     masters, moments = _masters(weights), _moments(weights)
     if not trainer.ranks.leads:  # it gave its shards to the one that writes
@@ -57,7 +64,11 @@ def save_trainer(trainer: LocalTrainer, folder: Path) -> None:
         save(loaded, folder, state) if loaded.adapter is None else adapters.save(loaded, folder)
         plain = _arrived(folder / file, state)
         rounded = loaded.adapter is None and loaded.dtype != torch.float32
-        optimizer |= {f"master.{name}": masters[f"master.{name}"] for name in weights.names if rounded or names.sent(name) not in plain}
+        optimizer |= {
+            f"master.{name}": masters[f"master.{name}"]
+            for name in weights.names
+            if rounded or names.sent(name) not in plain
+        }
         save_file(optimizer | moments, folder / "optimizer.safetensors")
         if trainer.draft is not None:
             save_file(_masters(trainer.draft.weights) | _moments(trainer.draft.weights), folder / "draft.safetensors")
@@ -67,19 +78,24 @@ def save_trainer(trainer: LocalTrainer, folder: Path) -> None:
 
 
 def _arrived(path: Path, sent: dict[str, Tensor]) -> set[str]:
-    """The names in a file that has all numbers of what was sent: a mixture's experts are joined in the module and apart there."""
+    """The names in a file that has all numbers of what was sent: a mixture's experts are
+    joined in the module and apart there.
+    """
     with safe_open(path, "pt") as written:
         plain = set(written.keys())
         arrived = sum(math.prod(written.get_slice(name).get_shape()) for name in plain)
     if arrived != (wanted := sum(t.numel() for t in sent.values())):
         lost = sorted(set(sent) - plain)
-        raise CheckpointError(f"{arrived} of {wanted} numbers reached {path}" + (f", first missing {lost[0]}" if lost else ""))
+        raise CheckpointError(
+            f"{arrived} of {wanted} numbers reached {path}" + (f", first missing {lost[0]}" if lost else "")
+        )
     return plain
 
 
 def _masters(weights: MasterWeights) -> dict[str, Tensor]:
     return {
-        f"master.{name}": weights.full(i, master.detach()).cpu() for i, (name, master) in enumerate(zip(weights.names, weights.masters))
+        f"master.{name}": weights.full(i, master.detach()).cpu()
+        for i, (name, master) in enumerate(zip(weights.names, weights.masters))
     }
 
 
@@ -87,14 +103,20 @@ def _moments(weights: MasterWeights) -> dict[str, Tensor]:
     """AdamW's state as `key.name`."""
     state = [(name, weights.adamw.state.get(master, {})) for name, master in zip(weights.names, weights.masters)]
     return {
-        f"{key}.{name}": weights.full(i, value.detach()).cpu() for i, (name, values) in enumerate(state) for key, value in values.items()
+        f"{key}.{name}": weights.full(i, value.detach()).cpu()
+        for i, (name, values) in enumerate(state)
+        for key, value in values.items()
     }
 
 
 def _load_moments(weights: MasterWeights, saved: dict[str, Tensor]) -> None:
     for i, (name, master) in enumerate(zip(weights.names, weights.masters)):
         weights.adamw.state.pop(master, None)
-        moments = {k: weights.shard(i, saved[f"{k}.{name}"]) for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}.{name}" in saved}
+        moments = {
+            k: weights.shard(i, saved[f"{k}.{name}"])
+            for k in ("step", "exp_avg", "exp_avg_sq")
+            if f"{k}.{name}" in saved
+        }
         if moments:  # the fused AdamW counts its steps on the device, too
             weights.adamw.state[master] = {k: v.to(master.device, copy=True) for k, v in moments.items()}
 
@@ -113,14 +135,20 @@ def load_trainer(trainer: LocalTrainer, folder: Path) -> None:
     with boundary(CheckpointError, f"reading {folder}"):
         model = load_file(folder / MODEL) if trainer.loaded.adapter is None else adapters.read(trainer.loaded, folder)
         optimizer = load_file(folder / "optimizer.safetensors")
-        weights.load_masters({n: optimizer[f"master.{n}"] if f"master.{n}" in optimizer else model[names.sent(n)] for n in weights.names})
+        weights.load_masters(
+            {n: optimizer[f"master.{n}"] if f"master.{n}" in optimizer else model[names.sent(n)] for n in weights.names}
+        )
         _load_moments(weights, optimizer)
         trainer.step_number, trainer.version, trainer.bad_steps = optimizer["numbers"].tolist()
-        trainer.steered = {name: float(optimizer[f"{name}_coef"]) for name in ("kl", "entropy") if f"{name}_coef" in optimizer}
+        trainer.steered = {
+            name: float(optimizer[f"{name}_coef"]) for name in ("kl", "entropy") if f"{name}_coef" in optimizer
+        }
         torch.set_rng_state(optimizer["rng"])
         if trainer.critic is not None:
             saved = load_file(folder / "critic.safetensors")
-            trainer.critic.weights.load_masters({name: saved[f"master.{name}"] for name in trainer.critic.weights.names})
+            trainer.critic.weights.load_masters(
+                {name: saved[f"master.{name}"] for name in trainer.critic.weights.names}
+            )
             _load_moments(trainer.critic.weights, saved)
             trainer.critic.steps = int(saved["steps"])
         if trainer.draft is not None:
@@ -130,7 +158,12 @@ def load_trainer(trainer: LocalTrainer, folder: Path) -> None:
 def _load_draft(weights: MasterWeights, path: Path) -> None:
     """What a draft writes is judged by the policy, so one that begins anew costs time and no truth."""
     if not path.is_file():
-        emit(Warned(f"{path.parent.name} holds no draft: it was written without training one. The draft starts again from its own folder"))
+        emit(
+            Warned(
+                f"{path.parent.name} holds no draft: it was written without training one. The draft starts again from "
+                f"its own folder"
+            )
+        )
         return
     saved = load_file(path)
     weights.load_masters({name: saved[f"master.{name}"] for name in weights.names})
@@ -139,7 +172,9 @@ def _load_draft(weights: MasterWeights, path: Path) -> None:
 
 def bytes_needed(trainer: LocalTrainer) -> int:
     """Size of one checkpoint: compute copy, masters, two moments; masters and moments of a draft and of a critic."""
-    beside = sum(m.numel() * 12 for other in (trainer.draft, trainer.critic) if other is not None for m in other.weights.masters)
+    beside = sum(
+        m.numel() * 12 for other in (trainer.draft, trainer.critic) if other is not None for m in other.weights.masters
+    )
     compute = sum(p.numel() * p.element_size() for p in trainer.weights.compute)
     masters = sum(m.numel() * 4 for p, m in zip(trainer.weights.compute, trainer.weights.masters) if p is not m)
     return beside + compute + masters + sum(m.numel() * 8 for m in trainer.weights.masters)
@@ -149,7 +184,8 @@ def bytes_needed(trainer: LocalTrainer) -> int:
 
 
 class Checkpoints:
-    """The checkpoints of one run: atomic, newest whole one wins, the last `keep` stay. What somebody else put there stays, too.
+    """The checkpoints of one run: atomic, newest whole one wins, the last `keep` stay.
+    What somebody else put there stays, too.
 
     needed  bytes of one
     """
@@ -158,18 +194,23 @@ class Checkpoints:
         self.folder, self.keep, self.needed = folder, keep, 0
 
     def check_disk(self, needed: int) -> None:
-        """Before the run starts: room for `keep` checkpoints and the one being written, less those that are there already."""
+        """Before the run starts: room for `keep` checkpoints and the one being written,
+        less those that are there already.
+        """
         make_folder(self.folder)
         self.needed, new = needed, self.keep + 1 - min(self.keep, len(self.all()))
         free, wanted = shutil.disk_usage(self.folder).free, needed * new
         if free < wanted:
             raise CheckpointError(
-                f"{self.folder} has {size_text(free)} free, but {new} checkpoints of {size_text(needed)} need {size_text(wanted)}: "
+                f"{self.folder} has {size_text(free)} free, but {new} checkpoints of {size_text(needed)} need "
+                f"{size_text(wanted)}: "
                 "free some space, set run.checkpoint.keep lower, or move run.folder"
             )
 
     async def write(self, step: int, save: Callable[[Path], Awaitable[None]], state: dict[str, Any]) -> Path:
-        """All files into a scratch folder, manifest last, then one rename. Files are read back on a thread: they may be large."""
+        """All files into a scratch folder, manifest last, then one rename. Files are read
+        back on a thread: they may be large.
+        """
         final, scratch = self.folder / f"step-{step:06d}", self.folder / f".writing-{step:06d}"
         with writing(final, self.needed):
             try:
@@ -195,7 +236,8 @@ class Checkpoints:
         shutil.rmtree(final, ignore_errors=True)
         scratch.rename(final)
         sync_folder(self.folder)
-        stay = [number for number in self.all() if number <= step][-self.keep :]  # later ones are corrupt: a resume skipped them
+        # later ones are corrupt: a resume skipped them
+        stay = [number for number in self.all() if number <= step][-self.keep :]
         for number, other in self.all().items():
             if number not in stay:
                 shutil.rmtree(other, ignore_errors=True)
@@ -205,7 +247,9 @@ class Checkpoints:
         return checkpoints_in(self.folder)
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint whose manifest holds; corrupt ones are skipped with a message. None where there never was one."""
+        """The newest checkpoint whose manifest holds; corrupt ones are skipped with a
+        message. None where there never was one.
+        """
         flaws: list[str] = []
         for number, folder in reversed(self.all().items()):
             fault = flaw(folder)
@@ -216,7 +260,125 @@ class Checkpoints:
             emit(Warned(f"checkpoint {folder.name} is skipped: {fault}"))
         if flaws:
             raise CheckpointError(
-                f"no checkpoint in {self.folder} is whole ({'; '.join(flaws)}): put a whole copy of one there under its own name, "
+                f"no checkpoint in {self.folder} is whole ({'; '.join(flaws)}): put a whole copy of one there under its "
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f"own name, "
                 "or begin again in another folder: --run.folder=..."
             )
         self._refuse_in_the_way(0)
@@ -238,7 +400,11 @@ def flaw(folder: Path) -> str | None:
         expected = {name: (row["bytes"], row["crc32"]) for name, row in files.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"its manifest cannot be read ({type(error).__name__}: {error})"
-    for name in expected.keys() | {"state.json", adapters.WEIGHTS if adapters.CONFIG in expected else MODEL, "optimizer.safetensors"}:
+    for name in expected.keys() | {
+        "state.json",
+        adapters.WEIGHTS if adapters.CONFIG in expected else MODEL,
+        "optimizer.safetensors",
+    }:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"

@@ -1,7 +1,9 @@
-"""A critic: what the rewards still to come will add up to, said before every token. Its own backbone, its own AdamW, one number a token.
+"""A critic: what the rewards still to come will add up to, said before every token. Its own
+backbone, its own AdamW, one number a token.
 
     policy  hidden [T, D] -> head   [V, D] -> logprob of the token that follows
-    critic  hidden [T, D] -> value  [1, D] -> V of the state in which that token is chosen      the same packed rows, cut the same way
+    critic  hidden [T, D] -> value  [1, D] -> V of the state in which that token is chosen
+            the same packed rows, cut the same way
 
 Its head starts at 0: before it has learned anything it expects nothing.
 """
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 class Critic:
     """Values, the gradient of their loss, and a move; all on the device's thread.
 
-    loaded    where the backbone starts; it is copied. Under an adapter, that is: the same base, and an adapter of the critic's own
+    loaded    where the backbone starts; it is copied. Under an adapter, that is: the same base,
+              and an adapter of the critic's own
     follows   start as the policy is at the critic's first step (after a supervised phase, say), and not as `loaded` was
     """
 
@@ -52,9 +55,13 @@ class Critic:
         if self.follows and self.steps == 0:
             theirs = dict(zip(policy.names, policy.masters))
             head = {id(parameter) for parameter in self.loaded.model.get_output_embeddings().parameters()}
-            backbone = {name for name, parameter in zip(self.weights.names, self.weights.compute) if id(parameter) not in head}
+            backbone = {
+                name for name, parameter in zip(self.weights.names, self.weights.compute) if id(parameter) not in head
+            }
             own = dict(zip(self.weights.names, self.weights.masters))
-            self.weights.load_masters({name: theirs[name] if name in backbone else master for name, master in own.items()})
+            self.weights.load_masters(
+                {name: theirs[name] if name in backbone else master for name, master in own.items()}
+            )
 
     def values(self, packed: Packed) -> Tensor:
         """V of the states in which the trainable tokens of one micro-batch are chosen.  -> [M] in fp32."""
@@ -76,12 +83,18 @@ class Critic:
                 done += packed.samples
         self.ranks.exchange(batch, done, "values")
 
-    def accumulate(self, batch: Batch, row: Algorithm, settings: Settings, sums: Sums, *, weight: float = 1.0) -> Tensor:
-        """The gradient of sum_t w_t·m_t over an update, every weight fixed before its first micro-batch (law 3). -> its norm."""
+    def accumulate(
+        self, batch: Batch, row: Algorithm, settings: Settings, sums: Sums, *, weight: float = 1.0
+    ) -> Tensor:
+        """The gradient of sum_t w_t·m_t over an update, every weight fixed before its
+        first micro-batch (law 3). -> its norm.
+        """
         self.weights.zero_grad()
         weight_N = weight * row.aggregate(batch.lengths_N).float().to(self.loaded.device)
         for packed in self._cut(batch, settings):
-            loss_T, clipped_T = row.value(self.values(packed), gather(batch, packed, "values"), gather(batch, packed, "returns"))
+            loss_T, clipped_T = row.value(
+                self.values(packed), gather(batch, packed, "values"), gather(batch, packed, "returns")
+            )
             (weight_N[packed.sample] * loss_T).sum().mul(not packed.idle).backward()
             if packed.idle:
                 continue

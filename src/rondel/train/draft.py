@@ -1,6 +1,7 @@
 """A draft learns what the policy writes, so that its guesses stay good while the policy moves.
 
-    L = - mean over the written tokens of log q(token)      the tokens are samples of p, so this is KL(p || q) + constant: distillation
+    L = - mean over the written tokens of log q(token)      the tokens are samples of p, so
+    this is KL(p || q) + constant: distillation
 
 Its weights, gradients and optimizer are its own; the policy's are not touched.  SPEC E11, arXiv:2310.07177.
 """
@@ -43,7 +44,12 @@ class DraftTrainer:
         norm = self.weights.gradient_norm()
         if not math.isfinite(float(norm)) or not math.isfinite(loss):
             self.weights.zero_grad()
-            emit(Warned(f"the draft was not trained in this step: its loss is {loss}, the norm of its gradient {float(norm)}"))
+            emit(
+                Warned(
+                    f"the draft was not trained in this step: its loss is {loss}, the norm of its gradient "
+                    f"{float(norm)}"
+                )
+            )
             return {"train/draft_loss": loss}
         self.weights.step(lr=self.lr, clip=policy.clip, norm=torch.as_tensor(norm))
         return {"train/draft_loss": loss}

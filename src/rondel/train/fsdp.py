@@ -2,8 +2,10 @@
 
 master   fp32, a shard a rank     what AdamW moves
 compute  bf16 (the model's dtype), whole, from the gathering before a layer's pass to the end of it
-gradient bf16 in the pass, summed over the ranks in fp32: summed and not averaged, since every weight of the loss is global already
-adapter  fp32, whole on every rank: 1-2 % of the numbers. The base under it lies in shards of its own dtype, and has no gradient
+gradient bf16 in the pass, summed over the ranks in fp32: summed and not averaged, since
+every weight of the loss is global already
+adapter  fp32, whole on every rank: 1-2 % of the numbers. The base under it lies in shards
+         of its own dtype, and has no gradient
 4 bits   whole on every rank: bytes are not cast, and cost a quarter of what sharding would gather
 """
 
@@ -55,7 +57,9 @@ class Sharded(Alone):
     patience  seconds that one rank waits for another in a collective
     """
 
-    def __init__(self, rank: int, size: int, meeting: Meeting | None, *, device: str = "cpu", patience: float = 600.0) -> None:
+    def __init__(
+        self, rank: int, size: int, meeting: Meeting | None, *, device: str = "cpu", patience: float = 600.0
+    ) -> None:
         self.rank, self.size, self.patience = rank, size, patience
         if meeting is not None:
             if sockets.is_loopback(
@@ -68,14 +72,18 @@ class Sharded(Alone):
         self.mesh = init_device_mesh(device.partition(":")[0], (size,))
 
     def hold(self, loaded: Loaded) -> Loaded:
-        """Each layer is gathered when its pass begins and let go when it ends; embedding, last norm and head stay for the whole pass."""
+        """Each layer is gathered when its pass begins and let go when it ends; embedding, last
+        norm and head stay for the whole pass.
+        """
         model, dtype = loaded.model, loaded.dtype
         if not isinstance(model, FSDPModule):  # a reference that is the policy without its adapter is held already
             self._shard(loaded)
         head = Head.of(model)
 
         def within(work: Callable[[Head], Any]) -> Any:
-            return model.enter(lambda: work(replace(head, weight=_now(model).weight, bias=getattr(_now(model), "bias", None))))
+            return model.enter(
+                lambda: work(replace(head, weight=_now(model).weight, bias=getattr(_now(model), "bias", None)))
+            )
 
         head.stack = linear.Loose()
         return replace(loaded, model=model, head=head, enter=within, compute=dtype)
@@ -86,17 +94,28 @@ class Sharded(Alone):
         whole: set[nn.Parameter] = set()
         if loaded.adapter is not None:
             names.pin(model)
-            whole = {p for name, p in model.named_parameters() if names.LORA in name or p.requires_grad or not p.is_floating_point()}
+            whole = {
+                p
+                for name, p in model.named_parameters()
+                if names.LORA in name or p.requires_grad or not p.is_floating_point()
+            }
         elif any(p.requires_grad for p in model.parameters()):
             names.remember_dtypes(model)
             model.float()
         eye = set(vision.tower(model).modules()) if loaded.sight is not None else set()
-        if loaded.sight is not None:  # whole on every rank, and frozen: no rank waits in a tower that another has no picture for
+        # whole on every rank, and frozen: no rank waits in a tower that another has no picture for
+        if loaded.sight is not None:
             whole |= set(vision.tower(model).to(dtype).parameters())
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         head = model.get_output_embeddings()
-        if head.weight.shape[0] == 1 and head.weight not in whole:  # a critic's: its one number is computed in full precision
-            fully_shard(head, mesh=self.mesh, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32), reshard_after_forward=False)
+        # a critic's: its one number is computed in full precision
+        if head.weight.shape[0] == 1 and head.weight not in whole:
+            fully_shard(
+                head,
+                mesh=self.mesh,
+                mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32),
+                reshard_after_forward=False,
+            )
         for layer in [block for block in _layers(model) if block not in eye]:
             fully_shard(layer, mesh=self.mesh, mp_policy=policy, ignored_params=whole)
         fully_shard(model, mesh=self.mesh, mp_policy=policy, ignored_params=whole)
@@ -108,7 +127,9 @@ class Sharded(Alone):
         register_fsdp_forward_method(model, "enter")
 
     def own(self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> MasterWeights:
-        kept = ShardedWeights if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad) else Replicas
+        kept = (
+            ShardedWeights if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad) else Replicas
+        )
         return kept(model, self.mesh, betas=betas, weight_decay=weight_decay)
 
     def whole(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -129,7 +150,8 @@ class Sharded(Alone):
             if "timed out" not in (said := str(error).lower()) and "timeout" not in said:
                 raise
             raise StalledError(
-                f"rank {self.rank} of {self.size} waits for another one since {self.patience:g} s, {_where(error)}, asked for: {verb}"
+                f"rank {self.rank} of {self.size} waits for another one since {self.patience:g} s, {_where(error)}, "
+                f"asked for: {verb}"
             ) from error
 
     def close(self) -> None:
@@ -160,7 +182,9 @@ class Replicas(MasterWeights):
 
 
 class ShardedWeights(MasterWeights):
-    """The shards of one rank. The module's parameters are the masters; a rounded copy of the shard says whether a step moved any bits."""
+    """The shards of one rank. The module's parameters are the masters; a rounded copy of the
+    shard says whether a step moved any bits.
+    """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, *, betas: tuple[float, float], weight_decay: float) -> None:
         self.mesh = mesh

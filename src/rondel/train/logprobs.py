@@ -1,11 +1,15 @@
-"""Log-probability and entropy of chosen tokens, a chunk of rows at a time, with its own backward: full logits never exist.
+"""Log-probability and entropy of chosen tokens, a chunk of rows at a time, with its
+own backward: full logits never exist.
 
 With z = logits / temperature, p = softmax(z):   logprob = z[target] - lse(z),   entropy = lse(z) - sum p z
     d logprob / dz = onehot(target) - p           d entropy / dz = -p (log p + entropy)
-    kl = sum p (log p - log q)                    d kl / dz = p (log p - log q - kl)         with q of teachers, rebuilt for the chunk
+    kl = sum p (log p - log q)                    d kl / dz = p (log p - log q - kl)
+    with q of teachers, rebuilt for the chunk
 
-A token that was drawn from a part of the vocabulary (top-k, top-p) has that part's distribution: lse, p and entropy run over the ids that
-its draw kept, as recorded (law 4). The same ids at every later version: what the policy would cut today does not change the past draw.
+A token that was drawn from a part of the vocabulary (top-k, top-p) has that part's
+distribution: lse, p and entropy run over the ids that its draw kept, as recorded (law 4). The
+same ids at every later version: what the policy
+would cut today does not change the past draw.
 """
 
 from __future__ import annotations
@@ -55,7 +59,9 @@ class _Chunked(torch.autograd.Function):
             entropies.append((total.log() - shifted.mul_(e).sum(-1, keepdim=True) / total)[:, 0])
             if taught is not None:
                 apart.append(-entropies[-1] - (taught.log_q(rows).mul_(e).sum(-1, keepdim=True) / total)[:, 0])
-        ctx.entropy, ctx.kl, nothing = _whole(entropies, hidden), _whole(apart, hidden), hidden.new_zeros(0, dtype=torch.float32)
+        ctx.entropy = _whole(entropies, hidden)
+        ctx.kl = _whole(apart, hidden)
+        nothing = hidden.new_zeros(0, dtype=torch.float32)
         return _whole(logprobs, hidden), ctx.entropy.clone(), nothing if taught is None else ctx.kl.clone()
 
     @staticmethod
@@ -76,7 +82,14 @@ class _Chunked(torch.autograd.Function):
             del logits  # here a step needs most memory: two arrays of a chunk are held at a time, not four
             pull: Tensor | None = None
             if ctx.taught is not None:
-                pull = p.clamp_min(1e-38).log_().sub_(ctx.taught.log_q(rows)).sub_(ctx.kl[rows, None]).mul_(p).mul_(grad_kl[rows, None])
+                pull = (
+                    p.clamp_min(1e-38)
+                    .log_()
+                    .sub_(ctx.taught.log_q(rows))
+                    .sub_(ctx.kl[rows, None])
+                    .mul_(p)
+                    .mul_(grad_kl[rows, None])
+                )
             if uses_entropy:
                 grad = p.clamp_min(1e-38).log_().add_(ctx.entropy[rows, None]).mul_(grad_entropy[rows, None])
                 grad.add_(grad_logprob[rows, None]).mul_(p).neg_()
@@ -101,13 +114,24 @@ class _Chunked(torch.autograd.Function):
                 grad_weight = piece if grad_weight is None else grad_weight.float().add_(piece)
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None, None
+        return (
+            grad_hidden,
+            grad_weight,
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def logprob_and_entropy(
     hidden: Tensor, target: Tensor, head: Head, *, temperature: float = 1.0, kept: Kept | None = None
 ) -> tuple[Tensor, Tensor]:
-    """hidden [M,D], target [M] -> (logprob [M], entropy [M]) in fp32, of the distribution softmax(logits / temperature) over what was kept."""
+    """hidden [M,D], target [M] -> (logprob [M], entropy [M]) in fp32, of the distribution
+    softmax(logits / temperature) over what was kept.
+    """
     return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, kept, None)[:2]
 
 

@@ -1,6 +1,8 @@
-"""How far the trainer's probabilities are from the engine's: measured over every trained token, before any rejection, with an alarm.
+"""How far the trainer's probabilities are from the engine's: measured over every trained
+token, before any rejection, with an alarm.
 
-T trainable tokens · x_t = log pi_trainer(t) - log mu(t), mu the engine's when the token was drawn · w = exp(x), x clamped to ±20
+T trainable tokens · x_t = log pi_trainer(t) - log mu(t), mu the engine's when the token
+was drawn · w = exp(x), x clamped to ±20
 """
 
 from __future__ import annotations
@@ -17,23 +19,28 @@ from rondel.algos.kl import k3
 from rondel.train.pack import Sample
 
 TENTHS = 10  # parts of an answer, by position
-# K3 in nats a token between two healthy programs of the same weights, several times over: SmolLM2 in bfloat16 measures 2e-3 (vLLM beside
+# K3 in nats a token between two healthy programs of the same weights, several times over:
+# SmolLM2 in bfloat16 measures 2e-3 (vLLM beside
 # transformers, too), in float32 1e-13; float16 has three bits more than bfloat16, and K3 goes with the square
 BOUNDS = {torch.float32: 1e-6, torch.float16: 2e-4, torch.bfloat16: 1e-2}
 MIXTURE = 1e-1  # where rounding sends a token to another expert
 
 
 def bound_of(dtype: torch.dtype, *, mixture: bool, foreign: bool) -> float:
-    """K3 of fresh tokens, in nats a token, above which trainer and engine disagree. foreign: a server, whose precision is not known."""
+    """K3 of fresh tokens, in nats a token, above which trainer and engine disagree.
+    foreign: a server, whose precision is not known.
+    """
     if mixture:
         return MIXTURE
     return max(BOUNDS[dtype], BOUNDS[torch.bfloat16] if foreign else 0.0)
 
 
 def mismatch(log_weight_T: Tensor, behavior_T: Tensor, sample_T: Tensor, mask_T: Tensor) -> dict[str, float]:
-    """What x says of two policies that should be one.  [T], [T], [T], [T] -> {name: number}.  Over mask_T; nothing of no tokens.
+    """What x says of two policies that should be one.  [T], [T], [T], [T] -> {name:
+    number}.  Over mask_T; nothing of no tokens.
 
-    k3                       mean of w - 1 - x: KL(mu || trainer), never negative; of fresh Gaussian logit noise s it is s²/2·(1 - Σp²)
+    k3                       mean of w - 1 - x: KL(mu || trainer), never negative; of fresh Gaussian logit
+                             noise s it is s²/2·(1 - Σp²)
     probability_mean, _max   of |pi_trainer - mu|
     perplexity_ratio         mean over samples of exp(-mean x): the trainer's perplexity by the engine's
     chi2_token, chi2_sample  mean of w² - 1; the same with the samples' weights W = exp(Σ x)
@@ -66,14 +73,17 @@ def mismatch(log_weight_T: Tensor, behavior_T: Tensor, sample_T: Tensor, mask_T:
 
 
 def _effective(weight_N: Tensor) -> Tensor:
-    """(Σ w)² / (n·Σ w²).  [N] -> scalar in (0, 1].  Kish 1965.  The share of the samples that equal weights would need."""
+    """(Σ w)² / (n·Σ w²).  [N] -> scalar in (0, 1].  Kish 1965.  The share of the samples that
+    equal weights would need.
+    """
     return weight_N.sum().square() / (len(weight_N) * weight_N.square().sum())
 
 
 def measure(samples: list[Sample], version: int) -> dict[str, float]:
     """`mismatch` of the samples' notes, its K3 by tenths of the answer, and by how many versions old a token is.
 
-    A token is as old as the first of its answer: one that was held while weights changed went on from the keys and values of the old ones.
+    A token is as old as the first of its answer: one that was held while weights changed went
+    on from the keys and values of the old ones.
     """
     if not samples:
         return {}
@@ -81,7 +91,10 @@ def measure(samples: list[Sample], version: int) -> dict[str, float]:
     x_T = trained_T - mu_T
     each = [len(s.behavior) for s in samples]
     sample_T = torch.arange(len(samples)).repeat_interleave(torch.tensor(each))
-    out = {f"train/mismatch_{name}": value for name, value in mismatch(x_T, mu_T, sample_T, torch.ones_like(x_T, dtype=torch.bool)).items()}
+    out = {
+        f"train/mismatch_{name}": value
+        for name, value in mismatch(x_T, mu_T, sample_T, torch.ones_like(x_T, dtype=torch.bool)).items()
+    }
     k3_T = k3(-x_T)
     tenth_T = _flat([np.arange(n) * TENTHS // max(1, n) for n in each])
     lag_T = version - _flat([np.minimum.accumulate(s.versions) for s in samples])
@@ -116,7 +129,10 @@ class Alarm:
         if was or not self.above:
             return ""
         return (
-            f"trainer and engine disagree: K3 is {fresh:.1e} nats a token on tokens of the current version, above {self.most:g}. "
-            "Try model.dtype = 'float32' or engine.numerics = 'aligned' to tell rounding from a bug; of a mixture of experts look at "
-            "train/route_flips and trainer.routing_replay; where train/mismatch_k3_tenth_10 is the largest, at the end of the answers"
+            f"trainer and engine disagree: K3 is {fresh:.1e} nats a token on tokens of the current version, above "
+            f"{self.most:g}. "
+            "Try model.dtype = 'float32' or engine.numerics = 'aligned' to tell rounding from a bug; of a mixture of "
+            "experts look at "
+            "train/route_flips and trainer.routing_replay; where train/mismatch_k3_tenth_10 is the largest, at the end "
+            "of the answers"
         )

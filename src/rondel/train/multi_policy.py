@@ -1,10 +1,12 @@
-"""Several policies behind the verbs of one trainer: an episode's turns are one step, and each agent's tokens train its own weights.
+"""Several policies behind the verbs of one trainer: an episode's turns are one step, and
+each agent's tokens train its own weights.
 
     batch ──> samples of "policy" ──> packed, credited, counted, one move    metrics train/...      checkpoint/
           └─> samples of "critic" ──> the same apart from them               metrics critic/...     checkpoint/policies/critic/
     frozen policies have no trainer: their samples are in the rollouts and in no gradient
 
-Each loss is what it would be if its agents trained alone: denominators, clipping and schedule are its own.  MARFT, arXiv:2504.16129.
+Each loss is what it would be if its agents trained alone: denominators, clipping and
+schedule are its own.  MARFT, arXiv:2504.16129.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Trainers:
         return batch
 
     async def step(self, batch: Batch, algo: Algorithm | Mixture) -> StepStats:
-        """One after the other, for they may share a device. A policy of which nobody wrote stays as it is, and counts the version."""
+        """One after the other, for they may share a device. A policy of which nobody wrote
+        stays as it is, and counts the version.
+        """
         shares = self._shares(batch)
         self._check_versions(shares)
         metrics = _said(batch)
@@ -83,7 +87,9 @@ class Trainers:
 
     async def load(self, path: Path) -> None:
         if lacking := [name for name in self.each if not folder_of(path, name).is_dir()]:
-            raise CheckpointError(f"{path} has no weights of the policy '{lacking[0]}': it was written by a run without it")
+            raise CheckpointError(
+                f"{path} has no weights of the policy '{lacking[0]}': it was written by a run without it"
+            )
         for name, trainer in self.each.items():
             await trainer.load(folder_of(path, name))
 
@@ -106,7 +112,9 @@ class Trainers:
         for name, own in shares.items():
             newest = max((int(s.versions.max()) for s in own.samples if not s.guided), default=0)
             if name in self._published and newest > (version := self._published[name].version):
-                raise LawError(f"'{name}' is at version {version}, and a token of its agents was written by version {newest}")
+                raise LawError(
+                    f"'{name}' is at version {version}, and a token of its agents was written by version {newest}"
+                )
 
     def _check_moved(self, name: str, manifest: Manifest) -> None:
         """The digest of each changes if and only if it was moved; that of all would hide one that stood still."""
@@ -115,7 +123,9 @@ class Trainers:
         if before is None or manifest.version <= before.version:
             return
         if moved and manifest.root == before.root:
-            raise SyncError(f"'{name}' made a step with lr > 0, but the weights it publishes are bit for bit the old ones")
+            raise SyncError(
+                f"'{name}' made a step with lr > 0, but the weights it publishes are bit for bit the old ones"
+            )
         if not moved and manifest.root != before.root:
             raise SyncError(f"no update of '{name}' was applied, but its published weights changed")
 
@@ -126,7 +136,8 @@ class Trainers:
             spoke = ", ".join(dict.fromkeys(f"'{s.agent}'" for s in batch.samples)) or "none"
             emit(
                 Warned(
-                    f"the {'main policy' if name == POLICY else f'policy {name!r}'} had nothing to learn from in this step: no agent that it plays wrote anything. Agents that did: {spoke}"
+                    f"the {'main policy' if name == POLICY else f'policy {name!r}'} had nothing to learn from in this "
+                    f"step: no agent that it plays wrote anything. Agents that did: {spoke}"
                 )
             )
 
@@ -163,7 +174,9 @@ def _said(batch: Batch) -> dict[str, float]:
     for sample in batch.samples:
         of.setdefault(sample.policy, []).append(sample)
     rewards = {f"{policy}/reward_mean": sum(s.reward for s in own) / len(own) for policy, own in of.items()}
-    return rewards | {f"{policy}/length_mean": sum(len(s.trainable) for s in own) / len(own) for policy, own in of.items()}
+    return rewards | {
+        f"{policy}/length_mean": sum(len(s.trainable) for s in own) / len(own) for policy, own in of.items()
+    }
 
 
 def named(policy: str, metric: str) -> str:

@@ -1,10 +1,14 @@
-"""Where the trainer's tensors lie while somebody else has the device: host memory, each tensor the same object before and after.  SPEC H6.
+"""Where the trainer's tensors lie while somebody else has the device: host memory, each
+tensor the same object before and after.  SPEC H6.
 
-    device   masters  moments  gradients  critic  draft's optimizer          reference, teacher: there for their own pass
-                │ put ▲ fetch      └ spent: let go, zeros again                     │ put (nothing changed: no copy) ▲ fetch
+    device   masters  moments  gradients  critic  draft's optimizer          reference,
+             teacher: there for their own pass
+                │ put ▲ fetch      └ spent: let go, zeros again                     │ put
+                (nothing changed: no copy) ▲ fetch
     host     a room for each, pinned beside a GPU, kept from one time to the next
 
-On a CPU the host is the device and nothing is saved; the copies and the count of bytes are the same, so laws that hold here hold there.
+On a CPU the host is the device and nothing is saved; the copies and the count of bytes are
+the same, so laws that hold here hold there.
 """
 
 from __future__ import annotations
@@ -29,12 +33,16 @@ class Offload:
 
     policy   its weights stay: the engine reads them, too
     owners   optimizers: of the policy, of a critic, of a draft
-    beside   other models by what they are: "critic" is awake with the trainer; "reference" and teachers are there for their own pass only
-    claim    on the memory of a device that an engine wants, too. With one the trainer begins asleep, without one nothing moves by itself
+    beside   other models by what they are: "critic" is awake with the trainer; "reference" and
+             teachers are there for their own pass only
+    claim    on the memory of a device that an engine wants, too. With one the trainer begins
+             asleep, without one nothing moves by itself
     high     most bytes on the device that were seen, until somebody sets it to 0 again
     """
 
-    def __init__(self, policy: Loaded, owners: list[MasterWeights], beside: dict[str, Loaded | None], claim: Claim | None) -> None:
+    def __init__(
+        self, policy: Loaded, owners: list[MasterWeights], beside: dict[str, Loaded | None], claim: Claim | None
+    ) -> None:
         self.policy, self.owners, self.beside, self.claim = policy, owners, beside, claim
         self.host, self.asleep, self.high = Host(), False, 0
         if claim is not None:
@@ -47,7 +55,9 @@ class Offload:
         """Bytes on the device by what they are, each storage once."""
         seen: set[int] = set()
         models = {name: self._own(model) for name, model in self.beside.items()}
-        optimizers = {name: [t for owner in self.owners for t in owner.state()[name]] for name in self.owners[0].state()}
+        optimizers = {
+            name: [t for owner in self.owners for t in owner.state()[name]] for name in self.owners[0].state()
+        }
         what = {"weights": _tensors(self.policy), **models, **optimizers}
         return {name: self.host.resident(tensors, seen) for name, tensors in what.items()}
 
@@ -92,7 +102,10 @@ class Offload:
 
     def _state(self) -> list[Tensor]:
         """What a step needs and nobody else reads."""
-        return [*(t for owner in self.owners for tensors in owner.state().values() for t in tensors), *self._own(self.beside["critic"])]
+        return [
+            *(t for owner in self.owners for tensors in owner.state().values() for t in tensors),
+            *self._own(self.beside["critic"]),
+        ]
 
     def _own(self, model: Loaded | None) -> list[Tensor]:
         """What a model has for itself: the base under an adapter is the policy's."""

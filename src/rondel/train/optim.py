@@ -1,7 +1,8 @@
 """fp32 master weights behind a compute copy, AdamW, schedules, clipping.
 
-The module's parameters are the compute copy that the engine reads; the masters are what AdamW moves. In float32 they are
-the same tensors. The step writes the compute copy in place, so an engine that shares it needs 0 bytes moved.
+The module's parameters are the compute copy that the engine reads; the masters are
+what AdamW moves. In float32 they are the same tensors. The step writes the compute copy in
+place, so an engine that shares it needs 0 bytes moved.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class MasterWeights:
         return torch.stack(torch._foreach_norm(grads)).norm() if grads else torch.zeros(())
 
     def step(self, *, lr: float, clip: float, norm: Tensor) -> float:
-        """Clip by the global norm, move the masters, write the compute copy. -> share of compute weights whose bits changed.
+        """Clip by the global norm, move the masters, write the compute copy. -> share of
+        compute weights whose bits changed.
 
         In float32 there is no cast that could swallow an update, so nothing is counted: 1 if lr > 0.
         """
@@ -95,7 +97,11 @@ class MasterWeights:
         """What is the optimizer's alone; the compute copy is the engine's, too."""
         moments = [value for state in self.adamw.state.values() for value in state.values() if value.ndim]
         gradients = [m.grad for m in self.masters if m.grad is not None]
-        return {"masters": [m for p, m in zip(self.compute, self.masters) if p is not m], "moments": moments, "gradients": gradients}
+        return {
+            "masters": [m for p, m in zip(self.compute, self.masters) if p is not m],
+            "moments": moments,
+            "gradients": gradients,
+        }
 
     def rest(self) -> None:
         """Between two steps: every gradient is spent."""

@@ -58,7 +58,8 @@ class Sample:
     baseline: float | None = None  # the reward of the greedy answer to its prompt, where the row wants it
     experts: np.ndarray | None = None  # [t-1,L,K] of a MoE: where the engine sent each token
     support: list[np.ndarray | None] | None = None  # [m] the ids that a token was drawn from, where others were cut
-    hidden: dict[int, Tensor] = field(default_factory=dict)  # [m,D] each: a teacher's last hidden states, by its place among the teachers
+    # [m,D] each: a teacher's last hidden states, by its place among the teachers
+    hidden: dict[int, Tensor] = field(default_factory=dict)
     media: list[Placed] = field(default_factory=list)  # the pictures that it reads
     keys: np.ndarray = field(init=False)  # [t] what siblings must have in common to share it
     notes: dict[str, np.ndarray] = field(
@@ -66,11 +67,15 @@ class Sample:
     )  # annotations by name: "proximal", "entropy", "ref", "trained", and what `ahead` decided
 
     @classmethod
-    def of(cls, trajectory: Trajectory, *, group: int, index: int, baseline: float | None = None, stream: str = "") -> Sample:
+    def of(
+        cls, trajectory: Trajectory, *, group: int, index: int, baseline: float | None = None, stream: str = ""
+    ) -> Sample:
         mask = np.asarray(trajectory.mask, dtype=bool)
         trainable = mask.nonzero()[0]
         if len(trainable) and trainable[0] == 0:
-            raise ValueError(f"group {group}, sample {index}: the first token has no predecessor, so it cannot be trained")
+            raise ValueError(
+                f"group {group}, sample {index}: the first token has no predecessor, so it cannot be trained"
+            )
         try:
             earned = np.asarray(trajectory.score.over(trajectory.mask)) if isinstance(trajectory.score, Score) else None
         except ValueError as error:
@@ -93,7 +98,9 @@ class Sample:
             guided=trajectory.guided,
             baseline=baseline,
             experts=None if trajectory.experts is None else np.asarray(trajectory.experts),
-            support=None if trajectory.support is None else _support(trajectory, trainable, f"group {group}, sample {index}"),
+            support=None
+            if trajectory.support is None
+            else _support(trajectory, trainable, f"group {group}, sample {index}"),
             media=trajectory.media,
         )
 
@@ -131,7 +138,10 @@ class Batch:
             torch.tensor([s.reward for s in self.samples], dtype=torch.float64),
             torch.tensor([sides[s.group, s.agent] for s in self.samples], dtype=torch.int64),
             self.lengths_N,
-            {name: torch.tensor([s.parts.get(name, math.nan) for s in self.samples], dtype=torch.float64) for name in names},
+            {
+                name: torch.tensor([s.parts.get(name, math.nan) for s in self.samples], dtype=torch.float64)
+                for name in names
+            },
             greedy_N=torch.tensor(greedy, dtype=torch.float64) if len(greedy) == len(self.samples) else None,
             earned_T=_joined([s.earned for s in self.samples]),
             values_T=_joined([s.notes.get("values") for s in self.samples]),
@@ -183,7 +193,8 @@ class Packed:
     """One micro-batch, ready for a forward pass.
 
     tokens, positions  [T]   the packed row; positions are [3,T] where a picture is seen
-    source             [M]   the packed position whose hidden state predicts the token: siblings share the prompt's last one
+    source             [M]   the packed position whose hidden state predicts the token: siblings
+                       share the prompt's last one
     target             [M]   the token
     sample             [M]   index into `samples`
     """
@@ -202,12 +213,16 @@ class Packed:
 
     def seen(self, loaded: Loaded) -> Seen | None:
         """What this model sees there."""
-        return None if self.looks is None else Seen(self.looks.rows, loaded.look(self.looks.images).rows(self.looks.cells))
+        return (
+            None if self.looks is None else Seen(self.looks.rows, loaded.look(self.looks.images).rows(self.looks.cells))
+        )
 
 
 @dataclass(slots=True)
 class Looks:
-    """Where a micro-batch looks at what: row rows[i] sees cell cells[i] of the images behind each other, each of which is there once."""
+    """Where a micro-batch looks at what: row rows[i] sees cell cells[i] of the images behind
+    each other, each of which is there once.
+    """
 
     images: list[Image]
     rows: Tensor  # [n] ascending
@@ -226,10 +241,13 @@ def micro_batches(
 
 
 def _cut(batch: Batch, budget: int, *, share: bool, ranks: int) -> list[list[int]]:
-    """Samples of each micro-batch, by a token budget that cannot change the result. Siblings stay together, to share their prompt, while
-    they fit, and groups whose prompts begin alike share that; between several ranks the micro-batches are of equal size."""
+    """Samples of each micro-batch, by a token budget that cannot change the result. Siblings
+    stay together, to share their prompt, while they fit, and groups whose prompts begin
+    alike share that; between several ranks the
+    micro-batches are of equal size."""
     families = _families(batch, list(range(len(batch.samples))), share)
-    prompts = [_common_prompt([batch.samples[i] for i in family]) for family in families]  # any part of a family shares at least as much
+    # any part of a family shares at least as much
+    prompts = [_common_prompt([batch.samples[i] for i in family]) for family in families]
     trees = _trees(batch, families, prompts, share)
     of = {f: t for t, (members, _) in enumerate(trees) for f in members}
     number = [f for f, family in enumerate(families) for _ in family]
@@ -248,7 +266,9 @@ class Laid:
 
 
 def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.device | str = "cpu") -> Packed:
-    """Lay the chosen samples out in one row, as trees of what they share: what groups begin with, each group's prompt, its samples."""
+    """Lay the chosen samples out in one row, as trees of what they share: what groups begin
+    with, each group's prompt, its samples.
+    """
     segments: list[Segment] = []
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
@@ -266,7 +286,9 @@ def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.d
             return above
         segments.append(Segment(at, len(piece), above.segment))
         tokens.append(piece)
-        positions.append(media.positions(end, sample.media)[:, first:] if pictured else np.arange(first, first + len(piece)))
+        positions.append(
+            media.positions(end, sample.media)[:, first:] if pictured else np.arange(first, first + len(piece))
+        )
         for place in sample.media:
             begin, stop = max(place.start, first), min(place.end, first + len(piece))
             if begin < stop:
@@ -327,7 +349,9 @@ def _support(trajectory: Trajectory, trainable: np.ndarray, name: str) -> list[n
     found = [None if (ids := trajectory.support[t]) is None else np.asarray(ids, np.int32) for t in trainable]
     for t, ids in zip(trainable, found):
         if ids is not None and trajectory.tokens[t] not in ids:
-            raise ValueError(f"{name}: token {trajectory.tokens[t]} at position {t} is none of the {len(ids)} that it was drawn from")
+            raise ValueError(
+                f"{name}: token {trajectory.tokens[t]} at position {t} is none of the {len(ids)} that it was drawn from"
+            )
     return found
 
 
@@ -337,7 +361,8 @@ def _kept(samples: list[Sample], device: torch.device | str) -> Kept | None:
         return None
     counts = [0 if ids is None else len(ids) for ids in rows]
     return Kept(
-        _tensor([ids for ids in rows if ids is not None], device), torch.tensor(np.repeat(np.arange(len(rows)), counts), device=device)
+        _tensor([ids for ids in rows if ids is not None], device),
+        torch.tensor(np.repeat(np.arange(len(rows)), counts), device=device),
     )
 
 
@@ -352,11 +377,14 @@ def _families(batch: Batch, chosen: list[int], share: bool) -> list[list[int]]:
     return out
 
 
-ALIKE = 16  # tokens that the prompts of several groups must begin with to be laid as one tree: for fewer it is not worth a segment more
+# tokens that the prompts of several groups must begin with to be laid as one tree: for
+# fewer it is not worth a segment more
+ALIKE = 16
 
 
 def _trees(batch: Batch, families: list[list[int]], prompts: list[int], share: bool) -> list[tuple[list[int], int]]:
-    """Families whose prompts begin alike, and how many tokens they have in common: a system message, examples, the signatures of tools.
+    """Families whose prompts begin alike, and how many tokens they have in common: a system
+    message, examples, the signatures of tools.
 
     A tree of one family has no root. Where routes were recorded, they must be the same, too.
     """

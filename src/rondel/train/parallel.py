@@ -1,6 +1,8 @@
-"""Who computes which part of a batch. Every rank holds the whole batch, so every denominator is global before any split (law 3).
+"""Who computes which part of a batch. Every rank holds the whole batch, so every
+denominator is global before any split (law 3).
 
-    micro-batches  0 1 2 3 4      rank 0:  0  2  4      rank 1:  1  3 (0)     idle: makes the pass, since all ranks gather the weights
+    micro-batches  0 1 2 3 4      rank 0:  0  2  4      rank 1:  1  3 (0)     idle: makes the pass,
+                   since all ranks gather the weights
                                                                                for it together, and counts nothing
 What one rank found out about its tokens is exchanged, so that all of them go on with the same batch.
 """
@@ -51,7 +53,10 @@ class Alone:
         """Give the others the notes of the samples that this rank computed."""
         if self.size == 1:
             return
-        found = {i: {name: batch.samples[i].notes[name] for name in notes if name in batch.samples[i].notes} for i in set(mine)}
+        found = {
+            i: {name: batch.samples[i].notes[name] for name in notes if name in batch.samples[i].notes}
+            for i in set(mine)
+        }
         for theirs in self.everyone(found):
             for i, told in theirs.items():
                 batch.samples[i].notes.update(told)

@@ -11,7 +11,9 @@ CUT = -1e30  # a logit whose weight is 0, and finite
 
 
 class Kept(NamedTuple):
-    """The ids that tokens were drawn from, of those among M tokens that had some cut off: token row[k] could be ids[k]."""
+    """The ids that tokens were drawn from, of those among M tokens that had some cut off: token
+    row[k] could be ids[k].
+    """
 
     ids: Tensor  # [K]
     row: Tensor  # [K] ascending

@@ -1,4 +1,6 @@
-"""One training step on one device: micro-batches that only sum, finite-checks at five borders, one optimizer move an update."""
+"""One training step on one device: micro-batches that only sum, finite-checks at five
+borders, one optimizer move an update.
+"""
 
 from __future__ import annotations
 
@@ -69,10 +71,20 @@ class Settings:
 
     def at_rest(self) -> Settings:
         """The same with lr = 0: a step that must change nothing."""
-        return replace(self, lr=0.0, critic_lr=0.0, critic_warmup=0, weight_decay=0.0, schedule="constant", warmup_steps=0, first_step=0)
+        return replace(
+            self,
+            lr=0.0,
+            critic_lr=0.0,
+            critic_warmup=0,
+            weight_decay=0.0,
+            schedule="constant",
+            warmup_steps=0,
+            first_step=0,
+        )
 
 
-DOING = {"logprobs_of": "score", "save_trainer": "save", "sleep": "move", "wake": "move"}  # functions -> kinds of a time account
+# functions -> kinds of a time account
+DOING = {"logprobs_of": "score", "save_trainer": "save", "sleep": "move", "wake": "move"}
 
 
 @contextmanager
@@ -90,7 +102,9 @@ class NotFinite(Exception):
 
 
 class LocalTrainer:
-    """The Trainer of one device. `run` executes a function on the device's own thread, so the event loop never runs torch."""
+    """The Trainer of one device. `run` executes a function on the device's own thread,
+    so the event loop never runs torch.
+    """
 
     def __init__(
         self,
@@ -108,7 +122,12 @@ class LocalTrainer:
         claim: Claim | None = None,
     ) -> None:
         """`claim`: on the memory of a device that an engine wants, too; with one the trainer begins asleep."""
-        self.main, self.warmup, self._device, self.draft, self.critic, self.ranks = settings, warmup, run, draft, critic, ranks
+        self.main = settings
+        self.warmup = warmup
+        self._device = run
+        self.draft = draft
+        self.critic = critic
+        self.ranks = ranks
         self.account = Account("trainer")
         self.transport = transport
         wants_start = "ref_logprobs" in needs or settings.start_probe > 0
@@ -119,11 +138,14 @@ class LocalTrainer:
         self.step_number = self.bad_steps = 0
         self.version = 0
         self.alarm = Alarm(settings.mismatch_bound)
-        self.steered: dict[str, float] = {}  # coefficients with a target, by their part of the row, and where they have got to
+        # coefficients with a target, by their part of the row, and where they have got to
+        self.steered: dict[str, float] = {}
         self.whose = ""  # " of 'critic'" where there are several policies
         self.moved = False  # did the last step write other bits into the weights that the engine reads?
         beside = {"critic": self.critic.loaded if self.critic is not None else None, "reference": self.start}
-        beside |= {"teacher" if i == 0 else f"teacher {i + 1}": teacher.loaded for i, teacher in enumerate(self.teachers)}
+        beside |= {
+            "teacher" if i == 0 else f"teacher {i + 1}": teacher.loaded for i, teacher in enumerate(self.teachers)
+        }
         owners = [self.weights, *(other.weights for other in (critic, draft) if other is not None)]
         self.offload = Offload(self.loaded, owners, beside, claim)
         self._held: list[tuple[str, Tensor]] = []  # gathered for a publication, and still to be sent
@@ -172,9 +194,13 @@ class LocalTrainer:
         await self._run(self._load, path)
 
     async def sleep(self, tags: tuple[str, ...]) -> None:
-        """All that only a step needs goes to host memory, bit for bit, whatever the tag; the weights stay where the engine reads them."""
+        """All that only a step needs goes to host memory, bit for bit, whatever the tag; the
+        weights stay where the engine reads them.
+        """
         if self.ranks.size > 1:
-            raise TrainError("the shards of several ranks stay on their devices: an offload is for place.kind = 'shared'")
+            raise TrainError(
+                "the shards of several ranks stay on their devices: an offload is for place.kind = 'shared'"
+            )
         await self._run(self.offload.sleep)
 
     async def wake(self, tags: tuple[str, ...]) -> None:
@@ -207,7 +233,9 @@ class LocalTrainer:
             held, self._held = self._held, []
             assert held or self.ranks.size == 1, "send before publish"
             device = self.loaded.device
-            self._transport.send(route, ((name, tensor.to(device)) for name, tensor in held) if held else self._gathered())
+            self._transport.send(
+                route, ((name, tensor.to(device)) for name, tensor in held) if held else self._gathered()
+            )
 
     @property
     def _transport(self) -> Transport:
@@ -215,7 +243,9 @@ class LocalTrainer:
         return self.transport
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors, one at a time, under the names that the transport carries. The ranks that do not lead give their shards at once."""
+        """Whole tensors, one at a time, under the names that the transport carries. The ranks
+        that do not lead give their shards at once.
+        """
         model = self.loaded.model
         tensors = self.ranks.whole(model)
         if not self.ranks.leads:
@@ -227,7 +257,10 @@ class LocalTrainer:
         self.offload.refuse_asleep("annotate")
         settings = self.settings
         how: dict[str, Any] = dict(
-            budget=settings.micro_tokens, temperature=settings.temperature, share=settings.share_prompts, ranks=self.ranks
+            budget=settings.micro_tokens,
+            temperature=settings.temperature,
+            share=settings.share_prompts,
+            ranks=self.ranks,
         )
         for need, source in (
             ("proximal_logprobs", self.loaded),
@@ -285,12 +318,17 @@ class LocalTrainer:
             self.bad_steps = 0
         except NotFinite as fault:
             self.weights.zero_grad()
-            stepped, note = False, f"{fault} (update {taken + 1} of {len(moves)}, {taken} were taken)" if taken else str(fault)
+            stepped = False
+            note = f"{fault} (update {taken + 1} of {len(moves)}, {taken} were taken)" if taken else str(fault)
             self._count_bad(note)
         for sample in batch.samples:
             sample.hidden.clear()
         sums.gather(self.ranks)
-        metrics = sums.metrics(len(moves)) | known | {"train/lr": self._rate(settings.lr), "train/tokens": float(batch.total_tokens)}
+        metrics = (
+            sums.metrics(len(moves))
+            | known
+            | {"train/lr": self._rate(settings.lr), "train/tokens": float(batch.total_tokens)}
+        )
         if masked := sum(len(share.samples) - len(share.trained(row).samples) for row, _, share in batch.shares(algo)):
             metrics["train/truncated_masked"] = float(masked)
         if critic is not None:
@@ -315,7 +353,9 @@ class LocalTrainer:
         return StepStats(True, metrics)
 
     def _known(self, batch: Batch, algo: Algorithm | Mixture, updates: list[Batch], more: set[str]) -> dict[str, float]:
-        """What must be known of every token before the first move, each update in the packing in which it will be trained. -> metrics."""
+        """What must be known of every token before the first move, each update in the packing
+        in which it will be trained. -> metrics.
+        """
         for update in updates:
             for row, _, share in update.shares(algo):
                 self._annotate(share, row.needs | more)
@@ -340,7 +380,8 @@ class LocalTrainer:
         main = algo.main if isinstance(algo, Mixture) else algo
         with _lap(seconds, "forward_backward"):
             self.weights.zero_grad()
-            for stack in linear.stacks(self.loaded.model):  # stale as soon as the weights move, and in the way of the activations
+            # stale as soon as the weights move, and in the way of the activations
+            for stack in linear.stacks(self.loaded.model):
                 if stack.trained:
                     stack.drop()
             critic_norm = torch.zeros(())
@@ -350,13 +391,17 @@ class LocalTrainer:
                     continue
                 scale = masked_scale(row.aggregate, own.lengths_N, share.lengths_N)
                 if not frozen:
-                    self._accumulate(own, row, sums, weight=weight * scale, proximal_noted="proximal_logprobs" in row.needs | more)
+                    self._accumulate(
+                        own, row, sums, weight=weight * scale, proximal_noted="proximal_logprobs" in row.needs | more
+                    )
                 if critic is not None and row is main:
                     critic_norm = critic.accumulate(own, row, self.settings, sums, weight=scale)
             norm = self.weights.gradient_norm()
             for whose, size in (("", norm), (" of the critic", critic_norm)):
                 if not math.isfinite(float(size)):
-                    raise NotFinite(f"gradient{whose}: its norm is {float(size)} over {_some(update, range(len(update.samples)))}")
+                    raise NotFinite(
+                        f"gradient{whose}: its norm is {float(size)} over {_some(update, range(len(update.samples)))}"
+                    )
         with _lap(seconds, "optimizer"):
             changed = 0.0
             if norm > 0:  # without signal the momentum of earlier steps must not move anything either
@@ -369,7 +414,9 @@ class LocalTrainer:
         return changed
 
     def _steer(self, batch: Batch, algo: Algorithm | Mixture, main: Algorithm) -> dict[str, float]:
-        """Coefficients with a target follow what the step measured of their samples. -> what they were, and what was measured."""
+        """Coefficients with a target follow what the step measured of their samples. ->
+        what they were, and what was measured.
+        """
         own = next((share.samples for row, _, share in batch.shares(algo) if row is main), [])
         told: dict[str, float] = {}
         if main.kl.steers:
@@ -382,7 +429,9 @@ class LocalTrainer:
 
     def _mismatch(self, batch: Batch, algo: Algorithm | Mixture) -> dict[str, float]:
         """Engine against trainer, over whatever an engine drew."""
-        drawn = [s for row, _, share in batch.shares(algo) if row.needs for s in share.trained(row).samples if not s.guided]
+        drawn = [
+            s for row, _, share in batch.shares(algo) if row.needs for s in share.trained(row).samples if not s.guided
+        ]
         if not drawn:
             return {}
         metrics = measure(drawn, self.version)
@@ -393,14 +442,18 @@ class LocalTrainer:
     def _rate(self, lr: float) -> float:
         """The learning rate of this step, under the schedule."""
         s = self.settings
-        return learning_rate(self.step_number - s.first_step, lr=lr, schedule=s.schedule, warmup=s.warmup_steps, steps=s.steps)
+        return learning_rate(
+            self.step_number - s.first_step, lr=lr, schedule=s.schedule, warmup=s.warmup_steps, steps=s.steps
+        )
 
     def _steered(self, algo: Algorithm) -> Algorithm:
         """The row with the coefficients that earlier steps have led to."""
         known = {name: coef for name, coef in self.steered.items() if getattr(algo, name).steers}
         return replace(algo, **{name: replace(getattr(algo, name), coef=coef) for name, coef in known.items()})
 
-    def _accumulate(self, batch: Batch, algo: Algorithm, sums: Sums, *, proximal_noted: bool, weight: float = 1.0) -> None:
+    def _accumulate(
+        self, batch: Batch, algo: Algorithm, sums: Sums, *, proximal_noted: bool, weight: float = 1.0
+    ) -> None:
         """Forward and backward over micro-batches; every weight is fixed before the first of them (law 3)."""
         decided = _decide(batch, algo) if proximal_noted else NOTHING
         weight_N = weight * algo.aggregate(counted(algo, batch.lengths_N, decided)).float().to(self.loaded.device)
@@ -424,9 +477,12 @@ class LocalTrainer:
                     self.loaded, packed, taught, temperature=self.settings.temperature, tape=tape
                 )
             else:
-                logprobs, entropy = notes.forward(self.loaded, packed, temperature=self.settings.temperature, tape=tape, kept=packed.kept)
+                logprobs, entropy = notes.forward(
+                    self.loaded, packed, temperature=self.settings.temperature, tape=tape, kept=packed.kept
+                )
             faults += _fault("logprob", logprobs, batch, packed)
-            behavior = notes.gather(batch, packed, "behavior") if algo.needs else None  # demonstrations were drawn from no policy
+            # demonstrations were drawn from no policy
+            behavior = notes.gather(batch, packed, "behavior") if algo.needs else None
             proximal = notes.gather(batch, packed, "proximal") if proximal_noted else logprobs.detach()
             loss, terms = objective(
                 algo,
@@ -440,7 +496,13 @@ class LocalTrainer:
                 sample_T=packed.sample,
                 score_T=score_N[packed.sample],
                 guided_T=guided_N[packed.sample],
-                decided=Ahead(**{name: notes.gather(batch, packed, name) for name, known in vars(decided).items() if known is not None}),
+                decided=Ahead(
+                    **{
+                        name: notes.gather(batch, packed, name)
+                        for name, known in vars(decided).items()
+                        if known is not None
+                    }
+                ),
                 taught_T=taught_T,
             )
             faults += _fault("ratio", terms["ratio"], batch, packed)
@@ -453,12 +515,15 @@ class LocalTrainer:
             sums.add(loss.detach(), {**terms, "entropy": entropy.detach()})
             if tape is not None:
                 sums.routed(tape.flips)
-        if told := [fault for found in self.ranks.everyone(faults) for fault in found]:  # no rank leaves a pass that the others wait for
+        # no rank leaves a pass that the others wait for
+        if told := [fault for found in self.ranks.everyone(faults) for fault in found]:
             raise NotFinite(told[0])
         self.ranks.exchange(batch, done, "trained")
 
     def _kl_to_start(self, batch: Batch) -> dict[str, float]:
-        """k3 estimate of KL(policy || starting weights) on the first samples that were trained, in nats a token; nothing where none was."""
+        """k3 estimate of KL(policy || starting weights) on the first samples that were trained,
+        in nats a token; nothing where none was.
+        """
         probe = Batch([s for s in batch.samples if "trained" in s.notes][: self.settings.start_probe])
         if not probe.samples:
             return {}
@@ -474,12 +539,132 @@ class LocalTrainer:
         step = self.step_number + 1  # the loop counts from 1
         emit(
             Warned(
-                f"step {step}{self.whose} was not taken: {note}. Its rollouts are stored; look at them with `rondel replay RUN --step {step}`"
+                f"step {step}{self.whose} was not taken: {note}. Its rollouts are stored; look at them with `rondel "
+                f"replay RUN --step {step}`"
             )
         )
         if self.bad_steps >= self.settings.max_bad_steps:
             raise TrainError(
                 f"{self.bad_steps} steps{self.whose} in a row were refused by a finite-check, the last one for: {note}. "
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
                 "Lower trainer.lr or look at the rewards"
             )
 
@@ -522,7 +707,10 @@ def _check_samples(batch: Batch) -> None:
     """All that is known before the first forward pass with a gradient."""
     for border, known in (
         ("reward", lambda s: s.reward if s.earned is None else np.append(s.earned, s.reward)),
-        ("logprob", lambda s: np.concatenate([s.behavior, *(s.notes[name] for name in s.notes.keys() - {"values", "returns"})])),
+        (
+            "logprob",
+            lambda s: np.concatenate([s.behavior, *(s.notes[name] for name in s.notes.keys() - {"values", "returns"})]),
+        ),
         ("value", lambda s: s.notes.get("values", ())),
         ("advantage", lambda s: s.advantages),
     ):
@@ -532,7 +720,11 @@ def _check_samples(batch: Batch) -> None:
 
 def _fault(border: str, values_M: Tensor, batch: Batch, packed: Packed) -> list[str]:
     finite = torch.isfinite(values_M)
-    return [] if bool(finite.all()) else [f"{border}: not finite for {_some(batch, packed.sample[~finite].unique().tolist())}"]
+    return (
+        []
+        if bool(finite.all())
+        else [f"{border}: not finite for {_some(batch, packed.sample[~finite].unique().tolist())}"]
+    )
 
 
 def _some(batch: Batch, samples: Sequence[int]) -> str:

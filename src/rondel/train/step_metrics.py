@@ -29,9 +29,14 @@ class Sums:
 
     def gather(self, ranks: Alone) -> None:
         """All that the ranks have summed."""
-        told = ranks.everyone((self.loss, self.packed, {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces}))
+        told = ranks.everyone(
+            (self.loss, self.packed, {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces})
+        )
         self.loss, self.packed = sum(loss for loss, _, _ in told), sum(packed for _, packed, _ in told)
-        self.terms = {name: [terms[name] for _, _, terms in told if name in terms] for name in {n: 0 for _, _, t in told for n in t}}
+        self.terms = {
+            name: [terms[name] for _, _, terms in told if name in terms]
+            for name in {n: 0 for _, _, t in told for n in t}
+        }
 
     def put(self, name: str, value: float) -> None:
         self.values[name] = max(value, self.values.get(name, value))

@@ -1,5 +1,6 @@
-"""What teachers would have said at every token of a micro-batch, over the whole vocabulary: kept as last hidden states, a row of D numbers
-a token where logits are V, and multiplied with the teacher's head when a chunk of rows is there (SPEC T2)."""
+"""What teachers would have said at every token of a micro-batch, over the whole vocabulary:
+kept as last hidden states, a row of D numbers a token where logits are V, and multiplied with the
+teacher's head when a chunk of rows is there (SPEC T2)."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class Taught:
     def log_q(self, rows: slice) -> Tensor:
         told: Tensor | None = None
         for mine in self.opinions:
-            first, end = torch.searchsorted(mine.at, torch.tensor([rows.start, rows.stop], device=mine.at.device)).tolist()
+            first, end = torch.searchsorted(
+                mine.at, torch.tensor([rows.start, rows.stop], device=mine.at.device)
+            ).tolist()
             logits = mine.head.logits(mine.hidden[first:end])
             opinion = (logits / self.temperature).log_softmax(-1).mul_(mine.weight[first:end, None])
             if told is None:

@@ -1,4 +1,6 @@
-"""Frozen models that say of every token how likely it was: one for all, one for each source, or several whose opinions are weighed."""
+"""Frozen models that say of every token how likely it was: one for all, one for each
+source, or several whose opinions are weighed.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,9 @@ def said(number: int) -> str:
 class Teachers(Sequence[Teacher]):
     """log q = sum_i w_i·log q_i / sum_i w_i, of those that teach the sample.  [m].
 
-    Sampled tokens are charged with log pi - log q, whose expectation is sum_i w_i·KL(pi || q_i) / sum_i w_i: distilling from several is
-    one number a token, and the weights say how much each is heard. (arXiv:2306.08543 for one.)
+    Sampled tokens are charged with log pi - log q, whose expectation is sum_i w_i·KL(pi ||
+    q_i) / sum_i w_i: distilling from several is one number a token, and the weights say how
+    much each is heard. (arXiv:2306.08543 for one.)
     """
 
     def __init__(self, teachers: Sequence[Teacher]) -> None:
@@ -67,7 +70,8 @@ class Teachers(Sequence[Teacher]):
             shares = self._shares(sample)
             if not shares or not all(said(number) in sample.notes for number in shares):
                 raise TrainError(
-                    f"no teacher of '{sample.stream}' has spoken of {batch.name(i)}; model.teacher needs one for this source, or for all"
+                    f"no teacher of '{sample.stream}' has spoken of {batch.name(i)}; model.teacher needs one for this "
+                    f"source, or for all"
                 )
             opinions = [sample.notes[said(number)] for number in shares]
             sample.notes["teacher"] = np.average(opinions, axis=0, weights=list(shares.values())).astype(np.float32)

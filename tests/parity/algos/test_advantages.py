@@ -13,7 +13,8 @@ from rondel.algos import advantage, gae
 from rondel.algos.shaping import KimiLength, Overlong
 from rondel.algos.table import resolve
 
-REWARDS, GROUPS = tensor(1, 7, 0, 0, 5, 1, 2, 5), torch.tensor([9, 4, 9, 9, -2, 9, 4, -2])  # groups 9: 1 0 0 1, 4: 7 2, -2: 5 5
+# groups 9: 1 0 0 1, 4: 7 2, -2: 5 5
+REWARDS, GROUPS = tensor(1, 7, 0, 0, 5, 1, 2, 5), torch.tensor([9, 4, 9, 9, -2, 9, 4, -2])
 LENGTHS = torch.tensor([4, 1, 2, 0, 3, 2, 1, 5])
 UP, DOWN = 0.5 / (math.sqrt(1 / 3) + 1e-6), -0.5 / (math.sqrt(1 / 3) + 1e-6)  # sqrt(1/3) is the unbiased std of 1 0 0 1
 WIDE = 2.5 / (math.sqrt(12.5) + 1e-6)
@@ -28,9 +29,13 @@ CLOSED_FORMS = [
     (advantage.PassAtK(divide=True), [0, 5 / (math.sqrt(12.5) + 1e-6), 0, 0, 0, 0, 0, 0]),
     (
         advantage.MeanNorm(),
-        [d / (m + 1e-6) for d, m in ((0.5, 0.5), (2.5, 4.5), (-0.5, 0.5), (-0.5, 0.5), (0, 5), (0.5, 0.5), (-2.5, 4.5), (0, 5))],
+        [
+            d / (m + 1e-6)
+            for d, m in ((0.5, 0.5), (2.5, 4.5), (-0.5, 0.5), (-0.5, 0.5), (0, 5), (0.5, 0.5), (-2.5, 4.5), (0, 5))
+        ],
     ),
-    (advantage.SignalCenter(), [8 / 6 * d for d in (0.5, 2.5, -0.5, -0.5, 0, 0.5, -2.5, 0)]),  # the two of group -2 agree
+    # the two of group -2 agree
+    (advantage.SignalCenter(), [8 / 6 * d for d in (0.5, 2.5, -0.5, -0.5, 0, 0.5, -2.5, 0)]),
     (advantage.Accept(above=1.0), [0, 1, 0, 0, 1, 0, 1, 1]),
 ]
 
@@ -41,7 +46,9 @@ def test_advantages_are_their_closed_forms(rule, wanted):
 
 
 def test_a_constant_group_is_exactly_zero_even_where_its_mean_rounds():
-    """Seven float32 rewards of 0.1 do not average to 0.1; eps alone would turn the rounding into an advantage of 1 %."""
+    """Seven float32 rewards of 0.1 do not average to 0.1; eps alone would turn the rounding into
+    an advantage of 1 %.
+    """
     rewards, group = torch.full((7,), 0.1), torch.zeros(7, dtype=torch.int64)
     assert (rewards - rewards.sum() / 7).abs().max() > 0
     assert advantage.GroupNorm()(scored(rewards, group)).tolist() == [0.0] * 7
@@ -79,7 +86,9 @@ def test_whitening_is_over_all_tokens_so_a_long_sample_counts_more():
 
 
 def test_each_part_of_a_reward_has_its_own_scale():
-    """GDPO. Summed first, (1, 0) and (0, 1) would be one and the same reward; and a part a hundred times larger would be all that is seen."""
+    """GDPO. Summed first, (1, 0) and (0, 1) would be one and the same reward; and a part a
+    hundred times larger would be all that is seen.
+    """
     right, form = tensor(1, 0, 1, 0), tensor(0, 100, 100, 0)
     found = advantage.PartsNorm()(scored(tensor(1, 100, 101, 0), right=right, form=form))
     unit = 0.5 / (math.sqrt(1 / 3) + 1e-6), 50 / (100 * math.sqrt(1 / 3) + 1e-6)
@@ -100,25 +109,31 @@ def test_a_part_that_a_sample_lacks_adds_nothing_and_stands_in_no_mean():
     found = advantage.PartsNorm()(scored(tensor(1, 1, 2, 0, 1, 4), group, right=right, form=form))
     s = math.sqrt(1 / 3) + 1e-6
     first = tensor(1 / 3, -2 / 3, 1 / 3, -2 / 3, 1 / 3, 1 / 3) / s
-    total = first + tensor(*(x / s for x in (-2 / 3, 1 / 3, 1 / 3)), 0, *(x / (math.sqrt(4.5) + 1e-6) for x in (-1.5, 1.5)))
+    total = first + tensor(
+        *(x / s for x in (-2 / 3, 1 / 3, 1 / 3)), 0, *(x / (math.sqrt(4.5) + 1e-6) for x in (-1.5, 1.5))
+    )
     assert near(found, (total - total.mean()) / (total.var() + 1e-8).sqrt(), 1e-8)
     with pytest.raises(advantage.ConfigError, match="1 of 2 samples were scored with a number alone"):
         advantage.PartsNorm()(scored(tensor(1, 2), right=tensor(1, nan)))
 
 
 def test_the_length_baseline_has_the_least_variance_where_squared_gradients_grow_with_length():
-    """OPO on a toy: gradient norms² = length, so the baseline that minimises sum of length·(r - b)² is the weighted mean."""
+    """OPO on a toy: gradient norms² = length, so the baseline that minimises sum of
+    length·(r - b)² is the weighted mean.
+    """
     rewards, lengths = tensor(1, 0, 0, 1, 1), torch.tensor([1, 9, 4, 2, 3])
     baseline = (rewards - advantage.LengthBaseline()(scored(rewards, lengths=lengths)))[0]
     variance = {
-        b: float((lengths * (rewards - b).square()).sum()) for b in (float(baseline), float(rewards.mean()), float(baseline) + 0.01)
+        b: float((lengths * (rewards - b).square()).sum())
+        for b in (float(baseline), float(rewards.mean()), float(baseline) + 0.01)
     }
     assert min(variance, key=variance.__getitem__) == float(baseline)
 
 
 def test_maxrl_follows_the_log_of_the_pass_rate():
-    """Exact over every outcome of n Bernoulli draws: the mean slope in p is (1 - (1-p)^(n-1)) / p, that of log p = -sum (1-p)^k / k
-    cut after n - 1 terms. The baseline costs one term of the paper's n.
+    """Exact over every outcome of n Bernoulli draws: the mean slope in p is (1 -
+    (1-p)^(n-1)) / p, that of log p = -sum (1-p)^k / k cut after n - 1 terms. The
+    baseline costs one term of the paper's n.
     """
     p, n = 0.3, 6
     total = 0.0
@@ -132,18 +147,31 @@ def test_maxrl_follows_the_log_of_the_pass_rate():
 
 @pytest.mark.parametrize(
     "reward,length,point",
-    [(1.0, 10, 0.5), (1.0, 30, -0.5), (0.0, 10, 0.0), (0.0, 30, -0.5), (1.0, 20, 0.0), (0.0, 15, 0.0), (0.0, 25, -0.25)],
+    [
+        (1.0, 10, 0.5),
+        (1.0, 30, -0.5),
+        (0.0, 10, 0.0),
+        (0.0, 30, -0.5),
+        (1.0, 20, 0.0),
+        (0.0, 15, 0.0),
+        (0.0, 25, -0.25),
+    ],
 )
 def test_the_corners_of_the_kimi_length_reward(reward, length, point):
     """A9: right and short +0.5, right and long -0.5, wrong and short 0, wrong and long -0.5."""
     found = KimiLength()(scored(tensor(reward, 1, 1), lengths=torch.tensor([length, 10, 30])))
     assert near(found[:1], [reward + point])
-    assert near(KimiLength(factor=0.1)(scored(tensor(reward, 1, 1), lengths=torch.tensor([length, 10, 30])))[:1], [reward + point / 10])
+    assert near(
+        KimiLength(factor=0.1)(scored(tensor(reward, 1, 1), lengths=torch.tensor([length, 10, 30])))[:1],
+        [reward + point / 10],
+    )
     assert KimiLength()(scored(tensor(1, 0), lengths=torch.tensor([7, 7]))).tolist() == [1, 0]
 
 
 def test_a_preference_has_the_gradient_of_dpo():
-    """-log sigmoid of the margin, its mean over pairs, by autograd; ties share a pair, a constant group and unwritten samples are in none."""
+    """-log sigmoid of the margin, its mean over pairs, by autograd; ties share a pair, a
+    constant group and unwritten samples are in none.
+    """
     lengths, group = torch.tensor([3, 2, 1, 4, 0, 2, 2]), torch.tensor([1, 1, 1, 5, 5, 5, 8])
     rewards, make = tensor(1, 0, 1, 0.5, 9, 0.2, 1), torch.Generator().manual_seed(3)
     logp = torch.randn(14, generator=make, dtype=F64).requires_grad_()
@@ -151,7 +179,9 @@ def test_a_preference_has_the_gradient_of_dpo():
     given = scored(rewards, group, lengths)
     sums = given.total(logp - ref)
     pairs = [[(0, 1), (2, 1)], [(3, 5)]]
-    loss = sum(-torch.sigmoid(0.3 * (sums[w] - sums[b])).log() / len(some) for some in pairs for w, b in some) / len(pairs)
+    loss = sum(-torch.sigmoid(0.3 * (sums[w] - sums[b])).log() / len(some) for some in pairs for w, b in some) / len(
+        pairs
+    )
     row = resolve({"kind": "online_dpo", "advantage": {"beta": 0.3}})
     advantages_T = row.advantages_T(replace(given, proximal_T=logp.detach(), ref_T=ref))
     ours = (given.each(row.aggregate(lengths)) * -advantages_T * logp).sum()

@@ -31,7 +31,9 @@ def test_truncation_adds_bias_and_takes_variance():
         spreads.append((mu * value.square()).sum() - means[-1] ** 2)
     assert near(means[0], truth) and means[0] > means[1] > means[2]
     assert spreads[0] > spreads[1] > spreads[2]
-    held, masked = (Importance(action=action, low=0.0)(log_weight, sample, log_weight) * f for action in ("truncate", "mask"))
+    held, masked = (
+        Importance(action=action, low=0.0)(log_weight, sample, log_weight) * f for action in ("truncate", "mask")
+    )
     bias = [float(((mu * value).sum() - truth).abs()) for value in (held, masked)]
     spread = [float((mu * value.square()).sum() - (mu * value).sum() ** 2) for value in (held, masked)]
     assert bias[0] < bias[1] and spread[0] > spread[1]  # a mask loses the token whole: more bias, less variance

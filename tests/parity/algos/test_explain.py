@@ -20,7 +20,11 @@ def test_the_explained_slope_of_a_row_is_its_gradient(row, u, score):
     """At ratio 1, for a token that nothing singled out; u = policy / behavior."""
     logp, row, kept = tensor(-1.3).requires_grad_(), lively(row), torch.ones(1, dtype=torch.bool)
     seen = tokens(
-        logp, row.ratio(logp - logp.detach(), torch.zeros(1).long()), tensor(0.7), log_drift=tensor(math.log(u)), score=tensor(score)
+        logp,
+        row.ratio(logp - logp.detach(), torch.zeros(1).long()),
+        tensor(0.7),
+        log_drift=tensor(math.log(u)),
+        score=tensor(score),
     )
     if row.name in ("m2po", "forking"):  # these name the tokens they train
         seen = replace(seen, selected=kept)

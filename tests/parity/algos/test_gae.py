@@ -50,7 +50,11 @@ def test_it_is_the_loop_over_tokens(lengths, gamma, lam):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=40), min_size=1, max_size=6), st.sampled_from(KNOBS), st.integers(0, 99))
+@given(
+    st.lists(st.lists(st.booleans(), min_size=1, max_size=40), min_size=1, max_size=6),
+    st.sampled_from(KNOBS),
+    st.integers(0, 99),
+)
 def test_what_the_policy_only_read_changes_nothing(masks, knobs, seed):
     """The masked loop over whole streams equals the scan over the written tokens alone, whatever stands in between."""
     rng = np.random.default_rng(seed)
@@ -60,7 +64,9 @@ def test_what_the_policy_only_read_changes_nothing(masks, knobs, seed):
     exact = np.concatenate([naive(rewards[i], values[i], flat[i], *knobs)[0] for i in at])
     sample = torch.from_numpy(np.repeat(np.arange(len(masks)), [len(m) for m in masks]))
     kept = torch.from_numpy(flat)
-    got, _ = gae(torch.from_numpy(rewards)[kept], torch.from_numpy(values)[kept], sample[kept], gamma=knobs[0], lam=knobs[1])
+    got, _ = gae(
+        torch.from_numpy(rewards)[kept], torch.from_numpy(values)[kept], sample[kept], gamma=knobs[0], lam=knobs[1]
+    )
     np.testing.assert_allclose(got.numpy(), exact[flat], rtol=1e-10, atol=1e-10)
 
 
@@ -69,7 +75,10 @@ def test_a_long_sample_in_float32(gamma, lam):
     """T = 65536: the scan in float32 is as near to the exact loop as 1e-4."""
     rewards, values, sample = ragged([65536, 65536], 1)
     exact = np.concatenate(
-        [naive(r, v, [True] * 65536, gamma, lam)[0] for r, v in zip(rewards.view(2, -1).tolist(), values.view(2, -1).tolist())]
+        [
+            naive(r, v, [True] * 65536, gamma, lam)[0]
+            for r, v in zip(rewards.view(2, -1).tolist(), values.view(2, -1).tolist())
+        ]
     )
     got, _ = gae(rewards.float(), values.float(), sample, gamma=gamma, lam=lam)
     apart = np.abs(got.double().numpy() - exact)
@@ -77,8 +86,8 @@ def test_a_long_sample_in_float32(gamma, lam):
 
 
 def test_a_chain_of_two_states():
-    """State 1 pays 1 and leads to 0, which pays nothing and leads to 1. With the true values nothing is an advantage; without any
-    it is the discounted reward, a geometric series."""
+    """State 1 pays 1 and leads to 0, which pays nothing and leads to 1. With the true
+    values nothing is an advantage; without any it is the discounted reward, a geometric series."""
     gamma, steps = 0.9, 200
     state = torch.arange(steps) % 2
     left = steps - torch.arange(steps)
@@ -104,7 +113,9 @@ def test_one_reward_at_the_end_is_credited_to_every_token():
 
 def test_nothing_gives_nothing():
     none = torch.zeros(0)
-    assert [len(x) for x in gae(none, none, none.long(), gamma=1.0, lam=1.0)] == [0, 0] and len(returns(none, none.long(), gamma=1.0)) == 0
+    assert [len(x) for x in gae(none, none, none.long(), gamma=1.0, lam=1.0)] == [0, 0] and len(
+        returns(none, none.long(), gamma=1.0)
+    ) == 0
 
 
 def test_the_order_of_samples_is_only_an_order():

@@ -1,4 +1,5 @@
-"""The peers' own functions on the same numbers, where they are installed: `make parity` installs them beside each other and runs this.
+"""The peers' own functions on the same numbers, where they are installed: `make parity`
+installs them beside each other and runs this.
 
 Where they disagree, the test holds the difference, and docs/papers.md says who is right.
 """
@@ -50,7 +51,8 @@ def leaf() -> tuple[Tensor, Tensor, Tensor]:
     return logits, padded(logps[:, 0]), padded(-(logps.exp() * logps).sum(-1))
 
 
-# -- verl ---------------------------------------------------------------------------------------------------------------------
+# -- verl
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,9 @@ def actor(**knobs):
     return ActorConfig(**rest, **knobs)
 
 
-def verl_loss(verl, name: str, how: str, row: table.Algorithm, old: Tensor | None = None, policy_loss: dict | None = None, **knobs):
+def verl_loss(
+    verl, name: str, how: str, row: table.Algorithm, old: Tensor | None = None, policy_loss: dict | None = None, **knobs
+):
     config = actor(**knobs)
     for key, value in (policy_loss or {}).items():
         object.__setattr__(config.policy_loss, key, value)
@@ -104,7 +108,9 @@ def test_losses_are_those_of_verl(verl, name, how, knobs, row, value):
 
 @pytest.mark.parametrize("name", VERL_CASES)
 def test_the_oracle_of_verl_is_verl(verl, name):
-    """What an imported config is compared with, in tests/units/test_import.py: loss, weights, rejection, KL and entropy by their functions."""
+    """What an imported config is compared with, in tests/units/test_import.py: loss, weights,
+    rejection, KL and entropy by their functions.
+    """
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights, compute_rollout_rejection_mask
 
     given, batch = VERL_CASES[name], far_reference(BATCH)
@@ -143,11 +149,14 @@ def test_direct_reward_optimisation_is_mirror_descent_on_tokens(verl):
 def test_covariances_are_those_of_verl_on_the_first_update_of_an_undivided_batch(verl, name):
     """Its micro-batch is then the batch. clip_cov's dice are taken out: all of the range is silenced.
 
-    The policy is the proximal one, or has moved by as much at every token: that changes no covariance, and a term in |log r| has a gradient.
+    The policy is the proximal one, or has moved by as much at every token: that changes no
+    covariance, and a term in |log r| has a gradient.
     """
     row = row_of(KlCov(share=0.24) if name == "kl_cov" else ClipCov(share=1.0, least=0.05, most=9.0))
     knobs = (
-        {"kl_cov_ratio": 0.24, "ppo_kl_coef": 1.0} if name == "kl_cov" else {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.05, "clip_cov_ub": 9.0}
+        {"kl_cov_ratio": 0.24, "ppo_kl_coef": 1.0}
+        if name == "kl_cov"
+        else {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.05, "clip_cov_ub": 9.0}
     )
     own = BATCH.logits_TV.log_softmax(-1)[:, 0]
     for moved in (0.0, 0.1, -0.1):
@@ -211,7 +220,12 @@ def test_gdpo_is_whitened_over_samples_and_in_verl_over_tokens(verl):
 def test_kl_estimators_are_those_of_verl(verl):
     logp = BATCH.logits_TV.log_softmax(-1)[:, 0].requires_grad_()
     ref = BATCH.others_3T[2]
-    for name, rule in (("k1", kl.Kl("k1")), ("k2", kl.Kl("k2")), ("k3", kl.Kl("k3")), ("k3+", kl.Kl("k3", through="k2"))):
+    for name, rule in (
+        ("k1", kl.Kl("k1")),
+        ("k2", kl.Kl("k2")),
+        ("k3", kl.Kl("k3")),
+        ("k3+", kl.Kl("k3", through="k2")),
+    ):
         ours, theirs = rule(logp, ref, logp), verl.kl_penalty(logp, ref, name)
         assert near(ours, theirs)
         assert near(*(torch.autograd.grad(value.sum(), logp, retain_graph=True)[0] for value in (ours, theirs)))
@@ -271,7 +285,8 @@ def test_the_steered_coefficient_is_verls(verl):
         assert abs(rule.coef - theirs.value) <= 1e-12
 
 
-# -- TRL ----------------------------------------------------------------------------------------------------------------------
+# -- TRL
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def trl_loss(row: table.Algorithm, loss_type: str, *, masked: Tensor | None = None, **knobs):
@@ -279,15 +294,22 @@ def trl_loss(row: table.Algorithm, loss_type: str, *, masked: Tensor | None = No
     trainer = pytest.importorskip("trl.trainer.grpo_trainer", exc_type=ImportError).GRPOTrainer
     logits, logp, entropy = leaf()
     args = SimpleNamespace(
-        delta=None, use_bias_correction_kl=knobs.pop("unbiased", False), sapo_temperature_pos=1.0, sapo_temperature_neg=1.05
+        delta=None,
+        use_bias_correction_kl=knobs.pop("unbiased", False),
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
     )
-    accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, pad_across_processes=lambda x, **_: x, reduce=lambda x, **_: x)
+    accelerator = SimpleNamespace(
+        num_processes=1, gather=lambda x: x, pad_across_processes=lambda x, **_: x, reduce=lambda x, **_: x
+    )
     settings = dict(
         loss_type=loss_type, beta=0.0, epsilon_low=0.2, epsilon_high=0.2, importance_sampling_level="token", top_entropy_quantile=1.0,
         off_policy_mask_threshold=None, aux_loss_enabled=False, use_vllm=False, vllm_importance_sampling_correction=False,
         current_gradient_accumulation_steps=1, max_completion_length=9, _entropy_bonus_enabled=False, use_adaptive_entropy=False,
     )  # fmt: skip
-    self = SimpleNamespace(**{**settings, **knobs}, args=args, accelerator=accelerator, _metrics={"train": defaultdict(list)})
+    self = SimpleNamespace(
+        **{**settings, **knobs}, args=args, accelerator=accelerator, _metrics={"train": defaultdict(list)}
+    )
     self.args.steps_per_generation, self.model = 1, SimpleNamespace(training=True)
     self.get_off_policy_mask = trainer.get_off_policy_mask
     self.get_high_entropy_mask = lambda *a: trainer.get_high_entropy_mask(self, *a)
@@ -305,13 +327,19 @@ def trl_loss(row: table.Algorithm, loss_type: str, *, masked: Tensor | None = No
     return loss.detach(), torch.autograd.grad(loss, logits)[0]
 
 
-PROBABLE = replace(BATCH, others_3T=torch.stack([BATCH.others_3T[0], BATCH.others_3T[0], BATCH.others_3T[2]]))  # behavior = proximal
+# behavior = proximal
+PROBABLE = replace(BATCH, others_3T=torch.stack([BATCH.others_3T[0], BATCH.others_3T[0], BATCH.others_3T[2]]))
 TRL = [  # loss_type, knobs, our row, batch
     ("grpo", {"epsilon_high": 0.28}, row_of(surrogate.Clip(0.2, 0.28), SEQ_MEAN), BATCH),
     ("dr_grpo", {}, row_of(surrogate.Clip(), aggregate.FixedNorm(9)), BATCH),
     ("dapo", {"beta": 0.1}, row_of(surrogate.Clip(), kl=kl.Kl("k3", 0.1)), BATCH),
     ("dapo", {"beta": 0.1, "unbiased": True}, row_of(surrogate.Clip(), kl=kl.Kl("k3", 0.1, unbiased=True)), PROBABLE),
-    ("grpo", {"importance_sampling_level": "sequence"}, row_of(surrogate.Clip(), SEQ_MEAN, ratio=ratio.SequenceRatio()), BATCH),
+    (
+        "grpo",
+        {"importance_sampling_level": "sequence"},
+        row_of(surrogate.Clip(), SEQ_MEAN, ratio=ratio.SequenceRatio()),
+        BATCH,
+    ),
     ("cispo", {"epsilon_high": 1.1}, row_of(ClippedWeight(1.0, 0.1)), BATCH),
     ("sapo", {}, row_of(SoftGate(), SEQ_MEAN), BATCH),
 ]
@@ -327,14 +355,24 @@ def test_losses_are_those_of_trl(loss_type, knobs, row, batch):
 
 @pytest.mark.parametrize(
     "loss_type, how",
-    [("grpo", SEQ_MEAN), ("dapo", TOKEN_MEAN), ("dr_grpo", aggregate.FixedNorm(9)), ("luspo", aggregate.SeqMeanTokenSum())],
+    [
+        ("grpo", SEQ_MEAN),
+        ("dapo", TOKEN_MEAN),
+        ("dr_grpo", aggregate.FixedNorm(9)),
+        ("luspo", aggregate.SeqMeanTokenSum()),
+    ],
 )
 def test_masked_answers_leave_the_loss_as_in_trl(loss_type, how):
     """With the KL they would pay; a mean over samples counts them all the same, a mean over tokens does not."""
-    row, cut = row_of(surrogate.Clip(), how, kl=kl.Kl("k3", 0.1)), torch.tensor([n in (1, 3, 4) for n in range(len(LENGTHS))])
+    row, cut = (
+        row_of(surrogate.Clip(), how, kl=kl.Kl("k3", 0.1)),
+        torch.tensor([n in (1, 3, 4) for n in range(len(LENGTHS))]),
+    )
     wanted, wanted_gradient = trl_loss(row, loss_type, beta=0.1, masked=cut)
     order = (~cut).nonzero()[:, 0].tolist()
-    known = torch.cat([piece for piece, gone in zip(row.advantages_T(BATCH.scored()).split(LENGTHS), cut, strict=True) if not gone])
+    known = torch.cat(
+        [piece for piece, gone in zip(row.advantages_T(BATCH.scored()).split(LENGTHS), cut, strict=True) if not gone]
+    )
     scale = aggregate.masked_scale(how, BATCH.lengths_N[~cut], BATCH.lengths_N)
     loss, gradient, _ = BATCH.loss(replace(row, advantage=Given(known)), order=order)
     assert near(scale * loss, wanted) and near(scale * gradient, wanted_gradient)

@@ -35,7 +35,9 @@ def test_monte_carlo_means_against_the_exact_kl():
 
 
 def test_only_k2_has_the_gradient_of_the_kl():
-    """In expectation over the policy's own draws, computed exactly: k1 is noise, k3 follows the KL of the other direction."""
+    """In expectation over the policy's own draws, computed exactly: k1 is noise, k3
+    follows the KL of the other direction.
+    """
     logits, logp = toy()
     p = logp.detach().exp()
     forward = slope((logp.exp() * (logp - REFERENCE)).sum(), logits)
@@ -57,7 +59,11 @@ def test_the_entropy_term_has_the_gradient_of_the_full_logits():
     logp = logits.log_softmax(-1)
     entropy_T, p = -(logp.exp() * logp).sum(-1), logp.detach().exp()
     row = replace(table.SFT, entropy=EntropyBonus(0.3))
-    flat, weight, sample = torch.zeros(7, dtype=F64), torch.full((7,), 0.5, dtype=F64), torch.zeros(7, dtype=torch.int64)
+    flat, weight, sample = (
+        torch.zeros(7, dtype=F64),
+        torch.full((7,), 0.5, dtype=F64),
+        torch.zeros(7, dtype=torch.int64),
+    )
     loss, _ = objective(
         row, logprobs_T=flat, entropy_T=entropy_T, proximal_T=flat, behavior_T=None, ref_T=None, advantages_T=None,
         weight_T=weight, sample_T=sample,
@@ -72,12 +78,16 @@ def test_the_gradient_of_k2_can_be_had_with_the_value_of_k1_or_k3():
     exact = slope((logp.exp() * (logp - REFERENCE)).sum(), logits)
     for kind in ("k1", "k3"):
         values = kl.Kl(kind, through="k2")(logp, REFERENCE, logp)
-        assert near(values.detach(), kl.Kl(kind)(logp, REFERENCE, logp).detach()) and near(slope((p * values).sum(), logits), exact, 1e-14)
+        assert near(values.detach(), kl.Kl(kind)(logp, REFERENCE, logp).detach()) and near(
+            slope((p * values).sum(), logits), exact, 1e-14
+        )
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_the_unbiased_estimators_are_right_for_tokens_of_any_policy(kind):
-    """DeepSeek-V3.2. Drawn from mu, weighed by pi/mu with its gradient: value and gradient are those of the KL; unweighed neither is."""
+    """DeepSeek-V3.2. Drawn from mu, weighed by pi/mu with its gradient: value and gradient
+    are those of the KL; unweighed neither is.
+    """
     logits, logp = toy()
     mu = tensor(0.9, 0.3, -0.4, 0.0, -1.1).log_softmax(0)
     exact = (logp.exp() * (logp - REFERENCE)).sum()
@@ -94,9 +104,17 @@ def test_both_ways_to_the_right_gradient_at_once_are_refused():
 
 def test_the_bonus_acts_on_the_undecided_tokens_or_only_below_its_target():
     entropy = tensor(0.1, 0.9, 0.5, 0.3, 0.5)
-    assert EntropyBonus(1.0, top=0.4).select(entropy).tolist() == [False, True, True, False, True]  # ties stand together
-    assert EntropyBonus(1.0, target=0.5).select(entropy).all() and not EntropyBonus(1.0, target=0.4).select(entropy).any()
+    # ties stand together
+    assert EntropyBonus(1.0, top=0.4).select(entropy).tolist() == [False, True, True, False, True]
+    assert (
+        EntropyBonus(1.0, target=0.5).select(entropy).all() and not EntropyBonus(1.0, target=0.4).select(entropy).any()
+    )
     assert EntropyBonus(1.0, target=0.4).select(tensor()).tolist() == []
-    plain, low = replace(table.GRPO, entropy=EntropyBonus(0.1)), replace(table.GRPO, entropy=EntropyBonus(0.1, target=0.01))
+    plain, low = (
+        replace(table.GRPO, entropy=EntropyBonus(0.1)),
+        replace(table.GRPO, entropy=EntropyBonus(0.1, target=0.01)),
+    )
     batch = Ragged.make([3, 4], 0)
-    assert near(batch.loss(low)[1], batch.loss(table.GRPO)[1]) and not near(batch.loss(plain)[1], batch.loss(table.GRPO)[1])
+    assert near(batch.loss(low)[1], batch.loss(table.GRPO)[1]) and not near(
+        batch.loss(plain)[1], batch.loss(table.GRPO)[1]
+    )

@@ -25,7 +25,12 @@ def a_step(seed: int = 0) -> Scored:
     draw, total = torch.Generator().manual_seed(seed), sum(LENGTHS)
     values, behavior, ref, extra = (torch.randn(total, generator=draw, dtype=F64) for _ in range(4))
     scored = Scored(
-        tensor(*REWARDS), torch.arange(len(LENGTHS)) // 2, torch.tensor(LENGTHS), values_T=values, behavior_T=behavior, ref_T=ref
+        tensor(*REWARDS),
+        torch.arange(len(LENGTHS)) // 2,
+        torch.tensor(LENGTHS),
+        values_T=values,
+        behavior_T=behavior,
+        ref_T=ref,
     )
     extra = extra * (torch.rand(total, generator=draw) < 0.1)  # earned on the way; the rest at the end
     return replace(scored, earned_T=extra + scored.at_end(scored.rewards_N - scored.total(extra)))
@@ -45,7 +50,10 @@ def naive(row, scored: Scored) -> tuple[list[float], list[float]]:
             limit = row.shaping.limit if isinstance(row.shaping, ClipReward) else math.inf
             earned[-1] += min(max(REWARDS[n], -limit), limit) - REWARDS[n]
         if row.kl.where == "reward":
-            earned = [r - row.kl.coef * estimate(row.kl.kind, float(scored.behavior_T[t] - scored.ref_T[t])) for r, t in zip(earned, own)]
+            earned = [
+                r - row.kl.coef * estimate(row.kl.kind, float(scored.behavior_T[t] - scored.ref_T[t]))
+                for r, t in zip(earned, own)
+            ]
         values = [float(scored.values_T[t]) if isinstance(row.advantage, Gae) else 0.0 for t in own] + [0.0]
         for t in range(length):  # the sum written out, not the recursion
             gamma, lam = row.advantage.gamma, getattr(row.advantage, "lam", 1.0)
@@ -119,9 +127,15 @@ GOLDEN = [
 def test_the_value_loss_case_by_case(case, loss, gradient, clipped):
     v = tensor(case[0]).requires_grad_()
     found = ClippedValue(0.2)(v, tensor(case[1]), tensor(case[2]))
-    assert near(found.loss_T.detach(), [loss]) and near(slope(found.loss_T.sum(), v), [gradient]) and found.clipped_T.tolist() == [clipped]
+    assert (
+        near(found.loss_T.detach(), [loss])
+        and near(slope(found.loss_T.sum(), v), [gradient])
+        and found.clipped_T.tolist() == [clipped]
+    )
     free = ClippedValue(None)(v, tensor(case[1]), tensor(case[2]))
-    assert near(free.loss_T.detach(), [(case[0] - case[2]) ** 2 / 2]) and near(slope(free.loss_T.sum(), v), [case[0] - case[2]])
+    assert near(free.loss_T.detach(), [(case[0] - case[2]) ** 2 / 2]) and near(
+        slope(free.loss_T.sum(), v), [case[0] - case[2]]
+    )
 
 
 def test_explained_variance():

@@ -35,9 +35,16 @@ CORRECTIONS = [
     correction.Importance(high=1.5, reject="geometric", reject_low=0.7, reject_high=1.4, veto=0.3, normalize="token"),
     correction.OffPolicyMask(0.05, denominator="kept"),
     correction.Importance("none", reject="token", reject_low=0.8, reject_high=1.3, denominator="accepted"),
-    correction.Importance(action="mask", low=0.8, high=1.3, reject="geometric", reject_low=0.9, reject_high=1.2, denominator="accepted"),
+    correction.Importance(
+        action="mask", low=0.8, high=1.3, reject="geometric", reject_low=0.9, reject_high=1.2, denominator="accepted"
+    ),
 ]
-BONUSES = [EntropyBonus(0.02), EntropyBonus(0.02, top=0.3), EntropyBonus(0.02, target=9.0), EntropyBonus(0.02, target=0.1)]
+BONUSES = [
+    EntropyBonus(0.02),
+    EntropyBonus(0.02, top=0.3),
+    EntropyBonus(0.02, target=9.0),
+    EntropyBonus(0.02, target=0.1),
+]
 
 
 def variants():
@@ -54,14 +61,23 @@ def variants():
             yield pytest.param(full, id=f"{row.name}+{i}")
     for i, rule in enumerate(CORRECTIONS):
         for aggregate in (table.GRPO.aggregate, table.DAPO.aggregate, table.RLOO.aggregate):
-            yield pytest.param(replace(table.GRPO, correction=rule, aggregate=aggregate), id=f"correction {i}, {type(aggregate).__name__}")
+            yield pytest.param(
+                replace(table.GRPO, correction=rule, aggregate=aggregate),
+                id=f"correction {i}, {type(aggregate).__name__}",
+            )
     yield pytest.param(replace(table.GRPO, ratio=TokenRatio("behavior")), id="bypass")
     for name in ("grpo", "dr_grpo", "rloo"):
         row = table.TABLE[name].bounded(9)
-        yield pytest.param(replace(row, kl=kl.Kl("k1", 0.3, "advantage", clamp=0.4)), id=f"{name}, the KL behind the baseline")
-    yield pytest.param(replace(table.GRPO, ratio=SequenceRatio("behavior"), surrogate=Clip(0.05, 0.05)), id="sequence bypass")
+        yield pytest.param(
+            replace(row, kl=kl.Kl("k1", 0.3, "advantage", clamp=0.4)), id=f"{name}, the KL behind the baseline"
+        )
+    yield pytest.param(
+        replace(table.GRPO, ratio=SequenceRatio("behavior"), surrogate=Clip(0.05, 0.05)), id="sequence bypass"
+    )
     yield pytest.param(replace(lively(table.DPPO_TV), ratio=TokenRatio()), id="dppo at the proximal")
-    yield pytest.param(replace(table.DPPO_TV, surrogate=DivergenceMask("tv", 0.1, 0.1, cap=1.1)).bounded(9), id="dppo with a cap")
+    yield pytest.param(
+        replace(table.DPPO_TV, surrogate=DivergenceMask("tv", 0.1, 0.1, cap=1.1)).bounded(9), id="dppo with a cap"
+    )
     yield pytest.param(replace(table.TOPR, surrogate=Tapered("token", above=0.5)), id="topr, token")
     yield pytest.param(replace(table.KIMI, surrogate=MirrorDescent(0.5, "token")), id="kimi, token")
 
@@ -81,12 +97,18 @@ def test_the_terms_are_what_they_are_called_and_carry_no_gradient():
     (terms,) = batch.loss(row)[2]
     logp, (old, mu, ref) = batch.logits_TV.log_softmax(-1)[:, 0], batch.others_3T
     gap = torch.where(batch.guided_N.repeat_interleave(batch.lengths_N), 0.0, old - mu)  # nobody drew a demonstration
-    assert near(terms["ratio"], (logp - old).exp()) and near(terms["gap"], gap) and near(terms["kl"], (logp - ref).square() / 2)
+    assert (
+        near(terms["ratio"], (logp - old).exp())
+        and near(terms["gap"], gap)
+        and near(terms["kl"], (logp - ref).square() / 2)
+    )
     assert not any(term.requires_grad for term in terms.values())
 
 
 def test_decoupled_is_plain_when_the_behavior_was_the_anchor_and_is_right_when_it_was_stale():
-    """M3. A two-armed bandit whose tokens were drawn from a stale mu: only the corrected gradient has the right mean."""
+    """M3. A two-armed bandit whose tokens were drawn from a stale mu: only the corrected gradient
+    has the right mean.
+    """
     arms, mu, payoff = tensor(0.4, -0.2), tensor(0.15, 0.85).log(), tensor(1, 0)
 
     def step(row, behavior):
@@ -110,10 +132,15 @@ def test_decoupled_is_plain_when_the_behavior_was_the_anchor_and_is_right_when_i
 
 
 def test_the_matrix_of_anchors_and_corrections_is_four_losses():
-    """M1: standard, with correction (decoupled), bypass; and the fourth, a correction beside a bypass, is refused: it would count twice."""
+    """M1: standard, with correction (decoupled), bypass; and the fourth, a correction beside
+    a bypass, is refused: it would count twice.
+    """
     batch = Ragged.make(LENGTHS, 3)
     standard, bypass = table.GRPO, replace(table.GRPO, ratio=TokenRatio("behavior"))
-    losses = [float(batch.loss(row)[0]) for row in (standard, replace(standard, correction=correction.Importance(high=9.0)), bypass)]
+    losses = [
+        float(batch.loss(row)[0])
+        for row in (standard, replace(standard, correction=correction.Importance(high=9.0)), bypass)
+    ]
     assert len({round(loss, 6) for loss in losses}) == 3
     with pytest.raises(table.ConfigError, match="weighed twice"):
         replace(bypass, correction=correction.Importance())
@@ -122,7 +149,9 @@ def test_the_matrix_of_anchors_and_corrections_is_four_losses():
 
 
 def test_demonstrations_teach_where_the_policy_never_succeeds():
-    """A11. Three arms; the right one is hardly ever drawn, so on-policy rewards are all 0. With the demonstration in its group LUFFY finds it."""
+    """A11. Three arms; the right one is hardly ever drawn, so on-policy rewards are all 0. With
+    the demonstration in its group LUFFY finds it.
+    """
 
     def train(guided: bool) -> float:
         logits = tensor(0.0, 0.0, -5.0).requires_grad_()

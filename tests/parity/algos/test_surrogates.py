@@ -11,7 +11,15 @@ from algos_kit import F64, near, tensor, tokens
 from rondel.algos import ratio, surrogate
 from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
 from rondel.algos.off_policy_surrogates import CappedWeight, Guided, SecondMoment, Tapered
-from rondel.algos.trust_region_surrogates import ClippedWeight, DivergenceMask, GeometricMean, MirrorDescent, SoftGate, binary_kl, binary_tv
+from rondel.algos.trust_region_surrogates import (
+    ClippedWeight,
+    DivergenceMask,
+    GeometricMean,
+    MirrorDescent,
+    SoftGate,
+    binary_kl,
+    binary_tv,
+)
 
 GOLDEN = [  # r, A, loss, dloss/dlogp, clipped; low 0.2, high 0.28, dual 3
     (1.00, +2.0, -2.00, -2.0, False),
@@ -59,14 +67,19 @@ def test_a_log_ratio_of_a_thousand_is_finite_and_passes_no_gradient():
 
 
 def test_on_the_first_update_clip_is_the_policy_gradient():
-    logp, a, sample = torch.randn(50, dtype=F64).requires_grad_(), torch.randn(50, dtype=F64), torch.zeros(50, dtype=torch.int64)
+    logp, a, sample = (
+        torch.randn(50, dtype=F64).requires_grad_(),
+        torch.randn(50, dtype=F64),
+        torch.zeros(50, dtype=torch.int64),
+    )
     found = surrogate.Clip(0.0, 0.0)(tokens(logp, ratio.TokenRatio()(logp - logp.detach(), sample), a))
     (slope,) = torch.autograd.grad(found.loss_T.sum(), logp)
     (wanted,) = torch.autograd.grad(surrogate.PolicyGradient()(tokens(logp, logp, a)).loss_T.sum(), logp)
     assert near(slope, wanted) and not found.clipped_T.any()
 
 
-# -- analytic gradients -----------------------------------------------------------------------------------------------------
+# -- analytic gradients
+# -----------------------------------------------------------------------------------------------------
 
 LOGP, OLD, A = tensor(-1.0, -0.4, -2.2, -0.7), tensor(-1.2, -0.5, -1.9, -0.7), tensor(0.8, 0.8, -0.5, -0.5)
 SAMPLE = torch.tensor([0, 0, 1, 1])
@@ -82,7 +95,9 @@ def gradient(part, logp=LOGP, a=A, rule=None, **more):
 
 @pytest.mark.parametrize("rule", [ratio.SequenceRatio(), ratio.SequenceTokenRatio()], ids=["gspo", "gspo_token"])
 def test_gspo_pushes_every_token_by_the_ratio_of_its_sample(rule):
-    """GSPO: d/dlogp_t of -sum_t s·A, s = exp(mean x), is -s·A for each of the sample's tokens; and 0 for all of a clipped sample."""
+    """GSPO: d/dlogp_t of -sum_t s·A, s = exp(mean x), is -s·A for each of the sample's
+    tokens; and 0 for all of a clipped sample.
+    """
     s = torch.cat([(LOGP - OLD)[:2].mean().exp().expand(2), (LOGP - OLD)[2:].mean().exp().expand(2)])
     assert near(gradient(surrogate.Clip(1.0, 9.0), rule=rule)[0], -s * A)
     held, found = gradient(surrogate.Clip(0.1, 0.1), rule=rule)  # s = 1.16 and 0.86: both have gone far enough
@@ -126,7 +141,9 @@ def test_topr_learns_good_answers_whoever_wrote_them_and_bad_ones_as_far_as_the_
 
 def test_aipo_caps_above_and_leaves_the_other_side_open():
     drift = tensor(-3.0, 1.0, -0.5, 0.2)
-    assert near(gradient(CappedWeight(2.0), log_drift=drift)[0], -tensor(math.exp(-3), 2, math.exp(-0.5), math.exp(0.2)) * A)
+    assert near(
+        gradient(CappedWeight(2.0), log_drift=drift)[0], -tensor(math.exp(-3), 2, math.exp(-0.5), math.exp(0.2)) * A
+    )
 
 
 def test_luffy_weighs_a_demonstrated_token_by_how_undecided_the_policy_is_about_it():
@@ -135,7 +152,11 @@ def test_luffy_weighs_a_demonstrated_token_by_how_undecided_the_policy_is_about_
     guided = torch.tensor([True, True, False, False])
     found, said = gradient(Guided(0.2, 0.2, gamma=gamma), guided=guided)
     own = gradient(surrogate.Clip(0.2, 0.2))[0]
-    assert near(found[:2], (-gamma * pi / (pi + gamma).square() * A)[:2]) and near(found[2:], own[2:]) and not said.clipped_T[:2].any()
+    assert (
+        near(found[:2], (-gamma * pi / (pi + gamma).square() * A)[:2])
+        and near(found[2:], own[2:])
+        and not said.clipped_T[:2].any()
+    )
     grid = torch.linspace(0.001, 1, 1000, dtype=F64)
     assert float(grid[(gamma * grid / (grid + gamma).square()).argmax()]) == pytest.approx(gamma)
 
@@ -148,7 +169,8 @@ def test_mirror_descent_is_stationary_where_the_log_ratio_is_the_advantage_over_
     assert near(gradient(MirrorDescent(0.7, "token"))[0], -A + 0.7 * x)
 
 
-# -- divergences ------------------------------------------------------------------------------------------------------------
+# -- divergences
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_binary_divergences_are_those_of_two_outcomes():
@@ -167,7 +189,8 @@ def test_dppo_forgives_a_rare_token_its_ratio_and_holds_a_common_one():
     assert near(logp.grad, [-2, 0, -0.5, 0]) and found.clipped_T.tolist() == [False, True, False, True]
 
 
-# -- choices over the whole update --------------------------------------------------------------------------------------------
+# -- choices over the whole update
+# --------------------------------------------------------------------------------------------
 
 
 def batch(n=4000, seed=0, **more):
@@ -185,7 +208,10 @@ def test_clip_cov_silences_its_share_of_the_range_and_spreads_it_evenly():
     ranks = torch.searchsorted(cov[inside].sort().values, cov[chosen].sort().values)
     gaps = ranks.diff()
     assert int(gaps.max() - gaps.min()) <= 1  # as even as whole numbers allow: no part of the range is spared
-    assert int(ClipCov(share=1.0).select(seen).sum()) == int(inside.sum()) and not ClipCov(least=80.0, most=90.0).select(seen).any()
+    assert (
+        int(ClipCov(share=1.0).select(seen).sum()) == int(inside.sum())
+        and not ClipCov(least=80.0, most=90.0).select(seen).any()
+    )
 
 
 def test_kl_cov_holds_the_largest_covariances_only():
@@ -217,7 +243,10 @@ def test_m2po_drops_as_few_outliers_as_bring_the_second_moment_down():
     kept = SecondMoment(0.04).select(batch(log_weight=gap))
     assert gap[kept].square().mean() <= 0.04 < torch.cat([gap[kept], gap[~kept].abs().min()[None]]).square().mean()
     assert gap[kept].abs().max() < gap[~kept].abs().min() and 0.5 < kept.double().mean() < 1
-    assert SecondMoment(0.04).select(batch(log_weight=0.1 * gap)).all() and not SecondMoment(0.04).select(batch(log_weight=gap + 9)).any()
+    assert (
+        SecondMoment(0.04).select(batch(log_weight=0.1 * gap)).all()
+        and not SecondMoment(0.04).select(batch(log_weight=gap + 9)).any()
+    )
 
 
 @pytest.mark.parametrize("part", [ClipCov(), KlCov(), Forking(), SecondMoment()], ids=lambda part: type(part).__name__)

@@ -7,8 +7,8 @@
                ╱      │            no room (a request was retracted, one timed out)  -> half
     together ──┴──────┴──────
 
-Only windows in which the limit was felt are looked at: with nobody waiting there is nothing to learn. What a request draws does not
-depend on who is decoded beside it, so this changes times and no result.
+Only windows in which the limit was felt are looked at: with nobody waiting there is
+nothing to learn. What a request draws does not depend on who is decoded beside it, so this changes times and no result.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class Concurrency:
         self._notes, self._tokens, self._seconds = 0, 0.0, 0.0
 
     def told(self) -> tuple[str, float] | None:
-        """Where it has come to rest, and the gain over the fewest that were tried; None while it looks, or where this was said."""
+        """Where it has come to rest, and the gain over the fewest that were tried; None
+        while it looks, or where this was said.
+        """
         limit, rate = self.now
         if not self.rest or limit != self.limit or abs(limit - self._told) <= self.step:
             return None
@@ -100,6 +102,7 @@ class Concurrency:
         fewest, slow = self.slowest
         gain = rate / slow if slow else 1.0
         return (
-            f"engine.concurrency: {limit} of at most {self.most} requests together, {rate:.0f} tokens/s ({gain:.1f}x those of {fewest})",
+            f"engine.concurrency: {limit} of at most {self.most} requests together, {rate:.0f} tokens/s ({gain:.1f}x "
+            f"those of {fewest})",
             gain,
         )

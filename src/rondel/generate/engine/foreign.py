@@ -4,9 +4,11 @@
                   ^         └────> cut by an interruption: "abort" returns what is written; else the rest is drawn as a
                   └─────────────── continuation of its own tokens, when the gate opens again
 
-Before weights change everything that runs is interrupted, and nothing is sent until they have changed: so all tokens of a piece have
-one version, whatever the server does with requests of its own. It is the gate here that is shut and never the server: if this process
-dies, nothing stays paused. A piece has noise of its own, seeded by the sample's key and the tokens before it.
+Before weights change everything that runs is interrupted, and nothing is sent until they
+have changed: so all tokens of a piece have one version, whatever the server does with
+requests of its own. It is the gate here that is
+shut and never the server: if this process dies, nothing stays paused. A piece has noise of its own,
+seeded by the sample's key and the tokens before it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,19 @@ from rondel.core.errors import EngineError, SyncError, UserError, boundary
 from rondel.core.events import stalled
 from rondel.core.media import Placed
 from rondel.core.protocols import Interrupt, Tags
-from rondel.core.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Message, Request, Route, Sampling, Scored
+from rondel.core.types import (
+    Abort,
+    Begin,
+    Commit,
+    Completion,
+    EngineStatus,
+    FinishReason,
+    Message,
+    Request,
+    Route,
+    Sampling,
+    Scored,
+)
 
 Media = Sequence[Placed]
 ROUNDING = 1e-3  # nats by which a log-probability may lie above 0
@@ -57,7 +71,9 @@ class Server(Protocol):
     blind: str
 
     def open(self, sampling: Sampling) -> int: ...  # check once what can be checked -> the most tokens of a request
-    async def draw(self, tokens: list[int], media: Media, sampling: Sampling, seed: int, deadline: float | None) -> Piece: ...
+    async def draw(
+        self, tokens: list[int], media: Media, sampling: Sampling, seed: int, deadline: float | None
+    ) -> Piece: ...
     async def score(self, tokens: list[int], media: Media) -> list[float]: ...  # raw logprob of each; the first is 0
     async def interrupt(self) -> None: ...  # whatever runs returns what it has
     async def load(self, folder: str, version: str) -> None: ...  # and forget what older weights have cached
@@ -102,7 +118,8 @@ class ForeignEngine:
                 await self._write(request, done)
         except TimeoutError as error:
             raise stalled(
-                f"a request waits for {self.server.name} since {request.deadline} s; it had written {len(done.tokens)} tokens, engine {self.state}"
+                f"a request waits for {self.server.name} since {request.deadline} s; it had written {len(done.tokens)} "
+                f"tokens, engine {self.state}"
             ) from error
         done.timings = {"total": time.perf_counter() - began}
         return done
@@ -119,7 +136,8 @@ class ForeignEngine:
                 await self._tell()
             if piece.version is not None and piece.version != str(version):
                 raise EngineError(
-                    f"{self.server.name} says that it drew with weights '{piece.version}', and this run gave it '{version}': "
+                    f"{self.server.name} says that it drew with weights '{piece.version}', and this run gave it "
+                    f"'{version}': "
                     "somebody else changes them, too. A run needs a server of its own"
                 )
             done.tokens += piece.tokens
@@ -131,13 +149,133 @@ class ForeignEngine:
                 done.finish_reason = "length" if piece.finish == "abort" else piece.finish
                 return
             if cuts == self._cuts:
-                raise EngineError(f"{self.server.name} cut a request that nobody here interrupted; it had {len(done.tokens)} tokens")
+                raise EngineError(
+                    f"{self.server.name} cut a request that nobody here interrupted; it had {len(done.tokens)} tokens"
+                )
 
     async def _draw(self, request: Request, done: Completion) -> Piece:
         s, n = request.sampling, len(done.tokens)
         if n and s.penalised:
             raise EngineError(
-                "a sample with penalties cannot go on behind an interruption: the server would not know which tokens it wrote"
+                "a sample with penalties cannot go on behind an interruption: the server would not know which tokens it "
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                ""
+                "wrote"
             )
         seed = int.from_bytes(blake2b(f"{request.key}/{n}".encode(), digest_size=8).digest(), "little") >> 1
         rest = _left(s, n)
@@ -177,12 +315,18 @@ class ForeignEngine:
             asked = ", ".join(sorted(request.wants)) or f"adapter '{request.adapter}'"
             raise UserError(f'{self.server.name} gives no {asked}; engine.kind = "builtin" does')
         plain = Sampling()
-        if lacking := [name for name in sorted(self.server.lacks) if getattr(request.sampling, name) != getattr(plain, name)]:
-            raise UserError(f'{self.server.name} does not draw with {lacking[0]} as this house does; engine.kind = "builtin" does')
+        if lacking := [
+            name for name in sorted(self.server.lacks) if getattr(request.sampling, name) != getattr(plain, name)
+        ]:
+            raise UserError(
+                f'{self.server.name} does not draw with {lacking[0]} as this house does; engine.kind = "builtin" does'
+            )
 
     def _check_images(self, request: Request) -> None:
         if request.media and self.server.blind:
-            raise UserError(f'{self.server.name} is sent no images: {self.server.blind}. engine.kind = "builtin" and "sglang" see them')
+            raise UserError(
+                f'{self.server.name} is sent no images: {self.server.blind}. engine.kind = "builtin" and "sglang" see them'
+            )
         try:
             Placed.agree(request.tokens, request.media)
         except ValueError as error:
@@ -206,7 +350,15 @@ class ForeignEngine:
             pages_cached=0,
             pages_total=0,
             capabilities=frozenset(
-                {"logprobs", "hold", "drain", "abort", "score", "update_disk", *(() if self.server.blind else ("images",))}
+                {
+                    "logprobs",
+                    "hold",
+                    "drain",
+                    "abort",
+                    "score",
+                    "update_disk",
+                    *(() if self.server.blind else ("images",)),
+                }
             ),
             root=self.root,
             bytes_copied=self.bytes_copied,
@@ -257,7 +409,9 @@ class ForeignEngine:
     # -- weights ---------------------------------------------------------------------------------
 
     async def receive(self, message: Message) -> int:
-        """A folder. Until the commit the old version serves; a commit that fails leaves an engine that refuses until a good update."""
+        """A folder. Until the commit the old version serves; a commit that fails leaves an
+        engine that refuses until a good update.
+        """
         match message:
             case Begin(beside=False):
                 raise SyncError(f'{self.server.name} takes weights from a folder: sync.kind = "disk"')
@@ -282,13 +436,19 @@ class ForeignEngine:
         with boundary(SyncError, f"reading {route.data}/manifest.json"):
             found = json.loads((Path(route.data) / "manifest.json").read_text())["root"]
         if found != self._begun.manifest.root:
-            raise SyncError(f"{route.data} holds weights with root {found[:8]}, and {self._begun.manifest.root[:8]} was announced")
+            raise SyncError(
+                f"{route.data} holds weights with root {found[:8]}, and {self._begun.manifest.root[:8]} was announced"
+            )
         self._route = route
 
     async def _commit(self, commit: Commit) -> None:
         begun, route = self._begun, self._route
         self._begun = self._route = None
-        if begun is None or route is None or (commit.version, commit.root) != (begun.manifest.version, begun.manifest.root):
+        if (
+            begun is None
+            or route is None
+            or (commit.version, commit.root) != (begun.manifest.version, begun.manifest.root)
+        ):
             raise SyncError(f"commit of version {commit.version}, which has not arrived whole")
         if self._drawing or self.state == "serving":
             raise SyncError("a commit while requests run: pause the engine first")
@@ -315,8 +475,8 @@ class ForeignEngine:
 def checked(server: str, tokens: Sequence[int], logprobs: Sequence[float], media: Media = ()) -> list[float]:
     """The log-probabilities that a server gave for these tokens: each is finite and at most 0, up to rounding.
 
-    Anything else has no meaning that a run could go on with: NaN taken for 0 would be a token that the policy was certain of. Those of
-    the placeholders of images are nobody's.
+    Anything else has no meaning that a run could go on with: NaN taken for 0 would be a
+    token that the policy was certain of. Those of the placeholders of images are nobody's.
     """
     if len(logprobs) != len(tokens):
         raise EngineError(f"{server} gave {len(logprobs)} log-probabilities for {len(tokens)} tokens")

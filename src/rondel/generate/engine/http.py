@@ -1,4 +1,6 @@
-"""JSON over HTTP to one server. Whatever goes wrong names the address, the endpoint, what came back, and what to do about it."""
+"""JSON over HTTP to one server. Whatever goes wrong names the address, the endpoint,
+what came back, and what to do about it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def client() -> Any:
     try:
         import httpx2
     except ModuleNotFoundError as error:
-        raise ConfigError("an engine behind a URL is spoken to with httpx2, which is not installed: pip install 'rondel[http]'") from error
+        raise ConfigError(
+            "an engine behind a URL is spoken to with httpx2, which is not installed: pip install 'rondel[http]'"
+        ) from error
     return httpx2
 
 

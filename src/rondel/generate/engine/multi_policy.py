@@ -1,4 +1,5 @@
-"""Several policies behind the verbs of one engine: a request goes to the weights that it names, an update is one for all.
+"""Several policies behind the verbs of one engine: a request goes to the weights
+that it names, an update is one for all.
 
     Request.policy = "critic" ──> the critic's engine          frozen: its weights never come, it counts versions with the others
     Begin, Route, Commit      ──> to each its part of the manifest and of the route; all commit, or nobody generates any more
@@ -58,7 +59,8 @@ class Policies:
     def _of(self, request: Request) -> Engine:
         if request.policy not in self.each:
             raise EngineError(
-                f"a request for the policy '{request.policy}', which this run does not have.{nearest(request.policy, list(self.each))} "
+                f"a request for the policy '{request.policy}', which this run does not "
+                f"have.{nearest(request.policy, list(self.each))} "
                 f"It has {', '.join(self.each)}"
             )
         return self.each[request.policy]
@@ -118,17 +120,24 @@ class Policies:
         if begun is None:
             raise SyncError("commit without begin")
         if (message.version, message.root) != (begun.version, begun.root):
-            raise SyncError(f"version {message.version} is committed, but {begun.version} was begun, or with another root")
+            raise SyncError(
+                f"version {message.version} is committed, but {begun.version} was begun, or with another root"
+            )
         roots = {name: begun.part(name).root for name in self.trained}
         answers = await asyncio.gather(
-            *(engine.receive(Commit(message.version, roots[name])) for name, engine in self.trained.items()), return_exceptions=True
+            *(engine.receive(Commit(message.version, roots[name])) for name, engine in self.trained.items()),
+            return_exceptions=True,
         )
         faults = {name: answer for name, answer in zip(self.trained, answers) if answer != message.version}
         if faults:
             name, why = next(iter(faults.items()))
             if len(faults) < len(answers):
                 self._mixed = f"'{name}' did not take version {message.version}, and others did: {why}"
-            raise why if isinstance(why, BaseException) else SyncError(f"'{name}' serves version {why}, not {message.version}")
+            raise (
+                why
+                if isinstance(why, BaseException)
+                else SyncError(f"'{name}' serves version {why}, not {message.version}")
+            )
         self._version, self._mixed = message.version, ""
         return self._version
 

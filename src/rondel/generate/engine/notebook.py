@@ -31,7 +31,9 @@ def speculation_of(how: str, *, dtype: str, device: str) -> Speculation | None:
     if kind == "draft" and model:
         return Speculation(GUESSES, Draft(load(model, dtype=dtype, device=device)))
     if how not in ("off", "ngram"):
-        raise UserError(f"speculative = '{how}'; it is off, ngram or draft:MODEL, a smaller model with the same tokenizer")
+        raise UserError(
+            f"speculative = '{how}'; it is off, ngram or draft:MODEL, a smaller model with the same tokenizer"
+        )
     return Speculation(GUESSES) if kind == "ngram" else None
 
 
@@ -39,7 +41,13 @@ class Engine:
     """`engine = Engine.load("smollm2-135m"); outs = engine.generate(["3 + 4 ="], Sampling(n=4)); outs[0][2].text`."""
 
     def __init__(
-        self, loaded: Loaded, *, kv_pages: int = 32768, max_running: int = 64, compile: bool = False, speculation: Speculation | None = None
+        self,
+        loaded: Loaded,
+        *,
+        kv_pages: int = 32768,
+        max_running: int = 64,
+        compile: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         self.loaded = loaded
         self._loop = asyncio.new_event_loop()
@@ -49,7 +57,12 @@ class Engine:
         try:
             compiled = self._device.submit(serving_pass, loaded, max_running).result() if compile else None
             self._engine = BuiltinEngine(
-                loaded, run=self._run, kv_pages=kv_pages, max_running=max_running, compiled=compiled, speculation=speculation
+                loaded,
+                run=self._run,
+                kv_pages=kv_pages,
+                max_running=max_running,
+                compiled=compiled,
+                speculation=speculation,
             )
         except BaseException:
             self.close()
@@ -69,7 +82,8 @@ class Engine:
         """A folder, hub id, GGUF file, "smollm2-135m", or { random = ... }, on the GPU if there is one.
 
         numerics      "aligned": the same bits whatever else is in the batch, and in the trainer
-        speculative   "ngram", or "draft:MODEL" with a smaller model of the same tokenizer: guess ahead; no token changes its distribution
+        speculative   "ngram", or "draft:MODEL" with a smaller model of the same tokenizer: guess ahead;
+                      no token changes its distribution
         settings      kv_pages, max_running, compile
         """
         where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -82,7 +96,8 @@ class Engine:
                 align(loaded)
             return loaded, speculation_of(speculative, dtype=dtype, device=where)
 
-        with ThreadPoolExecutor(1) as aside:  # its threads end with it: arithmetic on the caller's thread would halve the engine's speed
+        # its threads end with it: arithmetic on the caller's thread would halve the engine's speed
+        with ThreadPoolExecutor(1) as aside:
             loaded, speculation = aside.submit(made).result()
         return cls(loaded, speculation=speculation, **settings)
 
@@ -101,7 +116,8 @@ class Engine:
         """outs[i][j] is sample j of prompt i. Sample j of prompt i draws the same noise whatever else is in the batch.
 
         `wants` are streams beside the tokens: {"raw_logprobs", "top_logprobs:5", "prompt_logprobs", "support"}.
-        Control tokens that a text spells are text; split_special_tokens = False means them, as in a prompt that a template has written.
+        Control tokens that a text spells are text; split_special_tokens = False means them, as
+        in a prompt that a template has written.
         """
         sampling = sampling or Sampling()
         if self._loop.is_closed():
@@ -110,13 +126,17 @@ class Engine:
             raise UserError("prompts is one prompt; give a list of them: engine.generate([prompt])")
         special = special_tokens(self.tokenizer)
         rows = [
-            special.encode_text(valid(p), split=split_special_tokens, add_special_tokens=True) if isinstance(p, str) else list(p)
+            special.encode_text(valid(p), split=split_special_tokens, add_special_tokens=True)
+            if isinstance(p, str)
+            else list(p)
             for p in prompts
         ]
         single = replace(sampling, n=1)
         more = frozenset(wants)
         jobs = [
-            Request(row, single, key=sample_key(sampling.seed, i, j), wants=more) for i, row in enumerate(rows) for j in range(sampling.n)
+            Request(row, single, key=sample_key(sampling.seed, i, j), wants=more)
+            for i, row in enumerate(rows)
+            for j in range(sampling.n)
         ]
         waiting = asyncio.run_coroutine_threadsafe(self._all(jobs), self._loop)
         try:
@@ -128,7 +148,9 @@ class Engine:
     def chat(
         self, conversations: list[list[dict[str, Any]]], sampling: Sampling | None = None, *, wants: Iterable[str] = ()
     ) -> list[list[Completion]]:
-        """What the assistant says next in each of the conversations, `[{"role": "user", "content": "..."}]`, through the model's template."""
+        """What the assistant says next in each of the conversations, `[{"role": "user",
+        "content": "..."}]`, through the model's template.
+        """
         if conversations and isinstance(conversations[0], dict):
             raise UserError("conversations is one conversation; give a list of them: engine.chat([messages])")
         if not getattr(self.tokenizer, "chat_template", None):
@@ -136,7 +158,8 @@ class Engine:
         special = special_tokens(self.tokenizer)
         covered = [special.messages(valid(messages)) for messages in conversations]
         rows = [
-            special.encode(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)) for messages in covered
+            special.encode(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            for messages in covered
         ]
         return self.generate(rows, sampling, wants=wants)
 

@@ -17,14 +17,20 @@ async def resumed(generate: Callable[[Request], Awaitable[Completion]], request:
     while pieces[-1].finish_reason == "abort":
         tokens = [token for piece in pieces for token in piece.tokens]
         sampling = request.sampling
-        rest = replace(sampling, max_tokens=sampling.max_tokens - len(tokens), min_tokens=max(0, sampling.min_tokens - len(tokens)))
-        again = replace(request, tokens=[*request.tokens, *tokens], sampling=rest, continuation=request.continuation + len(tokens))
+        rest = replace(
+            sampling, max_tokens=sampling.max_tokens - len(tokens), min_tokens=max(0, sampling.min_tokens - len(tokens))
+        )
+        again = replace(
+            request, tokens=[*request.tokens, *tokens], sampling=rest, continuation=request.continuation + len(tokens)
+        )
         pieces.append(await generate(again))
     return joined(pieces) if len(pieces) > 1 else pieces[0]
 
 
 def joined(pieces: list[Completion]) -> Completion:
-    """One completion of several. Of a token's routes those of the engine that wrote it count, so the earliest record stays."""
+    """One completion of several. Of a token's routes those of the engine that wrote it
+    count, so the earliest record stays.
+    """
     first, last = pieces[0], pieces[-1]
     experts = first.experts
     for piece in pieces[1:]:
@@ -38,7 +44,9 @@ def joined(pieces: list[Completion]) -> Completion:
         prompt_tokens=first.prompt_tokens,
         cached_tokens=first.cached_tokens,
         experts=experts,
-        text="".join(piece.text for piece in pieces if piece.text) if all(piece.text is not None for piece in pieces) else None,
+        text="".join(piece.text for piece in pieces if piece.text)
+        if all(piece.text is not None for piece in pieces)
+        else None,
         timings={what: sum(piece.timings.get(what, 0.0) for piece in pieces) for what in last.timings},
         raw_logprobs=_all(pieces, "raw_logprobs"),
         top_logprobs=_all(pieces, "top_logprobs"),

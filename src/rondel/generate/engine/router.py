@@ -3,8 +3,10 @@
     generate ──> its group's replica, while that is not `lean` requests ahead of the least loaded ──> else the least loaded
                  all full: wait, first come first served                replica dies: elsewhere, before those that wait
 
-A group's requests go where its prompt lies already. A request that is sent again keeps its key, so that under the same weights it
-draws the same tokens. What changes weights, memory or pauses goes to all; whoever is lost on the way is named and left behind.
+A group's requests go where its prompt lies already. A request that is sent again keeps
+its key, so that under the same weights it draws the same tokens. What changes weights,
+memory or pauses goes to all; whoever is
+lost on the way is named and left behind.
 """
 
 from __future__ import annotations
@@ -101,7 +103,8 @@ class Router:
                     replica = await self._place(group, first=again)
             except TimeoutError as error:
                 raise stalled(
-                    f"a request waits for a replica since {request.deadline} s; each of {len(self.replicas)} has {self.max_inflight} already"
+                    f"a request waits for a replica since {request.deadline} s; each of {len(self.replicas)} has "
+                    f"{self.max_inflight} already"
                 ) from error
             if replica is None:
                 return Completion([], [], [], "abort", prompt_tokens=len(request.tokens))
@@ -145,14 +148,17 @@ class Router:
             return None
 
     async def score(self, request: Request) -> Scored:
-        """Log-probabilities of all replicas, who must agree: what one of them alone gets wrong would go unseen (law 6)."""
+        """Log-probabilities of all replicas, who must agree: what one of them alone gets wrong
+        would go unseen (law 6).
+        """
         asked = self._healthy()
         told: list[Scored] = await self._all(lambda engine: engine.score(request), asked)
         for other in told[1:]:
             gap = float(np.abs(np.subtract(other.logprobs, told[0].logprobs)).mean()) if request.tokens else 0.0
             if other.version != told[0].version or not gap <= self.apart:
                 raise EngineError(
-                    f"replicas at versions {told[0].version} and {other.version} differ by {gap:.3g} nats a token (limit {self.apart})"
+                    f"replicas at versions {told[0].version} and {other.version} differ by {gap:.3g} nats a token "
+                    f"(limit {self.apart})"
                 )
         return replace(told[0], replicas={replica.name: answer.logprobs for replica, answer in zip(asked, told)})
 
@@ -169,7 +175,12 @@ class Router:
         except asyncio.CancelledError:
             if mine in self._queue:
                 self._queue.remove(mine)
-            elif mine.place.done() and not mine.place.cancelled() and not mine.place.exception() and (got := mine.place.result()):
+            elif (
+                mine.place.done()
+                and not mine.place.cancelled()
+                and not mine.place.exception()
+                and (got := mine.place.result())
+            ):
                 got.load -= 1
                 self._assign()
             raise
@@ -205,7 +216,9 @@ class Router:
     # -- join, leave, die ------------------------------------------------------------------------
 
     async def join(self, name: str, engine: Engine, bring: Callable[[Engine], Awaitable[int]]) -> None:
-        """`bring` gives it the weights that serve, and says which; it is admitted between updates, at the version of all others."""
+        """`bring` gives it the weights that serve, and says which; it is admitted between
+        updates, at the version of all others.
+        """
         if name in self.replicas:
             raise EngineError(f"there is a replica '{name}' already; give the new one another name")
         try:
@@ -221,7 +234,9 @@ class Router:
         self._assign()
 
     async def leave(self, name: str, patience: float = 0.0) -> Engine:
-        """It gets nothing new; what it has not ended after `patience` seconds is sent elsewhere. -> the engine, with nothing to do."""
+        """It gets nothing new; what it has not ended after `patience` seconds is sent
+        elsewhere. -> the engine, with nothing to do.
+        """
         replica = self.replicas[name]
         replica.leaving = True
         try:
@@ -242,7 +257,71 @@ class Router:
                 state = (await replica.engine.status()).state
         except Exception:
             self._drop(replica, f"{type(error).__name__}: {error}")
-            emit(Warned(f"replica '{replica.name}' is lost: {error}; {len(self.replicas)} are left, and what it had is sent to them"))
+            emit(
+                Warned(
+                    f"replica '{replica.name}' is lost: {error}; {len(self.replicas)} are left, and what it had is sent "
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f"to them"
+                )
+            )
             return False
         if state == "refusing":
             replica.fault = str(error)
@@ -268,7 +347,9 @@ class Router:
     def _refuse_if_alone(self) -> None:
         if not self._healthy():
             causes = self.lost | {r.name: r.fault for r in self.replicas.values()}
-            raise EngineError(f"no engine is left: {'; '.join(f'{name}: {why}' for name, why in causes.items()) or 'none has joined'}")
+            raise EngineError(
+                f"no engine is left: {'; '.join(f'{name}: {why}' for name, why in causes.items()) or 'none has joined'}"
+            )
 
     # -- what goes to all ------------------------------------------------------------------------
 
@@ -326,7 +407,9 @@ class Router:
             if isinstance(message, Commit | Abort):
                 await self._over("update")
         if len(served) > 1:
-            raise LawError(f"after {type(message).__name__} the replicas serve versions {sorted(served)}; they must serve one")
+            raise LawError(
+                f"after {type(message).__name__} the replicas serve versions {sorted(served)}; they must serve one"
+            )
         if isinstance(message, Commit):
             self.version = served.pop()
             for replica in members:
@@ -340,7 +423,9 @@ class Router:
             self._still.notify_all()
 
     async def _all(self, ask: Callable[[Engine], Awaitable[Any]], replicas: list[Replica]) -> list[Any]:
-        """The answers of those who live. A fault of a living one is everyone's; the dead are dropped, until none is left."""
+        """The answers of those who live. A fault of a living one is everyone's; the dead
+        are dropped, until none is left.
+        """
         answers = await asyncio.gather(*(ask(r.engine) for r in replicas), return_exceptions=True)
         good, fault = [], None
         for replica, answer in zip(replicas, answers):

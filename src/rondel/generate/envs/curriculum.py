@@ -1,8 +1,9 @@
 """Curricula: which tasks come more often, by how hard they are said or found to be.
 
-EasyFirst   by a field of the task: the easiest first, more and more of the rest as the run goes on; a function of the admission number
-ByRate      by the pass rate of each task in this run. It changes between two versions only, and in the order of group numbers, so a
-            synchronous run that is resumed draws the same tasks
+EasyFirst   by a field of the task: the easiest first, more and more of the rest as the run goes
+            on; a function of the admission number
+ByRate      by the pass rate of each task in this run. It changes between two versions only, and
+            in the order of group numbers, so a synchronous run that is resumed draws the same tasks
 """
 
 from __future__ import annotations
@@ -33,9 +34,15 @@ class EasyFirst(Pure):
 
     def __init__(self, tasks: Sequence[Task], seed: int, *, by: str, start: float = 0.1, admissions: int) -> None:
         if not 0 < start <= 1 or not admissions >= 1:
-            raise ConfigError(f"task.curriculum: start = {start}, admissions = {admissions}; a share in (0, 1], and at least one admission")
+            raise ConfigError(
+                f"task.curriculum: start = {start}, admissions = {admissions}; a share in (0, 1], and at least one "
+                f"admission"
+            )
         field, sign = by.removeprefix("-"), -1 if by.startswith("-") else 1
-        self.tasks, self.seed, self.start, self.admissions = sorted(tasks, key=lambda t: sign * _number(t, field)), seed, start, admissions
+        self.tasks = sorted(tasks, key=lambda t: sign * _number(t, field))
+        self.seed = seed
+        self.start = start
+        self.admissions = admissions
 
     def nth(self, n: int) -> Task:
         share = self.start + (1 - self.start) * min(1.0, n / self.admissions)
@@ -45,7 +52,8 @@ class EasyFirst(Pure):
 class ByRate:
     """Admission n is drawn with probability w_i / sum(w), w_i = weight(pass rate of task i).
 
-    The pass rate is the mean reward of a task's groups, each in [0, 1], halved in weight at every new visit; None before the first.
+    The pass rate is the mean reward of a task's groups, each in [0, 1], halved in weight at
+    every new visit; None before the first.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int, weight: Callable[[float | None], float]) -> None:
@@ -81,20 +89,29 @@ class ByRate:
 
 
 def priority(tasks: Sequence[Task], seed: int, *, floor: float = 0.05) -> ByRate:
-    """w = max(floor, 1 - pass rate): what fails comes more often (arXiv:2501.12599). A task that was not seen yet weighs 1."""
+    """w = max(floor, 1 - pass rate): what fails comes more often (arXiv:2501.12599). A
+    task that was not seen yet weighs 1.
+    """
     _check_floor(floor)
     return ByRate(tasks, seed, lambda rate: max(floor, 1 - (rate or 0.0)))
 
 
 def band(tasks: Sequence[Task], seed: int, *, low: float = 0.1, high: float = 0.9, floor: float = 0.05) -> ByRate:
-    """w = 1 where low <= pass rate <= high, else floor: what always or never succeeds teaches nothing now, and is looked at now and then."""
+    """w = 1 where low <= pass rate <= high, else floor: what always or never succeeds teaches
+    nothing now, and is looked at now and then.
+    """
     _check_floor(floor)
     if not 0 <= low < high <= 1:
         raise ConfigError(f"task.curriculum: low = {low}, high = {high}; 0 <= low < high <= 1")
     return ByRate(tasks, seed, lambda rate: 1.0 if rate is None or low <= rate <= high else floor)
 
 
-CURRICULA: dict[str, Callable[..., Admissions]] = {"shuffle": Shuffled, "easy_first": EasyFirst, "priority": priority, "band": band}
+CURRICULA: dict[str, Callable[..., Admissions]] = {
+    "shuffle": Shuffled,
+    "easy_first": EasyFirst,
+    "priority": priority,
+    "band": band,
+}
 
 
 def admissions(tasks: Sequence[Task], seed: int, spec: dict[str, Any]) -> Admissions:
@@ -110,13 +127,16 @@ def admissions(tasks: Sequence[Task], seed: int, spec: dict[str, Any]) -> Admiss
 
 def _check_floor(floor: float) -> None:
     if not 0 < floor <= 1:
-        raise ConfigError(f"task.curriculum: floor = {floor}; a weight in (0, 1], or what once was easy would never be seen again")
+        raise ConfigError(
+            f"task.curriculum: floor = {floor}; a weight in (0, 1], or what once was easy would never be seen again"
+        )
 
 
 def _number(task: Task, field: str) -> float:
     value = task.data.get(field)
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise DataError(
-            f"task.curriculum.by = '{field}': task {task.id} has {value!r}; every task needs a number there. It has: {', '.join(task.data)}"
+            f"task.curriculum.by = '{field}': task {task.id} has {value!r}; every task needs a number there. It has: "
+            f"{', '.join(task.data)}"
         )
     return float(value)

@@ -14,10 +14,13 @@ from rondel.text.special_tokens import SPLIT
 class Demonstrate:
     """Gives the prompt, then writes task.data["answer"] as the policy's own tokens: logprobs 0, versions 0.
 
-    `policy` names the writer: "policy" in a supervised phase, `DATA` for a demonstration among the policy's own samples.
+    `policy` names the writer: "policy" in a supervised phase, `DATA` for a
+    demonstration among the policy's own samples.
     """
 
-    def __init__(self, *, suffix: str = "", system: str | None = None, examples: Sequence[Example] = (), policy: str = "policy") -> None:
+    def __init__(
+        self, *, suffix: str = "", system: str | None = None, examples: Sequence[Example] = (), policy: str = "policy"
+    ) -> None:
         self.suffix, self.system, self.examples, self.policy = suffix, system, examples, policy
 
     async def run(self, task: Task, chat: TokenChat) -> Trajectory:

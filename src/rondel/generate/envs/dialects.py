@@ -2,14 +2,15 @@
 
     GLM 4.5, 4.6    <tool_call>add⏎<arg_key>a</arg_key>⏎<arg_value>1</arg_value>⏎</tool_call>
     LFM2            <|tool_call_start|>[add(a=1), add(a=2)]<|tool_call_end|>
-    Gemma 4         <|tool_call>call:add{a:1,s:<|"|>x<|"|>}<tool_call|>       FunctionGemma: <start_function_call>, <escape>, ...
+    Gemma 4         <|tool_call>call:add{a:1,s:<|"|>x<|"|>}<tool_call|>       FunctionGemma:
+                    <start_function_call>, <escape>, ...
     gpt-oss         <|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>
 
-Each reads what a policy wrote in one pass, whatever it is: a call that is begun and cannot be read is a call with a fault, and reading
-goes on behind the place that could not be read, never before it.
+Each reads what a policy wrote in one pass, whatever it is: a call that is begun and cannot
+be read is a call with a fault, and reading goes on behind the place that could not be read, never before it.
 
-ends   the mark behind which a turn with a call is the template's again: tools are answered there, and not behind an end of turn;
-       "" where a turn with a call ends as any other
+ends   the mark behind which a turn with a call is the template's again: tools are answered
+       there, and not behind an end of turn; "" where a turn with a call ends as any other
 """
 
 from __future__ import annotations
@@ -82,7 +83,13 @@ class KeyedCalls:
                 case "", _:
                     continue
                 case _:
-                    calls.append(Call(name if inside != "name" else piece.strip(), {}, f"in the call {kind} stands where it cannot"))
+                    calls.append(
+                        Call(
+                            name if inside != "name" else piece.strip(),
+                            {},
+                            f"in the call {kind} stands where it cannot",
+                        )
+                    )
                     inside = "name" if kind == "<tool_call>" else ""
                     begins, arguments = tag.end(), {}
                     continue
@@ -273,7 +280,9 @@ class BracedCalls(ScannedCalls):
 
 
 class ChannelCalls:
-    """Harmony: each message has a header, and one that is `to=functions.NAME` is a call whose body is JSON. Other channels think and speak."""
+    """Harmony: each message has a header, and one that is `to=functions.NAME` is a call whose
+    body is JSON. Other channels think and speak.
+    """
 
     told, ends = False, "<|call|>"
     MARK = re.compile(r"<\|(?:start|message|end|call|return)\|>")
@@ -306,7 +315,11 @@ class ChannelCalls:
             arguments = json.loads(body) if body.strip() else {}
         except (ValueError, RecursionError) as error:
             return Call(name, {}, f"the call's body is not valid JSON: {error}")
-        return Call(name, arguments) if isinstance(arguments, dict) else Call(name, {}, "the call's body is not a JSON object")
+        return (
+            Call(name, arguments)
+            if isinstance(arguments, dict)
+            else Call(name, {}, "the call's body is not a JSON object")
+        )
 
 
 def _found(text: str, mark: str) -> int:
@@ -321,7 +334,8 @@ def spoken(name: str, before: str, written: str) -> Dialect | None:
     """Whose form a template wrote a call of `name` in, behind what it says `before`; None if it is none of these."""
     if "<arg_key>" in written and "<tool_call>" in written:
         return KeyedCalls()
-    if "<|tool_call_start|>" in written or "<|tool_list_start|>" in before:  # a template that leaves calls out shows tools
+    # a template that leaves calls out shows tools
+    if "<|tool_call_start|>" in written or "<|tool_list_start|>" in before:
         return PythonCalls()
     if f"<|tool_call>call:{name}{{" in written:
         return BracedCalls("<|tool_call>", "<tool_call|>", '<|"|>')

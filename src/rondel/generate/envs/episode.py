@@ -1,10 +1,13 @@
 """An episode of several trajectories, laid beside those of its siblings.
 
     planner     ████████████████         the episode's first: scored by the reward, or by the environment
-    planner     ██████▒▒▒▒▒▒             a branch: its harness rewrote the history, and both share the first tokens, the score and the credit
-    searcher    ░░░░░░░░░░░              another agent: with the same score or one of its own, compared with the searchers of other episodes
+    planner     ██████▒▒▒▒▒▒             a branch: its harness rewrote the history, and both share the
+                first tokens, the score and the credit
+    searcher    ░░░░░░░░░░░              another agent: with the same score or one of its own,
+                compared with the searchers of other episodes
 
-A branch is a whole walk from the first token to its last one; tokens that several walks share are trained in each (and computed once).
+A branch is a whole walk from the first token to its last one; tokens that several walks
+share are trained in each (and computed once).
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from rondel.core.types import Score, Task, Trajectory
 
 
 async def episode_of(env: Any, task: Task, chat: Chat) -> list[Trajectory]:
-    """The trajectories of one episode, always as a list. Of errors that end a task group of the environment's, the root cause is raised."""
+    """The trajectories of one episode, always as a list. Of errors that end a task group of
+    the environment's, the root cause is raised.
+    """
     with ungrouped():
         return listed(await env.run(task, chat))
 
@@ -29,17 +34,140 @@ def listed(episode: Any) -> list[Trajectory]:
     found = list(episode) if isinstance(episode, list | tuple) else [episode]
     if odd := [one for one in found if not isinstance(one, Trajectory)]:
         raise UserError(
-            f"the environment returned {'nothing' if odd[0] is None else f'a {type(odd[0]).__name__}'}; an episode is a trajectory or a list "
+            f"the environment returned {'nothing' if odd[0] is None else f'a {type(odd[0]).__name__}'}; an episode is a "
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f"trajectory or a list "
             "of them: end its run with `return chat.trajectory`"
         )
     if not found:
-        raise EnvError("the environment returned an empty list; an episode is at least one trajectory, be it without a token")
+        raise EnvError(
+            "the environment returned an empty list; an episode is at least one trajectory, be it without a token"
+        )
     return found
 
 
 def rooted(episode: list[Trajectory]) -> list[Trajectory]:
-    """The same by agents, with every branch's `parent`: the first of an agent in which something was written is its root, and so is whoever
-    brings a score of its own. Others in which nothing was written are left out."""
+    """The same by agents, with every branch's `parent`: the first of an agent in which
+    something was written is its root, and so is whoever brings a score of its own. Others in
+    which nothing was written are left out."""
     found: list[Trajectory] = []
     for agent in dict.fromkeys(t.agent for t in episode):
         root = len(found)
@@ -62,7 +190,9 @@ def joined(episodes: Iterable[list[Trajectory]]) -> list[Trajectory]:
 
 
 def share(episode: list[Trajectory]) -> None:
-    """Who has no score of its own has that of its root, or else of the episode's first: without what was earned at places of those tokens."""
+    """Who has no score of its own has that of its root, or else of the episode's first:
+    without what was earned at places of those tokens.
+    """
     for trajectory in episode:
         if trajectory.score is None:
             score = episode[trajectory.parent or 0].score or episode[0].score

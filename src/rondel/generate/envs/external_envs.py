@@ -15,20 +15,24 @@ PATIENCE = 60.0  # seconds for one answer of a server; task.tool_timeout may end
 
 
 class OpenEnv:
-    """A session of an OpenEnv server (the `/ws` endpoint of openenv-core): `OpenEnv("http://127.0.0.1:8000", action="message")`.
+    """A session of an OpenEnv server (the `/ws` endpoint of openenv-core):
+    `OpenEnv("http://127.0.0.1:8000", action="message")`.
 
     action   the field of the action that gets the policy's text; "" means that the text is the action, a JSON object
     show     the field of the observation that the policy reads; "" shows the whole observation as JSON
     reset    what reset is told beside the seed
 
-    An action that the server finds invalid is the policy's fault: it reads why and may go on. Anything else is the world's.
+    An action that the server finds invalid is the policy's fault: it reads why and may
+    go on. Anything else is the world's.
     """
 
     def __init__(self, url: str, *, action: str = "", show: str = "", reset: dict[str, Any] | None = None) -> None:
         try:
             from websockets.sync.client import connect
         except ImportError as error:
-            raise ConfigError("a world of OpenEnv is spoken to with websockets, which is not installed: pip install websockets") from error
+            raise ConfigError(
+                "a world of OpenEnv is spoken to with websockets, which is not installed: pip install websockets"
+            ) from error
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"the world 'openenv:{url}' has no address: write openenv:http://127.0.0.1:8000")
         self.url, self.action, self.show, self.more = url.rstrip("/"), action, show, reset or {}
@@ -64,7 +68,9 @@ class OpenEnv:
         self._link.send(json.dumps({"type": verb, "data": data}))
         told = json.loads(self._link.recv(timeout=PATIENCE))
         if not isinstance(told, dict) or told.get("type") not in ("observation", "error"):
-            raise EnvError(f"{self.url} answers {verb} with {str(told)[:200]}, which is no observation: is it a server of OpenEnv?")
+            raise EnvError(
+                f"{self.url} answers {verb} with {str(told)[:200]}, which is no observation: is it a server of OpenEnv?"
+            )
         return told
 
     def _seen(self, data: dict[str, Any]) -> str:
@@ -72,13 +78,20 @@ class OpenEnv:
         if not self.show:
             return json.dumps(observation, ensure_ascii=False)
         if self.show not in observation:
-            raise EnvError(f"{self.url} shows no '{self.show}'; it has: {', '.join(observation) or 'nothing'}. Set task.data.args.show")
+            raise EnvError(
+                f"{self.url} shows no '{self.show}'; it has: {', '.join(observation) or 'nothing'}. Set "
+                f"task.data.args.show"
+            )
         return str(observation[self.show])
 
     @staticmethod
     def _fault(told: dict[str, Any]) -> str:
         data = told.get("data") or {}
-        errors = [f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg', '')}" for e in data.get("errors") or [] if isinstance(e, dict)]
+        errors = [
+            f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg', '')}"
+            for e in data.get("errors") or []
+            if isinstance(e, dict)
+        ]
         return f"{data.get('message', 'an error without a message')} {'; '.join(errors)}".strip()
 
 

@@ -1,4 +1,5 @@
-"""Worlds with Gymnasium's two verbs, played in text: what the world shows is given, what the policy writes is the action.
+"""Worlds with Gymnasium's two verbs, played in text: what the world shows is given,
+what the policy writes is the action.
 
 reset(seed) -> text       give ──> reply ──> step(text) -> text, reward, terminated, truncated
                             ^────────────────────┘           each reward is earned at the last token of its turn
@@ -23,7 +24,9 @@ from rondel.generate.envs.tools import on_a_thread
 
 
 def maker(name: str) -> Callable[..., Any]:
-    """ "openenv:http://...", "textarena:Game-v0", or "module:name", a function or class of yours; anything else is an id of gymnasium."""
+    """ "openenv:http://...", "textarena:Game-v0", or "module:name", a function or class of
+    yours; anything else is an id of gymnasium.
+    """
     kind, _, rest = name.partition(":")
     if kind in OTHERS:
         return partial(OTHERS[kind], rest)
@@ -34,7 +37,9 @@ def maker(name: str) -> Callable[..., Any]:
     try:
         import gymnasium
     except ImportError as error:
-        raise ConfigError(f"the world '{name}' is an id of gymnasium, which is not installed: pip install gymnasium") from error
+        raise ConfigError(
+            f"the world '{name}' is an id of gymnasium, which is not installed: pip install gymnasium"
+        ) from error
     return lambda **args: gymnasium.make(name, **args)
 
 
@@ -84,6 +89,8 @@ class Gym:
             async with asyncio.timeout(self.timeout):
                 return await on_a_thread(call, {})
         except TimeoutError as error:
-            raise EnvError(f"{what} of the world '{name}' did not end within {self.timeout:g} s (task.tool_timeout)") from error
+            raise EnvError(
+                f"{what} of the world '{name}' did not end within {self.timeout:g} s (task.tool_timeout)"
+            ) from error
         except Exception as error:  # a world raises whatever it likes
             raise EnvError(f"{what} of the world '{name}' raised {type(error).__name__}: {error}") from error

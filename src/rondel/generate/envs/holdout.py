@@ -1,7 +1,7 @@
 """Which tasks are held out, so that nothing leaks.
 
-The *content* of a question is what is left when order is forgotten: 3 + 4 and 4 + 3 are one problem, so both are trained on or
-both are held out.
+The *content* of a question is what is left when order is forgotten: 3 + 4 and 4 + 3
+are one problem, so both are trained on or both are held out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def content_key(question: str) -> str:
 
 
 def hold_out(contents: list[str], holdout: float, seed: int) -> set[str]:
-    """Whole contents, in the order of their hash with the seed, until `holdout` tasks (or that fraction) are held out."""
+    """Whole contents, in the order of their hash with the seed, until `holdout` tasks (or that
+    fraction) are held out.
+    """
     number = isinstance(holdout, int | float) and not isinstance(holdout, bool) and math.isfinite(holdout)
     if not number or holdout < 0 or (holdout >= 1 and holdout != int(holdout)):
         raise ConfigError(f"task.data.holdout = {holdout!r}; it must be a number of tasks, or a fraction below 1")
@@ -46,7 +48,9 @@ def hold_out(contents: list[str], holdout: float, seed: int) -> set[str]:
 
 
 def overlapping(train: list[Task], held: list[Task], n: int) -> set[str]:
-    """Ids of the training tasks that share `n` words in a row with a held-out question; what stands in many of them is a form of words."""
+    """Ids of the training tasks that share `n` words in a row with a held-out question; what
+    stands in many of them is a form of words.
+    """
     if n <= 0:
         return set()
     theirs = {gram for task in held for gram in _grams(task, n)}

@@ -1,10 +1,13 @@
 """Tools of a Model Context Protocol server: listed once when the run begins, called in a session of the episode.
 
-    "mcp:python -m my_server"           a process of its own for each episode that calls one of its tools, begun at the first call
-    "mcp:http://127.0.0.1:8000/mcp"     a session of its own with a server that is there
-    "mcp+shared:..."                    one process or session for all episodes of the run, for servers that keep no state
+    "mcp:python -m my_server"           a process of its own for each episode that calls
+    one of its tools, begun at the first call "mcp:http://127.0.0.1:8000/mcp"     a session
+    of its own with a server that is there
+    "mcp+shared:..."                    one process or session for all episodes of the
+    run, for servers that keep no state
 
-What a tool refuses is the policy's to read. A server that cannot be reached, or that leaves in the middle, is a fault of the environment.
+What a tool refuses is the policy's to read. A server that cannot be reached, or that leaves
+in the middle, is a fault of the environment.
 """
 
 from __future__ import annotations
@@ -196,7 +199,8 @@ async def _connected(where: str, ends: AsyncExitStack) -> Any:
         streams = await ends.enter_async_context(streamable_http_client(where))
     else:
         words = shlex.split(where)
-        if sys.platform == "linux":  # else a server that does not hear the end of its input outlives a run that is killed
+        # else a server that does not hear the end of its input outlives a run that is killed
+        if sys.platform == "linux":
             words = [sys.executable, "-I", "-S", "-c", DIES_WITH_US, str(os.getpid()), *words]
         parameters = StdioServerParameters(command=words[0], args=words[1:], env=dict(os.environ))
         streams = await ends.enter_async_context(stdio_client(parameters))
@@ -216,7 +220,9 @@ def _now(where: str) -> list[dict[str, Any]]:
         try:
             async with asyncio.timeout(BEGINS):
                 while True:
-                    page = await session.call("list_tools", params=PaginatedRequestParams(cursor=cursor) if cursor else None)
+                    page = await session.call(
+                        "list_tools", params=PaginatedRequestParams(cursor=cursor) if cursor else None
+                    )
                     tools += page["tools"]
                     if not (cursor := page.get("nextCursor")):
                         return tools
@@ -235,7 +241,9 @@ def _now(where: str) -> list[dict[str, Any]]:
     thread.join()
     (result,) = found
     if isinstance(result, Exception):
-        raise ConfigError(f"task.tools: the MCP server '{where}' did not list its tools: {result}; start it by hand to see why") from result
+        raise ConfigError(
+            f"task.tools: the MCP server '{where}' did not list its tools: {result}; start it by hand to see why"
+        ) from result
     if not result:
         raise ConfigError(f"task.tools: the MCP server '{where}' offers no tool")
     return list(result)

@@ -76,7 +76,9 @@ class Mixed:
 
 
 def _turns(weights: list[float]) -> list[int]:
-    """Whose turn it is at each place of a period, as even as whole numbers allow: always the one that is furthest behind."""
+    """Whose turn it is at each place of a period, as even as whole numbers allow:
+    always the one that is furthest behind.
+    """
     whole = all(weight == int(weight) for weight in weights) and sum(weights) <= PERIOD
     shares = [int(w) for w in weights] if whole else [max(1, round(PERIOD * w / sum(weights))) for w in weights]
     had = [0] * len(shares)
@@ -96,8 +98,12 @@ def permutation(length: int, seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(sorted(range(length), key=noise.__getitem__))
 
 
-async def stream(order: Admissions, *, start: int = 0, room: Callable[[], Awaitable[object]] | None = None) -> AsyncIterator[Task]:
-    """Tasks start, start + 1, ... for ever; each is chosen when there is `room` for it, so that a curriculum knows all that came before."""
+async def stream(
+    order: Admissions, *, start: int = 0, room: Callable[[], Awaitable[object]] | None = None
+) -> AsyncIterator[Task]:
+    """Tasks start, start + 1, ... for ever; each is chosen when there is `room` for it, so
+    that a curriculum knows all that came before.
+    """
     n = start
     while True:
         if room is not None:

@@ -29,7 +29,9 @@ class Interpreter:
         self.cell: Cell = sandbox.cell(LIMITS)
         asks, answers, none = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDWR)
         try:
-            self.cell.begin(f"{REPL.read_text(encoding='utf-8')}\nserve({SECONDS}, {MOST})\n", asks[0], answers[1], none)
+            self.cell.begin(
+                f"{REPL.read_text(encoding='utf-8')}\nserve({SECONDS}, {MOST})\n", asks[0], answers[1], none
+            )
         except BaseException:
             os.close(asks[1])
             os.close(answers[0])
@@ -56,7 +58,13 @@ class Interpreter:
                 line += piece
             text = json.loads(line)["text"]
             return text if isinstance(text, str) else None
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):  # late, a broken pipe; or the code wrote into the answers itself
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            RecursionError,
+        ):  # late, a broken pipe; or the code wrote into the answers itself
             return None
 
     def end(self) -> str:
@@ -81,7 +89,9 @@ def python_tool(sandbox: Callable[[], Boxes]) -> type:
             self._open: Interpreter | None = None
 
         def python(self, code: str) -> str:
-            """Run Python code and read what it prints; the value of a last expression is shown. Variables and files are kept between calls. There is no network."""
+            """Run Python code and read what it prints; the value of a last expression is shown. Variables and files are
+            kept between calls. There is no network.
+            """
             with self._turn:  # calls of one reply are carried out one after the other
                 if self._closed:
                     raise EnvError("the episode is over")
@@ -113,7 +123,11 @@ def python_tool(sandbox: Callable[[], Boxes]) -> type:
 
 def middle_out(text: str, most: int = MOST + 200) -> str:
     """The box says how much it left out; what it says is not trusted to be short."""
-    return text if len(text) <= most else f"{text[: most // 2]}\n[... {len(text) - most} characters left out ...]\n{text[-most // 2 :]}"
+    return (
+        text
+        if len(text) <= most
+        else f"{text[: most // 2]}\n[... {len(text) - most} characters left out ...]\n{text[-most // 2 :]}"
+    )
 
 
 def _until_ready(fd: int, what: int, deadline: float) -> None:

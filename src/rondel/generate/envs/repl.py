@@ -1,4 +1,5 @@
-"""An interpreter that keeps its variables: in a box, a JSON object a line, {"code"} -> {"text"}. Standard library only, and no import of ours.
+"""An interpreter that keeps its variables: in a box, a JSON object a line, {"code"} ->
+{"text"}. Standard library only, and no import of ours.
 
 The last expression of a text is shown, as an interactive interpreter does.
 """
@@ -20,7 +21,10 @@ def run(text: str, space: dict[str, Any]) -> None:
         tree = ast.parse(text, "<python>")
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, "<python>", "exec"), space)
-        if isinstance(last, ast.Expr) and (value := eval(compile(ast.Expression(last.value), "<python>", "eval"), space)) is not None:
+        if (
+            isinstance(last, ast.Expr)
+            and (value := eval(compile(ast.Expression(last.value), "<python>", "eval"), space)) is not None
+        ):
             print(repr(value))
     except BaseException as error:
         trace = error.__traceback__
@@ -43,7 +47,9 @@ def middle_out(file: int, most: int) -> str:
 
 
 def memory_file() -> int:
-    """Where what is printed is kept: no full disk takes it away. A box whose memory is not counted has no files in memory."""
+    """Where what is printed is kept: no full disk takes it away. A box whose memory is
+    not counted has no files in memory.
+    """
     try:
         return os.memfd_create("said")
     except OSError:

@@ -17,7 +17,9 @@ from rondel.core.registry import located, nearest, places
 
 
 class Row(NamedTuple):
-    """`Row("train.jsonl:17", "train", {"prompt": "3 + 4 =", "answer": "7"})`. `content` replaces the question in the hold-out."""
+    """`Row("train.jsonl:17", "train", {"prompt": "3 + 4 =", "answer": "7"})`. `content`
+    replaces the question in the hold-out.
+    """
 
     where: str
     name: str
@@ -44,7 +46,9 @@ def reasoning_gym(
         part = size // len(levels) + (place < size % len(levels)) if levels else size
         for entry in _entries(gym, name, {**(args or {}), "size": part, "seed": seed + place}, level):
             number += 1
-            fields = {"prompt": entry["question"], "answer": entry["answer"], "entry": entry} | ({"level": level} if levels else {})
+            fields = {"prompt": entry["question"], "answer": entry["answer"], "entry": entry} | (
+                {"level": level} if levels else {}
+            )
             yield Row(f"{name}, entry {number}", name, fields, str(entry["metadata"].get("expression", "")))
 
 
@@ -72,18 +76,24 @@ def _entries(gym: Any, name: str, settings: dict[str, Any], level: int | None) -
         known = [field for field in DATASETS[name][1].__dataclass_fields__ if field not in ("size", "seed")]
         own = {key: value for key, value in settings.items() if key not in ("size", "seed")}
         at = f" at level {level}" if level is not None else ""
-        raise DataError(f"reasoning_gym '{name}'{at} refuses args = {own}: {error}. Its settings: {', '.join(known)}") from error
+        raise DataError(
+            f"reasoning_gym '{name}'{at} refuses args = {own}: {error}. Its settings: {', '.join(known)}"
+        ) from error
 
 
 def gym(name: str, n: int = 100, seed: int = 0, args: dict[str, Any] | None = None) -> Iterator[Row]:
-    """n seeds of a world with Gymnasium's verbs, for `env = "gym"`; `eval_seed` holds others out. `args` are the world's own."""
+    """n seeds of a world with Gymnasium's verbs, for `env = "gym"`; `eval_seed` holds
+    others out. `args` are the world's own.
+    """
     for number in range(seed, seed + n):
         fields = {"prompt": f"{name}, seed {number}", "answer": "", "world": name, "seed": number, "args": args or {}}
         yield Row(f"{name}, seed {number}", name.partition(":")[2] or name, fields)
 
 
 def jsonl(path: str | list[str]) -> Iterator[Row]:
-    """One JSON object a line, of a file or of several one behind the other, plain or as gzip; blank lines are skipped."""
+    """One JSON object a line, of a file or of several one behind the other, plain or as gzip;
+    blank lines are skipped.
+    """
     if isinstance(path, list):
         yield from itertools.chain.from_iterable(map(jsonl, path))
         return
@@ -126,7 +136,9 @@ def reading(path: str) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: the gzip file is damaged or not whole ({error}): copy it again, or unpack what is left of it") from error
+        raise DataError(
+            f"{path}: the gzip file is damaged or not whole ({error}): copy it again, or unpack what is left of it"
+        ) from error
     except OSError as error:
         raise DataError(refusal(error, f"reading {path}") or f"reading {path}: {error}") from error
 
@@ -141,12 +153,17 @@ def _fields(line: bytes, where: str) -> Any:
         return found
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{where}: byte {line[error.start]:#04x} at column {error.start + 1} is not UTF-8: save the file as UTF-8 (iconv -f LATIN1 -t UTF-8 FILE)"
+            f"{where}: byte {line[error.start]:#04x} at column {error.start + 1} is not UTF-8: save the file as UTF-8 "
+            f"(iconv -f LATIN1 -t UTF-8 FILE)"
         ) from error
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: {error.object[error.start]!a} is half a character: write the whole one, or leave it out") from error
+        raise DataError(
+            f"{where}: {error.object[error.start]!a} is half a character: write the whole one, or leave it out"
+        ) from error
     except RecursionError as error:
-        raise DataError(f"{where}: lists or objects are nested too deep: flatten them, or write them as a text") from error
+        raise DataError(
+            f"{where}: lists or objects are nested too deep: flatten them, or write them as a text"
+        ) from error
     except json.JSONDecodeError as error:
         hint = "; a JSON array becomes one with jq -c '.[]' FILE" if line.strip() in (b"[", b"[{") else ""
         raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); one object a line{hint}") from error
@@ -179,7 +196,9 @@ def datasets(name: str, split: str = "train", subset: str | None = None) -> Iter
         import datasets as hub
     except ImportError as error:
         raise DataError("kind 'datasets' needs a package: pip install 'rondel[tasks]'") from error
-    with boundary(DataError, f"loading data set '{name}', split '{split}' (is the name right, and the machine online?)"):
+    with boundary(
+        DataError, f"loading data set '{name}', split '{split}' (is the name right, and the machine online?)"
+    ):
         saved = any((located(name) / f).is_file() for f in ("state.json", "dataset_dict.json"))
         rows = hub.load_from_disk(str(located(name))) if saved else hub.load_dataset(name, subset, split=split)
         if isinstance(rows, hub.DatasetDict):
@@ -211,7 +230,9 @@ def digits() -> Iterator[Row]:
 
 
 def quadrants(size: int = 160, seed: int = 0, pixels: int = 56) -> Iterator[Row]:
-    """Pictures of noise of which one quarter is light; the answer is its number, 1 to 4, as one reads. For models that look."""
+    """Pictures of noise of which one quarter is light; the answer is its number, 1 to
+    4, as one reads. For models that look.
+    """
     import numpy as np
 
     if pixels < 2:
@@ -223,7 +244,9 @@ def quadrants(size: int = 160, seed: int = 0, pixels: int = 56) -> Iterator[Row]
         picture[y * half : (y + 1) * half, x * half : (x + 1) * half] += np.uint8(rng.integers(120, 190))
         said = [{"type": "image", "image": picture}, {"type": "text", "text": "light?"}]
         yield Row(
-            f"quadrants, picture {number + 1}", "quadrants", {"messages": [{"role": "user", "content": said}], "answer": str(quarter + 1)}
+            f"quadrants, picture {number + 1}",
+            "quadrants",
+            {"messages": [{"role": "user", "content": said}], "answer": str(quarter + 1)},
         )
 
 
@@ -244,7 +267,8 @@ def _existing(path: str) -> Path:
     file = located(path)
     if not os.path.isfile(file):  # False, too, of what could be no name
         raise DataError(
-            f"no file '{path[:200]}' (from {' or '.join(map(str, places()))}).{_nearest(file)} Give a path from there, or an absolute one"
+            f"no file '{path[:200]}' (from {' or '.join(map(str, places()))}).{_nearest(file)} Give a path from there, "
+            f"or an absolute one"
         )
     return file
 

@@ -40,8 +40,9 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class TaskSet:
-    """`duplicates` rows were dropped for an equal question, `leaked` training tasks because the evaluation data has their content,
-    `too_long` tasks because their prompts are longer than task.max_prompt_tokens.
+    """`duplicates` rows were dropped for an equal question, `leaked` training tasks
+    because the evaluation data has their content, `too_long` tasks because their prompts
+    are longer than task.max_prompt_tokens.
 
     sources    of a mixture: (weight, its share of `train`); else one
     """
@@ -57,40 +58,54 @@ class TaskSet:
 def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
     """The tasks of a recipe's `[task] data`: `{kind = "reasoning_gym", name = "chain_sum", size = 500, holdout = 32}`.
 
-    kind            one of ours, or "module:name": a function(**settings) -> iterable of dicts; "mix" for several: its `sources` are
-                    tables like this one, each with a `source`, its name, which its tasks have as data["source"], a `weight`, and
-                    where it is not task.env an `env`
-    prompt, answer  which field holds the question (text, or a list of messages) and the gold answer; answer = "" for none;
-                    a field of a table in the row: answer = "reward_model.ground_truth"
-    image           which field holds the picture of a question, or a list of them: a path (from the data's own folder), bytes, an opened
-                    picture; they stand where the question says <image>, or before its words
+    kind            one of ours, or "module:name": a function(**settings) -> iterable of dicts;
+                    "mix" for several: its `sources` are tables like this one, each with a `source`,
+                    its name, which its tasks have as
+                    data["source"], a `weight`, and where it is not task.env an `env`
+    prompt, answer  which field holds the question (text, or a list of messages) and the gold
+                    answer; answer = "" for none; a field of a table in the row: answer = "reward_model.ground_truth"
+    image           which field holds the picture of a question, or a list of them: a path (from the
+                    data's own folder), bytes, an opened picture; they stand where the question
+                    says <image>, or before its words
     holdout         how many tasks to hold out: a number, or a fraction below 1; whole contents, so a few more may come
     eval_<key>      evaluation data from elsewhere: the same kind with <key> changed, as in eval_path or eval_split
-    ngram           a training task that shares so many words in a row with evaluation data from elsewhere is left out; 0 does not look
-    split_special_tokens   false: the data means the control tokens that its prompts, messages and answers spell; else they are text
-    where           which rows to keep, by their fields: where = { level = [2, 4], topic = "algebra" }, a range or a value
+    ngram           a training task that shares so many words in a row with evaluation data from
+                    elsewhere is left out; 0 does not look
+    split_special_tokens   false: the data means the control tokens that its prompts, messages and
+                           answers spell; else they are text
+    where           which rows to keep, by their fields: where = { level = [2, 4], topic =
+                    "algebra" }, a range or a value
     seed            of the split, and of kinds that draw
     """
     if data.get("kind") == "mix":
         return _mixed(dict(data), env)
     settings = dict(data)
-    kind, holdout, gram = settings.pop("kind", None), settings.pop("holdout", 0), _whole(settings.pop("ngram", GRAM), "ngram")
+    kind = settings.pop("kind", None)
+    holdout = settings.pop("holdout", 0)
+    gram = _whole(settings.pop("ngram", GRAM), "ngram")
     columns = Columns(*(_column(settings, name) for name in ("prompt", "answer", "image")))
     _whole(settings.get("seed", 0), "seed")
     split = settings.pop(SPLIT, True)
     if not isinstance(split, bool):
-        raise ConfigError(f"task.data.{SPLIT} = {split!r}; it is true, or false for data that means the control tokens it spells")
+        raise ConfigError(
+            f"task.data.{SPLIT} = {split!r}; it is true, or false for data that means the control tokens it spells"
+        )
     elsewhere = {key.removeprefix("eval_"): settings.pop(key) for key in list(settings) if key.startswith("eval_")}
     if kind is None:
         raise ConfigError(f"task.data has no 'kind'. Known: {', '.join(sorted(KINDS))}; or your own as 'module:name'")
     if elsewhere and holdout:
-        raise ConfigError(f"task.data has both eval_{next(iter(elsewhere))} and holdout = {holdout}; evaluation data comes from one place")
+        raise ConfigError(
+            f"task.data has both eval_{next(iter(elsewhere))} and holdout = {holdout}; evaluation data comes from one "
+            f"place"
+        )
 
     found, duplicates = _read(kind, settings, env, columns)
     if elsewhere:
         held, _ = _read(kind, settings | elsewhere, env, columns)
         shared = overlapping([task for _, task in found.values()], [task for _, task in held.values()], gram)
-        contents = {content for content, _ in held.values()} | {content for content, task in found.values() if task.id in shared}
+        contents = {content for content, _ in held.values()} | {
+            content for content, task in found.values() if task.id in shared
+        }
     else:
         contents = hold_out([content for content, _ in found.values()], holdout, settings.get("seed", 0))
         held = {id: (content, task) for id, (content, task) in found.items() if content in contents}
@@ -121,12 +136,22 @@ def _column(settings: dict[str, Any], key: str) -> str | None:
 
 
 def _mixed(settings: dict[str, Any], env: str) -> TaskSet:
-    """Several sources. What one holds out, none trains on; a question that several bring belongs to the first of them."""
+    """Several sources. What one holds out, none trains on; a question that several bring belongs
+    to the first of them.
+    """
     tables = settings.pop("sources", None)
     settings.pop("kind")
-    if settings or not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables) or len(tables) < 2:
+    if (
+        settings
+        or not isinstance(tables, list)
+        or not all(isinstance(table, dict) for table in tables)
+        or len(tables) < 2
+    ):
         odd = f"; it also has {', '.join(settings)}, which belongs to a source" if settings else ""
-        raise ConfigError(f'task.data of kind "mix" has sources = [{{ source = "...", weight = 1, kind = ... }}, ...], two or more{odd}')
+        raise ConfigError(
+            f'task.data of kind "mix" has sources = [{{ source = "...", weight = 1, kind = ... }}, ...], two or '
+            f"more{odd}"
+        )
     sets: list[tuple[float, TaskSet]] = []
     for number, table in enumerate(tables, 1):
         own = dict(table)
@@ -134,7 +159,9 @@ def _mixed(settings: dict[str, Any], env: str) -> TaskSet:
         if not isinstance(name, str) or name in [s.train[0].data["source"] for _, s in sets]:
             raise ConfigError(f"task.data.sources[{number}] has source = {name!r}; each needs a name of its own")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-            raise ConfigError(f"task.data.sources[{number}] ('{name}') has weight = {weight!r}; it must be a positive number")
+            raise ConfigError(
+                f"task.data.sources[{number}] ('{name}') has weight = {weight!r}; it must be a positive number"
+            )
         loaded = load_tasks(own, env=where)
         for task in [*loaded.train, *loaded.held_out]:
             task.data["source"] = name
@@ -148,7 +175,8 @@ def _mixed(settings: dict[str, Any], env: str) -> TaskSet:
         seen |= {asked(task) for task in kept}
         if not kept:
             raise DataError(
-                f"task.data: nothing is left of source '{s.train[0].data['source']}' without what others hold out or bring, too"
+                f"task.data: nothing is left of source '{s.train[0].data['source']}' without what others hold out or "
+                f"bring, too"
             )
         sources.append((weight, kept))
     train = [task for _, tasks in sources for task in tasks]
@@ -198,7 +226,9 @@ def _fits(row: Row, wanted: dict[str, Any]) -> bool:
                 if isinstance(value, str) or not rule[0] <= value <= rule[1]:
                     return False
             except TypeError as error:
-                raise ConfigError(f"task.data.where.{field} = {rule}, and {row.where} has {value!r:.60} there: {error}") from error
+                raise ConfigError(
+                    f"task.data.where.{field} = {rule}, and {row.where} has {value!r:.60} there: {error}"
+                ) from error
         elif value != rule:
             return False
     return True
@@ -208,11 +238,13 @@ def _rows(kind: str, settings: dict[str, Any]) -> Iterator[Row]:
     source: Callable[..., Iterable[Any]] = find("task.data.kind", kind, KINDS)
     known = _parameters(source)
     if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
-        settings = {k: v for k, v in settings.items() if k in known or k != "seed"}  # a kind that does not draw needs no seed
+        # a kind that does not draw needs no seed
+        settings = {k: v for k, v in settings.items() if k in known or k != "seed"}
         for key in settings:
             if key not in known:
                 raise ConfigError(
-                    f"task.data.{key} is no setting of kind '{kind}'.{nearest(key, list(known))} It has: {', '.join(known) or 'none'}"
+                    f"task.data.{key} is no setting of kind '{kind}'.{nearest(key, list(known))} It has: "
+                    f"{', '.join(known) or 'none'}"
                 )
         for key, parameter in known.items():
             if parameter.default is parameter.empty and key not in settings:
@@ -228,7 +260,8 @@ def _rows(kind: str, settings: dict[str, Any]) -> Iterator[Row]:
     except Exception as error:
         after = f" after row {number}" if number else ""
         raise DataError(
-            f"task.data of kind '{kind}' with {settings} broke{after}: {type(error).__name__}: {error}. Mend its settings, or the function that makes it"
+            f"task.data of kind '{kind}' with {settings} broke{after}: {type(error).__name__}: {error}. Mend its "
+            f"settings, or the function that makes it"
         ) from error
 
 
@@ -255,7 +288,8 @@ def _task(row: Row, env: str, folder: Path, columns: Columns) -> tuple[str, Task
     prompt, answer, image = columns.prompt, "answer" if columns.answer is None else columns.answer, columns.image or ""
     if not isinstance(row.fields, dict):
         raise DataError(f"{row.where}: a {type(row.fields).__name__}; a task is an object with named fields")
-    fields = {name: value for name, value in valid(row.fields).items() if name != SPLIT}  # the recipe's to say, and not the data's
+    # the recipe's to say, and not the data's
+    fields = {name: value for name, value in valid(row.fields).items() if name != SPLIT}
     prompt = prompt or ("messages" if "messages" in fields and "prompt" not in fields else "prompt")
     for column, key in ((prompt, "prompt"), (answer, "answer"), (image, "image")):
         if column and _at(fields, column) is None:
@@ -264,7 +298,9 @@ def _task(row: Row, env: str, folder: Path, columns: Columns) -> tuple[str, Task
         _refuse_unseen(row, fields)
     asked, gold = _at(fields, prompt), _at(fields, answer)
     if isinstance(gold, float) and not math.isfinite(gold):
-        raise DataError(f"{row.where}: '{answer}' is {gold}, which no answer can be equal to: give the row a number or drop it")
+        raise DataError(
+            f"{row.where}: '{answer}' is {gold}, which no answer can be equal to: give the row a number or drop it"
+        )
     fields.pop(prompt, None)
     asked = _with_images(row, asked, fields, folder, image)
     question = _question(row, asked)
@@ -280,7 +316,8 @@ def _refuse_unseen(row: Row, fields: dict[str, Any]) -> None:
     """A picture that a recipe says nothing of would be left out of the question without a word."""
     if name := next((name for name in ("image", "images") if fields.get(name)), None):
         raise DataError(
-            f"{row.where}: the field '{name}' is said to hold pictures, and the recipe does not say what becomes of them: set image = '{name}' "
+            f"{row.where}: the field '{name}' is said to hold pictures, and the recipe does not say what becomes of "
+            f"them: set image = '{name}' "
             "in task.data to show them, or image = '' to leave them out"
         )
 
@@ -304,7 +341,10 @@ def _with_images(row: Row, asked: Any, fields: dict[str, Any], folder: Path, col
 def _stored(message: Any, folder: Path) -> Any:
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
-    parts = [stored(source_of(part), folder) if is_image(part) and "name" not in part else part for part in message["content"]]
+    parts = [
+        stored(source_of(part), folder) if is_image(part) and "name" not in part else part
+        for part in message["content"]
+    ]
     return {**message, "content": parts}
 
 
@@ -319,7 +359,9 @@ def _at(fields: dict[str, Any], column: str) -> Any:
 def asked(task: Task) -> str:
     """The question of a task, as one text."""
     return (
-        task.data["prompt"] if "prompt" in task.data else "\n".join(f"{m['role']}: {worded(m['content'])}" for m in task.data["messages"])
+        task.data["prompt"]
+        if "prompt" in task.data
+        else "\n".join(f"{m['role']}: {worded(m['content'])}" for m in task.data["messages"])
     )
 
 
@@ -334,7 +376,9 @@ def _question(row: Row, asked: Any) -> str:
     if isinstance(asked, list) and asked and all(map(_is_message, asked)):
         return "\n".join(f"{m['role']}: {worded(m['content'])}" for m in asked)
     what = "empty" if isinstance(asked, str) else f"{asked!r:.60}, a {type(asked).__name__}"
-    raise DataError(f"{row.where}: the prompt is {what}; it must be a text, or a list of messages with role and content")
+    raise DataError(
+        f"{row.where}: the prompt is {what}; it must be a text, or a list of messages with role and content"
+    )
 
 
 def _is_message(node: Any) -> bool:
@@ -349,4 +393,7 @@ def _missing(row: Row, column: str, key: str) -> DataError:
     none = ", or answer = '' if the reward needs none" if key == "answer" else ""
     if column in has:
         return DataError(f"{row.where}: '{column}' is null; give the row a value or drop it{none}")
-    return DataError(f"{row.where}: no '{column}'.{nearest(column, has)} It has: {', '.join(has)}; name the field with {key} = '...'{none}")
+    return DataError(
+        f"{row.where}: no '{column}'.{nearest(column, has)} It has: {', '.join(has)}; name the field with {key} = "
+        f"'...'{none}"
+    )

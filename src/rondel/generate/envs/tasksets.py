@@ -1,9 +1,12 @@
-"""Environments written for verifiers 0.4: a taskset says what is asked and what it was worth, a harness is the agent, and both are packages.
+"""Environments written for verifiers 0.4: a taskset says what is asked and what it was worth,
+a harness is the agent, and both are packages.
 
-    data = { kind = "verifiers", name = "my_taskset", args = { taskset = { ... }, agent = { harness = { id = "null" } } } }
+    data = { kind = "verifiers", name = "my_taskset", args = { taskset = { ... }, agent
+    = { harness = { id = "null" } } } }
 
-`args` is the package's own `[env]` block without `taskset.id`, which `name` is. The harness asks the package's interception server, that
-the gateway, and the gateway the policy; the rewards that the task recorded on the trace are the score.
+`args` is the package's own `[env]` block without `taskset.id`, which `name` is. The harness
+asks the package's interception server, that the gateway, and the gateway the policy; the rewards
+that the task recorded on the trace are the score.
 """
 
 from __future__ import annotations
@@ -21,15 +24,23 @@ from rondel.core.types import Score, Task
 if TYPE_CHECKING:
     from rondel.generate.envs.gateway.agent import Agent
 
-LOCAL = {"type": "subprocess"}  # where a harness runs unless `args` says: the package's own choice is a machine of its makers
+# where a harness runs unless `args` says: the package's own choice is a machine of its makers
+LOCAL = {"type": "subprocess"}
 
 
 def examples(name: str, split: str, args: dict[str, Any]) -> Iterable[dict[str, Any]]:
     """A row for each task, with its place in the taskset."""
     if split != "train":
-        raise ConfigError(f"task.data.split = '{split}'; a taskset of verifiers 0.4 has no splits: use holdout, or what its own args say")
+        raise ConfigError(
+            f"task.data.split = '{split}'; a taskset of verifiers 0.4 has no splits: use holdout, or what its own args "
+            f"say"
+        )
     for place, task in enumerate(loaded(name, json.dumps(args))[1]):
-        yield {"prompt": task.data.prompt_text, "place": place, "task": task.data.model_dump(mode="json", exclude_none=True)}
+        yield {
+            "prompt": task.data.prompt_text,
+            "place": place,
+            "task": task.data.model_dump(mode="json", exclude_none=True),
+        }
 
 
 def agent_of(name: str, args: dict[str, Any]) -> Agent:
@@ -43,18 +54,27 @@ def agent_of(name: str, args: dict[str, Any]) -> Agent:
         client = vf.EvalClientConfig(base_url=f"{url}/v1", api_key_var="RONDEL_NO_KEY", headers={"x-api-key": key})
         env = load_environment(config)  # its own: what it serves ends with the episode
         async with env.serving():
-            episode = await env.run_episode(tasks[task.data["example"]["place"]], vf.ModelContext(model="policy", client=client))
+            episode = await env.run_episode(
+                tasks[task.data["example"]["place"]], vf.ModelContext(model="policy", client=client)
+            )
         traces = [trace for trace in episode.traces if trace.agent.name == role]
         if errors := [*episode.errors, *(trace.last_error for trace in traces if not trace.ok and trace.last_error)]:
             raise EnvError(f"the taskset '{name}' of verifiers: {errors[0].type}: {errors[0].message}"[:1000])
         if len(traces) != 1:
             raise EnvError(
-                f"the taskset '{name}' of verifiers ran its agent {len(traces)} times; what one of them was worth cannot be told"
+                f"the taskset '{name}' of verifiers ran its agent {len(traces)} times; what one of them was worth "
+                f"cannot be told"
             )
         (trace,) = traces
-        if not trace.rewards or any(reward is None for reward in trace.rewards.values()) or not math.isfinite(trace.reward):
+        if (
+            not trace.rewards
+            or any(reward is None for reward in trace.rewards.values())
+            or not math.isfinite(trace.reward)
+        ):
             raise EnvError(f"the taskset '{name}' of verifiers gave the rewards {dict(trace.rewards)}"[:300])
-        parts = {part: reward.value for part, reward in trace.rewards.items()} | {k: v for k, v in trace.metrics.items() if v is not None}
+        parts = {part: reward.value for part, reward in trace.rewards.items()} | {
+            k: v for k, v in trace.metrics.items() if v is not None
+        }
         return Score(float(trace.reward), parts)
 
     return run
@@ -72,12 +92,17 @@ def loaded(name: str, args: str) -> tuple[Any, list[Any], str]:
     given = json.loads(args)
     size = given.pop("size", None)
     if ":" in name:
-        raise ConfigError(f"task.data.name = '{name}'; verifiers 0.4 takes the id or the module of a package whose __all__ has its Taskset")
+        raise ConfigError(
+            f"task.data.name = '{name}'; verifiers 0.4 takes the id or the module of a package whose __all__ has its "
+            f"Taskset"
+        )
     with boundary(ConfigError, f"task.data.name = '{name}': loading it"):
         kind = environment_class(name, given.get("id", ""))
         shape: Any = concrete_type(kind, EnvConfig, origin=Env) or EnvConfig
         block = {**given, "taskset": {**given.get("taskset", {}), "id": name}}
-        for role in (role for role, field in shape.model_fields.items() if role in agent_config_fields(shape.model_construct())):
+        for role in (
+            role for role, field in shape.model_fields.items() if role in agent_config_fields(shape.model_construct())
+        ):
             block[role] = _local(name, role, dict(given.get(role) or {}))
         config = shape.model_validate(block)
         env = load_environment(config)
@@ -87,14 +112,133 @@ def loaded(name: str, args: str) -> tuple[Any, list[Any], str]:
     mine = [role for role, spec in agent_config_fields(config).items() if spec.client is None]
     if len(mine) != 1:
         raise ConfigError(
-            f"task.data.name = '{name}': its roles {', '.join(mine)} would all ask the policy, and one is trained here: give the others a client of "
+            f"task.data.name = '{name}': its roles {', '.join(mine)} would all ask the policy, and one is trained here: "
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f"give the others a client of "
             "their own, args = { ROLE = { client = { base_url = ... } } }"
         )
     return config, tasks, mine[0]
 
 
 def _local(name: str, role: str, spec: dict[str, Any]) -> dict[str, Any]:
-    """A harness that carries out nothing, here, unless `args` says another; what carries out what a policy writes must have been told where."""
+    """A harness that carries out nothing, here, unless `args` says another; what carries out
+    what a policy writes must have been told where.
+    """
     from verifiers.v1.utils.loaders import default_harness_id, harness_class
 
     harness = dict(spec.get("harness") or {})

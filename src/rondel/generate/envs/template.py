@@ -1,13 +1,15 @@
 """How a tokenizer's chat template writes an opening, a later message, and the end of a turn: always as tokens.
 
-A conversation is a buffer of tokens that only grows, so a later message is rendered behind a fixed dummy conversation D and D's
-tokens are cut off again (SPEC G2). What the policy wrote is never part of what is rendered.
+A conversation is a buffer of tokens that only grows, so a later message is rendered
+behind a fixed dummy conversation D and D's tokens are cut off again (SPEC G2). What the
+policy wrote is never part of what is rendered.
 
     opening   encode(tpl(messages, gen_prompt=True))
     later     encode(tpl(D + messages, gen_prompt=True))[len(encode(tpl(D))):]
     tail      what the template puts after an assistant's content: "<|im_end|>\\n" as tokens
 
-Messages are covered when they come in (text/special_tokens.py): control tokens are the template's alone, and what a message spells is text.
+Messages are covered when they come in (text/special_tokens.py): control tokens are the
+template's alone, and what a message spells is text.
 """
 
 from __future__ import annotations
@@ -44,14 +46,18 @@ DUMMIES: tuple[
 
 
 class Template:
-    """`Template(tok).opening([{"role": "user", "content": "3 + 4 ="}])` -> [1, 4093, ...]. No template: the bare contents."""
+    """`Template(tok).opening([{"role": "user", "content": "3 + 4 ="}])` -> [1, 4093,
+    ...]. No template: the bare contents.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.special = tokenizer, special_tokens(tokenizer)
         self.plain = not getattr(tokenizer, "chat_template", None)
 
     def opening(self, messages: Messages, tools: Schemas = ()) -> list[int]:
-        """The first messages with the tools that are offered, up to where the policy starts to write. TemplateError where it refuses them."""
+        """The first messages with the tools that are offered, up to where the policy starts to
+        write. TemplateError where it refuses them.
+        """
         messages, tools = self._worded(self.special.messages(messages)), self.special.cover(tools)
         if tools and self.calls.told:
             messages, tools = _with_words(messages, tools, speaker="system" if self._has_system else "user"), ()
@@ -61,8 +67,8 @@ class Template:
             return self._render(messages, tools=tools)
 
     def after(self, tokens: list[int], messages: Messages) -> list[int]:
-        """What follows a turn of the policy that wrote `tokens`: the rest of its end, and the messages up to where it writes again.
-        TemplateError where the template refuses them."""
+        """What follows a turn of the policy that wrote `tokens`: the rest of its end, and the
+        messages up to where it writes again. TemplateError where the template refuses them."""
         with _refusing(messages):
             if messages and messages[0]["role"] == "tool" and not self.plain and self.calls.ends:
                 return self._answered(tokens, messages)
@@ -84,7 +90,9 @@ class Template:
         return int(tokens[-1:] == behind[:1] and tokens[-1:] != [] and tokens[-1] in self.tokenizer.all_special_ids)
 
     def later(self, messages: Messages) -> list[int]:
-        """Messages that follow a finished turn of the policy, up to where it writes again. TemplateError where it refuses them."""
+        """Messages that follow a finished turn of the policy, up to where it writes again.
+        TemplateError where it refuses them.
+        """
         messages = self._worded(self.special.messages(messages))
         if self.plain:
             return self._bare(messages, opening=False)
@@ -98,7 +106,8 @@ class Template:
             if (n := self._shared(prefix, whole)) is not None:
                 return whole[n:]
         raise TemplateError(
-            f"the chat template cannot append messages ({_roles(messages)}): behind every dummy conversation it rewrites what came before"
+            f"the chat template cannot append messages ({_roles(messages)}): behind every dummy conversation it "
+            f"rewrites what came before"
             f"{' or raises ' + refused if refused else ''}; use roles it knows, or a template that only appends"
         )
 
@@ -124,7 +133,9 @@ class Template:
 
     @cached_property
     def tail(self) -> list[int]:
-        """What ends an assistant's turn: the common end of two conversations that differ only in the assistant's words."""
+        """What ends an assistant's turn: the common end of two conversations that differ only in
+        the assistant's words.
+        """
         if self.plain:
             return []
         for pair in ("x7", "ab", "01"):  # a small vocabulary may read two letters as the same unknown token
@@ -133,11 +144,132 @@ class Template:
                 common = sum(1 for _ in takewhile(lambda ends: ends[0] == ends[1], zip(reversed(one), reversed(two))))
                 return one[len(one) - common : self._goes_on(one)]
         raise DataError(
-            "the chat template writes different answers alike, so the end of a turn cannot be told; look at how it uses 'content'"
+            "the chat template writes different answers alike, so the end of a turn cannot be told; look at how it uses "
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            ""
+            "'content'"
         )
 
     def _goes_on(self, ended: list[int]) -> int:
-        """How much of a rendered conversation stays when another message follows: some templates end every text with an end token."""
+        """How much of a rendered conversation stays when another message follows: some
+        templates end every text with an end token.
+        """
         try:
             alone, followed = self._render([USER, ASSISTANT], prompt=False), self._render([USER, ASSISTANT, USER])
         except Exception:  # a template refuses a role order by raising whatever it likes
@@ -169,7 +301,9 @@ class Template:
 
     def _bare(self, messages: Messages, *, opening: bool) -> list[int]:
         if any(isinstance(m["content"], list) for m in messages):
-            raise DataError("images for a tokenizer without a chat template, which alone says where they stand; take an instruct model")
+            raise DataError(
+                "images for a tokenizer without a chat template, which alone says where they stand; take an instruct model"
+            )
         return self.special.encode("".join(m["content"] for m in messages), add_special_tokens=opening)
 
 
@@ -181,7 +315,9 @@ def _refusing(messages: Messages) -> Iterator[None]:
     except RondelError:
         raise
     except Exception as error:  # a template refuses by raising whatever it likes
-        raise TemplateError(f"the chat template refuses messages ({_roles(messages)}): {type(error).__name__}: {error}"[:1000]) from error
+        raise TemplateError(
+            f"the chat template refuses messages ({_roles(messages)}): {type(error).__name__}: {error}"[:1000]
+        ) from error
 
 
 def _roles(messages: Messages) -> str:
@@ -192,7 +328,10 @@ def _asking(messages: Messages) -> dict[str, Any]:
     """The assistant's turn that these answers of tools belong to: a template may tell whose answer one is."""
     call = PROBE["tool_calls"][0]
     answers = list(takewhile(lambda m: m["role"] == "tool", messages))
-    named = [(m.get("tool_call_id", call["id"]), name if NAME.fullmatch(name := str(m.get("name") or "")) else "unknown") for m in answers]
+    named = [
+        (m.get("tool_call_id", call["id"]), name if NAME.fullmatch(name := str(m.get("name") or "")) else "unknown")
+        for m in answers
+    ]
     calls = [{**call, "id": id, "function": {**call["function"], "name": name}} for id, name in named]
     return {**PROBE, "tool_calls": calls} if calls else PROBE
 
@@ -204,7 +343,10 @@ def _with_words(messages: Messages, tools: Schemas, *, speaker: str) -> Messages
         own = messages[0]["content"]
         if isinstance(own, list):
             return [{**messages[0], "content": [{"type": "text", "text": f"{words}\n\n"}, *own]}, *messages[1:]]
-        return [{**messages[0], "content": f"{own}\n\n{words}" if speaker == "system" else f"{words}\n\n{own}"}, *messages[1:]]
+        return [
+            {**messages[0], "content": f"{own}\n\n{words}" if speaker == "system" else f"{words}\n\n{own}"},
+            *messages[1:],
+        ]
     return [{"role": speaker, "content": words}, *messages]
 
 
@@ -231,9 +373,14 @@ def _in_parts(said: list[Any]) -> list[dict[str, Any]]:
 
 
 def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
-    written = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in message.get("tool_calls") or []]
+    written = [
+        f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
+        for call in message.get("tool_calls") or []
+    ]
     return (
-        {"role": message["role"], "content": "\n".join([message["content"]] * bool(message["content"]) + written)} if written else message
+        {"role": message["role"], "content": "\n".join([message["content"]] * bool(message["content"]) + written)}
+        if written
+        else message
     )
 
 

@@ -11,7 +11,8 @@ from typing import Any
 BINARY: dict[type, Callable[[Fraction, Fraction], Any]] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
           ast.Mod: operator.mod, ast.Pow: operator.pow}  # fmt: skip
 UNARY: dict[type, Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
-LONGEST, DIGITS, POWER = 1000, 1000, 1000  # characters of an expression, digits of a number on the way, the largest exponent
+# characters of an expression, digits of a number on the way, the largest exponent
+LONGEST, DIGITS, POWER = 1000, 1000, 1000
 
 
 def calculator(expression: str) -> str:
@@ -19,7 +20,9 @@ def calculator(expression: str) -> str:
     if len(expression) > LONGEST:
         raise ValueError(f"an expression may have {LONGEST} characters")
     try:
-        tree = ast.parse(expression.replace("^", "**").replace("\u00d7", "*").replace("\u00f7", "/").strip(), mode="eval")
+        tree = ast.parse(
+            expression.replace("^", "**").replace("\u00d7", "*").replace("\u00f7", "/").strip(), mode="eval"
+        )
         value = _value(tree.body)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"'{expression[:40]}' is no arithmetic expression") from error
@@ -34,7 +37,9 @@ def _value(node: ast.expr) -> Fraction:
             return UNARY[type(op)](_value(operand))
         case ast.BinOp(left, op, right) if type(op) in BINARY:
             a, b = _value(left), _value(right)
-            if isinstance(op, ast.Pow) and (b.denominator != 1 or abs(b) > POWER or a.numerator.bit_length() * abs(b) > 4 * DIGITS):
+            if isinstance(op, ast.Pow) and (
+                b.denominator != 1 or abs(b) > POWER or a.numerator.bit_length() * abs(b) > 4 * DIGITS
+            ):
                 raise ValueError("a power must have a whole exponent and a result of bearable size")
             value = Fraction(BINARY[type(op)](a, b))
             if max(value.numerator.bit_length(), value.denominator.bit_length()) > 4 * DIGITS:

@@ -4,9 +4,10 @@
                            │ calls, carried out side by side
                            └<── give(results) ──'      at most `turns` replies; a call in the last one is not carried out
 
-What the policy gets wrong (a call that cannot be read, an unknown tool, arguments that do not fit, a tool that raises) comes back to
-it as an error to read. What the world gets wrong (a tool that hangs or loses its connection) is a fault of the environment: the episode
-is tried again and never scored.
+What the policy gets wrong (a call that cannot be read, an unknown tool, arguments that do
+not fit, a tool that raises) comes back to it as an error to read. What the world gets
+wrong (a tool that hangs or loses its
+connection) is a fault of the environment: the episode is tried again and never scored.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ class Tool:
         fields: dict[str, Any] = {}
         for parameter in inspect.signature(function).parameters.values():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-                raise ConfigError(f"tool {self.name}: the policy calls by name, and '{parameter}' has none; give every argument a name")
+                raise ConfigError(
+                    f"tool {self.name}: the policy calls by name, and '{parameter}' has none; give every argument a "
+                    f"name"
+                )
             default = ... if parameter.default is parameter.empty else parameter.default
             fields[parameter.name] = (hints.get(parameter.name, str), default)
         self._arguments = create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
@@ -76,7 +80,9 @@ class Tool:
 
 
 def offered(found: Any) -> list[Tool]:
-    """The tools behind one entry of task.tools: the function itself, the `tools` or the public methods of an object made for this episode."""
+    """The tools behind one entry of task.tools: the function itself, the `tools` or the public
+    methods of an object made for this episode.
+    """
     if isinstance(tools := getattr(found, "tools", None), list):
         return tools
     if inspect.isfunction(found) or inspect.iscoroutinefunction(found):
@@ -88,13 +94,22 @@ def offered(found: Any) -> list[Tool]:
 
 
 class Tools:
-    """`Tools([add, Search])`: functions are shared, a class is made anew for every episode as `Search(task)` and closed at its end.
+    """`Tools([add, Search])`: functions are shared, a class is made anew for every episode
+    as `Search(task)` and closed at its end.
 
     turns    most replies of the policy
     timeout  seconds for one call
     """
 
-    def __init__(self, tools: Iterable[Any], *, turns: int = 8, timeout: float = 30.0, suffix: str = "", system: str | None = None) -> None:
+    def __init__(
+        self,
+        tools: Iterable[Any],
+        *,
+        turns: int = 8,
+        timeout: float = 30.0,
+        suffix: str = "",
+        system: str | None = None,
+    ) -> None:
         self.turns, self.timeout, self.suffix, self.system = turns, timeout, suffix, system
         tools = list(tools)
         made = [isinstance(one, type) or hasattr(one, "listed") for one in tools]  # for each episode
@@ -124,7 +139,9 @@ class Tools:
                 timings = chat.trajectory.timings
                 timings["tools"] = timings.get("tools", 0.0) + time.perf_counter() - began
                 read = [self._readable(call, result, tools, chat) for call, result in zip(calls, results)]
-                chat.give([{"role": "tool", "name": call.name, "content": content} for call, content in zip(calls, read)])
+                chat.give(
+                    [{"role": "tool", "name": call.name, "content": content} for call, content in zip(calls, read)]
+                )
         return chat.trajectory
 
     def _open(self, task: Task, ends: ExitStack) -> dict[str, Tool]:
@@ -149,7 +166,9 @@ class Tools:
         return result
 
     async def carry_out(self, call: Call, tools: dict[str, Tool] | None = None) -> str | list[dict[str, Any]]:
-        """-> what the policy reads: a text, or parts with images where it returned a PIL image, an array of pixels, or a list with one."""
+        """-> what the policy reads: a text, or parts with images where it returned a PIL image,
+        an array of pixels, or a list with one.
+        """
         if call.fault:
             return f"error: {call.fault}"
         tools = self.shared if tools is None else tools
@@ -183,7 +202,9 @@ def _named(found: Iterable[Tool]) -> dict[str, Tool]:
     tools: dict[str, Tool] = {}
     for tool in found:
         if tool.name in tools:
-            raise ConfigError(f"task.tools: two tools are called '{tool.name}', and the policy could not say which it means")
+            raise ConfigError(
+                f"task.tools: two tools are called '{tool.name}', and the policy could not say which it means"
+            )
         tools[tool.name] = tool
     return tools
 

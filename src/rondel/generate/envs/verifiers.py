@@ -1,5 +1,7 @@
-"""Environments written for the verifiers package, as they are: their examples are the tasks, their rollouts ask the gateway, their rubric
-scores. This is the classic interface of 0.3; 0.4 has tasksets and harnesses instead (tasksets.py), and who is installed decides.
+"""Environments written for the verifiers package, as they are: their examples are the tasks,
+their rollouts ask the gateway, their rubric scores. This is the classic interface of
+0.3; 0.4 has tasksets and harnesses instead
+(tasksets.py), and who is installed decides.
 
     data = { kind = "verifiers", name = "my_module:load_environment", args = { ... } }      env = "verifiers"
 """
@@ -44,7 +46,8 @@ def agent_of_verifiers(data: dict[str, Any]) -> Agent:
     """An agent for the gateway that plays what task.data names."""
     if data.get("kind") != "verifiers":
         raise ConfigError(
-            'task.env = "verifiers" plays the environment that its tasks come from: set task.data = { kind = "verifiers", name = ... }'
+            'task.env = "verifiers" plays the environment that its tasks come from: set task.data = '
+            '{ kind = "verifiers", name = ... }'
         )
     name, args = str(data.get("name")), dict(data.get("args") or {})
     if has_tasksets():
@@ -69,7 +72,9 @@ def agent_of_verifiers(data: dict[str, Any]) -> Agent:
         reward, metrics = done.get("reward"), done.get("metrics") or {}
         if reward is None or not math.isfinite(reward):
             raise EnvError(f"the environment '{name}' of verifiers gave the reward {reward}")
-        return Score(float(reward), {part: float(value) for part, value in metrics.items() if isinstance(value, int | float)})
+        return Score(
+            float(reward), {part: float(value) for part, value in metrics.items() if isinstance(value, int | float)}
+        )
 
     return run
 
@@ -104,7 +109,9 @@ def loaded(name: str, args: str) -> Any:
 
         load, base = vf.load_environment, vf.Environment
     except (ImportError, AttributeError) as error:
-        raise ConfigError("this verifiers has neither its classic interface nor tasksets: pip install 'verifiers>=0.3,<0.5'") from error
+        raise ConfigError(
+            "this verifiers has neither its classic interface nor tasksets: pip install 'verifiers>=0.3,<0.5'"
+        ) from error
     given = json.loads(args)
     with boundary(ConfigError, f"task.data.name = '{name}': loading it"):
         if ":" not in name:

@@ -1,4 +1,6 @@
-"""What one node of a cluster sees of itself and of the others. Standard library alone: it must start where little is installed."""
+"""What one node of a cluster sees of itself and of the others. Standard library alone:
+it must start where little is installed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ class Lookout:
             with contextlib.suppress(PackageNotFoundError):
                 found[package] = version(package)
         gpus = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
-        return {"host": name, "resolves_to": resolved, "versions": {"python": platform.python_version(), **found}, "gpus": gpus}
+        return {
+            "host": name,
+            "resolves_to": resolved,
+            "versions": {"python": platform.python_version(), **found},
+            "gpus": gpus,
+        }
 
     def clock(self) -> float:
         return time.time()

@@ -2,10 +2,12 @@
 
     controller ── ticket, what it is made by; socket, log ──> nursery (imports that once, if it is ours, and torch in any case)
                <── born: ticket, pid ··· ended: pid, exit code ────     │ fork, instead of the seconds in which torch is imported
-                                                                        worker: the same worker_main.main as in a process of its own
+                                                                        worker: the same worker_main.main as in a
+                                                                        process of its own
 
-A worker dies with the nursery, the nursery with its controller (law 14). Only on Linux and where nothing but a CPU is: what talks to a GPU
-must not be forked. Whatever goes wrong here, the worker is started in the ordinary way.
+A worker dies with the nursery, the nursery with its controller (law 14). Only on Linux and
+where nothing but a CPU is: what talks to a GPU must not be forked. Whatever goes wrong
+here, the worker is started in the ordinary way.
 """
 
 from __future__ import annotations

@@ -42,9 +42,13 @@ class Seen:
     asks: bool | None = None  # whoever comes, for a token; None where nobody can come
 
 
-async def look(workers: Mapping[str, tuple[str, Any]], *, folder: str = "", cluster: str = "", asks: bool | None = None) -> Seen:
+async def look(
+    workers: Mapping[str, tuple[str, Any]], *, folder: str = "", cluster: str = "", asks: bool | None = None
+) -> Seen:
     """`workers`: name -> (address, a Lookout behind a proxy). The first is the one whose versions and clock count."""
-    seen = Seen([Node(name, address) for name, (address, _) in workers.items()], folder=folder, cluster=cluster, asks=asks)
+    seen = Seen(
+        [Node(name, address) for name, (address, _) in workers.items()], folder=folder, cluster=cluster, asks=asks
+    )
     for node in seen.nodes:
         who = workers[node.name][1]
         try:
@@ -97,7 +101,12 @@ def _pairs(names: list[str]) -> list[tuple[str, str]]:
 
 def judge(seen: Seen) -> Iterator[Row]:
     there, several = [node for node in seen.nodes if not node.error], len(seen.nodes) > 1
-    yield "cluster", "ok", f"{seen.cluster}, {len(seen.nodes)} node{'s' * several}: {', '.join(node.address for node in seen.nodes)}", ""
+    yield (
+        "cluster",
+        "ok",
+        f"{seen.cluster}, {len(seen.nodes)} node{'s' * several}: {', '.join(node.address for node in seen.nodes)}",
+        "",
+    )
     if seen.asks is False:
         fix = "RAY_AUTH_MODE=token in the environment of `ray start` on every node, and of what connects (Ray 2.52 or newer)"
         yield "token", "note", "nobody is asked for one: whoever reaches a port of a node can run code there", fix
@@ -175,7 +184,12 @@ def _gpus(there: list[Node]) -> Iterator[Row]:
     else:
         most = max(counts.values())
         few = [name for name, n in counts.items() if n < most]
-        yield "GPUs", "note", ", ".join(f"{name} {n}" for name, n in counts.items()), f"on {few[0]}: nvidia-smi  (the others have {most})"
+        yield (
+            "GPUs",
+            "note",
+            ", ".join(f"{name} {n}" for name, n in counts.items()),
+            f"on {few[0]}: nvidia-smi  (the others have {most})",
+        )
 
 
 def _folder(seen: Seen, there: list[Node]) -> Iterator[Row]:
@@ -213,7 +227,13 @@ def _links(seen: Seen) -> Iterator[Row]:
                 f"{a} to {b}",
                 "note",
                 found,
-                f"on {a}: ethtool the interface towards {b}, and name the fast one in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
+                f"on {a}: ethtool the interface towards {b}, and name the fast one in GLOO_SOCKET_IFNAME and "
+                f"NCCL_SOCKET_IFNAME",
             )
     slowest, latest = min(link["bandwidth"] for link in good.values()), max(link["latency"] for link in good.values())
-    yield "links", "ok", f"{len(good)} ways of TCP: at least {slowest / 1e9:.2f} GB/s, at most {latest * 1e6:.0f} us there and back", ""
+    yield (
+        "links",
+        "ok",
+        f"{len(good)} ways of TCP: at least {slowest / 1e9:.2f} GB/s, at most {latest * 1e6:.0f} us there and back",
+        "",
+    )

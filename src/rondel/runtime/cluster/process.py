@@ -1,10 +1,13 @@
-"""Workers as processes of this machine: an object lives in a child, and `await worker.verb(...)` is the same call as in process.
+"""Workers as processes of this machine: an object lives in a child, and `await
+worker.verb(...)` is the same call as in process.
 
     controller   ask ──> thread "send" ──┐ socket pair ┌──> thread "hear" ──> event loop: one task a call
                  future <── thread "hear" ┘ (pickle)    └── thread "send" <── result, error, event, pulse
 
-The pair is unnamed and belongs to these two processes, so nothing crosses a trust boundary. A child ends with its controller
-(law 14); one that ends by itself, or whose pulse stops or tells of no progress, fails every call that waits for it, by name (law 10).
+The pair is unnamed and belongs to these two processes, so nothing crosses a trust
+boundary. A child ends with its controller (law 14); one that ends by itself, or whose
+pulse stops or tells of no progress, fails
+every call that waits for it, by name (law 10).
 """
 
 from __future__ import annotations
@@ -40,20 +43,25 @@ class ProcessCluster:
     """`cluster.spawn("engine-0", engine_of, job)` starts a child that builds `engine_of(job)` and serves its methods.
 
     logs      a folder for what each child prints, or None
-    patience  seconds without progress in what it was asked for after which a worker counts as stuck (progress.py says what that is)
+    patience  seconds without progress in what it was asked for after which a worker counts as
+              stuck (progress.py says what that is)
     """
 
     def __init__(self, logs: Path | None = None, *, patience: float = 60.0) -> None:
         self.logs, self.patience = logs, patience
         self.workers: list[ProcessWorker] = []
 
-    def spawn(self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = (), tells: bool = True) -> ProcessWorker:
+    def spawn(
+        self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = (), tells: bool = True
+    ) -> ProcessWorker:
         """`cores`: the only ones the child may use. `tells`: whether its events are heard here."""
         log = None
         if self.logs is not None:
             make_folder(self.logs)
             log = self.logs / f"{name}.log"
-        worker = ProcessWorker(name, make, args, cores=tuple(cores), tells=tells, log=log, patience=self.patience, all_dump=self.dump)
+        worker = ProcessWorker(
+            name, make, args, cores=tuple(cores), tells=tells, log=log, patience=self.patience, all_dump=self.dump
+        )
         self.workers.append(worker)
         return worker
 
@@ -91,7 +99,11 @@ class ProcessWorker(Worker):
         super().__init__(name, patience)
         self._log, self._all_dump = log, all_dump
         ours, theirs = socket.socketpair()
-        environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+        environment = {
+            "GLOO_SOCKET_IFNAME": "lo",
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+        }
         with theirs, _opened(log or Path(os.devnull)) as out:
             self._process = forkserver.bear(make, theirs.fileno(), out.fileno(), environment) or subprocess.Popen(
                 [sys.executable, "-m", "rondel.runtime.cluster.worker_main", str(theirs.fileno()), str(os.getpid())],
@@ -179,7 +191,8 @@ class ProcessWorker(Worker):
             time.sleep(min(PULSE, self._patience / 4))
             if (silent := time.monotonic() - self._heard) > (limit := self._limit) and (waiting := self._waiting()):
                 self._lost(
-                    f"worker {self._name} (process {self.pid}) gives no sign of life since {silent:.0f} s (limit {limit:g} s), asked for: {waiting}",
+                    f"worker {self._name} (process {self.pid}) gives no sign of life since {silent:.0f} s (limit "
+                    f"{limit:g} s), asked for: {waiting}",
                     SilentError,
                     self._stacks,
                 )

@@ -1,8 +1,10 @@
 """What advances in a worker's process: a sign of life that a deadlock does not give.
 
-The thread that speaks for a worker lives on while everything else waits for ever, so it says more than that it lives: how often its
-event loop turned, how many functions its device thread has begun and ended, and whether it computes, reads or writes. A function
-that waits for somebody else (a collective, a compiler, a process) advances as far as its own deadline allows.
+The thread that speaks for a worker lives on while everything else waits for ever, so it
+says more than that it lives: how often its event loop turned, how many functions its
+device thread has begun and ended, and whether
+it computes, reads or writes. A function that waits for somebody else (a collective, a compiler, a
+process) advances as far as its own deadline allows.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ ELSEWHERE = (
 
 
 class Progress:
-    """`Progress().sign()` differs from the last one if anything advanced meanwhile. Made in the thread of the event loop."""
+    """`Progress().sign()` differs from the last one if anything advanced meanwhile.
+    Made in the thread of the event loop.
+    """
 
     def __init__(self) -> None:
         self.turns = self.signs = 0

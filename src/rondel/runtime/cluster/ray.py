@@ -1,8 +1,11 @@
 """Workers as Ray actors, on this machine or any of a Ray cluster: the same `spawn`, the same awaitable verbs.
 
-One placement group holds a bundle for every worker, so that either all of them get their devices or none. Ray numbers bundles as it
-likes; worker i is in the i-th by the address of its node and then the GPU, so that ranks that are neighbours are on one machine.
-An actor that ends, or does not answer a ping for `patience` seconds while it is asked for something, fails its calls by name.
+One placement group holds a bundle for every worker, so that either all of them get their
+devices or none. Ray numbers bundles as it likes; worker i is in the i-th by the
+address of its node and then the GPU, so that
+ranks that are neighbours are on one machine. An actor that ends, or does not answer a
+ping for `patience` seconds while it is asked
+for something, fails its calls by name.
 """
 
 from __future__ import annotations
@@ -39,9 +42,13 @@ RESERVE = 120.0  # seconds that the cluster may take to find room for all worker
 
 
 class RayCluster:
-    """`address`: of a running cluster ("auto": the one of this machine), or None for one that lives as long as this process."""
+    """`address`: of a running cluster ("auto": the one of this machine), or None for
+    one that lives as long as this process.
+    """
 
-    def __init__(self, workers: int, *, cpus: int = 1, gpus: int = 0, address: str | None = None, patience: float = 60.0) -> None:
+    def __init__(
+        self, workers: int, *, cpus: int = 1, gpus: int = 0, address: str | None = None, patience: float = 60.0
+    ) -> None:
         self.patience, self.cpus, self.gpus = patience, cpus, gpus
         self.workers: list[RayWorker] = []
         self._order: list[int] = []  # of the bundles
@@ -49,10 +56,16 @@ class RayCluster:
         self._mine = not ray.is_initialized()
         if self._mine:
             path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-            more: dict[str, Any] = {} if address else {"num_cpus": max(workers * cpus, os.cpu_count() or 1), "include_dashboard": False}
+            more: dict[str, Any] = (
+                {} if address else {"num_cpus": max(workers * cpus, os.cpu_count() or 1), "include_dashboard": False}
+            )
             with own_signals():
                 ray.init(
-                    address=address, runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=True, configure_logging=False, **more
+                    address=address,
+                    runtime_env={"env_vars": {"PYTHONPATH": path}},
+                    log_to_driver=True,
+                    configure_logging=False,
+                    **more,
                 )
         warn_if_open()
         self._group = placement_group([{"CPU": cpus, **({"GPU": gpus} if gpus else {})}] * workers, strategy="PACK")
@@ -60,7 +73,8 @@ class RayCluster:
             has = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
             self.close()
             raise ConfigError(
-                f"the Ray cluster found no room for {workers} workers of {cpus} CPU and {gpus} GPU within {RESERVE:g} s; it has {has}. "
+                f"the Ray cluster found no room for {workers} workers of {cpus} CPU and {gpus} GPU within {RESERVE:g} "
+                f"s; it has {has}. "
                 "Use fewer place.engines and place.ranks, or wait until others have ended"
             )
         self._order = ordered(self._found(workers))
@@ -74,7 +88,10 @@ class RayCluster:
             inside = [self._within(i) for i in range(workers)]
             how = {"num_cpus": self.cpus, "num_gpus": self.gpus}
             probes: list[Any] = [ray.remote(Probe).options(**how, scheduling_strategy=s).remote() for s in inside]
-            gpus = [[int(gpu) for gpu in told] for told in ray.get([probe.gpus.remote() for probe in probes], timeout=RESERVE)]
+            gpus = [
+                [int(gpu) for gpu in told]
+                for told in ray.get([probe.gpus.remote() for probe in probes], timeout=RESERVE)
+            ]
             for probe in probes:
                 ray.kill(probe)
         return [(addresses[nodes[i]], gpus[i]) for i in range(workers)]
@@ -82,7 +99,9 @@ class RayCluster:
     def _within(self, bundle: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
 
-    def spawn(self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = (), tells: bool = True) -> RayWorker:
+    def spawn(
+        self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = (), tells: bool = True
+    ) -> RayWorker:
         """`cores` are this machine's and mean nothing on another: Ray places by its own count."""
         bundle = self._order[self._bundles.setdefault(name, len(self._bundles))]
         actor = ray.remote(Host).options(
@@ -110,7 +129,8 @@ class RayCluster:
             worker.dismiss()
         for worker in self.workers:
             worker.close()
-        if self._mine:  # and the group goes with the job: asked to remove it, Ray would wait without end for a node that has left
+        # and the group goes with the job: asked to remove it, Ray would wait without end for a node that has left
+        if self._mine:
             ray.shutdown()
         else:
             with contextlib.suppress(RayError, AttributeError):
@@ -118,7 +138,9 @@ class RayCluster:
 
 
 class EveryNode:
-    """A worker on each node of a running cluster, in nobody's place: `workers` by name, each with the node's address; the driver's first."""
+    """A worker on each node of a running cluster, in nobody's place: `workers` by name, each
+    with the node's address; the driver's first.
+    """
 
     def __init__(self, make: Callable[[], Any], *, address: str = "auto", patience: float = 60.0) -> None:
         self._mine = not ray.is_initialized()
@@ -132,13 +154,21 @@ class EveryNode:
                     f"no Ray cluster at '{address}': start one with `ray start --head`, or name another with --address"
                 ) from error
         here = ray.get_runtime_context().get_node_id()
-        alive = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeID"] != here, n["NodeManagerAddress"], n["NodeID"]))
+        alive = sorted(
+            (n for n in ray.nodes() if n["Alive"]),
+            key=lambda n: (n["NodeID"] != here, n["NodeManagerAddress"], n["NodeID"]),
+        )
         self.workers: dict[str, tuple[str, RayWorker]] = {}
         for i, node in enumerate(alive):
             where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             name = f"node-{i}"
-            actor = ray.remote(Host).options(num_cpus=0, scheduling_strategy=where, max_concurrency=64).remote(name, False)
-            self.workers[name] = (node["NodeManagerAddress"], RayWorker(name, actor, make, (), tells=False, patience=patience))
+            actor = (
+                ray.remote(Host).options(num_cpus=0, scheduling_strategy=where, max_concurrency=64).remote(name, False)
+            )
+            self.workers[name] = (
+                node["NodeManagerAddress"],
+                RayWorker(name, actor, make, (), tells=False, patience=patience),
+            )
 
     def close(self) -> None:
         for _, worker in self.workers.values():
@@ -157,7 +187,9 @@ def _answers(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"nobody answers at '{address}' ({error}): is it the HOST:PORT that `ray start --head` printed?") from error
+        raise ConfigError(
+            f"nobody answers at '{address}' ({error}): is it the HOST:PORT that `ray start --head` printed?"
+        ) from error
 
 
 def asks_for_token() -> bool:
@@ -170,15 +202,19 @@ def warn_if_open() -> None:
     if not asks_for_token():
         emit(
             Warned(
-                f"this Ray cluster (Ray {ray.__version__}) asks nobody for a token: whoever reaches a port of its machines can run code there. Set "
-                "RAY_AUTH_MODE=token on all of them (Ray 2.52 or newer, https://docs.ray.io/en/latest/ray-security/token-auth.html)"
+                f"this Ray cluster (Ray {ray.__version__}) asks nobody for a token: whoever reaches a port of its "
+                f"machines can run code there. Set "
+                "RAY_AUTH_MODE=token on all of them (Ray 2.52 or newer, "
+                "https://docs.ray.io/en/latest/ray-security/token-auth.html)"
             )
         )
 
 
 @contextlib.contextmanager
 def own_signals() -> Iterator[None]:
-    """Ray takes SIGTERM for itself, prints a stack and leaves; a run that is asked to end keeps a checkpoint first (runtime/termination.py)."""
+    """Ray takes SIGTERM for itself, prints a stack and leaves; a run that is asked to end keeps
+    a checkpoint first (runtime/termination.py).
+    """
     before = {number: signal.getsignal(number) for number in ENDING}
     try:
         yield
@@ -196,7 +232,8 @@ class Probe:
 
 
 def ordered(bundles: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
-    """Numbers of (node, GPUs), by the node's address as numbers and then the GPUs: 10.0.0.2 comes before 10.0.0.10.  SPEC O2.
+    """Numbers of (node, GPUs), by the node's address as numbers and then the GPUs:
+    10.0.0.2 comes before 10.0.0.10.  SPEC O2.
 
     A host name counts as its address, and one without an address by its letters, behind all others.
     """
@@ -269,14 +306,18 @@ class Host:
 class RayWorker(Worker):
     """An actor."""
 
-    def __init__(self, name: str, actor: Any, make: Callable[..., Any], args: tuple[Any, ...], *, tells: bool, patience: float) -> None:
+    def __init__(
+        self, name: str, actor: Any, make: Callable[..., Any], args: tuple[Any, ...], *, tells: bool, patience: float
+    ) -> None:
         super().__init__(name, patience)
         self._actor = actor
         self._refs: dict[int, Any] = {}
         self._made = self.ask("", make, args)
         self._closed = threading.Event()
         works = (self._watch, *([self._listen] if tells else []))
-        self._threads = [threading.Thread(target=work, name=f"{name}-{work.__name__[1:]}", daemon=True) for work in works]
+        self._threads = [
+            threading.Thread(target=work, name=f"{name}-{work.__name__[1:]}", daemon=True) for work in works
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -314,7 +355,8 @@ class RayWorker(Worker):
             self._settle(number, *done.result())
         except RayActorError as error:  # all its calls end so, and it is not asked again
             self._lost(f"worker {self._name} ended: {' '.join(str(error).split())}")
-            threading.Thread(target=self._kill, daemon=True).start()  # this thread is Ray's own: its calls would wait for themselves
+            # this thread is Ray's own: its calls would wait for themselves
+            threading.Thread(target=self._kill, daemon=True).start()
         except BaseException as error:
             self._settle(number, "error", WorkerError(f"worker {self._name}: {type(error).__name__}: {error}"))
 
@@ -347,6 +389,8 @@ class RayWorker(Worker):
             if not still:
                 continue
             if waiting := self._waiting():
-                self._lost(f"worker {self._name} gives no sign of life for {limit:g} s, asked for: {waiting}", SilentError)
+                self._lost(
+                    f"worker {self._name} gives no sign of life for {limit:g} s, asked for: {waiting}", SilentError
+                )
                 self._kill()
             since = time.monotonic()

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 --no-python rondel train RUN.toml --place.kind=split --place.cluster=torchrun
 
     rank 0   Leader.verb(...)  ── broadcast (verb, arguments) ──>  rank 1, 2, ...   follow(object)
-             object.verb(...)                                      object.verb(...)            the same call at the same time
+             object.verb(...)                                      object.verb(...)
+             the same call at the same time
 
 torchrun owns the processes: it ends all of them when one ends.
 """
@@ -53,7 +54,9 @@ def joined(device: str, patience: float) -> Any:
 
 
 class Leader:
-    """Rank 0's object, as `process.Worker` is one elsewhere: every verb is called on all ranks, the answer is its own."""
+    """Rank 0's object, as `process.Worker` is one elsewhere: every verb is called on all ranks,
+    the answer is its own.
+    """
 
     alive, fate = True, ""  # torchrun ends all of them when one ends
 
@@ -82,7 +85,9 @@ class Leader:
 
 
 def follow(made: Any, calls: Any) -> None:
-    """Do what rank 0 calls, until it closes. torchrun sends its signals to all ranks, and the first one decides what they mean."""
+    """Do what rank 0 calls, until it closes. torchrun sends its signals to all ranks, and
+    the first one decides what they mean.
+    """
     leave_to_controller()
     with asyncio.Runner() as runner:
         while True:

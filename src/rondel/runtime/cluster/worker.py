@@ -1,4 +1,6 @@
-"""What all proxies share: the calls that wait for an answer, the event loop that hears events, and an end that every call learns of."""
+"""What all proxies share: the calls that wait for an answer, the event loop that hears
+events, and an end that every call learns of.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ START = 120.0  # seconds that a worker may be silent while it imports and loads
 
 
 class Worker:
-    """An object elsewhere: every public name is an awaitable verb of it. `ask` and `now` are for code without an event loop.
+    """An object elsewhere: every public name is an awaitable verb of it. `ask` and
+    `now` are for code without an event loop.
 
     Where it lives supplies `_send` and `_cancel`, and calls `_settle`, `_tell` and `_lost`.
     """
@@ -99,7 +102,9 @@ class Worker:
             return ", ".join(sorted({verb for verb, _ in self._asked.values()}))
 
     def _lost(self, why: str, error: type[Exception] = WorkerError, words: Callable[[], str] = str) -> None:
-        """It answers no more, and whoever waits is told; `words` are its last ones, asked for when it can no longer be heard otherwise."""
+        """It answers no more, and whoever waits is told; `words` are its last ones, asked for
+        when it can no longer be heard otherwise.
+        """
         with self._guard:
             if self._over:
                 return

@@ -1,4 +1,6 @@
-"""What runs in a worker's process: builds the object it was sent, answers its calls, tells its events, shows that it is alive."""
+"""What runs in a worker's process: builds the object it was sent, answers its calls,
+tells its events, shows that it is alive.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ class Child:
         except Exception as error:
             if kind == "event":
                 return
-            message = pickle.dumps((number, "error", WorkerError(f"{self.name}: an answer that cannot be sent: {error}")))
+            message = pickle.dumps(
+                (number, "error", WorkerError(f"{self.name}: an answer that cannot be sent: {error}"))
+            )
         self.outbox.put(message)
 
     # -- threads ---------------------------------------------------------------------------------
@@ -79,7 +83,9 @@ class Child:
         except (EOFError, OSError):
             loop.call_soon_threadsafe(self.over.set)
         except Exception as error:  # whose call it was is not known, so it is everyone's
-            self.put(0, "broken", WorkerError(f"{self.name} cannot read what it was asked: {type(error).__name__}: {error}"))
+            self.put(
+                0, "broken", WorkerError(f"{self.name} cannot read what it was asked: {type(error).__name__}: {error}")
+            )
 
     def _send(self) -> None:
         try:
@@ -95,7 +101,9 @@ class Child:
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def _take(self, number: int, verb: str | None, args: tuple[Any, ...] = (), how: dict[str, Any] | None = None) -> None:
+    def _take(
+        self, number: int, verb: str | None, args: tuple[Any, ...] = (), how: dict[str, Any] | None = None
+    ) -> None:
         if verb is None:  # whoever asked has gone away; 0 is the controller itself
             if number in self.calls:
                 self.calls[number].cancel()

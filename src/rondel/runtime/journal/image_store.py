@@ -51,7 +51,9 @@ class Album:
         if digest not in self._known:
             image = Image.of(np.asarray(_pillow().open(io.BytesIO(self._read(self._path(digest))))), cell)
             if image.digest != digest:
-                raise CheckpointError(f"{self._path(digest)} is another picture than was trained on: its digest is {image.digest}")
+                raise CheckpointError(
+                    f"{self._path(digest)} is another picture than was trained on: its digest is {image.digest}"
+                )
             self._known[digest] = image
         return self._known[digest]
 
@@ -99,5 +101,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image as Pillow
     except ImportError as error:
-        raise CheckpointError("the pictures of rollouts need the package pillow: pip install 'rondel[vision]'") from error
+        raise CheckpointError(
+            "the pictures of rollouts need the package pillow: pip install 'rondel[vision]'"
+        ) from error
     return Pillow

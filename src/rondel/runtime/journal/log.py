@@ -1,12 +1,16 @@
-"""The journal: what crossed a stage, one JSON object a line, append-only. Recovery, metrics, run card and replay read it.
+"""The journal: what crossed a stage, one JSON object a line, append-only. Recovery,
+metrics, run card and replay read it.
 
     {"n": 17, "t": 1795264617.1, "kind": "StepDone", "step": 3, "version": 3, ...}
 
-`t` is the time of day by a clock that is never set while the run lives: the difference of two lines of one life is a duration.
+`t` is the time of day by a clock that is never set while the run lives: the difference
+of two lines of one life is a duration.
 
 A run that crashed and resumed has told part of its story twice. `history` gives every line; `read` gives what counts.
-A number that JSON cannot say is written {"$float": "nan"}, so the file stays JSON and nothing is lost. `Generating`, the
-heartbeat, is for the eyes only and not written; the groups of `GroupsTaken` go to the rollout store, their numbers stay.
+A number that JSON cannot say is written {"$float": "nan"}, so the file stays JSON
+and nothing is lost. `Generating`, the heartbeat, is for the eyes only and not
+written; the groups of `GroupsTaken` go to
+the rollout store, their numbers stay.
 """
 
 from __future__ import annotations
@@ -30,16 +34,20 @@ from rondel.system.files import make_folder, sync_folder, writing
 from rondel.text.unicode import read_json, valid
 
 FILE = "journal.jsonl"
-MEND = "Put a copy of it back, or move it away: the run then goes on from its last checkpoint, without what it told before"
+MEND = (
+    "Put a copy of it back, or move it away: the run then goes on from its last checkpoint, without what it told before"
+)
 MILESTONES = (StepDone, Checkpointed, RunEnded)  # on disk before the run goes on, with durability = "disk"
 LASTING = {"RunStarted", "Resumed", "Warned", "Stalled", "Broke", "Advised"}  # true whatever is repeated later
 
 
 class Journal:
-    """The writer: `subscribe(Journal("runs/a").write)`. Every line survives the process, those up to a checkpoint the machine.
+    """The writer: `subscribe(Journal("runs/a").write)`. Every line survives the process,
+    those up to a checkpoint the machine.
 
     folder      the run folder; made when missing
-    durability  "process" hands each line to the operating system and calls fsync at a checkpoint, "disk" also at each step
+    durability  "process" hands each line to the operating system and calls fsync at a
+                checkpoint, "disk" also at each step
     """
 
     def __init__(self, folder: str | Path, durability: Literal["process", "disk"] = "process") -> None:
@@ -57,7 +65,10 @@ class Journal:
         if isinstance(event, Generating):
             return
         with self._lock:
-            line = encode({"n": self._next, "t": round(now(), 3), "kind": type(event).__name__, **_fields(event)}).encode() + b"\n"
+            line = (
+                encode({"n": self._next, "t": round(now(), 3), "kind": type(event).__name__, **_fields(event)}).encode()
+                + b"\n"
+            )
             with writing(self.path, len(line)):
                 self._append(line)
                 if isinstance(event, Checkpointed) or (self.durability == "disk" and isinstance(event, MILESTONES)):
@@ -127,7 +138,9 @@ def _event(line: str) -> dict[str, Any]:
 
 
 class Told(NamedTuple):
-    """What the line of an event has under a name: in any case or not; of which type; numbers or texts in it; and how that is called."""
+    """What the line of an event has under a name: in any case or not; of which type;
+    numbers or texts in it; and how that is called.
+    """
 
     always: bool
     outer: tuple[type, ...]
@@ -161,7 +174,9 @@ def _told(field: Field[Any]) -> Told:
 
 
 TOLD: dict[str, tuple[tuple[str, Told], ...]] = {  # kind of event -> what its line has
-    kind.__name__: tuple((f.name, _told(f)) for f in fields(kind)) for kind in Event.__subclasses__() if kind is not GroupsTaken
+    kind.__name__: tuple((f.name, _told(f)) for f in fields(kind))
+    for kind in Event.__subclasses__()
+    if kind is not GroupsTaken
 } | {
     "GroupsTaken": tuple(
         (name, Told(True, PLAIN[what], (), what))
@@ -180,7 +195,9 @@ def history(folder: str | Path) -> list[dict[str, Any]]:
     if not folder.is_dir():
         raise UserError(f"no run folder at {folder}; `rondel train RUN.toml` makes one (key run.folder)")
     if not path.exists():
-        raise UserError(f"{folder} holds no {FILE}, so it is not a run folder; give the folder named by run.folder in the recipe")
+        raise UserError(
+            f"{folder} holds no {FILE}, so it is not a run folder; give the folder named by run.folder in the recipe"
+        )
     with writing(path, doing="reading"):
         lines = _bytes(path).decode("utf-8", "replace").split("\n")
     events = []
@@ -189,7 +206,9 @@ def history(folder: str | Path) -> list[dict[str, Any]]:
             events.append(_event(line))
         except ValueError as error:
             if number < len(lines) - 1:
-                raise CheckpointError(f"{path} line {number} is not an event ({error}): the file was damaged or edited. {MEND}") from error
+                raise CheckpointError(
+                    f"{path} line {number} is not an event ({error}): the file was damaged or edited. {MEND}"
+                ) from error
     return events
 
 
@@ -216,9 +235,11 @@ def read(folder: str | Path) -> Iterator[dict[str, Any]]:
 def settled(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Leave out what a later `Resumed` repeats. Three rules:
 
-    1. `Resumed(step=k)` goes back to the line of `Checkpointed(step=k)`. What follows that line is void, except facts of
-       steps <= k (`StepDone(k)` is written after its checkpoint) and what stays true: RunStarted, Resumed, Warned, Stalled, Broke, Advised.
-       Where the crash came before that line was written, the last event of a step <= k takes its place.
+    1. `Resumed(step=k)` goes back to the line of `Checkpointed(step=k)`. What follows
+    that line is void, except facts of
+       steps <= k (`StepDone(k)` is written after its checkpoint) and what stays true:
+       RunStarted, Resumed, Warned, Stalled, Broke, Advised. Where the crash came before that line was
+       written, the last event of a step <= k takes its place.
        `Resumed(checkpoint="")` begins again from nothing.
     2. Numbers are given in order, so an `Admitted(m)` voids earlier events about groups numbered m or higher: while a
        checkpoint is being written, the rollouts go on.
@@ -245,7 +266,9 @@ def _before(told: list[dict[str, Any]], resumed: dict[str, Any]) -> list[dict[st
     saved = [at for at, e in enumerate(told) if e["kind"] == "Checkpointed" and e["step"] == step]
     earlier = [at for at, e in enumerate(told) if e["kind"] not in LASTING and e.get("step", math.inf) <= step]
     cut = max(saved or earlier, default=-1)
-    return [e for at, e in enumerate(told) if e["kind"] in LASTING or e.get("step", step if at <= cut else math.inf) <= step]
+    return [
+        e for at, e in enumerate(told) if e["kind"] in LASTING or e.get("step", step if at <= cut else math.inf) <= step
+    ]
 
 
 # -- JSON that loses nothing -----------------------------------------------------------------------
@@ -255,7 +278,8 @@ def encode(value: Any) -> str:
     """One line of strict JSON; NaN and infinities survive."""
     how: dict[str, Any] = dict(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     try:
-        return json.dumps(value, **how)  # nearly every event; rewriting each value in Python costs several times as much
+        # nearly every event; rewriting each value in Python costs several times as much
+        return json.dumps(value, **how)
     except (TypeError, ValueError):
         return json.dumps(_plain(value), **how)
 
@@ -264,7 +288,9 @@ def decode(text: str) -> Any:
     """The inverse of `encode`, as valid text."""
     if '"$float"' not in text:
         return read_json(text)  # nearly every event; a hook is called for each object
-    return valid(json.loads(text, object_hook=lambda node: float(node["$float"]) if node.keys() == {"$float"} else node))
+    return valid(
+        json.loads(text, object_hook=lambda node: float(node["$float"]) if node.keys() == {"$float"} else node)
+    )
 
 
 def _plain(value: Any) -> Any:

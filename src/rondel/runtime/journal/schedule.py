@@ -1,11 +1,15 @@
 """The schedule of a run: what its recipe does not determine. With it an asynchronous run is done again, bit for bit.
 
-    schedule.jsonl    ["put", 17]     in which order the buffer was used, at which steps groups finished, and which were given up as late
-                      ["drew", "9f..", 0, [[3, 21, 4], [4, 29, 12]], "group-17"]   a request's key, its continuation, its stints and whose it
-                                      was: four tokens under version 3, eight more under version 4 over the keys and values of both
+    schedule.jsonl    ["put", 17]     in which order the buffer was used, at which steps groups
+                      finished, and which were given up as late ["drew", "9f..", 0, [[3, 21, 4], [4, 29,
+                      12]], "group-17"]   a request's key, its
+                      continuation, its stints and whose it
+                                      was: four tokens under version 3, eight more under version 4 over the
+                                      keys and values of both
 
-Which other requests were computed beside one, on which engine and how fast does not matter where numerics are aligned. So a group that
-was given up is not begun: nothing of it was trained, and nothing waits for its requests.
+Which other requests were computed beside one, on which engine and how fast does not matter
+where numerics are aligned. So a group that was given up is not begun: nothing of it was
+trained, and nothing waits for its requests.
 """
 
 from __future__ import annotations
@@ -86,7 +90,10 @@ class Replayer:
     def __init__(self, folder: Path) -> None:
         path = folder / FILE
         if not path.is_file():
-            raise UserError(f"{folder} has no {FILE}: only a run that was trained with --record can be replayed whole. One step: --step N")
+            raise UserError(
+                f"{folder} has no {FILE}: only a run that was trained with --record can be replayed whole. One step: "
+                f"--step N"
+            )
         with boundary(CheckpointError, f"reading {path}"):
             rows = [decode(line) for line in path.read_text().splitlines()]
         if why := [row[1] for row in rows if row[0] == "spoiled"]:
@@ -95,7 +102,8 @@ class Replayer:
         for what, number in ((row[0], row[1]) for row in rows if row[0] != "drew"):
             self._phases.append([]) if what == "begin" else self._phases[-1].append((what, number))
         self._pieces: dict[tuple[int, int], deque[tuple[Stint, ...]]] = defaultdict(deque)
-        self._due: dict[int, set[tuple[int, int, int]]] = defaultdict(set)  # version -> (key, continuation, how many of them are left)
+        # version -> (key, continuation, how many of them are left)
+        self._due: dict[int, set[tuple[int, int, int]]] = defaultdict(set)
         lost = {f"group-{number}" for what, number in self._phases[-1] if what == "late"} if self._phases else set()
         for _, key, continuation, stints, group in (row for row in rows if row[0] == "drew"):
             if group not in lost:
@@ -114,7 +122,8 @@ class Replayer:
     def may(self, what: str, number: int) -> bool:
         if what in ("put", "drop") and self._left.get(number, what) != what:
             raise LawError(
-                f"the replay has left the recorded run: group {number} is to {what}, and was not then. Does its reward read the world?"
+                f"the replay has left the recorded run: group {number} is to {what}, and was not then. Does its reward "
+                f"read the world?"
             )
         return self._order[self._at : self._at + 1] == [(what, number)]
 

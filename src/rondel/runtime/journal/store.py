@@ -2,7 +2,8 @@
 
     rollouts/step-000012.parquet     and the pictures in them once for the whole run, in media/ (album.py)
 
-`groups_of(read_step(folder, 12))` are the groups the trainer saw, exactly: `view` shows them, `replay` trains on them again.
+`groups_of(read_step(folder, 12))` are the groups the trainer saw, exactly: `view`
+shows them, `replay` trains on them again.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ OUTCOMES: dict[str, type] = {"ok": Ok, "env_fault": EnvFault, "policy_fault": Po
 
 
 class RolloutStore:
-    """The writer, on a thread of its own: `subscribe(store.write)`, `await store.annotate(...)` after each step, `store.close()`.
+    """The writer, on a thread of its own: `subscribe(store.write)`, `await
+    store.annotate(...)` after each step, `store.close()`.
 
-    A resume deletes the files of the steps that will be repeated. What could not be written is told by whoever comes next.
+    A resume deletes the files of the steps that will be repeated. What could not be
+    written is told by whoever comes next.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -46,10 +49,16 @@ class RolloutStore:
         elif isinstance(event, Resumed):
             self._then(self._forget, event.step)
 
-    async def annotate(self, step: int, *, trainer_logprobs: PerToken | None = None, advantages: PerToken | None = None) -> None:
-        """What is known only after training. It waits for the step before, so that a slow disk slows the run, and for nothing else."""
+    async def annotate(
+        self, step: int, *, trainer_logprobs: PerToken | None = None, advantages: PerToken | None = None
+    ) -> None:
+        """What is known only after training. It waits for the step before, so that a slow
+        disk slows the run, and for nothing else.
+        """
         before = self._annotated
-        self._annotated = self._then(annotate_step, self.folder, step, trainer_logprobs=trainer_logprobs, advantages=advantages)
+        self._annotated = self._then(
+            annotate_step, self.folder, step, trainer_logprobs=trainer_logprobs, advantages=advantages
+        )
         if before is not None:
             before.result() if before.done() else await _done(before)
 
@@ -106,7 +115,9 @@ def write_step(
     advantages: PerToken | None = None,
     version: int | None = None,
 ) -> Path:
-    """Store one step's groups, whole or not at all. `extra` holds the trainer's logprobs, `version` the weights being trained."""
+    """Store one step's groups, whole or not at all. `extra` holds the trainer's
+    logprobs, `version` the weights being trained.
+    """
     rows = [
         {
             **_row(group, sample, trajectory),
@@ -120,7 +131,9 @@ def write_step(
     return _save(path_of(folder, step), rows)
 
 
-def annotate_step(folder: str | Path, step: int, *, trainer_logprobs: PerToken | None = None, advantages: PerToken | None = None) -> None:
+def annotate_step(
+    folder: str | Path, step: int, *, trainer_logprobs: PerToken | None = None, advantages: PerToken | None = None
+) -> None:
     """Add what is known only after training to a step that is stored already."""
     import pyarrow.parquet as pq
 
@@ -132,7 +145,9 @@ def annotate_step(folder: str | Path, step: int, *, trainer_logprobs: PerToken |
             if told:
                 old = table[name]
                 values = [told[key] if key in told else old[i].as_py() for i, key in enumerate(keys)]
-                table = table.set_column(schema.get_field_index(name), schema.field(name), _column(values, schema.field(name).type))
+                table = table.set_column(
+                    schema.get_field_index(name), schema.field(name), _column(values, schema.field(name).type)
+                )
         _replace(path, table)
 
 
@@ -174,15 +189,37 @@ def _schema() -> Any:
 
     integers, numbers = pa.list_(pa.int32()), pa.list_(pa.float32())
     columns = {
-        "group": pa.int64(), "sample": pa.int32(), "task": pa.string(), "env": pa.string(), "task_data": pa.string(),
-        "born": pa.int64(), "trained_at": pa.int64(), "tokens": integers, "mask": pa.list_(pa.bool_()),
-        "behavior_logprobs": numbers, "trainer_logprobs": numbers, "advantages": numbers, "versions": integers,
-        "experts": pa.binary(), "support": pa.list_(integers), "reward": pa.float64(), "reward_parts": pa.string(), "step_positions": integers,
-        "step_rewards": pa.list_(pa.float64()), "failed": pa.string(),
-        "failed_detail": pa.string(), "outcome": pa.string(), "outcome_reason": pa.string(), "finish_reason": pa.string(),
-        "text": pa.string(), "timings": pa.string(), "policy": pa.string(), "agent": pa.string(),
-        "parent": pa.int64(), "media": pa.string(),
-    }  # fmt: skip
+        "group": pa.int64(),
+        "sample": pa.int32(),
+        "task": pa.string(),
+        "env": pa.string(),
+        "task_data": pa.string(),
+        "born": pa.int64(),
+        "trained_at": pa.int64(),
+        "tokens": integers,
+        "mask": pa.list_(pa.bool_()),
+        "behavior_logprobs": numbers,
+        "trainer_logprobs": numbers,
+        "advantages": numbers,
+        "versions": integers,
+        "experts": pa.binary(),
+        "support": pa.list_(integers),
+        "reward": pa.float64(),
+        "reward_parts": pa.string(),
+        "step_positions": integers,
+        "step_rewards": pa.list_(pa.float64()),
+        "failed": pa.string(),
+        "failed_detail": pa.string(),
+        "outcome": pa.string(),
+        "outcome_reason": pa.string(),
+        "finish_reason": pa.string(),
+        "text": pa.string(),
+        "timings": pa.string(),
+        "policy": pa.string(),
+        "agent": pa.string(),
+        "parent": pa.int64(),
+        "media": pa.string(),
+    }
     return pa.schema(list(columns.items()))
 
 
@@ -195,10 +232,18 @@ def _save(path: Path, rows: list[dict[str, Any]]) -> Path:
     with writing(path):
         make_folder(path.parent)
         album = Album(path.parent)
-        rows = [{**row, "task_data": album.without(row["task_data"]), "media": album.keep(row["media"]) or None} for row in rows]
-        rows = [{**row, **{name: encode(row[name]) for name in JSON}, "experts": _packed(row["experts"])} for row in rows]
+        rows = [
+            {**row, "task_data": album.without(row["task_data"]), "media": album.keep(row["media"]) or None}
+            for row in rows
+        ]
+        rows = [
+            {**row, **{name: encode(row[name]) for name in JSON}, "experts": _packed(row["experts"])} for row in rows
+        ]
         schema = _schema()
-        _replace(path, pa.table({f.name: _column([_utf8(row[f.name]) for row in rows], f.type) for f in schema}, schema=schema))
+        _replace(
+            path,
+            pa.table({f.name: _column([_utf8(row[f.name]) for row in rows], f.type) for f in schema}, schema=schema),
+        )
     return path
 
 
@@ -212,7 +257,9 @@ def _replace(path: Path, table: Any) -> None:
 
 
 def _column(values: list[Any], kind: Any) -> Any:
-    """Lists of numbers by numpy, one row after the other: a row is short, and between two of them other threads may run."""
+    """Lists of numbers by numpy, one row after the other: a row is short, and between
+    two of them other threads may run.
+    """
     import pyarrow as pa
 
     if not (pa.types.is_list(kind) and pa.types.is_primitive(kind.value_type)):
@@ -221,11 +268,15 @@ def _column(values: list[Any], kind: Any) -> Any:
     parts = [np.asarray([] if value is None else value, dtype=dtype) for value in values]
     ends = np.cumsum([0, *map(len, parts)])
     offsets = pa.array(ends, pa.int32(), mask=np.array([*(value is None for value in values), False]))
-    return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate([*parts, np.empty(0, dtype)]), kind.value_type), type=kind)
+    return pa.ListArray.from_arrays(
+        offsets, pa.array(np.concatenate([*parts, np.empty(0, dtype)]), kind.value_type), type=kind
+    )
 
 
 def _utf8(value: Any) -> Any:
-    """Text that is no valid Unicode (a tool may return such) is stored with replacement marks rather than stopping the run."""
+    """Text that is no valid Unicode (a tool may return such) is stored with replacement
+    marks rather than stopping the run.
+    """
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
@@ -268,7 +319,9 @@ def _which(known: list[int]) -> str:
 
 
 def groups_of(rows: list[dict[str, Any]]) -> list[Group]:
-    """The groups as the trainer saw them: the exact inverse of `write_step` (logprobs are float32, as engines give them)."""
+    """The groups as the trainer saw them: the exact inverse of `write_step` (logprobs
+    are float32, as engines give them).
+    """
     groups = []
     for number, members in groupby(rows, key=lambda row: row["group"]):
         first, *rest = members
@@ -292,7 +345,8 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
     columns = [row[name] for name in ("tokens", "mask", "behavior_logprobs", "versions")]
     if len({len(column) for column in columns}) != 1:
         raise CheckpointError(
-            f"group {row['group']} sample {row['sample']}: columns of lengths {[len(c) for c in columns]}; the file is damaged"
+            f"group {row['group']} sample {row['sample']}: columns of lengths {[len(c) for c in columns]}; the file is "
+            f"damaged"
         )
     for written, run in groupby(zip(*columns), key=lambda token: token[1]):
         tokens, _, logprobs, versions = (list(column) for column in zip(*run))

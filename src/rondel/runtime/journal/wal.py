@@ -1,16 +1,23 @@
 """The token log: every drawn token with its logprob and version is on file before anyone sees it (law 15).  SPEC Y7.
 
 wal/engine-0/000012.bin      one segment a weight version
-    block = magic, rows, crc32 | key, index, prompt, logprob, token, version      one block a step of the engine (group commit)
-          = magic, bytes, crc32 | rows, layers, k, width | the same | first, n, inline, digest | routes      where experts are recorded
+    block = magic, rows, crc32 | key, index, prompt, logprob, token, version      one
+    block a step of the engine (group commit)
+          = magic, bytes, crc32 | rows, layers, k, width | the same | first, n, inline, digest |
+          routes      where experts are recorded
     the first block names the root of the weights; a torn or wrong block ends its segment
 
-A token of a mixture of experts brings the routes of all tokens that were computed since the one before it: of the prompt with the first, then
-one each, in one byte a choice (two beyond 256 experts). Siblings' prompts have equal routes, which stand in a segment once.
+A token of a mixture of experts brings the routes of all tokens that were computed since the
+one before it: of the prompt with the first, then one each, in one byte a choice (two
+beyond 256 experts). Siblings' prompts have equal
+routes, which stand in a segment once.
 
-A sample that a crash interrupted goes on from its tokens instead of starting again: starting again favours short answers. With a hazard
-h of ending at each token and q of being interrupted, restarts give a mean length of 1 / (1 - (1 - h)(1 - q)), the log keeps 1 / h.
-A token counts only if its version is in this run's past: the same number with the same root, not one that a lost life had trained.
+A sample that a crash interrupted goes on from its tokens instead of starting again:
+starting again favours short answers. With a hazard h of ending at each token and q of being
+interrupted, restarts give a mean length of 1 /
+(1 - (1 - h)(1 - q)), the log keeps 1 / h. A token counts only if its version is in this
+run's past: the same number with the same
+root, not one that a lost life had trained.
 """
 
 from __future__ import annotations
@@ -27,7 +34,9 @@ import numpy as np
 
 from rondel.system.files import make_folder, numbered, writing
 
-ROW = np.dtype([("key", "V16"), ("index", "<u4"), ("prompt", "<u4"), ("logprob", "<f8"), ("token", "<i4"), ("version", "<i4")])
+ROW = np.dtype(
+    [("key", "V16"), ("index", "<u4"), ("prompt", "<u4"), ("logprob", "<f8"), ("token", "<i4"), ("version", "<i4")]
+)
 HEAD = np.dtype([("magic", "<u4"), ("rows", "<u4"), ("crc", "<u4")])
 SHAPE = np.dtype([("rows", "<u4"), ("layers", "<u4"), ("k", "<u4"), ("width", "<u4")])
 SPAN = np.dtype([("first", "<u4"), ("n", "<u4"), ("inline", "<u4"), ("digest", "V8")])
@@ -91,11 +100,14 @@ class TokenLog:
             self._segment, self._known = path.open("ab", buffering=0), set()
         self._append(_block(0, root.encode().ljust(ROOT)[:ROOT]))
         segments = numbered(self.folder, "", ".bin")
-        for old in [segment for number, segment in segments.items() if number <= version][: -self.keep]:  # later: of a lost life
+        # later: of a lost life
+        for old in [segment for number, segment in segments.items() if number <= version][: -self.keep]:
             old.unlink(missing_ok=True)
 
     def write(self, drawn: Sequence[Drawn], routes: Sequence[Routes | None] = ()) -> None:
-        """The tokens of one step of the engine, of all its requests, in one block; `routes` are theirs, in the same order."""
+        """The tokens of one step of the engine, of all its requests, in one block;
+        `routes` are theirs, in the same order.
+        """
         if self._segment is None or not drawn:
             return
         rows = np.empty(len(drawn), ROW)
@@ -126,7 +138,12 @@ class TokenLog:
                 continue
             data = part[1].astype(width).tobytes()
             digest = blake2b(data, digest_size=8).digest()
-            span["first"], span["n"], span["digest"], span["inline"] = part[0], len(part[1]), digest, digest not in self._known
+            span["first"], span["n"], span["digest"], span["inline"] = (
+                part[0],
+                len(part[1]),
+                digest,
+                digest not in self._known,
+            )
             if span["inline"]:
                 payload.append(data)
             if len(part[1]) > 1:
@@ -147,7 +164,11 @@ class TokenLog:
 
     def _run(self, rows: list[_Lost], prompt: int, first: int) -> list[_Lost]:
         """Of the same index the last counts. Versions only grow: behind an older one stands what another life drew."""
-        mine = {int(r.row["index"]): r for r in rows if r.row["prompt"] == prompt and self._past.get(int(r.row["version"])) == r.root}
+        mine = {
+            int(r.row["index"]): r
+            for r in rows
+            if r.row["prompt"] == prompt and self._past.get(int(r.row["version"])) == r.root
+        }
         run = [mine[at] for at in takewhile(mine.__contains__, count(first))]
         fall = next((i for i, (a, b) in enumerate(pairwise(run), 1) if b.row["version"] < a.row["version"]), len(run))
         return run[:fall]
@@ -176,7 +197,9 @@ class TokenLog:
                 break
             at += HEAD.itemsize + size
             if head["rows"]:
-                blocks.append(_Block(*_routed_rows(body, known), root) if routed else _Block(np.frombuffer(body, ROW), {}, root))
+                blocks.append(
+                    _Block(*_routed_rows(body, known), root) if routed else _Block(np.frombuffer(body, ROW), {}, root)
+                )
             else:
                 root = self._past[int(path.stem)] = body.decode().strip()
         return at
@@ -219,7 +242,11 @@ class _Earlier:
         starts = np.cumsum([0, *(len(block.rows) for block in blocks)])
         rows = np.concatenate([block.rows for block in blocks])
         root = np.repeat([number[block.root] for block in blocks], np.diff(starts)).astype(np.uint32)
-        self._index(rows, root, {int(start) + i: told for start, block in zip(starts, blocks) for i, told in block.routes.items()})
+        self._index(
+            rows,
+            root,
+            {int(start) + i: told for start, block in zip(starts, blocks) for i, told in block.routes.items()},
+        )
 
     def _index(self, rows: np.ndarray, root: np.ndarray, routes: dict[int, Routes]) -> None:
         self.rows, self.root, self.routes = rows, root, routes
@@ -229,7 +256,9 @@ class _Earlier:
         self.spans = dict(zip((bytes(key).ljust(16, b"\0") for key in keys), zip([0, *ends[:-1]], ends)))
 
     def keep(self, served: int, past: dict[int, str]) -> None:
-        """Only what weights of this past drew, and of later versions, which may be trained again, bit for bit: nothing else can count any more."""
+        """Only what weights of this past drew, and of later versions, which may be trained again,
+        bit for bit: nothing else can count any more.
+        """
         stays = self.rows["version"] > served
         for version, root in past.items():
             if root in self.roots:
@@ -244,7 +273,9 @@ class _Earlier:
 
 
 def _routed_rows(body: bytes, known: dict[bytes, np.ndarray]) -> tuple[np.ndarray, dict[int, Routes]]:
-    """Rows of a block and the routes of some, by number; `known` are those of several tokens that its segment has so far."""
+    """Rows of a block and the routes of some, by number; `known` are those of several
+    tokens that its segment has so far.
+    """
     shape = np.frombuffer(body, SHAPE, 1)[0]
     n, layers, k, width = (int(shape[name]) for name in SHAPE.names or ())
     rows = np.frombuffer(body, ROW, n, SHAPE.itemsize)

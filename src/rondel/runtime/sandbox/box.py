@@ -32,12 +32,19 @@ from rondel.runtime.sandbox.probe import isolation
 STANDARD = Limits()
 
 
-def process(limits: Limits, *, folder: str | Path | None = None, wall: str = "auto", lock: int | None = None, **more: Any) -> Cell:
+def process(
+    limits: Limits, *, folder: str | Path | None = None, wall: str = "auto", lock: int | None = None, **more: Any
+) -> Cell:
     """Behind the strongest wall of this machine, or none: a SandboxError."""
     return Cell(limits, isolation(wall).wall, folder=folder, lock=lock, **more)
 
 
-SUBSTRATES: dict[str, Callable[..., Any]] = {"process": process, "container": container, "microvm": micro, "vm": machine}
+SUBSTRATES: dict[str, Callable[..., Any]] = {
+    "process": process,
+    "container": container,
+    "microvm": micro,
+    "vm": machine,
+}
 
 
 class Sandbox:
@@ -71,7 +78,9 @@ class Box:
     def __init__(self, cell: Any) -> None:
         self.cell = cell
 
-    async def run(self, argv: list[str], *, stdin: bytes = b"", timeout: float | None = None, env: dict[str, str] | None = None) -> Ran:
+    async def run(
+        self, argv: list[str], *, stdin: bytes = b"", timeout: float | None = None, env: dict[str, str] | None = None
+    ) -> Ran:
         return await self._do(self.cell.run, argv, stdin=stdin, wall=timeout, env=env)
 
     async def call(self, code: str, *, stdin: bytes = b"", timeout: float | None = None) -> Ran:
@@ -92,7 +101,9 @@ class Box:
 
 
 async def on_a_thread(verb: Callable[..., Any], *what: Any, **how: Any) -> Any:
-    """Of its own: those of the loop's executor are few, and one that waits for a command would keep the others waiting."""
+    """Of its own: those of the loop's executor are few, and one that waits for a command would
+    keep the others waiting.
+    """
     done: Future[Any] = Future()
 
     def work() -> None:
@@ -103,5 +114,6 @@ async def on_a_thread(verb: Callable[..., Any], *what: Any, **how: Any) -> Any:
 
     threading.Thread(target=work, name="sandbox", daemon=True).start()
     waits = asyncio.wrap_future(done)
-    waits.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody may be there any more to hear it
+    # nobody may be there any more to hear it
+    waits.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return await asyncio.shield(waits)

@@ -1,4 +1,6 @@
-"""The controller's end of one box: starts it, has commands carried out in it, ends it. Blocking, each wait with a deadline."""
+"""The controller's end of one box: starts it, has commands carried out in it, ends
+it. Blocking, each wait with a deadline.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ ENV = {"HOME": HOME, "TMPDIR": "/tmp", "PATH": f"{PREFIX}/bin:/usr/local/bin:/us
 
 
 class Cell:
-    """One box behind a wall ("native" or "bubblewrap"). `folder` is of the host and becomes its home; else its home is in memory.
+    """One box behind a wall ("native" or "bubblewrap"). `folder` is of the host and
+    becomes its home; else its home is in memory.
 
     shown    further folders of the host that it may read
     imports  folders that its Python looks for modules in, after its own
@@ -64,10 +67,21 @@ class Cell:
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         prefix = () if PREFIX.startswith(SYSTEM) else (PREFIX,)
         spec = {
-            "wall": wall, "control": theirs.fileno(), "home": HOME, "python": PYTHON, "shown": [*prefix, *map(os.path.realpath, shown)],
-            "uid": owner_of(self.folder) if self.folder else somebody(), "folder": str(self.folder or ""), "group": group, "root": rooted(), "modules": modules,
-            **{name: getattr(limits, name) for name in ("cpu", "memory", "processes", "disk", "file", "files", "open_files", "network")},
-        }  # fmt: skip
+            "wall": wall,
+            "control": theirs.fileno(),
+            "home": HOME,
+            "python": PYTHON,
+            "shown": [*prefix, *map(os.path.realpath, shown)],
+            "uid": owner_of(self.folder) if self.folder else somebody(),
+            "folder": str(self.folder or ""),
+            "group": group,
+            "root": rooted(),
+            "modules": modules,
+            **{
+                name: getattr(limits, name)
+                for name in ("cpu", "memory", "processes", "disk", "file", "files", "open_files", "network")
+            },
+        }
         said = os.memfd_create("said")
         env = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
         with theirs:
@@ -83,7 +97,11 @@ class Cell:
         except SandboxError as error:
             hello = {"silent": str(error)}
         if "ready" not in hello:
-            words = hello.get("failed") or os.pread(said, 4000, 0).decode(errors="replace").strip().rpartition("\n")[2] or hello["silent"]
+            words = (
+                hello.get("failed")
+                or os.pread(said, 4000, 0).decode(errors="replace").strip().rpartition("\n")[2]
+                or hello["silent"]
+            )
             self.kill()
             os.close(said)
             raise SandboxError(f"a box behind the wall '{wall}' did not start: {words}")
@@ -95,31 +113,48 @@ class Cell:
     def alive(self) -> bool:
         return self._end.alive and self.process.poll() is None
 
-    def run(self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None) -> Ran:
+    def run(
+        self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None
+    ) -> Ran:
         return self._do({"do": "run", "argv": argv, "env": self.env | (env or {})}, stdin=stdin, wall=wall)
 
     def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> Ran:
-        """Python text in a copy of the box's waiting interpreter: `run([python, "-c", code])` without the start of one."""
+        """Python text in a copy of the box's waiting interpreter: `run([python, "-c", code])`
+        without the start of one.
+        """
         with _held(code) as text:
             return self._do({"do": "call", "env": self.env}, stdin=stdin, wall=wall, more=(text,))
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         done = self._do({"do": "write", "path": path, "mode": mode}, stdin=data)
         if not done.ok:
-            raise BoxFileError(f"cannot write {path!r} in the box: {done.stderr.decode(errors='replace').strip() or done.ended}")
+            raise BoxFileError(
+                f"cannot write {path!r} in the box: {done.stderr.decode(errors='replace').strip() or done.ended}"
+            )
 
     def read(self, path: str, *, most: int | None = None) -> bytes:
         done = self._do({"do": "read", "path": path}, most=most or self.limits.disk)
         if not done.ok:
-            raise BoxFileError(f"cannot read {path!r} in the box: {done.stderr.decode(errors='replace').strip() or done.ended}")
+            raise BoxFileError(
+                f"cannot read {path!r} in the box: {done.stderr.decode(errors='replace').strip() or done.ended}"
+            )
         return done.stdout
 
     def begin(self, code: str, stdin: int, stdout: int, stderr: int, *, prelude: str = "") -> None:
-        """As `call`, on files of the caller's; `finish` waits for it. `prelude`: what the code begins with, and is the same in many calls."""
+        """As `call`, on files of the caller's; `finish` waits for it. `prelude`: what the code
+        begins with, and is the same in many calls.
+        """
         self._turn.acquire()
         try:
             with _held(code) as text:
-                self._send({"do": "call", "env": self.env}, stdin, stdout, stderr, text, *([_compiled(prelude)] if prelude else []))
+                self._send(
+                    {"do": "call", "env": self.env},
+                    stdin,
+                    stdout,
+                    stderr,
+                    text,
+                    *([_compiled(prelude)] if prelude else []),
+                )
         except BaseException:
             self._turn.release()
             raise
@@ -147,7 +182,13 @@ class Cell:
     # -- one command -----------------------------------------------------------------------------
 
     def _do(
-        self, order: dict[str, Any], *, stdin: bytes = b"", wall: float | None = None, most: int = 0, more: tuple[int, ...] = ()
+        self,
+        order: dict[str, Any],
+        *,
+        stdin: bytes = b"",
+        wall: float | None = None,
+        most: int = 0,
+        more: tuple[int, ...] = (),
     ) -> Ran:
         with self._turn:
             began = time.monotonic()
@@ -161,14 +202,18 @@ class Cell:
             finally:
                 for fd in (into[0], out[1], err[1]):
                     os.close(fd)
-            talk = Talk(self._control, into[1], {out[0]: bytearray(), err[0]: bytearray()}, stdin, most or self.limits.output)
+            talk = Talk(
+                self._control, into[1], {out[0]: bytearray(), err[0]: bytearray()}, stdin, most or self.limits.output
+            )
             answer, limit = talk.until_done(began + (wall or self.limits.wall), self._too_much if self.folder else None)
             return self._told(answer, limit, talk.text(out[0]), talk.text(err[0]), began)
 
     def _told(self, answer: dict[str, Any] | None, limit: str, stdout: bytes, stderr: bytes, began: float) -> Ran:
         if answer is None:
             self.kill()
-            raise BoxError("the box broke down" if not limit else f"the box did not end a command over its {limit} limit")
+            raise BoxError(
+                "the box broke down" if not limit else f"the box did not end a command over its {limit} limit"
+            )
         if answer.get("broken"):
             self.kill()
             raise SandboxError(f"a box behind the wall '{self.wall}' could not begin a command: {answer['broken']}")
@@ -176,7 +221,9 @@ class Cell:
         number = answer["signal"]
         if not limit and answer["oom"]:
             limit = "memory"
-        elif not limit and (number == signal.SIGXCPU or (number == signal.SIGKILL and answer["cpu"] >= self.limits.cpu)):
+        elif not limit and (
+            number == signal.SIGXCPU or (number == signal.SIGKILL and answer["cpu"] >= self.limits.cpu)
+        ):
             limit = "cpu"
         elif not limit and number == signal.SIGXFSZ:
             limit = "file"
@@ -228,7 +275,9 @@ def _compiled(prelude: str) -> int:
     """The text compiled, as an open file in memory that nobody can change. A box has this interpreter."""
     held = os.memfd_create("prelude", os.MFD_ALLOW_SEALING)
     os.write(held, marshal.dumps(compile(prelude, "<code>", "exec")))
-    fcntl.fcntl(held, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    fcntl.fcntl(
+        held, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    )
     return held
 
 

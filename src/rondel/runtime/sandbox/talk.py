@@ -28,7 +28,9 @@ class Talk:
         self.open = set(out)
         self.told = False  # to end
 
-    def until_done(self, deadline: float, too_much: Callable[[], bool] | None = None) -> tuple[dict[str, Any] | None, str]:
+    def until_done(
+        self, deadline: float, too_much: Callable[[], bool] | None = None
+    ) -> tuple[dict[str, Any] | None, str]:
         """-> what the box says of it, and which limit we ended it for. No answer: the box is gone, or does not hear."""
         answer: dict[str, Any] | None = None
         limit, look, pace = "", time.monotonic(), 0.02

@@ -13,7 +13,9 @@ HIGHEST = 1 << 31
 
 
 def rooted() -> bool:
-    """Whether this is a root that has numbers to give away; one in a user namespace of a single number makes boxes as a plain user does."""
+    """Whether this is a root that has numbers to give away; one in a user namespace of a
+    single number makes boxes as a plain user does.
+    """
     return os.geteuid() == 0 and len(numbers()) > 1
 
 
@@ -38,7 +40,9 @@ def owner_of(folder: Path) -> int:
 
 
 def numbers() -> range:
-    """Those that this process may give to a box, for its user and its group alike: the upper half of the highest range it has."""
+    """Those that this process may give to a box, for its user and its group alike: the
+    upper half of the highest range it has.
+    """
     shared = [
         range(max(user.start, group.start, SYSTEM), min(user.stop, group.stop, HIGHEST))
         for user in mapped("uid")
@@ -49,6 +53,8 @@ def numbers() -> range:
 
 
 def mapped(kind: str) -> list[range]:
-    """The numbers of users ("uid") or groups ("gid") in this process's user namespace, one range for each row of its map."""
+    """The numbers of users ("uid") or groups ("gid") in this process's user namespace,
+    one range for each row of its map.
+    """
     with open(f"/proc/self/{kind}_map") as rows:
         return [range(first, first + count) for first, _, count in (map(int, row.split()) for row in rows)]

@@ -31,7 +31,9 @@ KINDS = {
 
 
 def seconds_of(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """{"controller": {"wait": 61.0, ...}, "engine-0": {"generate": 80.0, "held": 3.0, "idle": 17.0}, ...} of journal events."""
+    """{"controller": {"wait": 61.0, ...}, "engine-0": {"generate": 80.0, "held": 3.0,
+    "idle": 17.0}, ...} of journal events.
+    """
     found: dict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
         if event["kind"] == "StepDone":

@@ -3,7 +3,8 @@
     side by side (split, S >= 1)   step = max(R, T)     at S = 0, or on one device   step = R + T
 
 The trainer waits: step = R, so n engines more make it max(R·e/(e + n), T). The engines wait: step = T, and with
-one rank more max(R, T·r/(r + 1)). One of two S = 0 devices always waits; with S = 1 the step is max(R, T) instead of R + T.
+one rank more max(R, T·r/(r + 1)). One of two S = 0 devices always waits; with S = 1
+the step is max(R, T) instead of R + T.
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ class Place:
     @classmethod
     def of(cls, job: Mapping[str, Any]) -> Place:
         place, loop = job.get("place", {}), job.get("loop", {})
-        return cls(place.get("kind") == "split", place.get("engines", 1), place.get("ranks", 1), loop.get("max_staleness", 0))
+        return cls(
+            place.get("kind") == "split", place.get("engines", 1), place.get("ranks", 1), loop.get("max_staleness", 0)
+        )
 
 
 def advise(phases: Mapping[str, float], idle: float, place: Place) -> Advice | None:
-    """`phases`: seconds of the learner by name; `idle`: share of their time in which engines had nothing to do. None where all is well."""
+    """`phases`: seconds of the learner by name; `idle`: share of their time in which engines
+    had nothing to do. None where all is well.
+    """
     step, wait = sum(phases.values()), phases.get("wait", 0.0)
     if step <= 0 or not place.split:
         return None
@@ -50,7 +55,8 @@ def advise(phases: Mapping[str, float], idle: float, place: Place) -> Advice | N
         gain = step / max(wait, training) if training > 0 else 1.0
         return _worth(
             gain,
-            f"the trainer waits {share:.0%} of the step and the engines the rest of it: loop.max_staleness = 1 (with algo.correction.kind = "
+            f"the trainer waits {share:.0%} of the step and the engines the rest of it: loop.max_staleness = 1 (with "
+            f"algo.correction.kind = "
             "'importance') lets both work at once",
         )
     if share >= MUCH:
@@ -61,12 +67,14 @@ def advise(phases: Mapping[str, float], idle: float, place: Place) -> Advice | N
                 break
         return _worth(
             gain,
-            f"the trainer waits {share:.0%} of the step: place.engines = {engines}, or a larger engine.max_running if its batch is full",
+            f"the trainer waits {share:.0%} of the step: place.engines = {engines}, or a larger engine.max_running if "
+            f"its batch is full",
         )
     if idle >= MUCH:
         return _worth(
             1 / max(1 - idle, place.ranks / (place.ranks + 1)),
-            f"the engines have nothing to do {idle:.0%} of the time, the trainer sets the pace: place.ranks = {place.ranks + 1}; or fewer place.engines, "
+            f"the engines have nothing to do {idle:.0%} of the time, the trainer sets the pace: place.ranks = "
+            f"{place.ranks + 1}; or fewer place.engines, "
             "and where it is the admission that waits a larger loop.max_staleness",
         )
     return None
@@ -77,7 +85,9 @@ def _worth(gain: float, message: str) -> Advice | None:
 
 
 class Advisor:
-    """A reader of events that says it while the run goes on, at most once in EVERY steps: `subscribe(Advisor(Place.of(job.tree())).read)`."""
+    """A reader of events that says it while the run goes on, at most once in EVERY steps:
+    `subscribe(Advisor(Place.of(job.tree())).read)`.
+    """
 
     EVERY = 20
 

@@ -1,4 +1,6 @@
-"""The run card: what a run did, answered from its journal and never from memory. `write_card(folder)` -> card.md and card.json."""
+"""The run card: what a run did, answered from its journal and never from memory.
+`write_card(folder)` -> card.md and card.json.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ UNKNOWN = "not recorded"
 
 
 def wilson(successes: float, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """Interval of a share: (p + z²/2n ± z·sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n).  Wilson 1927, doi:10.1080/01621459.1927.10502953.
+    """Interval of a share: (p + z²/2n ± z·sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n).  Wilson
+    1927, doi:10.1080/01621459.1927.10502953.
 
-    Unlike p ± z·sqrt(p(1-p)/n) it is honest at 0 and 1: `wilson(0, 10)` is (0, 0.28). Knowing nothing, n = 0, is (0, 1).
+    Unlike p ± z·sqrt(p(1-p)/n) it is honest at 0 and 1: `wilson(0, 10)` is (0, 0.28).
+    Knowing nothing, n = 0, is (0, 1).
     """
     if not 0 <= successes <= max(n, 0):
         raise ValueError(f"{successes} successes of {n}: it must lie in [0, n]")
@@ -34,9 +38,15 @@ def wilson(successes: float, n: int, z: float = 1.959964) -> tuple[float, float]
 
 
 def normal(values: list[float], z: float = 1.959964) -> tuple[float, float]:
-    """mean ± z·s/√n, s unbiased: the interval of a mean of numbers of any size.  One value says nothing of its spread: (value, value)."""
+    """mean ± z·s/√n, s unbiased: the interval of a mean of numbers of any size.  One value
+    says nothing of its spread: (value, value).
+    """
     mean = sum(values) / len(values)
-    half = z * math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values)) if len(values) > 1 else 0.0
+    half = (
+        z * math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values))
+        if len(values) > 1
+        else 0.0
+    )
     return mean - half, mean + half
 
 
@@ -77,7 +87,9 @@ def save_card(folder: str | Path, card: dict[str, Any]) -> None:
 
 
 def summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
-    """Everything the card says, as data. `raw` is the whole history: interrupted work is not counted, but its time is."""
+    """Everything the card says, as data. `raw` is the whole history: interrupted work is not
+    counted, but its time is.
+    """
     events = settled(raw)
     done = [e for e in events if e["kind"] == "StepDone"]
     evals = [e for e in events if e["kind"] == "Evaluated"]
@@ -104,7 +116,10 @@ def summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
         "loss": facts.get("loss", UNKNOWN),
         "seeds": {"loop": facts.get("seed", UNKNOWN)},
         "data": facts.get("tasks", {}),
-        "cost": {"device_hours": round(_seconds(raw) * facts.get("devices", 1) / 3600, 4), "devices": facts.get("devices", 1)},
+        "cost": {
+            "device_hours": round(_seconds(raw) * facts.get("devices", 1) / 3600, 4),
+            "devices": facts.get("devices", 1),
+        },
         "workers": {worker: shares(seconds) for worker, seconds in seconds_of(events).items()},
         "memory": memory(events, facts),
         "samples_before": evals[0]["samples"] if evals else [],
@@ -115,7 +130,9 @@ def summary(raw: Events, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory(events: Events, facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """{"trainer-0": {"moments": {"planned": 7.2e8, "counted": 7.2e8}, "rss": ...}, ...}: the most that each worker has told."""
+    """{"trainer-0": {"moments": {"planned": 7.2e8, "counted": 7.2e8}, "rss": ...},
+    ...}: the most that each worker has told.
+    """
     planned, most = facts.get("memory_planned", {}), dict[str, dict[str, Any]]()
     for event in events:
         if event["kind"] == "WorkerTime":
@@ -155,16 +172,23 @@ def _rewards(events: Events) -> list[float | None]:
 
 
 def policies(done: Events, facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """{"critic": {"agents": ["critic"], "model": ..., "reward_first": 0.1, "reward_last": 0.9, ...}, ...} of a run that has several."""
+    """{"critic": {"agents": ["critic"], "model": ..., "reward_first": 0.1, "reward_last":
+    0.9, ...}, ...} of a run that has several.
+    """
     told: dict[str, dict[str, Any]] = {}
     for name, known in facts.get("policies", {}).items():
         rewards = [e["metrics"][m] for e in done if (m := f"{name}/reward_mean") in e["metrics"]]
-        told[name] = known | {"reward_first": rewards[0] if rewards else None, "reward_last": rewards[-1] if rewards else None}
+        told[name] = known | {
+            "reward_first": rewards[0] if rewards else None,
+            "reward_last": rewards[-1] if rewards else None,
+        }
     return told
 
 
 def questions(events: Events, job: dict[str, Any], facts: dict[str, Any]) -> dict[str, str]:
-    """The nine questions a reviewer should ask, from measurement where there is one and from the recipe where it decides."""
+    """The nine questions a reviewer should ask, from measurement where there is one
+    and from the recipe where it decides.
+    """
 
     def key(dotted: str) -> Any:
         node: Any = job
@@ -176,13 +200,17 @@ def questions(events: Events, job: dict[str, Any], facts: dict[str, Any]) -> dic
     gaps = [gap for e in done for name, gap in e["metrics"].items() if name.endswith("/gap_max")]  # of every policy
     probes = [e["probe_gap"] for e in events if e["kind"] == "Synced"]
     warm = 0 if key("loop.warmup.steps") == UNKNOWN else key("loop.warmup.steps")  # its groups nobody drew
-    lags = [e["version"] - born for e in events if e["kind"] == "GroupsTaken" and e["step"] > warm for born in e["born"]]
+    lags = [
+        e["version"] - born for e in events if e["kind"] == "GroupsTaken" and e["step"] > warm for born in e["born"]
+    ]
     gap = f"largest |log p(trainer) - log p(engine)| of a trained token {max(gaps):.1e}" if gaps else "gap not measured"
     fresh = [k3 for e in done for name, k3 in e["metrics"].items() if name.endswith("/mismatch_k3_lag_0")]
     bound = f", a warning above {facts['mismatch_bound']:g}" if "mismatch_bound" in facts else ""
     gap += f"; largest K3 of fresh tokens in a step {max(fresh):.1e} nats{bound}" if fresh else ""
     probe = (
-        f"largest mean difference a token on the probe prompt after {len(probes)} syncs {max(probes):.1e}" if probes else "no sync recorded"
+        f"largest mean difference a token on the probe prompt after {len(probes)} syncs {max(probes):.1e}"
+        if probes
+        else "no sync recorded"
     )
     turns = "one turn" if key("task.env") == "single_turn" else f"at most {key('task.turns')} turns"
     replay = facts.get("resolved", {}).get("routing_replay", "none: no routed experts recorded")
@@ -193,7 +221,11 @@ def questions(events: Events, job: dict[str, Any], facts: dict[str, Any]) -> dic
         "precision and what enforces consistency": f"{_listed(facts.get('dtypes'))}; one model definition on both sides; {gap}; {probe}",
         "on-policy or measured lag": f"{_lag(lags)}; cap {key('loop.max_staleness')}",
         "whose logprobs": "the engine's, stored for each token when it was drawn (after temperature and truncation of the support); "
-        + ("the trainer recomputes its own, and the gap above is between the two" if gaps else "a recomputation was not recorded"),
+        + (
+            "the trainer recomputes its own, and the gap above is between the two"
+            if gaps
+            else "a recomputation was not recorded"
+        ),
         "routing replay": str(replay),
         "group size": f"{key('algo.group_size')} answers a task, {key('loop.groups_per_step')} tasks a step, "
         f"updates a step: {key('loop.updates_per_step')}, passes over them: {key('loop.epochs')}",
@@ -244,7 +276,11 @@ def markdown(card: dict[str, Any]) -> str:
             ("", "score" if share else "mean reward", f"95 % interval{' (Wilson)' * share}", "tasks", "after step"),
             [
                 _eval_row("before", before, share),
-                *([_eval_row("after the supervised phase", card["eval_supervised"], share)] if card["eval_supervised"] else []),
+                *(
+                    [_eval_row("after the supervised phase", card["eval_supervised"], share)]
+                    if card["eval_supervised"]
+                    else []
+                ),
                 _eval_row("after", after, share),
             ],
         ),
@@ -254,7 +290,10 @@ def markdown(card: dict[str, Any]) -> str:
         *(
             [
                 "## Policies",
-                table(("policy", "agents", "model", "trained", "mean reward, first and last step"), _policy_rows(card["policies"])),
+                table(
+                    ("policy", "agents", "model", "trained", "mean reward, first and last step"),
+                    _policy_rows(card["policies"]),
+                ),
             ]
             if card["policies"]
             else []
@@ -265,7 +304,9 @@ def markdown(card: dict[str, Any]) -> str:
         table(("what", "which"), _again(card)),
         f"```text\n{card['loss']}\n```",
         "## Time of each worker",
-        table(("worker", "its time, 100 %"), [(worker, _account(account)) for worker, account in card["workers"].items()])
+        table(
+            ("worker", "its time, 100 %"), [(worker, _account(account)) for worker, account in card["workers"].items()]
+        )
         if card["workers"]
         else "No worker has reported.",
         "## Memory",
@@ -273,7 +314,9 @@ def markdown(card: dict[str, Any]) -> str:
         if card["memory"]
         else "No worker has reported.",
         "## Ledger of groups",
-        table(("what became of them", "groups"), list(card["ledger"].items())) if card["ledger"] else "No step was finished.",
+        table(("what became of them", "groups"), list(card["ledger"].items()))
+        if card["ledger"]
+        else "No step was finished.",
     ]
     for title, samples in (("Answers before", card["samples_before"]), ("Answers after", card["samples_after"])):
         if samples:
@@ -290,7 +333,9 @@ def _policy_rows(policies: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
             ", ".join(each["agents"]) or "everyone else",
             f"{each['model']}, {each['parameters'] / 1e6:.4g} M numbers",
             "frozen" if each["frozen"] else f"lr {each['lr']:g}",
-            "not recorded" if each["reward_first"] is None else f"{each['reward_first']:.3f} to {each['reward_last']:.3f}",
+            "not recorded"
+            if each["reward_first"] is None
+            else f"{each['reward_first']:.3f} to {each['reward_last']:.3f}",
         )
         for name, each in policies.items()
     ]
@@ -332,7 +377,13 @@ def _times(n: int) -> str:
 def _eval_row(title: str, e: dict[str, Any] | None, share: bool) -> tuple[str, ...]:
     if e is None:
         return (title, "not evaluated", "", "", "")
-    return (title, score_text(e["score"], share), interval_text(e["low"], e["high"], share), str(e["n"]), str(e["step"]))
+    return (
+        title,
+        score_text(e["score"], share),
+        interval_text(e["low"], e["high"], share),
+        str(e["n"]),
+        str(e["step"]),
+    )
 
 
 def _verdict(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:

@@ -11,14 +11,27 @@ PARTS = {  # section -> where in a card it is
     "recipe": ("recipe",),
     "software and machine": ("facts",),
     "data": ("data",),
-    "results": ("eval_before", "eval_after", "seconds", "steps", "trained_groups", "resumes", "ended", "ledger", "cost", "warnings"),
+    "results": (
+        "eval_before",
+        "eval_after",
+        "seconds",
+        "steps",
+        "trained_groups",
+        "resumes",
+        "ended",
+        "ledger",
+        "cost",
+        "warnings",
+    ),
     "answers": ("questions",),
 }
 ELSEWHERE = ("recipe.run.", "facts.tasks", "facts.loss", "eval_before.request", "eval_after.request")
 
 
 def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, dict[str, tuple[Any, Any]]]:
-    """{"recipe": {"loop.seed": (0, 1)}, "results": {...}}: of two cards, section by section; a section without a difference is left out."""
+    """{"recipe": {"loop.seed": (0, 1)}, "results": {...}}: of two cards, section by section;
+    a section without a difference is left out.
+    """
     found = {}
     for section, keys in PARTS.items():
         old, new = ({key: card.get(key) for key in keys} for card in (a, b))
@@ -33,7 +46,10 @@ def comparison(a: str, b: str, differ: dict[str, dict[str, tuple[Any, Any]]]) ->
     """The same as a page."""
     parts = [f"# {a} beside {b}"]
     for section, rows in differ.items():
-        parts += [f"## {section.capitalize()}", table(("", a, b), [(name, _shown(x), _shown(y)) for name, (x, y) in rows.items()])]
+        parts += [
+            f"## {section.capitalize()}",
+            table(("", a, b), [(name, _shown(x), _shown(y)) for name, (x, y) in rows.items()]),
+        ]
     return "\n\n".join(parts if differ else [*parts, "No difference."]) + "\n"
 
 

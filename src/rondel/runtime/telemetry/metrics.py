@@ -25,7 +25,10 @@ from rondel.core.events import (
 from rondel.runtime.telemetry.reward_hacking import from_scored
 
 SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
-    "score/reward_mean": ("reward", "mean over the scored trajectories that finished since the last step, dropped groups included"),
+    "score/reward_mean": (
+        "reward",
+        "mean over the scored trajectories that finished since the last step, dropped groups included",
+    ),
     "score/reward_std": ("reward", "standard deviation of the same"),
     "score/reward_min": ("reward", "smallest of the same"),
     "score/reward_max": ("reward", "largest of the same"),
@@ -36,11 +39,17 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "generate/length_mean": ("tokens", "tokens the policy wrote in one trajectory"),
     "generate/length_p95": ("tokens", "95 % of the trajectories are at most this long"),
     "generate/length_max": ("tokens", "the longest trajectory"),
-    "generate/repetition": ("share", "8-grams that one answer of each trained group had written before, in its last 2,000 tokens"),
+    "generate/repetition": (
+        "share",
+        "8-grams that one answer of each trained group had written before, in its last 2,000 tokens",
+    ),
     "generate/tokens": ("tokens", "written since the last step, all trajectories together"),
     "generate/truncated_fraction": ("share", "trajectories cut at max_tokens"),
     "generate/guess_acceptance": ("share", "guessed tokens that stayed (engine.speculative)"),
-    "generate/tokens_per_round": ("tokens", "a request's tokens of a step in which it guessed; plain decoding writes 1"),
+    "generate/tokens_per_round": (
+        "tokens",
+        "a request's tokens of a step in which it guessed; plain decoding writes 1",
+    ),
     "train/draft_loss": ("nats", "cross-entropy of the draft on the tokens that the policy wrote"),
     "train/loss": ("nats", "value of the surrogate; not a headline: it may be 0 while the policy learns"),
     "train/entropy": ("nats", "mean entropy of the policy at the tokens it wrote"),
@@ -49,13 +58,20 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "train/gap_mean": ("nats", "mean |log p(trainer) - log p(engine)| over the written tokens"),
     "train/gap_max": (
         "nats",
-        "largest of the same; a single token: what warns is train/mismatch_k3_lag_0, above the bound of the run's precision",
+        "largest of the same; a single token: what warns is train/mismatch_k3_lag_0, above the bound of the run's "
+        "precision",
     ),
     "train/gap_p99": ("nats", "99 % of the written tokens are at most so far apart"),
-    "train/mismatch_k3": ("nats", "KL(engine || trainer) a token, estimated by w - 1 - log w with w = p(trainer) / p(engine)"),
+    "train/mismatch_k3": (
+        "nats",
+        "KL(engine || trainer) a token, estimated by w - 1 - log w with w = p(trainer) / p(engine)",
+    ),
     "train/mismatch_probability_mean": ("share", "mean |p(trainer) - p(engine)|"),
     "train/mismatch_probability_max": ("share", "largest of the same"),
-    "train/mismatch_perplexity_ratio": ("ratio", "the trainer's perplexity of an answer by the engine's, mean over the answers"),
+    "train/mismatch_perplexity_ratio": (
+        "ratio",
+        "the trainer's perplexity of an answer by the engine's, mean over the answers",
+    ),
     "train/mismatch_chi2_token": ("number", "mean w² - 1"),
     "train/mismatch_chi2_sample": ("number", "the same with the weight of whole answers"),
     "train/mismatch_ess_token": ("share", "effective sample size (Σ w)² / (n·Σ w²)"),
@@ -67,7 +83,10 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "train/ratio_max_deviation": ("ratio", "largest |policy / proximal - 1|; 0 at the first update of a batch"),
     "train/correction": ("ratio", "mean weight of the proximal/behavior correction"),
     "train/correction_dropped": ("share", "tokens that the correction masked, rejected or vetoed: their weight is 0"),
-    "train/truncated_masked": ("answers", "answers that gave no gradient because the token limit cut them off: algo.mask_truncated"),
+    "train/truncated_masked": (
+        "answers",
+        "answers that gave no gradient because the token limit cut them off: algo.mask_truncated",
+    ),
     "train/grad_norm": ("norm", "global norm of the gradient before clipping"),
     "train/lr": ("rate", "learning rate of this step"),
     "train/tokens": ("tokens", "trainable tokens of the batch"),
@@ -81,7 +100,10 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
     "loop/lag_max": ("versions", "largest of the same; never above loop.max_staleness"),
     "loop/replayed_groups": ("groups", "of earlier steps, trained once more in this one (loop.replays)"),
     "loop/lag_limit": ("versions", "loop.max_staleness in this phase"),
-    "loop/late_fraction": ("share", "groups given up because they would have been older than the limit (loop.oversample)"),
+    "loop/late_fraction": (
+        "share",
+        "groups given up because they would have been older than the limit (loop.oversample)",
+    ),
     "generate/tail_length_ratio": (
         "ratio",
         "mean length in the half of the groups that finished last, by that in the half that finished first",
@@ -91,7 +113,10 @@ SCHEMA: dict[str, tuple[str, str]] = {  # name -> (unit, meaning)
         "mean reward in the half of the groups that finished last, minus that in the half that finished first",
     ),
     "loop/tokens_per_second": ("tokens/s", "written tokens over the whole step, training included"),
-    "eval/score": ("reward", "mean reward on the held-out tasks at this version; where rewards are 0 or 1, the share that is solved"),
+    "eval/score": (
+        "reward",
+        "mean reward on the held-out tasks at this version; where rewards are 0 or 1, the share that is solved",
+    ),
     "eval/low": ("reward", "lower end of its 95 % interval"),
     "eval/high": ("reward", "upper end of its 95 % interval"),
 }
@@ -102,30 +127,35 @@ FAMILIES: dict[str, tuple[str, str]] = {  # names that begin so
     "score/part_": ("reward", "mean of a named part, with its weight, over the trained answers"),
     "score/judge_": (
         "number",
-        "of a judge since the last step: calls, cache_hits, retries, unreadable, failures, seconds (all calls together)",
+        "of a judge since the last step: calls, cache_hits, retries, unreadable, failures, seconds (all calls "
+        "together)",
     ),
     "score/remote_": ("number", "of a remote reward since the last step: calls, retries, failures, seconds"),
     "score/model_": ("number", "of a reward model since the last step: texts, batches, tokens, seconds"),
     "time/": (
         "s",
-        "a phase on the learner's path; time/step is their sum. With a worker's name, time/engine/idle, what that one did since it last told",
+        "a phase on the learner's path; time/step is their sum. With a worker's name, time/engine/idle, what that one "
+        "did since it last told",
     ),
     "mem/": (
         "bytes",
-        "peak on a shared device in a phase; with a name behind it, what was held of that at the phase's end; of a worker: rss, peak, and what it holds",
+        "peak on a shared device in a phase; with a name behind it, what was held of that at the phase's end; of a "
+        "worker: rss, peak, and what it holds",
     ),
     "ledger/": ("groups", "what became of the groups issued so far"),
     "train/mismatch_k3_tenth_": ("nats", "the K3 of the first, second, ... tenth of the answers"),
     "train/mismatch_k3_lag_": (
         "nats",
-        "the K3 of tokens that were so many versions old; at lag 0 the run warns above the bound of its precision, which its card names: "
+        "the K3 of tokens that were so many versions old; at lag 0 the run warns above the bound of its precision, "
+        "which its card names: "
         "1e-06 in float32, 0.0002 in float16, 0.01 in bfloat16 and for servers of others, 0.1 for mixtures of experts",
     ),
     "loop/lag_is_": ("share", "groups of this step that were so many versions old: the histogram of lag"),
 }
 
 
-OF_POLICY: dict[str, tuple[str, str]] = {  # of a run with several policies, behind the name of each; "policy" is model.path's
+# of a run with several policies, behind the name of each; "policy" is model.path's
+OF_POLICY: dict[str, tuple[str, str]] = {
     "reward_mean": ("reward", "mean reward of its agents in the groups that were trained"),
     "length_mean": ("tokens", "tokens that it wrote in one of their trajectories"),
 }
@@ -193,8 +223,8 @@ def from_tail(finished: Iterable[GroupFinished]) -> dict[str, float]:
 class LateBias:
     """Says it once, if taking the first to finish leaves out what would have earned more, or less (SPEC Y6).
 
-    Of each step with late groups the gap between the rewards of those that finished last and first; warns where the mean of at least
-    STEPS of them is SIGMAS standard errors from 0.
+    Of each step with late groups the gap between the rewards of those that finished last
+    and first; warns where the mean of at least STEPS of them is SIGMAS standard errors from 0.
     """
 
     STEPS, SIGMAS = 8, 3.0
@@ -215,8 +245,10 @@ class LateBias:
             less = "less" if mean < 0 else "more"
             emit(
                 Warned(
-                    f"groups that finish last earn {abs(mean):.2g} {less} than those that finish first, and loop.oversample gives up who is later still: "
-                    "the training reward is not that of the tasks, and what takes long is trained less. Trust held-out evaluations; "
+                    f"groups that finish last earn {abs(mean):.2g} {less} than those that finish first, and "
+                    f"loop.oversample gives up who is later still: "
+                    "the training reward is not that of the tasks, and what takes long is trained less. Trust held-out "
+                    "evaluations; "
                     "loop.max_staleness with oversample = 0 loses nobody"
                 )
             )
@@ -225,7 +257,11 @@ class LateBias:
 def from_guesses(told: list[Speculated]) -> dict[str, float]:
     """Speculative decoding in one step of the loop; nothing where nothing was guessed."""
     rounds, proposed, accepted = (sum(getattr(e, name) for e in told) for name in ("rounds", "proposed", "accepted"))
-    return {"generate/guess_acceptance": accepted / proposed, "generate/tokens_per_round": 1 + accepted / rounds} if proposed else {}
+    return (
+        {"generate/guess_acceptance": accepted / proposed, "generate/tokens_per_round": 1 + accepted / rounds}
+        if proposed
+        else {}
+    )
 
 
 def from_taken(taken: GroupsTaken) -> dict[str, float]:
@@ -234,7 +270,12 @@ def from_taken(taken: GroupsTaken) -> dict[str, float]:
     if not lags:
         return {}
     histogram = {f"loop/lag_is_{lag}": n / len(lags) for lag, n in sorted(Counter(lags).items())}
-    return {"loop/lag_mean": sum(lags) / len(lags), "loop/lag_max": max(lags), "loop/lag_limit": taken.limit, **histogram}
+    return {
+        "loop/lag_mean": sum(lags) / len(lags),
+        "loop/lag_max": max(lags),
+        "loop/lag_limit": taken.limit,
+        **histogram,
+    }
 
 
 class StepMetrics:
@@ -270,7 +311,9 @@ class StepMetrics:
                 self._row |= {"sync/probe_gap": event.probe_gap, "sync/paused": event.paused}
             case Resident():
                 self._row |= {f"mem/{phase}": peak for phase, peak in event.peak.items()}
-                self._row |= {f"mem/{phase}_{who}": n for phase, held in event.held.items() for who, n in held.items() if n}
+                self._row |= {
+                    f"mem/{phase}_{who}": n for phase, held in event.held.items() for who, n in held.items() if n
+                }
             case WorkerTime():
                 for kind, seconds in event.seconds.items():
                     name = f"time/{event.worker}/{kind}"
@@ -307,7 +350,9 @@ class StepMetrics:
         """Who has been given up since the last step, among these and the trained."""
         book = [self._book.get(name, 0) for name in ("filtered/late", "trained")]
         self._book = done.ledger
-        late, trained = (max(0, done.ledger.get(name, 0) - before) for name, before in zip(("filtered/late", "trained"), book))
+        late, trained = (
+            max(0, done.ledger.get(name, 0) - before) for name, before in zip(("filtered/late", "trained"), book)
+        )
         return {"loop/late_fraction": late / (late + trained)} if late else {}
 
     def _write(self, step: int, row: dict[str, float]) -> None:

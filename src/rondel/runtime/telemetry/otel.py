@@ -1,4 +1,5 @@
-"""A run as OpenTelemetry traces, sent by OTLP over HTTP while it goes on: `run.traces = "http://127.0.0.1:4318"`, or OTEL_EXPORTER_OTLP_ENDPOINT.
+"""A run as OpenTelemetry traces, sent by OTLP over HTTP while it goes on: `run.traces =
+"http://127.0.0.1:4318"`, or OTEL_EXPORTER_OTLP_ENDPOINT.
 
     run ┬ step 12      [ wait | prepare | hand_over | train | sync ]     at its StepDone
         ├ group 96     from admission to its verdict
@@ -6,8 +7,9 @@
         │  └ score     └ ...          └ execute_tool
         └ evaluation, checkpoint
 
-Names follow OpenTelemetry's conventions for generative AI where they have one (gen_ai.*); ours are rondel.*. Trajectories are told when they
-are trained; a group that was dropped has its verdict alone. What cannot be sent is lost, and said once.
+Names follow OpenTelemetry's conventions for generative AI where they have one (gen_ai.*);
+ours are rondel.*. Trajectories are told when they are trained; a group that was dropped has its
+verdict alone. What cannot be sent is lost, and said once.
 """
 
 from __future__ import annotations
@@ -44,16 +46,23 @@ Attributes = dict[str, Any]
 def traces_of(endpoint: str, folder: str, model: str) -> Traces | None:
     """None where nobody asked: neither the recipe nor OpenTelemetry's variables name an endpoint."""
     named = bool(endpoint)
-    if not (named or any(os.environ.get(name) for name in ENDPOINTS)) or (not named and os.environ.get("OTEL_SDK_DISABLED") == "true"):
+    if not (named or any(os.environ.get(name) for name in ENDPOINTS)) or (
+        not named and os.environ.get("OTEL_SDK_DISABLED") == "true"
+    ):
         return None
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         if named:
             raise ConfigError(f"run.traces needs OpenTelemetry: {INSTALL}, or leave it out") from error
-        emit(Warned(f"{' or '.join(ENDPOINTS)} is set, but no traces are sent: OpenTelemetry is not installed ({INSTALL})"))
+        emit(
+            Warned(
+                f"{' or '.join(ENDPOINTS)} is set, but no traces are sent: OpenTelemetry is not installed ({INSTALL})"
+            )
+        )
         return None
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # what it would say at every failure is said once, by the run
+    # what it would say at every failure is said once, by the run
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     return Traces(OTLPSpanExporter(endpoint=_address(endpoint) if named else None), folder, model)
 
 
@@ -61,7 +70,9 @@ def _address(endpoint: str) -> str:
     """The path of traces, unless the recipe names one."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(f'run.traces = "{endpoint}" is not an address of OTLP over HTTP, such as "http://127.0.0.1:4318"')
+        raise ConfigError(
+            f'run.traces = "{endpoint}" is not an address of OTLP over HTTP, such as "http://127.0.0.1:4318"'
+        )
     return endpoint if parts.path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
 
 
@@ -77,12 +88,16 @@ class Traces:
         self._said = False
         self.model = model
         self._groups: dict[int, tuple[Any, float]] = {}  # its span, and when its verdict came or 0
-        self._provider = TracerProvider(resource=Resource.create({"service.name": "rondel", "rondel.run.folder": folder}))
+        self._provider = TracerProvider(
+            resource=Resource.create({"service.name": "rondel", "rondel.run.folder": folder})
+        )
         counted: Any = _Counted(exporter, self._failed)  # an exporter in all but its class
         self._provider.add_span_processor(BatchSpanProcessor(counted))
         self._tracer = self._provider.get_tracer("rondel")
         self._run = self._tracer.start_span(
-            "run", start_time=round(clock.now() * NANO), attributes={"rondel.run.folder": folder, "gen_ai.request.model": model}
+            "run",
+            start_time=round(clock.now() * NANO),
+            attributes={"rondel.run.folder": folder, "gen_ai.request.model": model},
         )
 
     def read(self, event: Event) -> None:
@@ -90,7 +105,10 @@ class Traces:
         match event:
             case Admitted():
                 span = self._open(
-                    "group", self._run, now, {"rondel.group": event.number, "rondel.task": event.task, "rondel.born": event.version}
+                    "group",
+                    self._run,
+                    now,
+                    {"rondel.group": event.number, "rondel.task": event.task, "rondel.born": event.version},
                 )
                 self._groups[event.number] = (span, 0.0)
             case GroupFinished() if event.number in self._groups:
@@ -112,7 +130,12 @@ class Traces:
                 self._forget(now)
         if self.lost and not self._said:
             self._said = True
-            emit(Warned("traces cannot be sent, and are lost: is a collector listening at run.traces? The run goes on without them"))
+            emit(
+                Warned(
+                    "traces cannot be sent, and are lost: is a collector listening at run.traces? The run goes on "
+                    "without them"
+                )
+            )
 
     def close(self) -> None:
         self._forget(clock.now())
@@ -125,7 +148,11 @@ class Traces:
         laps = {name: seconds for name, seconds in e.seconds.items() if name != "step"}
         at = now - sum(laps.values())
         told: Attributes = {"rondel.step": e.step, "rondel.version": e.version}
-        told |= {f"rondel.{name}": e.metrics[name] for name in ("score/reward_mean", "train/loss", "train/grad_norm") if name in e.metrics}
+        told |= {
+            f"rondel.{name}": e.metrics[name]
+            for name in ("score/reward_mean", "train/loss", "train/grad_norm")
+            if name in e.metrics
+        }
         step = self._open(f"step {e.step}", self._run, at, told)
         for name, seconds in laps.items():
             self._whole(name, step, at, at + seconds, {"rondel.step": e.step})
@@ -134,7 +161,9 @@ class Traces:
 
     def _verdict(self, e: GroupFinished, now: float) -> None:
         span, _ = self._groups[e.number]
-        span.set_attributes({"rondel.kept": e.kept, "rondel.reason": e.reason, "rondel.rewards": e.rewards, "rondel.lengths": e.lengths})
+        span.set_attributes(
+            {"rondel.kept": e.kept, "rondel.reason": e.reason, "rondel.rewards": e.rewards, "rondel.lengths": e.lengths}
+        )
         span.end(round(now * NANO))
         if e.kept:
             self._groups[e.number] = (span, now)
@@ -176,7 +205,9 @@ class Traces:
     def _open(self, name: str, parent: Any, at: float, told: Attributes) -> Any:
         from opentelemetry.trace import set_span_in_context
 
-        return self._tracer.start_span(name, context=set_span_in_context(parent), start_time=round(at * NANO), attributes=told)
+        return self._tracer.start_span(
+            name, context=set_span_in_context(parent), start_time=round(at * NANO), attributes=told
+        )
 
     def _whole(self, name: str, parent: Any, began: float, ended: float, told: Attributes) -> Any:
         span = self._open(name, parent, began, told)

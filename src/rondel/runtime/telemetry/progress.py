@@ -1,8 +1,10 @@
 """What a person sees while a run works: one line a step, and one line that moves in between.
 
-    step  12/40   reward 0.41   signal 63 %   entropy 1.21   KL 0.004   lag 0   gap 2e-06   length 18   cut 2 %   7.4 s: wait 61 %
+    step  12/40   reward 0.41   signal 63 %   entropy 1.21   KL 0.004   lag 0   gap 2e-06
+          length 18   cut 2 %   7.4 s: wait 61 %
 
-On a terminal the last line is live; elsewhere (a file, a pipe, CI) every line is plain, and movement is told every ten seconds.
+On a terminal the last line is live; elsewhere (a file, a pipe, CI) every line is plain,
+and movement is told every ten seconds.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ LEGEND = (
     "lag: the weights' age at training, in versions, and its limit · gap: largest |log p(trainer) - log p(engine)|\n"
     "length: tokens in an answer · cut: answers that hit max_tokens · wait: for rollouts"
 )
-SUPERVISED_LEGEND = "supervised: the steps of loop.warmup, on the tasks' own answers · loss: mean -log p of their tokens"
+SUPERVISED_LEGEND = (
+    "supervised: the steps of loop.warmup, on the tasks' own answers · loss: mean -log p of their tokens"
+)
 COLUMNS = {  # title -> (metric, format)
     "reward": ("score/reward_mean", "{:.3f}"),
     "signal": ("filter/signal_fraction", "{:.0%}"),
@@ -104,7 +108,10 @@ class Progress:
                 self._share = self._share and within_unit(event.rewards)
             case GroupsTaken():
                 self._step, self._finished = event.step, 0
-                self._move(f"step {event.step}/{self.steps}: training on {sum(len(g.trajectories) for g in event.groups)} answers")
+                self._move(
+                    f"step {event.step}/{self.steps}: training on {sum(len(g.trajectories) for g in event.groups)} "
+                    f"answers"
+                )
             case Generating():
                 self._generating(event)
             case Evaluated():
@@ -127,7 +134,8 @@ class Progress:
         failed = f", {n} could not be scored and count as 0" if (n := event.request.get("failed")) else ""
         what = "" if share else "mean reward "
         self.say(
-            f"eval after step {event.step}: {what}{score}  (95 % interval {interval}, {event.n} tasks, {event.seconds:.0f} s{failed})",
+            f"eval after step {event.step}: {what}{score}  (95 % interval {interval}, {event.n} tasks, "
+            f"{event.seconds:.0f} s{failed})",
             style="cyan",
         )
 
@@ -139,7 +147,11 @@ class Progress:
             self.say(SUPERVISED_LEGEND, style="dim")
         self._supervised = supervised
         columns = SUPERVISED if supervised else COLUMNS
-        cells = [f"{title} {style.format(row[name])}{_limit(title, row)}" for title, (name, style) in columns.items() if name in row]
+        cells = [
+            f"{title} {style.format(row[name])}{_limit(title, row)}"
+            for title, (name, style) in columns.items()
+            if name in row
+        ]
         label = [f"step {step:>{len(str(self.steps))}}/{self.steps}", *["supervised"] * supervised]
         self.say("   ".join([*label, *cells, *_policies(row), _phases(row)]))
         doing = "supervised" if supervised else "generating"
@@ -175,7 +187,10 @@ class Progress:
         """The reader of the output is gone, `head` say: the run goes on."""
         self.live = False
         stderr = PatientStream(sys.stderr, lambda error: None)
-        print(f"warning: the output cannot be written ({error.strerror}); the run goes on, and its journal has all of it", file=stderr)
+        print(
+            f"warning: the output cannot be written ({error.strerror}); the run goes on, and its journal has all of it",
+            file=stderr,
+        )
 
 
 def _policies(row: dict[str, float]) -> list[str]:
@@ -186,7 +201,11 @@ def _policies(row: dict[str, float]) -> list[str]:
     cells = {"reward": ("reward_mean", "{:.3f}"), **cells}
     return [
         f"{name}: "
-        + ", ".join(f"{title} {style.format(row[f'{name}/{what}'])}" for title, (what, style) in cells.items() if f"{name}/{what}" in row)
+        + ", ".join(
+            f"{title} {style.format(row[f'{name}/{what}'])}"
+            for title, (what, style) in cells.items()
+            if f"{name}/{what}" in row
+        )
         for name in names
     ]
 
@@ -198,13 +217,19 @@ def _limit(title: str, row: dict[str, float]) -> str:
 
 def _phases(row: dict[str, Any]) -> str:
     """7.4 s: wait 61 %, train 30 %, other 9 %"""
-    phases = {name.removeprefix("time/"): seconds for name, seconds in row.items() if name.startswith("time/") and name.count("/") == 1}
+    phases = {
+        name.removeprefix("time/"): seconds
+        for name, seconds in row.items()
+        if name.startswith("time/") and name.count("/") == 1
+    }
     total = phases.pop("step", 0.0) or sum(phases.values())
     if not total:
         return ""
     large = {name: s for name, s in sorted(phases.items(), key=lambda p: -p[1]) if s >= 0.05 * total}
     rest = total - sum(large.values())
-    shares = [f"{name} {s / total:.0%}" for name, s in large.items()] + ([f"other {rest / total:.0%}"] if rest >= 0.005 * total else [])
+    shares = [f"{name} {s / total:.0%}" for name, s in large.items()] + (
+        [f"other {rest / total:.0%}"] if rest >= 0.005 * total else []
+    )
     return f"{total:.1f} s: " + ", ".join(shares)
 
 

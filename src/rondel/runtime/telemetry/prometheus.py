@@ -1,4 +1,6 @@
-"""`run.metrics_port`: the newest row of metrics for Prometheus, at http://127.0.0.1:PORT/metrics while the run goes on."""
+"""`run.metrics_port`: the newest row of metrics for Prometheus, at http://127.0.0.1:PORT/metrics
+while the run goes on.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Scraped:
         try:
             import prometheus_client
         except ModuleNotFoundError as error:
-            raise ConfigError(f'run.metrics_port = {port} needs prometheus_client: pip install "rondel[serve]", or set it to 0') from error
+            raise ConfigError(
+                f'run.metrics_port = {port} needs prometheus_client: pip install "rondel[serve]", or set it to 0'
+            ) from error
         self._row: dict[str, float] = {}
         self._step = 0
         registry = prometheus_client.CollectorRegistry()
@@ -42,7 +46,9 @@ class Scraped:
         yield GaugeMetricFamily("rondel_step", "the step that these are of", value=self._step)
         for name, value in dict(self._row).items():
             unit, says = meaning(name) or ("", name)
-            yield GaugeMetricFamily("rondel_" + re.sub(r"\W", "_", name), f"{says} ({unit})" if unit else says, value=float(value))
+            yield GaugeMetricFamily(
+                "rondel_" + re.sub(r"\W", "_", name), f"{says} ({unit})" if unit else says, value=float(value)
+            )
 
     def close(self) -> None:
         self._server.shutdown()

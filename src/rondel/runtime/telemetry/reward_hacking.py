@@ -1,6 +1,8 @@
-"""Is the reward earned, or got? A reward that rises beside something it should not pay for is said aloud, once for each time.
+"""Is the reward earned, or got? A reward that rises beside something it should not pay
+for is said aloud, once for each time.
 
-Three things of a step are looked at, each a mean over SPAN steps against the SPAN steps before: the length of answers, what they repeat, and the parts of the reward.
+Three things of a step are looked at, each a mean over SPAN steps against the SPAN steps before: the length of answers,
+what they repeat, and the parts of the reward.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def correlation(groups: Sequence[Sequence[Trajectory]]) -> float | None:
 
 
 def within(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
-    """Σ (r - r̄)(l - l̄) / √(Σ (r - r̄)² · Σ (l - l̄)²) of pairs (r, l), means within each group; None where one of both is constant."""
+    """Σ (r - r̄)(l - l̄) / √(Σ (r - r̄)² · Σ (l - l̄)²) of pairs (r, l), means within each
+    group; None where one of both is constant.
+    """
     both = rewards = lengths = 0.0
     for group in groups:
         if not group:
@@ -86,7 +90,8 @@ class Hacking:
         findings = {"length": self._length, "repetition": self._repetition, "parts": self._parts} if rise else {}
         for name in ("length", "repetition", "parts"):
             text = findings[name]() if name in findings else ""
-            if rise and text and self.quiet.get(name, SPAN) >= SPAN:  # once for each time: a step of noise does not end it
+            # once for each time: a step of noise does not end it
+            if rise and text and self.quiet.get(name, SPAN) >= SPAN:
                 told.append(f"the reward rose from {rise[0]:.3g} to {rise[1]:.3g} within {2 * SPAN} steps, and {text}")
             self.quiet[name] = 0 if text else self.quiet.get(name, SPAN) + 1
         return told
@@ -97,7 +102,8 @@ class Hacking:
         if not (now > LONGER * before and paid > PAID):
             return ""
         return (
-            f"answers grew from {before:.0f} to {now:.0f} tokens; within groups reward and length correlate at {paid:.2f}: the reward may pay for "
+            f"answers grew from {before:.0f} to {now:.0f} tokens; within groups reward and length correlate at "
+            f"{paid:.2f}: the reward may pay for "
             "length. Look at the longest with `rondel view`, and at a part of the reward against length"
         )
 
@@ -106,7 +112,8 @@ class Hacking:
         if not now - before > REPEATS:
             return ""
         return (
-            f"answers repeat themselves: {now:.0%} of their {NGRAM}-grams were there before, {before:.0%} earlier. A loop earns what a thought should: "
+            f"answers repeat themselves: {now:.0%} of their {NGRAM}-grams were there before, {before:.0%} earlier. A "
+            f"loop earns what a thought should: "
             "see task.filters = ['repetition']"
         )
 
@@ -122,7 +129,8 @@ class Hacking:
         told = ", ".join("{} ({:.3g} to {:.3g})".format(n.removeprefix("score/part_"), *self._means(n)) for n in risen)
         before, now = self._means(main)
         return (
-            f"only by its part {told}; '{main.removeprefix('score/part_')}' stayed at {now:.3g} ({before:.3g} before): form is learned and not what it is "
+            f"only by its part {told}; '{main.removeprefix('score/part_')}' stayed at {now:.3g} ({before:.3g} before): "
+            f"form is learned and not what it is "
             "for. Give the form less weight"
         )
 
@@ -136,6 +144,8 @@ class Hacking:
         """(before, now) where the difference is SIGMAS standard errors above 0."""
         before, now = self._means(name)
         rows = list(self.rows)
-        spread = [sum((row.get(name, m) - m) ** 2 for row in half) for half, m in ((rows[:SPAN], before), (rows[SPAN:], now))]
+        spread = [
+            sum((row.get(name, m) - m) ** 2 for row in half) for half, m in ((rows[:SPAN], before), (rows[SPAN:], now))
+        ]
         error = math.sqrt(sum(spread) / (2 * SPAN - 2) * 2 / SPAN)
         return (before, now) if now - before > max(SIGMAS * error, 1e-9) else None

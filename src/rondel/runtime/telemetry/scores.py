@@ -1,4 +1,6 @@
-"""Scores as text: percent where every reward that was seen lies in [0, 1], else plain numbers. A mean reward of 1.27 is no share of anything."""
+"""Scores as text: percent where every reward that was seen lies in [0, 1], else plain numbers.
+A mean reward of 1.27 is no share of anything.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,13 @@ def within_unit(rewards: Iterable[float]) -> bool:
 
 
 def is_share(evaluation: Mapping[str, Any]) -> bool:
-    """Whether the score of one evaluation may be read as a share: by its smallest and largest reward, in older journals by its interval."""
+    """Whether the score of one evaluation may be read as a share: by its smallest and largest
+    reward, in older journals by its interval.
+    """
     ends = [evaluation.get(name) for name in ("reward_min", "reward_max")]
-    return within_unit(end for end in (*ends, evaluation["score"], evaluation["low"], evaluation["high"]) if end is not None)
+    return within_unit(
+        end for end in (*ends, evaluation["score"], evaluation["low"], evaluation["high"]) if end is not None
+    )
 
 
 def score_text(score: float, share: bool) -> str:

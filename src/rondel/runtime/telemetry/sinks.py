@@ -1,8 +1,9 @@
-"""Where metrics go. A sink is made as `kind(folder, after=step)`: a resumed run passes its checkpoint's step, and nothing is doubled.
+"""Where metrics go. A sink is made as `kind(folder, after=step)`: a resumed run passes its
+checkpoint's step, and nothing is doubled.
 -1, the default, keeps nothing of an earlier attempt.
 
-The text sinks rewrite their file without the rows that are about to be repeated; TensorBoard opens a new event file that tells
-the viewer to hide what older files say from step + 1 on.
+The text sinks rewrite their file without the rows that are about to be repeated;
+TensorBoard opens a new event file that tells the viewer to hide what older files say from step + 1 on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from rondel.system.files import make_folder, replace_file, writing
 
 
 class TensorBoard:
-    """`tensorboard --logdir RUN/tensorboard`. Writes the file format directly: needs the tensorboard package, not torch."""
+    """`tensorboard --logdir RUN/tensorboard`. Writes the file format directly: needs
+    the tensorboard package, not torch.
+    """
 
     def __init__(self, folder: str | Path, after: int = -1) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
@@ -82,14 +85,23 @@ class Csv:
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         with writing(self._file.name):
-            csv.writer(self._file, lineterminator="\n").writerows((step, name, repr(float(value))) for name, value in metrics.items())
+            csv.writer(self._file, lineterminator="\n").writerows(
+                (step, name, repr(float(value))) for name, value in metrics.items()
+            )
             self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
 
-SINKS: dict[str, Any] = {"tensorboard": TensorBoard, "jsonl": JsonLines, "csv": Csv, "wandb": WandB, "trackio": Trackio, "mlflow": MLflow}
+SINKS: dict[str, Any] = {
+    "tensorboard": TensorBoard,
+    "jsonl": JsonLines,
+    "csv": Csv,
+    "wandb": WandB,
+    "trackio": Trackio,
+    "mlflow": MLflow,
+}
 
 
 def open_sinks(kinds: Iterable[str], folder: str | Path, after: int = -1) -> list[Sink]:
@@ -105,7 +117,9 @@ def _opened(kind: str, folder: str | Path, after: int) -> Sink:
         raise
     except Exception as error:
         what = f"run.sinks: opening '{kind}' in {folder}"
-        raise ConfigError(refusal(error, what) or f"{what} raised {type(error).__name__}: {error}; leave it out, or mend it") from error
+        raise ConfigError(
+            refusal(error, what) or f"{what} raised {type(error).__name__}: {error}; leave it out, or mend it"
+        ) from error
 
 
 def _lines(path: Path) -> list[str]:

@@ -1,11 +1,13 @@
-"""A run as a picture of its time: trace events for Perfetto (ui.perfetto.dev) and chrome://tracing, from the journal alone.
+"""A run as a picture of its time: trace events for Perfetto (ui.perfetto.dev) and
+chrome://tracing, from the journal alone.
 
     controller   step 12 [ wait | prepare | hand_over | train | sync ]     a slice a step, its phases inside
     engine-0     generate | score | held | generate | idle ...             what each worker told of itself
     groups       kept ─────── in the buffer ─── trained                    asynchronous: many at once, named by what became of them
     counters     lag, tokens/s, reward, groups in flight
 
-Format: the "Trace Event Format" of Chromium. Times are microseconds since the first event; the whole history is drawn, also what a resume repeats.
+Format: the "Trace Event Format" of Chromium. Times are microseconds since the first event; the
+whole history is drawn, also what a resume repeats.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from rondel.runtime.journal.log import history
 
 PID = 1
 TRACKS = {"controller": 1, "groups": 2}  # further workers come behind
-COLOURS = {"kept": "good", "dropped": "bad", "failed": "terrible", "unfinished": "grey"}  # of chrome://tracing; Perfetto colours by name
+# of chrome://tracing; Perfetto colours by name
+COLOURS = {"kept": "good", "dropped": "bad", "failed": "terrible", "unfinished": "grey"}
 APART = 0.05  # seconds between two slices that are a pause, and not the way of an event
 
 Json = dict[str, Any]
@@ -99,17 +102,34 @@ class _Drawing:
         yield {"ph": "M", "pid": PID, "tid": 0, "ts": 0, "name": "process_name", "args": {"name": "rondel"}}
         for name, number in self.tracks.items():
             yield {"ph": "M", "pid": PID, "tid": number, "ts": 0, "name": "thread_name", "args": {"name": name}}
-            yield {"ph": "M", "pid": PID, "tid": number, "ts": 0, "name": "thread_sort_index", "args": {"sort_index": number}}
+            yield {
+                "ph": "M",
+                "pid": PID,
+                "tid": number,
+                "ts": 0,
+                "name": "thread_sort_index",
+                "args": {"sort_index": number},
+            }
 
     # -- kinds of marks --------------------------------------------------------------------------
 
     def _step(self, e: Json, t: float) -> None:
-        """The laps of a step follow each other without a gap, and the next step follows: only the first needs the journal's clock."""
+        """The laps of a step follow each other without a gap, and the next step follows:
+        only the first needs the journal's clock.
+        """
         phases = {name: s for name, s in e["seconds"].items() if name != "step"}
         total = sum(phases.values())
         at = begun = self._start("controller", t, total)
         told = {"version": e["version"], "note": e["note"], "reward": e["metrics"].get("score/reward_mean")}
-        self._add(ph="X", name=f"step {e['step']}", cat="step", ts=at, dur=total, tid=1, args={k: v for k, v in told.items() if v})
+        self._add(
+            ph="X",
+            name=f"step {e['step']}",
+            cat="step",
+            ts=at,
+            dur=total,
+            tid=1,
+            args={k: v for k, v in told.items() if v},
+        )
         for name, seconds in phases.items():
             at = self._slice("controller", name, at, seconds, {"step": e["step"]})
         self.until["controller"] = begun + total
@@ -127,7 +147,15 @@ class _Drawing:
 
     def _slice(self, track: str, name: str, at: float, seconds: float, args: Json) -> float:
         number = self.tracks.setdefault(track, len(self.tracks) + 1)
-        self._add(ph="X", name=name, cat="phase" if track == "controller" else "worker", ts=at, dur=seconds, tid=number, args=args)
+        self._add(
+            ph="X",
+            name=name,
+            cat="phase" if track == "controller" else "worker",
+            ts=at,
+            dur=seconds,
+            tid=number,
+            args=args,
+        )
         self.until[track] = at + seconds
         return at + seconds
 
@@ -149,5 +177,6 @@ class _Drawing:
 
     def _add(self, *, ts: float, dur: float | None = None, **fields: Any) -> None:
         at = round(ts * 1e6)
-        length = {} if dur is None else {"dur": max(0, round((ts + dur) * 1e6) - at)}  # ends are rounded, so neighbours touch
+        # ends are rounded, so neighbours touch
+        length = {} if dur is None else {"dur": max(0, round((ts + dur) * 1e6) - at)}
         self.out.append({"pid": PID, "ts": max(0, at), **length, **fields})

@@ -1,6 +1,8 @@
-"""Metrics to trackers of others, each behind its package: `run.sinks = ["wandb"]`, "trackio", "mlflow". Without an account nothing leaves the machine.
+"""Metrics to trackers of others, each behind its package: `run.sinks = ["wandb"]`, "trackio",
+"mlflow". Without an account nothing leaves the machine.
 
-A resumed run goes on in the run of its folder: its id is written into RUN/tracker-KIND, and steps that a resume repeats are not told twice.
+A resumed run goes on in the run of its folder: its id is written into RUN/tracker-KIND, and
+steps that a resume repeats are not told twice.
 """
 
 from __future__ import annotations
@@ -77,7 +79,13 @@ class WandB(Tracker):
         self.id = self.id or _fresh(self.folder)
         mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
         self.run = self.package.init(
-            project=PROJECT, name=self.name, id=self.id, resume="allow", dir=str(self.folder), mode=mode, config=self.recipe
+            project=PROJECT,
+            name=self.name,
+            id=self.id,
+            resume="allow",
+            dir=str(self.folder),
+            mode=mode,
+            config=self.recipe,
         )
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
@@ -94,7 +102,13 @@ class Trackio(Tracker):
 
     def _open(self) -> None:
         self.id = self.id or f"{self.name}-{_fresh(self.folder)}"
-        self.package.init(project=PROJECT, name=self.id, resume="allow", config=self.recipe, space_id=os.environ.get("TRACKIO_SPACE_ID"))
+        self.package.init(
+            project=PROJECT,
+            name=self.id,
+            resume="allow",
+            config=self.recipe,
+            space_id=os.environ.get("TRACKIO_SPACE_ID"),
+        )
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.package.log(metrics, step=step)
@@ -104,12 +118,16 @@ class Trackio(Tracker):
 
 
 class MLflow(Tracker):
-    """To MLFLOW_TRACKING_URI, or a database in the run folder: `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`."""
+    """To MLFLOW_TRACKING_URI, or a database in the run folder: `mlflow ui --backend-store-uri
+    sqlite:///RUN/mlflow.db`.
+    """
 
     kind, install = "mlflow", "mlflow"
 
     def _open(self) -> None:
-        self.client = self.package.MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self.folder}/mlflow.db")
+        self.client = self.package.MlflowClient(
+            tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self.folder}/mlflow.db"
+        )
         if not self.id:
             found = self.client.get_experiment_by_name(PROJECT)
             experiment = found.experiment_id if found else self.client.create_experiment(PROJECT)

@@ -1,9 +1,11 @@
-"""What a test asserts. Its text is compiled with a count behind each assertion, so that one whose assertions never ran has not passed.
+"""What a test asserts. Its text is compiled with a count behind each assertion, so that
+one whose assertions never ran has not passed.
 
 an assertion           counted
 assert x               behind it
 if wrong: raise ...    behind the if
-try: f(-1)             where the error is caught, if the text says that going on is wrong, and what is caught is no failed assertion
+try: f(-1)             where the error is caught, if the text says that going on is wrong,
+and what is caught is no failed assertion
      assert False
 except ValueError: ...
 self.assertEqual(...)  when the call returns; so is every function whose name begins with "assert", and pytest.raises
@@ -56,7 +58,9 @@ class Counted(ast.NodeTransformer):
         name = _called(node.func)
         if name.startswith("assert") or (name in CALLS and isinstance(node.func, ast.Attribute)):
             self.found += 1
-            node.func = ast.copy_location(ast.Call(ast.copy_location(ast.Name(MAKES, ast.Load()), node), [node.func], []), node)
+            node.func = ast.copy_location(
+                ast.Call(ast.copy_location(ast.Name(MAKES, ast.Load()), node), [node.func], []), node
+            )
         return node
 
     def _count(self, name: str, where: ast.AST) -> ast.stmt:
@@ -97,10 +101,19 @@ def complaint(test: str, entry: str) -> str:
                 return UNCALLED.format(statement.name)
         elif isinstance(statement, ast.ClassDef):
             for method in statement.body:
-                if isinstance(method, FUNCTION) and method.name.startswith("test") and _needed(method) > 1 and method.name not in loaded:
+                if (
+                    isinstance(method, FUNCTION)
+                    and method.name.startswith("test")
+                    and _needed(method) > 1
+                    and method.name not in loaded
+                ):
                     return UNCALLED.format(method.name)
         run.append(statement)
-    return "" if asserts(*run) else "it asserts nothing that is run: write assert, a method of unittest, or a function test_... with them"
+    return (
+        ""
+        if asserts(*run)
+        else "it asserts nothing that is run: write assert, a method of unittest, or a function test_... with them"
+    )
 
 
 def _needed(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -130,4 +143,6 @@ def _inside(statement: ast.AST) -> Any:
 
 
 def _called(function: ast.expr) -> str:
-    return function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
+    return (
+        function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
+    )

@@ -1,7 +1,9 @@
-"""In the box of the policy's code: loads it, and carries out what it is asked, a JSON object a line, until nobody asks any more.
+"""In the box of the policy's code: loads it, and carries out what it is asked, a JSON
+object a line, until nobody asks any more.
 
 {"code"} first; then {"name"} | {"plain"} | {"do", "args", "kwargs"}  ->  {"value"} | {"raised", "said"}
-Whatever the code does to this interpreter, to these functions or to the answers: it can only answer, and it does not know what is wanted.
+Whatever the code does to this interpreter, to these functions or to the answers: it can only
+answer, and it does not know what is wanted.
 """
 
 from __future__ import annotations

@@ -1,19 +1,28 @@
-"""Whether what a function returned is what was expected, as JSON can say it. Runs in the box of the tests, too: standard library only."""
+"""Whether what a function returned is what was expected, as JSON can say it. Runs in the
+box of the tests, too: standard library only.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-NUMBERS = {"int", "float", "Fraction", "Decimal"}  # by name: few values are fractions, and importing them takes its time
+# by name: few values are fractions, and importing them takes its time
+NUMBERS = {"int", "float", "Fraction", "Decimal"}
 
 
 def same(said: Any, wanted: Any) -> bool:
-    """Equal, True not being 1 and NaN being NaN; floats to 1e-9 of their size. A list stands for a tuple too: JSON knows no other."""
+    """Equal, True not being 1 and NaN being NaN; floats to 1e-9 of their size. A list
+    stands for a tuple too: JSON knows no other.
+    """
     if isinstance(wanted, list | tuple):
         return isinstance(said, list | tuple) and len(said) == len(wanted) and all(map(same, said, wanted))
     if isinstance(wanted, dict):
-        return isinstance(said, dict) and said.keys() == wanted.keys() and all(same(said[key], wanted[key]) for key in wanted)
+        return (
+            isinstance(said, dict)
+            and said.keys() == wanted.keys()
+            and all(same(said[key], wanted[key]) for key in wanted)
+        )
     if isinstance(wanted, bool) or isinstance(said, bool):
         return said is wanted
     if isinstance(wanted, float) or isinstance(said, float):

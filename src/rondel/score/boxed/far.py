@@ -42,7 +42,12 @@ CONTAINERS: dict[tuple[str, str], tuple[Any, Any, Any, Any]] = {
     ("builtins", "set"): (lambda v: None, lambda cls, more: cls(), list, _filled("set")),
     ("builtins", "bytearray"): (lambda v: None, lambda cls, more: cls(), list, _filled("list")),
     ("collections", "deque"): (lambda v: v.maxlen, lambda cls, more: cls(maxlen=more), list, _filled("deque")),
-    ("collections", "defaultdict"): (lambda v: v.default_factory, lambda cls, more: cls(more), lambda v: list(v.items()), _filled("dict")),
+    ("collections", "defaultdict"): (
+        lambda v: v.default_factory,
+        lambda cls, more: cls(more),
+        lambda v: list(v.items()),
+        _filled("dict"),
+    ),
     **{
         (module, name): (lambda v: None, lambda cls, more: cls(), lambda v: list(v.items()), _filled("dict"))
         for module, name in (("builtins", "dict"), ("collections", "OrderedDict"), ("collections", "Counter"))
@@ -198,9 +203,17 @@ def _operators() -> None:
     for name in ORDER:
         setattr(Proxy, f"__{name}__", lambda self, other, name=name: self._far_do(name, other) is True)
     for name, what in (
-        ("str", "str"), ("repr", "repr"), ("format", "format"), ("iter", "iter"), ("next", "next"), ("reversed", "reversed"),
-        ("getitem", "item"), ("setitem", "set_item"), ("delitem", "delete_item"), ("copy", "copy"),
-    ):  # fmt: skip
+        ("str", "str"),
+        ("repr", "repr"),
+        ("format", "format"),
+        ("iter", "iter"),
+        ("next", "next"),
+        ("reversed", "reversed"),
+        ("getitem", "item"),
+        ("setitem", "set_item"),
+        ("delitem", "delete_item"),
+        ("copy", "copy"),
+    ):
         _delegated(name, what)
 
 
@@ -297,7 +310,9 @@ class End:
             told = message["shared"]
             for number, module, name, more, _ in told:
                 if number not in self.shared:
-                    empty = CONTAINERS[module, name][1](getattr(importlib.import_module(module), name), self.unpack(more))
+                    empty = CONTAINERS[module, name][1](
+                        getattr(importlib.import_module(module), name), self.unpack(more)
+                    )
                     self.share(number, empty)
             for number, module, name, _, items in told:
                 shared = self.shared[number]
@@ -358,7 +373,9 @@ class End:
         return self.proxy(self, number, base)
 
     def exception(self, number: int, module: str, name: str, bases: list[Any]) -> Any:
-        """A class here for an exception class there, so that it can be caught: the library's own if it is loaded here."""
+        """A class here for an exception class there, so that it can be caught: the library's own
+        if it is loaded here.
+        """
         if number not in self.proxies and module.partition(".")[0] in sys.stdlib_module_names:
             found = getattr(sys.modules.get(module), name, None)
             if isinstance(found, type) and issubclass(found, Exception):

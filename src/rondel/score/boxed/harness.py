@@ -1,9 +1,12 @@
-"""In the box of the tests: runs one, whose names of the candidate's are reached by asking the candidate, in its own box.
+"""In the box of the tests: runs one, whose names of the candidate's are reached by
+asking the candidate, in its own box.
 
-stdin   the candidate's answers       stdout   what it is asked       stderr   why the test cannot be judged      exit code   the verdict
-What a candidate returns arrives as plain data, or as a Far object. A candidate never decides how its object compares with plain data:
-that would be a way to be equal to whatever is expected, or to be told what that is. Nor does it ask for anything here but what may be done
-to an object that a test has handed to it.
+stdin   the candidate's answers       stdout   what it is asked       stderr   why the test
+        cannot be judged      exit code   the verdict
+What a candidate returns arrives as plain data, or as a Far object. A candidate never
+decides how its object compares with plain data: that would be a way to be equal to whatever is
+expected, or to be told what that is. Nor does
+it ask for anything here but what may be done to an object that a test has handed to it.
 """
 
 from __future__ import annotations
@@ -23,12 +26,22 @@ from rondel.score.boxed.far import BASES, BINARY, CONTAINERS, ORDER, End, Gone, 
 from rondel.score.boxed.plain import VALUES, named, unpack
 from rondel.score.boxed.suite import Suite, is_theirs
 
-PASSED, WRONG, BROKEN, GONE, FAULT, EMPTY = 40, 41, 42, 43, 44, 45  # not what a process says that ends for another reason
+# not what a process says that ends for another reason
+PASSED, WRONG, BROKEN, GONE, FAULT, EMPTY = 40, 41, 42, 43, 44, 45
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
-INNARDS = (types.ModuleType, types.FrameType, types.CodeType, types.TracebackType, types.CoroutineType, types.AsyncGeneratorType, End)
+INNARDS = (
+    types.ModuleType,
+    types.FrameType,
+    types.CodeType,
+    types.TracebackType,
+    types.CoroutineType,
+    types.AsyncGeneratorType,
+    End,
+)
 TEXTS = (io.StringIO, io.BytesIO)  # the files that are no files
 STEPS = ("send", "throw")  # methods of a generator: it may end there
-OUTSIDE = ("call", "bool", "eq", "ne", "hash", "str", "repr", "isinstance", "issubclass")  # what may be done to a function or a class
+# what may be done to a function or a class
+OUTSIDE = ("call", "bool", "eq", "ne", "hash", "str", "repr", "isinstance", "issubclass")
 
 
 class Far(Proxy):
@@ -66,8 +79,9 @@ class Far(Proxy):
     __hash__ = Proxy.__hash__
 
     def _far_operate(self, what: str, *args: Any) -> Any:
-        """Beside a number of the test's the result must be an object of the candidate's again, and must stay one until it is asked for a part:
-        `abs(f(3) - 9) < 1e-6` would otherwise tell the 9 to whoever answers."""
+        """Beside a number of the test's the result must be an object of the candidate's again, and
+        must stay one until it is asked for a part: `abs(f(3) - 9) < 1e-6` would otherwise
+        tell the 9 to whoever answers."""
         mine = [one for one in args if issubclass(type(one), Proxy)]
         given = [] if what == "round" else [one for one in args if not issubclass(type(one), Proxy)]
         if given and any(one._far_base for one in mine):
@@ -108,7 +122,9 @@ def _ordered(name: str) -> Any:
     def compare(self: Far, other: Any) -> Any:
         if issubclass(type(other), Proxy):
             return self._far_do(name, other) is True
-        return getattr(operator, name)(self._far_plain(), other) if self._far_base and is_plain(other) else NotImplemented
+        return (
+            getattr(operator, name)(self._far_plain(), other) if self._far_base and is_plain(other) else NotImplemented
+        )
 
     return compare
 
@@ -147,7 +163,9 @@ class Line(End):
         return self.answer(copied=True)
 
     def ask(self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Only an iterator may say that it has ended: raised by a function, it would end a map() or zip() of the test's unseen."""
+        """Only an iterator may say that it has ended: raised by a function, it would end a
+        map() or zip() of the test's unseen.
+        """
         self.consulted = True
         try:
             return super().ask(what, args, kwargs)
@@ -179,7 +197,9 @@ class Line(End):
             self.asked -= 1
 
     def carried_out(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Something is done to objects of the test's and to nothing else: what both ends have, a type say, the candidate has itself."""
+        """Something is done to objects of the test's and to nothing else: what both ends
+        have, a type say, the candidate has itself.
+        """
         handed = [isinstance(one, dict) and one.keys() == {"y"} for one in order["args"]]
         if not any(handed[:2] if order["do"] in BINARY else handed[:1]):
             raise Gone
@@ -197,7 +217,11 @@ class Line(End):
     def known(self, value: Any) -> list[str] | None:
         """What the candidate can import itself: functions and classes of the standard library."""
         module, name = getattr(value, "__module__", None), getattr(value, "__name__", "")
-        if isinstance(value, FUNCTIONS) and module in sys.stdlib_module_names and getattr(sys.modules.get(module), name, None) is value:
+        if (
+            isinstance(value, FUNCTIONS)
+            and module in sys.stdlib_module_names
+            and getattr(sys.modules.get(module), name, None) is value
+        ):
             return [module, name]
         return super().known(value)
 
@@ -213,7 +237,8 @@ class Line(End):
         if not kept:
             return
         reason = (
-            f"a test hands a {type(value).__name__} to the candidate, whose code runs in another box; data, functions and objects go there"
+            f"a test hands a {type(value).__name__} to the candidate, whose code runs in another box; data, functions "
+            f"and objects go there"
         )
         if not self.asked:
             self.fault = self.fault or reason
@@ -227,15 +252,22 @@ class Line(End):
 
 
 def inner(on: Any, name: str) -> bool:
-    """Whether an attribute is not for the candidate: what is Python's or ours, the library's own, and how a mock is made to compare."""
-    return name.startswith(("__", "_far", "configure_mock")) or (name.startswith("_") and type(on).__module__ != "__main__")
+    """Whether an attribute is not for the candidate: what is Python's or ours, the
+    library's own, and how a mock is made to compare.
+    """
+    return name.startswith(("__", "_far", "configure_mock")) or (
+        name.startswith("_") and type(on).__module__ != "__main__"
+    )
 
 
-def judge(code: str, test: str, names: list[str], needed: list[str], modules: list[tuple[str, str, list[str]]], entry: str) -> None:
+def judge(
+    code: str, test: str, names: list[str], needed: list[str], modules: list[tuple[str, str, list[str]]], entry: str
+) -> None:
     """The verdict of a text, as the exit code.
 
     names    those that it uses and does not make; without the `needed` ones it is not run
-    modules  (name, module, attributes) that it uses without importing them: the candidate's only if the module has no such attributes
+    modules  (name, module, attributes) that it uses without importing them: the candidate's only
+             if the module has no such attributes
     """
 
     def run(line: Line) -> int:
@@ -254,7 +286,8 @@ def judge(code: str, test: str, names: list[str], needed: list[str], modules: li
         suite.run({**given, **found}, entry)
         if suite.made:
             return PASSED
-        if not line.consulted and all(issubclass(type(one), Proxy) for one in found.values()):  # nothing of the candidate's led here
+        # nothing of the candidate's led here
+        if not line.consulted and all(issubclass(type(one), Proxy) for one in found.values()):
             line.fault = "none of its assertions is carried out, and the candidate is asked nothing"
         return EMPTY
 

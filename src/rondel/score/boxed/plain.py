@@ -1,7 +1,10 @@
-"""Values as JSON and back. Immutable plain values cross as copies; everything else crosses by an `End` of far.py, or not at all.
+"""Values as JSON and back. Immutable plain values cross as copies; everything else
+crosses by an `End` of far.py, or not at all.
 
-Exact built-in types only. A subclass is sent as what it is underneath, so that no method of a candidate's runs where answers are compared.
-This text also runs in boxes, joined with far.py and candidate.py or harness.py: standard library only, and no import of ours.
+Exact built-in types only. A subclass is sent as what it is underneath, so that no method of
+a candidate's runs where answers are compared. This text also runs in boxes, joined
+with far.py and candidate.py or harness.py:
+standard library only, and no import of ours.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ VALUES: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[..., Any]]] =
     ("uuid", "UUID"): (lambda v: (v.hex,), lambda cls, text: cls(text)),
     ("datetime", "timedelta"): (lambda v: (v.days, v.seconds, v.microseconds), lambda cls, *parts: cls(*parts)),
     **{
-        ("datetime", name): (lambda v: (v.isoformat(),), lambda cls, text: cls.fromisoformat(text)) for name in ("date", "datetime", "time")
+        ("datetime", name): (lambda v: (v.isoformat(),), lambda cls, text: cls.fromisoformat(text))
+        for name in ("date", "datetime", "time")
     },
 }
 
@@ -33,7 +37,9 @@ def named(kind: type, table: Any) -> tuple[str, str] | None:
 
 
 def pack(value: Any, cross: Any = None, depth: int = 0) -> Any:
-    """cross: value -> JSON of what is neither a scalar nor a tuple; without it containers are copied and objects are a TypeError."""
+    """cross: value -> JSON of what is neither a scalar nor a tuple; without it containers
+    are copied and objects are a TypeError.
+    """
     if depth > DEEPEST:
         raise ValueError(f"nested deeper than {DEEPEST}")
 
@@ -84,7 +90,9 @@ def unpack(value: Any, found: Any = None) -> Any:
         return {unpack(key, found): unpack(one, found) for key, one in body}
     if name == "o":
         module, kind, parts = body
-        return VALUES[module, kind][1](getattr(importlib.import_module(module), kind), *(unpack(one, found) for one in parts))
+        return VALUES[module, kind][1](
+            getattr(importlib.import_module(module), kind), *(unpack(one, found) for one in parts)
+        )
     if name in ("l", "t", "s", "z"):
         return {"l": list, "t": tuple, "s": set, "z": frozenset}[name](unpack(one, found) for one in body)
     if found is None:

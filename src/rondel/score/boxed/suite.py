@@ -1,7 +1,8 @@
-"""Runs the text of a test: its statements, then check(candidate), functions test_..., and classes of unittest and pytest.
+"""Runs the text of a test: its statements, then check(candidate), functions
+test_..., and classes of unittest and pytest.
 
-A test passes if nothing is raised and at least one assertion was carried out by the text itself: what runs because the candidate asked
-for it is not counted, nor is what the test skips.
+A test passes if nothing is raised and at least one assertion was carried out by the text
+itself: what runs because the candidate asked for it is not counted, nor is what the test skips.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 raw_logprobs      of the drawn tokens under the model alone: temperature 1, before anything changed the logits
 top_logprobs:K    the K most likely tokens there, with their log-probabilities
 prompt_logprobs   of the given tokens, computed with one extra pass over the prompt, whatever the cache holds
-support           the ids that a token was drawn from where truncation, a grammar or min_tokens cut some off (PROBLEMS row 25)
+support           the ids that a token was drawn from where truncation, a grammar or min_tokens
+                  cut some off (PROBLEMS row 25)
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ def open_channels(wants: frozenset[str], vocab: int) -> Channels | None:
         else:
             unknown.append(want)
     if unknown:
-        raise UserError(f"the built-in engine has no {', '.join(unknown)}; it has raw_logprobs, top_logprobs:K, prompt_logprobs, support")
+        raise UserError(
+            f"the built-in engine has no {', '.join(unknown)}; it has raw_logprobs, top_logprobs:K, prompt_logprobs, "
+            f"support"
+        )
     return channels if wants else None
 
 

@@ -7,8 +7,10 @@ It reads the same tokens through the same page numbers, into pools of its own:
                              `- caught up in one pass -´ then a pass a guess
 
 A page forgets when the large model writes something new into it, all pages forget when the draft gets new weights.
-Token t of a sample uses four numbers of Philox(key, t), each for one thing: 0 draw, 1 guess, 2 coin, 3 draw after a rejection. A later
-round may guess the same t again with the same number: what came of the first guess was thrown away before anything looked at it.
+Token t of a sample uses four numbers of Philox(key, t), each for one thing: 0 draw, 1
+guess, 2 coin, 3 draw after a rejection. A later round may guess the same t again with the
+same number: what came of the first guess was
+thrown away before anything looked at it.
 """
 
 from __future__ import annotations
@@ -105,8 +107,12 @@ class Draft:
         """The first of its tokens that the draft has not computed; there is one, the newest."""
         return int(self.known[live.pages].argmin())
 
-    def judge(self, lives: list[Live], p: Tensor, tokens: list[int], logprobs: list[float]) -> tuple[list[int], list[float]]:
-        """What was drawn in each row of p [R, V] as if nobody had guessed -> the same with guesses kept and rejected by their odds."""
+    def judge(
+        self, lives: list[Live], p: Tensor, tokens: list[int], logprobs: list[float]
+    ) -> tuple[list[int], list[float]]:
+        """What was drawn in each row of p [R, V] as if nobody had guessed -> the same with
+        guesses kept and rejected by their odds.
+        """
         first, rows = 0, []  # (request, the row of its guess i, i)
         for live in lives:
             rows += [(live, first + i, i) for i in range(len(live.guess))]
@@ -115,7 +121,11 @@ class Draft:
             return tokens, logprobs
         at = torch.tensor([row for _, row, _ in rows], device=p.device)
         guess = torch.tensor([live.guess[i] for live, _, i in rows], device=p.device)
-        coin = torch.tensor([uniform(live.request.key, live.drawn + i, COIN) for live, _, i in rows], dtype=torch.float64, device=p.device)
+        coin = torch.tensor(
+            [uniform(live.request.key, live.drawn + i, COIN) for live, _, i in rows],
+            dtype=torch.float64,
+            device=p.device,
+        )
         stays = accepts(p[at], torch.stack([self._odds[live][i] for live, _, i in rows]), guess, coin).tolist()
         tokens, lost, over = list(tokens), [], set()
         for (live, row, i), kept in zip(rows, stays):
@@ -131,7 +141,9 @@ class Draft:
             noise = [uniform(live.request.key, live.drawn + i, AGAIN) for live, _, i in lost]
             for (_, row, _), token in zip(lost, choose(rest, [live.request.sampling for live, _, _ in lost], noise)[0]):
                 tokens[row] = token
-        stated = p.gather(1, torch.tensor(tokens, device=p.device)[:, None])[:, 0].double() / p.sum(-1, dtype=torch.float64)
+        stated = p.gather(1, torch.tensor(tokens, device=p.device)[:, None])[:, 0].double() / p.sum(
+            -1, dtype=torch.float64
+        )
         return tokens, stated.log().clamp_max_(0.0).tolist()
 
 
@@ -140,5 +152,6 @@ def _fits(loaded: Loaded, draft: Loaded) -> None:
     same_words(loaded, draft, who=f"the draft '{draft.name}'", remedy=remedy)
     if draft.max_context < loaded.max_context:
         raise ConfigError(
-            f"the draft '{draft.name}' carries {draft.max_context} positions and '{loaded.name}' {loaded.max_context}: it must carry as many"
+            f"the draft '{draft.name}' carries {draft.max_context} positions and '{loaded.name}' {loaded.max_context}: "
+            f"it must carry as many"
         )

@@ -1,10 +1,13 @@
-"""The built-in engine: one device, one module shared with the trainer. schedule -> run -> deliver, until nothing is left.
+"""The built-in engine: one device, one module shared with the trainer. schedule ->
+run -> deliver, until nothing is left.
 
-The event loop owns the bookkeeping, the device thread owns the arithmetic: between two steps nothing of the engine runs.
+The event loop owns the bookkeeping, the device thread owns the arithmetic: between
+two steps nothing of the engine runs.
 
     serving ──pause──> held ──sleep──> asleep        a failed update or step: refusing, until a good update
 
-Steps run only while serving. Whatever changes requests, pages or weights does so between two steps, where `_pump` is None or yields.
+Steps run only while serving. Whatever changes requests, pages or weights does so between
+two steps, where `_pump` is None or yields.
 """
 
 from __future__ import annotations
@@ -20,7 +23,18 @@ from rondel.core.errors import EngineError, LawError, SyncError, UserError
 from rondel.core.events import Advised, Generating, Speculated, Warned, emit, stalled
 from rondel.core.protocols import Claim, Interrupt, Tags, Transport
 from rondel.core.time_account import Account
-from rondel.core.types import Abort, Begin, Commit, Completion, EngineStatus, FinishReason, Message, Request, Route, Scored
+from rondel.core.types import (
+    Abort,
+    Begin,
+    Commit,
+    Completion,
+    EngineStatus,
+    FinishReason,
+    Message,
+    Request,
+    Route,
+    Scored,
+)
 from rondel.generate.engine.builtin.channels import open_channels
 from rondel.generate.engine.builtin.grammar import Grammars
 from rondel.generate.engine.builtin.memory_release import Resting
@@ -129,7 +143,8 @@ class BuiltinEngine:
                 return await done
         except TimeoutError as error:
             raise stalled(
-                f"a request waits for the engine since {request.deadline} s; it had written {live.written} tokens, engine {self.state}"
+                f"a request waits for the engine since {request.deadline} s; it had written {live.written} tokens, "
+                f"engine {self.state}"
             ) from error
         finally:
             if done.cancelled():  # the caller went away
@@ -149,7 +164,9 @@ class BuiltinEngine:
             live.mark = self.log.mark(live.keys[: live.prompt - request.continuation])
 
     def _remember(self, live: Live) -> FinishReason | None:
-        """The tokens that this sample had drawn before a crash, and their routes if it wants them. -> why it needs no more, if so."""
+        """The tokens that this sample had drawn before a crash, and their routes if it wants
+        them. -> why it needs no more, if so.
+        """
         assert self.log is not None
         pieces: list[np.ndarray] = []
         reason = None
@@ -157,7 +174,8 @@ class BuiltinEngine:
             if "experts" in live.request.wants:
                 if found.routes is None or found.routes[0] > live.logged:
                     break  # it was drawn when nobody wanted them
-                first, routes = found.routes  # the first of a continued piece tells those before it once more: the earliest stay
+                # the first of a continued piece tells those before it once more: the earliest stay
+                first, routes = found.routes
                 pieces.append(routes[live.logged - first :])
                 live.logged = max(live.logged, first + len(routes))
             live.recall(found.token, found.logprob, found.version)
@@ -176,7 +194,9 @@ class BuiltinEngine:
         if request.wants:
             raise UserError(f"score gives log-probabilities and nothing else, not {', '.join(sorted(request.wants))}")
         if not 1 <= len(request.tokens) <= self.loaded.max_context:
-            raise UserError(f"{len(request.tokens)} tokens cannot be scored; this model carries 1 to {self.loaded.max_context}")
+            raise UserError(
+                f"{len(request.tokens)} tokens cannot be scored; this model carries 1 to {self.loaded.max_context}"
+            )
         self._check_words(request)
         version = self.version
         self.account.turn("generate" if self._pump is not None else "score")
@@ -196,7 +216,8 @@ class BuiltinEngine:
             )
         if prompt + new > self.pages.count:
             raise UserError(
-                f"{prompt} prompt tokens + max_tokens {new} do not fit into {self.pages.count} cache pages: raise engine.kv_pages"
+                f"{prompt} prompt tokens + max_tokens {new} do not fit into {self.pages.count} cache pages: raise "
+                f"engine.kv_pages"
             )
         self._check_words(request)
 
@@ -208,12 +229,16 @@ class BuiltinEngine:
             raise UserError(f"logit_bias or stop names token {strange[0]}: this model's tokens are 0 to {vocab - 1}")
         if strange := [t for t in request.tokens if not 0 <= t < vocab]:
             raise UserError(
-                f"token {strange[0]} does not exist: this model's tokens are 0 to {vocab - 1}. Was the prompt made by another tokenizer?"
+                f"token {strange[0]} does not exist: this model's tokens are 0 to {vocab - 1}. Was the prompt made by "
+                f"another tokenizer?"
             )
         if request.media:
             self.runner.eyes.check(request)
             if self._draft is not None:
-                raise UserError("images beside a draft model, which reads text alone: set engine.speculative.kind to 'ngram' or 'off'")
+                raise UserError(
+                    "images beside a draft model, which reads text alone: set engine.speculative.kind to 'ngram' or "
+                    "'off'"
+                )
         if request.adapter:
             raise UserError(f"the built-in engine has no adapter '{request.adapter}'")
         if "experts" in request.wants and not self.runner.records:
@@ -230,7 +255,11 @@ class BuiltinEngine:
 
     @property
     def _may_step(self) -> bool:
-        return self.state == "serving" and (self._admits or self.scheduler.has_begun) and self.scheduler.may_move(self.version)
+        return (
+            self.state == "serving"
+            and (self._admits or self.scheduler.has_begun)
+            and self.scheduler.may_move(self.version)
+        )
 
     @property
     def _busy(self) -> bool:
@@ -274,7 +303,8 @@ class BuiltinEngine:
         felt = bool(self.scheduler.waiting) and len(self.scheduler.running) >= self.scheduler.limit
         if not plan.tokens:
             raise LawError(
-                f"a step without tokens: {len(self.scheduler.running)} requests run, {len(self.scheduler.waiting)} wait, "
+                f"a step without tokens: {len(self.scheduler.running)} requests run, {len(self.scheduler.waiting)} "
+                f"wait, "
                 f"{self.pages.free} pages are free"
             )
         if self.speculation is not None:
@@ -303,7 +333,9 @@ class BuiltinEngine:
         return len(drawn)
 
     def _write(self, drawn: list[tuple[Live, int, float]]) -> None:
-        """All tokens of the step, before anyone sees one. Guesses that are drawn behind an end are passed over when they are read."""
+        """All tokens of the step, before anyone sees one. Guesses that are drawn behind an
+        end are passed over when they are read.
+        """
         assert self.log is not None
         more: dict[Live, int] = {}
         rows: list[Drawn] = []
@@ -379,13 +411,19 @@ class BuiltinEngine:
         self._aborted.clear()
 
     def _fail_all(self, error: BaseException) -> None:
-        """A step broke: everyone learns why, nothing half-computed stays in the cache, and the engine refuses until a good update."""
+        """A step broke: everyone learns why, nothing half-computed stays in the cache, and
+        the engine refuses until a good update.
+        """
         self._broken = f"its step broke: {type(error).__name__}: {error}"
         self.scheduler.drop_cache(self.version)
         self._gone.clear()
         self._aborted.clear()
         for live in self.scheduler.waiting:
-            live.finish(error if isinstance(error, UserError) else EngineError(f"the engine's step broke: {type(error).__name__}: {error}"))
+            live.finish(
+                error
+                if isinstance(error, UserError)
+                else EngineError(f"the engine's step broke: {type(error).__name__}: {error}")
+            )
         self.scheduler.waiting.clear()
 
     # -- control ---------------------------------------------------------------------------------
@@ -402,7 +440,9 @@ class BuiltinEngine:
             pages_free=self.pages.free,
             pages_cached=s.tree.cached,
             pages_total=self.pages.count,
-            capabilities=frozenset({*CAN, *(f"update_{kind}" for kind in self.arrivals.kinds), *(["images"] if self.loaded.sight else [])}),
+            capabilities=frozenset(
+                {*CAN, *(f"update_{kind}" for kind in self.arrivals.kinds), *(["images"] if self.loaded.sight else [])}
+            ),
             root=self.arrivals.root,
             bytes_copied=self.arrivals.bytes_copied,
             memory={"kv_cache": sum(layers.bytes for layers in self._caches), **self.resting.bytes},
@@ -418,7 +458,8 @@ class BuiltinEngine:
         return self.speculation.draft if self.speculation else None
 
     async def pause(self, how: Interrupt = "hold", lease: float = float("inf")) -> None:
-        """hold: park requests between two steps, caches kept. drain: let the begun ones end. abort: return what is written.
+        """hold: park requests between two steps, caches kept. drain: let the begun ones
+        end. abort: return what is written.
 
         Those of a replayed run are first brought to their lines.
         """
@@ -434,7 +475,8 @@ class BuiltinEngine:
         self._admits = how != "drain"
         try:
             while self._pump is not None:
-                await asyncio.wait([self._pump])  # unlike `await self._pump`, this leaves the step alone if the caller gives up
+                # unlike `await self._pump`, this leaves the step alone if the caller gives up
+                await asyncio.wait([self._pump])
             self._held = True
         finally:
             self._admits = True
@@ -460,7 +502,9 @@ class BuiltinEngine:
         return len(found)
 
     async def flush(self) -> int:
-        """Forget every cached prefix; parked requests keep their tokens and compute their context again. -> pages that became free."""
+        """Forget every cached prefix; parked requests keep their tokens and compute their
+        context again. -> pages that became free.
+        """
         if self._busy:
             raise EngineError("flush while requests run: pause the engine first, or wait until it is idle")
         free = self.pages.free
@@ -475,11 +519,18 @@ class BuiltinEngine:
 
     def _lease_ended(self, lease: float) -> None:
         self._lease, self._held = None, False
-        emit(Warned(f"the engine was paused for {lease:g} s and nobody resumed it; it is {self.state} again at version {self.version}"))
+        emit(
+            Warned(
+                f"the engine was paused for {lease:g} s and nobody resumed it; it is {self.state} again at version "
+                f"{self.version}"
+            )
+        )
         self._wake_pump()
 
     async def sleep(self, tags: Tags) -> None:
-        """Give memory back by tag. Parked requests keep their tokens; without their cache they compute it again (law 8)."""
+        """Give memory back by tag. Parked requests keep their tokens; without their
+        cache they compute it again (law 8).
+        """
         if not tags:
             return
         if self._busy:
@@ -509,10 +560,15 @@ class BuiltinEngine:
     async def receive(self, message: Message) -> int:
         """begin -> route -> commit, or abort. -> the version served.
 
-        Data beside the weights that serve: whatever fails before the commit leaves the old version serving, and requests run until then.
-        Data over them: requests are parked first, and if anything fails, the engine refuses until a good update.
+        Data beside the weights that serve: whatever fails before the commit leaves the old
+        version serving, and requests run until then. Data over them: requests are parked first, and if
+        anything fails, the engine refuses until a good update.
         """
-        beside = message.beside if isinstance(message, Begin) else isinstance(message, Route) and not self.arrivals.overwrites
+        beside = (
+            message.beside
+            if isinstance(message, Begin)
+            else isinstance(message, Route) and not self.arrivals.overwrites
+        )
         if self._busy and not beside and not isinstance(message, Abort):
             raise SyncError("weights arrived while requests run: pause the engine first")
         try:
@@ -539,7 +595,8 @@ class BuiltinEngine:
     async def _commit(self, commit: Commit) -> None:
         await self._run(self.arrivals.commit, commit)
         if commit.version <= self.version:
-            self.scheduler.drop_cache(self.version)  # other weights under a name that was used: nothing computed so far may be matched
+            # other weights under a name that was used: nothing computed so far may be matched
+            self.scheduler.drop_cache(self.version)
         linear.weights_changed()
         self.runner.eyes.forget()
         before, self.version = self.version, commit.version

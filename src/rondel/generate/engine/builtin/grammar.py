@@ -1,11 +1,14 @@
-"""Constrained decoding: which tokens may come next, so that the text becomes a sentence of a JSON schema, a regex or a grammar.
+"""Constrained decoding: which tokens may come next, so that the text becomes a sentence
+of a JSON schema, a regex or a grammar.
 
     {"json_schema": {...}} | {"regex": "..."} | {"grammar": "..."} ──> one Lark text ──compile once──> a matcher a request
                                             every step:  tokens drawn since ──> matcher ──> one bit a token ──> logits of the rest = -inf
 
-The automata are llguidance's (Earley over derivatives of regular expressions, with a trie of the vocabulary). It may force the canonical
-tokens of a text that has no alternative; here that is off, so a token is allowed exactly if some sentence goes on with its bytes, and the
-distribution is the model's own on that set. End tokens are allowed exactly where the sentence is whole.
+The automata are llguidance's (Earley over derivatives of regular expressions, with a trie
+of the vocabulary). It may force the canonical tokens of a text that has no alternative; here
+that is off, so a token is allowed exactly if
+some sentence goes on with its bytes, and the distribution is the model's own on that set. End
+tokens are allowed exactly where the sentence is whole.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from rondel.core.errors import EngineError, UserError
 if TYPE_CHECKING:
     from rondel.models.load import Loaded
 
-SPACES = {"whitespace_pattern": " ?"}  # JSON allows any run of them, and a model may never leave it; a schema's own x-guidance comes first
+# JSON allows any run of them, and a model may never leave it; a schema's own x-guidance comes first
+SPACES = {"whitespace_pattern": " ?"}
 KEPT = 128  # compiled grammars
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'  # at the end, so that line numbers in errors are the user's
 
@@ -54,11 +58,15 @@ class Constraint:
             return ""
         if self.matcher.stop_reason() in ("NoExtension", "NoExtensionBias", "InternalError"):
             return f"after {self.consumed} tokens no token of this tokenizer can go on: it cannot spell what the grammar demands"
-        return f"after {self.consumed} tokens it is too much for its library: {self.matcher.get_error().splitlines()[0]}"
+        return (
+            f"after {self.consumed} tokens it is too much for its library: {self.matcher.get_error().splitlines()[0]}"
+        )
 
 
 def allow(logits: Tensor, rows: list[tuple[int, Constraint, list[int]]]) -> dict[int, EngineError]:
-    """Forbid in logits [B, V] what the grammars of (row, constraint, drawn tokens) forbid. -> rows whose grammar broke; they stay free."""
+    """Forbid in logits [B, V] what the grammars of (row, constraint, drawn tokens) forbid. ->
+    rows whose grammar broke; they stay free.
+    """
     if not rows:
         return {}
     vocab, broken = logits.shape[1], {}
@@ -74,7 +82,9 @@ def allow(logits: Tensor, rows: list[tuple[int, Constraint, list[int]]]) -> dict
 
 
 class Grammars:
-    """The compiled grammars of one engine: a tokenizer is read once, a grammar compiled once, a request gets a copy of its start."""
+    """The compiled grammars of one engine: a tokenizer is read once, a grammar compiled
+    once, a request gets a copy of its start.
+    """
 
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
@@ -82,7 +92,9 @@ class Grammars:
         self._starts: dict[str, Any] = {}
 
     def start(self, grammar: dict[str, Any], drawn: list[int]) -> Constraint:
-        """Where an answer stands that has `drawn` these tokens already. Every fault of the grammar is a UserError, before anything runs."""
+        """Where an answer stands that has `drawn` these tokens already. Every fault of the
+        grammar is a UserError, before anything runs.
+        """
         text = as_lark(grammar)
         start = self._starts.pop(text, None) or self._compile(text)
         self._starts[text] = start  # at the end again: the first is the one not used for longest
@@ -103,7 +115,9 @@ class Grammars:
         for warning in said:
             warnings.warn(f"a grammar was compiled with a warning: {_first(warning)}", stacklevel=2)
         start = library.LLMatcher(self._tokenizer, text, log_level=0)
-        if wrong := Constraint(start.deep_copy()).allowed([], np.zeros(-(-self._tokenizer.vocab_size // 32), dtype=np.int32)):
+        if wrong := Constraint(start.deep_copy()).allowed(
+            [], np.zeros(-(-self._tokenizer.vocab_size // 32), dtype=np.int32)
+        ):
             raise UserError(f"the grammar has no sentence that can be written: {wrong}")
         return start
 
@@ -131,7 +145,8 @@ def read_tokenizer(library: Any, loaded: Loaded) -> Any:
 
     if not loaded.stop_ids:
         raise UserError(
-            "this model has no end token, so a constrained answer could never end: set eos_token_id in its generation_config.json"
+            "this model has no end token, so a constrained answer could never end: set eos_token_id in its "
+            "generation_config.json"
         )
     vocab, ends = loaded.head.weight.shape[0], sorted(loaded.stop_ids)
     try:

@@ -1,7 +1,9 @@
 """What an engine gives back beside its cache, by tag.  SPEC H6, W10.
 
-    weights      those of its own go to host memory, each tensor the same object (models/host.py); on a CPU the host is the device, and
-                 what goes are the packed copies of linear layers, as large as the weights, which are made again at their next use
+    weights      those of its own go to host memory, each tensor the same object (models/host.py);
+                 on a CPU the host is the device, and what goes are the packed copies of linear
+                 layers, as large as the weights, which
+                 are made again at their next use
     cuda_graph   recorded steps are forgotten, and recorded again when their size is met
 
 An engine that shares a trainer's module has no weights of its own to give.

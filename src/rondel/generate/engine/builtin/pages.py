@@ -22,8 +22,9 @@ from torch import Tensor
 class Layers:
     """A list of per-layer pools whose tensors are made when the layer first writes: only then its head sizes are known.
 
-    On Linux a pool on the CPU is a mapping of its own: pages that nobody wrote cost nothing, and `clear` gives the memory back
-    while every tensor stays where it is, so that nothing which holds its address notices. Elsewhere it is made anew.
+    On Linux a pool on the CPU is a mapping of its own: pages that nobody wrote cost
+    nothing, and `clear` gives the memory back while every tensor stays where it is, so that nothing which
+    holds its address notices. Elsewhere it is made anew.
     """
 
     def __init__(self, pages: int) -> None:
@@ -93,7 +94,9 @@ class Pages:
         self._free.extend(pages)
 
     def note_routes(self, slots: Tensor, routes: Tensor) -> None:
-        """Beside its keys and values a token keeps its route, so that a prefix that is found in the cache has one too."""
+        """Beside its keys and values a token keeps its route, so that a prefix that is found in
+        the cache has one too.
+        """
         if self.routes is None:
             self.routes = np.zeros((self.count + 1, *routes.shape[1:]), np.int16)
         self.routes[slots.cpu().numpy()] = routes.cpu().numpy()

@@ -1,4 +1,5 @@
-"""The prefix cache: a radix tree of token runs whose root is (version, adapter, namespace), so a stale prefix cannot match.
+"""The prefix cache: a radix tree of token runs whose root is (version, adapter,
+namespace), so a stale prefix cannot match.
 
     root(version 3) ── [system prompt] ── [question A] ── [answer 1]
                                       └── [question B]            each node: tokens, their pages, lock count, last use
@@ -40,7 +41,9 @@ class RadixTree:
         self._numbers, self._dead = count(), 0  # entries of nodes that are gone
 
     def match(self, root: Root, tokens: list[int]) -> tuple[Node, list[int]]:
-        """The deepest node that covers a prefix of `tokens`, and the pages of that prefix. Splits a node matched in part."""
+        """The deepest node that covers a prefix of `tokens`, and the pages of that
+        prefix. Splits a node matched in part.
+        """
         self._clock += 1
         node, at, pages = self.roots.setdefault(root, Node([], [], None)), 0, []
         while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
@@ -61,7 +64,9 @@ class RadixTree:
         return at
 
     def insert(self, root: Root, tokens: list[int], pages: list[int]) -> tuple[Node, list[int], list[int]]:
-        """Store `pages` of `tokens`. -> (node, the tree's pages for these tokens, those of `pages` that were duplicates)."""
+        """Store `pages` of `tokens`. -> (node, the tree's pages for these tokens, those
+        of `pages` that were duplicates).
+        """
         node, known = self.match(root, tokens)
         rest = len(known)
         if rest < len(tokens):

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from rondel.generate.engine.builtin.text import Reader
     from rondel.generate.engine.builtin.vision_encoder import Gaze
 
-Heard = Callable[[int, float, int, list[tuple[int, float]] | None], None]  # (token, logprob, version, the likeliest if they are wanted)
+# (token, logprob, version, the likeliest if they are wanted)
+Heard = Callable[[int, float, int, list[tuple[int, float]] | None], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +29,8 @@ class Live:
     tokens    prompt ............ written ...... | guess ..
     pages     |<- shared: tree ->|<- private ->| | ahead ..|      len(pages) = computed: tokens whose keys and values exist
 
-    Guesses and their pages live for one step: what the model would have drawn becomes tokens and pages, the rest is given back.
+    Guesses and their pages live for one step: what the model would have drawn becomes
+    tokens and pages, the rest is given back.
     """
 
     request: Request
@@ -43,7 +45,8 @@ class Live:
     root: Root | None = None  # the namespace its pages were computed under; None once they mix versions
     row: int = -1  # its line in the page table while it runs
     noted: int = 0  # how many of its pages stand in that line
-    routes: np.ndarray | None = None  # [n,L,K] of its first n tokens: what was recorded first stays, also when pages are lost
+    # [n,L,K] of its first n tokens: what was recorded first stays, also when pages are lost
+    routes: np.ndarray | None = None
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     cached: int = 0
@@ -75,7 +78,9 @@ class Live:
 
     @property
     def leads(self) -> bool:
-        """Whether it is computing more of its prompt than the last token, which every request feeds itself: siblings wait for that."""
+        """Whether it is computing more of its prompt than the last token, which every request
+        feeds itself: siblings wait for that.
+        """
         return self.prompt - self.shared > 1
 
     @property
@@ -114,7 +119,9 @@ class Live:
         return self.request.continuation + self.written
 
     def add(self, token: int, logprob: float, version: int) -> None:
-        """The next drawn token. Behind another one of the same step it says that the guess before it was right: its page stays."""
+        """The next drawn token. Behind another one of the same step it says that the guess
+        before it was right: its page stays.
+        """
         if self.pending:
             self.pages.append(self.ahead.pop(0))
         self.recall(token, logprob, version)
@@ -133,14 +140,18 @@ class Live:
             self.routes = fresh if self.routes is None else np.concatenate([self.routes, fresh])
 
     def routes_from(self, first: int, upto: int, pool: np.ndarray) -> np.ndarray:
-        """Of its computed tokens [first, upto), guesses included: what was recorded first, then what its pages say.  [n,L,K]."""
+        """Of its computed tokens [first, upto), guesses included: what was recorded first,
+        then what its pages say.  [n,L,K].
+        """
         known = pool[:0] if self.routes is None else self.routes
         fresh = max(first, len(known))
         pages = self.pages[fresh:upto] if upto <= len(self.pages) else [*self.pages, *self.ahead][fresh:upto]
         return np.concatenate([known[first:upto], pool[pages]])
 
     def done(self) -> FinishReason | None:
-        """Asked once a token. End tokens were forbidden where they must not be drawn; strings cannot be, so an early one is passed over."""
+        """Asked once a token. End tokens were forbidden where they must not be drawn; strings
+        cannot be, so an early one is passed over.
+        """
         sampling = self.request.sampling
         if self.tokens[-1] in self.ends:
             return "stop"

@@ -1,4 +1,6 @@
-"""The step's arithmetic: packed new tokens through the model with the paged layout, then one sample for every request that needs it."""
+"""The step's arithmetic: packed new tokens through the model with the paged layout, then
+one sample for every request that needs it.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,15 @@ if TYPE_CHECKING:
     from rondel.models.load import Loaded
     from rondel.models.paged_attention import Fed, Lines
 
-SHARE = 0.7  # of the keys that whole contexts would read; beyond it the bookkeeping of families costs more than it saves
+# of the keys that whole contexts would read; beyond it the bookkeeping of families costs more than it saves
+SHARE = 0.7
 ROWS = 512  # logits are made for at most so many rows at once
 
 
 class Runner:
-    """table [rows, width]: the pages of every running request, one line each, so that a step gathers instead of rebuilding."""
+    """table [rows, width]: the pages of every running request, one line each, so that a
+    step gathers instead of rebuilding.
+    """
 
     def __init__(
         self,
@@ -57,21 +62,31 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> list[tuple[Live, int, float]]:
-        """Compute the plan. -> (request, token, logprob) for those whose prompt is complete or that decode, in order of their tokens."""
+        """Compute the plan. -> (request, token, logprob) for those whose prompt is complete or
+        that decode, in order of their tokens.
+        """
         if self.draft is not None:
             self.draft.propose(self, plan)
         hidden, last = self._forward(plan)
         out: list[tuple[Live, int, float]] = []
         for part in _parts(last):
-            rows = torch.tensor([first + i for live, first in part for i in range(1 + len(live.guess))], device=self.device)
+            rows = torch.tensor(
+                [first + i for live, first in part for i in range(1 + len(live.guess))], device=self.device
+            )
             out += self._draw([live for live, _ in part], self.loaded.head.logits(hidden.index_select(0, rows)))
         return out
 
     def _draw(self, lives: list[Live], logits: Tensor) -> Iterable[tuple[Live, int, float]]:
-        """Tokens from rows of logits [B, V], one for each request and each of its guesses; they are overwritten, raw logprobs taken before."""
+        """Tokens from rows of logits [B, V], one for each request and each of its guesses; they
+        are overwritten, raw logprobs taken before.
+        """
         part = [live for live in lives for _ in range(1 + len(live.guess))]
         samplings = [live.request.sampling for live in part]
-        heard = [(row, live.channels) for row, live in enumerate(part) if live.channels is not None and live.channels.reads_raw]
+        heard = [
+            (row, live.channels)
+            for row, live in enumerate(part)
+            if live.channels is not None and live.channels.reads_raw
+        ]
         raw = logits[[row for row, _ in heard]].log_softmax(-1) if heard else None
         if shaped := [(row, part[row]) for row, s in enumerate(samplings) if s.shaped]:
             shape(logits, shaped)
@@ -83,7 +98,10 @@ class Runner:
         if self.draft is not None:
             tokens, logprobs = self.draft.judge(lives, p, tokens, logprobs)
         for row, logprob in zip(
-            plain, self._as_trained(exact, [samplings[row].temperature or 1.0 for row in plain], [tokens[row] for row in plain])
+            plain,
+            self._as_trained(
+                exact, [samplings[row].temperature or 1.0 for row in plain], [tokens[row] for row in plain]
+            ),
         ):
             logprobs[row] = logprob
         if raw is not None:
@@ -106,14 +124,20 @@ class Runner:
         """p [V]: the weights that its token was drawn with."""
         sampling = live.request.sampling
         if channels.support is not None:
-            cut = (sampling.truncated and sampling.temperature > 0) or live.constraint is not None or live.written < sampling.min_tokens
+            cut = (
+                (sampling.truncated and sampling.temperature > 0)
+                or live.constraint is not None
+                or live.written < sampling.min_tokens
+            )
             channels.support.append(p.nonzero()[:, 0].tolist() if cut else None)
         if channels.prompt_logprobs == []:
             channels.prompt_logprobs = self.score(live.tokens[: live.prompt], live.gaze)
 
     @torch.inference_mode()
     def score(self, tokens: list[int], gaze: Gaze | None = None) -> list[float]:
-        """log p(token t | tokens before) through the paged path, on pages of its own: it needs no room and works asleep."""
+        """log p(token t | tokens before) through the paged path, on pages of its own:
+        it needs no room and works asleep.
+        """
         n = len(tokens)
         where, ids = torch.arange(n, device=self.device), torch.tensor(tokens, device=self.device)
         layout = PagedLayout(Layers(n), Layers(n), where, [Chunk(0, n, where)])
@@ -127,12 +151,17 @@ class Runner:
         return out
 
     def _forward(self, plan: Plan) -> tuple[Tensor, list[tuple[Live, int]]]:
-        """Hidden states of the step's new tokens, and the first of the rows from which a request's tokens are drawn: 1 + its guesses."""
+        """Hidden states of the step's new tokens, and the first of the rows from which a
+        request's tokens are drawn: 1 + its guesses.
+        """
         chunks = [Feed(live, live.computed - n, n) for live, n in plan.chunks if n > 1]
-        single = [Feed(live, live.computed - 1, 1) for live, n in plan.chunks if n == 1]  # siblings that find their prompt cached
+        # siblings that find their prompt cached
+        single = [Feed(live, live.computed - 1, 1) for live, n in plan.chunks if n == 1]
         single += [Feed(live, live.computed - 1, 1 + len(live.guess)) for live in plan.decoding]
         ids, at, layout, ends = self.lay(chunks, single, self.pages.keys, self.pages.values)
-        last = [(f.live, end - len(f.live.guess) - 1) for f, end in zip([*chunks, *single], ends) if f.live.pending == 0]
+        last = [
+            (f.live, end - len(f.live.guess) - 1) for f, end in zip([*chunks, *single], ends) if f.live.pending == 0
+        ]
         tape = Tape(self.loaded.routers) if self.records else None
         hidden = self._pass(ids, at, layout, [(f.first, f.n, f.live.gaze) for f in [*chunks, *single]], tape)
         if tape is not None:
@@ -140,13 +169,26 @@ class Runner:
         return hidden, last
 
     def _pass(
-        self, ids: Tensor, at: Tensor, layout: PagedLayout, fed: Sequence[tuple[int, int, Gaze | None]], tape: Tape | None = None
+        self,
+        ids: Tensor,
+        at: Tensor,
+        layout: PagedLayout,
+        fed: Sequence[tuple[int, int, Gaze | None]],
+        tape: Tape | None = None,
     ) -> Tensor:
         seen = self.eyes.seen(fed) if at.ndim == 2 else None
-        return self.hidden(ids, at, layout) if tape is None and seen is None else self.loaded.hidden(ids, at, layout, tape, seen)
+        return (
+            self.hidden(ids, at, layout)
+            if tape is None and seen is None
+            else self.loaded.hidden(ids, at, layout, tape, seen)
+        )
 
-    def lay(self, chunks: list[Feed], single: list[Feed], keys: Layers, values: Layers) -> tuple[Tensor, Tensor, PagedLayout, list[int]]:
-        """Packed tokens, their positions, who sees whom, and where each feed ends. The tokens of `single` feeds look back row by row."""
+    def lay(
+        self, chunks: list[Feed], single: list[Feed], keys: Layers, values: Layers
+    ) -> tuple[Tensor, Tensor, PagedLayout, list[int]]:
+        """Packed tokens, their positions, who sees whom, and where each feed ends. The tokens
+        of `single` feeds look back row by row.
+        """
         tokens: list[int] = []
         positions: list[int] = []
         write: list[int] = []
@@ -156,7 +198,9 @@ class Runner:
             live, first, end = feed.live, feed.first, feed.first + feed.n
             self._note(live)
             if self.lines is None and len(laid) < len(chunks):
-                laid.append(Chunk(len(tokens), feed.n, torch.tensor(_cut(live.pages, live.ahead, 0, end), device=self.device)))
+                laid.append(
+                    Chunk(len(tokens), feed.n, torch.tensor(_cut(live.pages, live.ahead, 0, end), device=self.device))
+                )
             tokens += _cut(live.tokens, live.guess, first, end)
             positions += range(first, end)
             write += _cut(live.pages, live.ahead, first, end)
@@ -175,7 +219,8 @@ class Runner:
         """
         rows = [(feed, feed.first + i + 1) for feed in feeds for i in range(feed.n)]
         lines, total = torch.tensor([feed.live.row for feed, _ in rows]), torch.tensor([n for _, n in rows])
-        shares = [feed.live.shared if feed.first >= feed.live.shared else 0 for feed, _ in rows]  # a draft may be behind its prompt
+        # a draft may be behind its prompt
+        shares = [feed.live.shared if feed.first >= feed.live.shared else 0 for feed, _ in rows]
         siblings = [((id(feed.live.node), n) if n else at, n) for at, ((feed, _), n) in enumerate(zip(rows, shares))]
         best = _Families.of(siblings, total)
         if len(rows) > len(feeds):
@@ -185,7 +230,14 @@ class Runner:
             return Decoding(self._slots(lines, torch.zeros_like(total), total).to(self.device), total.to(self.device))
         grid, place = best.grid()
         prefix = self._slots(lines[grid[:, 0]], torch.zeros_like(best.shared), best.shared)
-        parts = (self._slots(lines, best.above, total - best.above), total - best.above, prefix, best.shared, grid, place)
+        parts = (
+            self._slots(lines, best.above, total - best.above),
+            total - best.above,
+            prefix,
+            best.shared,
+            grid,
+            place,
+        )
         slots, lengths, *family = (x.to(self.device) for x in parts)
         return Decoding(slots, lengths, *family)  # type: ignore[arg-type]  # four tensors
 
@@ -220,11 +272,17 @@ class Feed:
     def where(self) -> np.ndarray:
         """[3, n] positions, in a step in which someone sees a picture."""
         end = self.first + self.n
-        return np.broadcast_to(np.arange(self.first, end), (3, self.n)) if self.live.gaze is None else self.live.gaze.where(self.first, end)
+        return (
+            np.broadcast_to(np.arange(self.first, end), (3, self.n))
+            if self.live.gaze is None
+            else self.live.gaze.where(self.first, end)
+        )
 
 
 def lines_of(loaded: Loaded, rows: int, pages: int) -> Lines | None:
-    """A GPU reads contexts by the paged kernel; aligned numerics have an order of their own, and without Triton there is no kernel."""
+    """A GPU reads contexts by the paged kernel; aligned numerics have an order of their
+    own, and without Triton there is no kernel.
+    """
     if not has_kernel(loaded):
         return None
     from rondel.models.paged_attention import Lines
@@ -258,7 +316,9 @@ def _parts(last: list[tuple[Live, int]]) -> Iterator[list[tuple[Live, int]]]:
 
 
 def _kept(lives: list[Live], tokens: list[int], logprobs: list[float]) -> Iterator[tuple[Live, int, float]]:
-    """Of each request's rows those up to the first whose token is not the guess, that one included: the rows after it saw a wrong token."""
+    """Of each request's rows those up to the first whose token is not the guess, that one
+    included: the rows after it saw a wrong token.
+    """
     at = 0
     for live in lives:
         n = 1 + agreeing(tokens[at : at + len(live.guess)], live.guess)
@@ -297,7 +357,8 @@ class _Families:
     def grid(self) -> tuple[Tensor, Tensor]:
         """[F,S] rows of the members, padded with row 0, and [B] where each row stands in it, counted flat."""
         widest = max(map(len, self.members))
-        grid, place = torch.zeros(len(self.members), widest, dtype=torch.int64), torch.empty(len(self.above), dtype=torch.int64)
+        grid = torch.zeros(len(self.members), widest, dtype=torch.int64)
+        place = torch.empty(len(self.above), dtype=torch.int64)
         for f, family in enumerate(self.members):
             grid[f, : len(family)] = torch.tensor(family)
             place[family] = torch.arange(f * widest, f * widest + len(family))

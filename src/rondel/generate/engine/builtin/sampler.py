@@ -3,9 +3,11 @@
     logits -> bias -> penalties -> grammar -> min_tokens -> / temperature -> top-k -> top-p -> min-p -> draw
               `------------- shaping.py --------------´    `----------- weights ------------´    choose
 
-Every step sees what the one before left, and the stored logprob is that of the last distribution (law 4). Noise is counter-based:
-token t of a sample comes from Philox(key, t), so it does not depend on scheduling. One uniform is mapped through the inverse of the
-cumulative distribution, in two levels: first a block of the vocabulary, then inside it.
+Every step sees what the one before left, and the stored logprob is that of the last
+distribution (law 4). Noise is counter-based: token t of a sample comes from Philox(key,
+t), so it does not depend on scheduling. One
+uniform is mapped through the inverse of the cumulative distribution, in two levels: first
+a block of the vocabulary, then inside it.
 """
 
 from __future__ import annotations
@@ -23,12 +25,15 @@ LIKELY = 1024  # top-p sorts so many of a row first, and the whole row only wher
 
 
 def uniform(key: int, t: int, word: int = 0) -> float:
-    """The t-th uniform of a sample, in [0, 1) with 53 bits. `word` 1 to 3 are others of the same block, for guesses (draft.py)."""
+    """The t-th uniform of a sample, in [0, 1) with 53 bits. `word` 1 to 3 are others of
+    the same block, for guesses (draft.py).
+    """
     return (int(np.random.Philox(key=key, counter=t).random_raw(word + 1)[word]) >> 11) * 2.0**-53
 
 
 def weights(logits: Tensor, samplings: list[Sampling]) -> Tensor:
-    """Logits [B, V] fp32 (overwritten) -> what is drawn from, not normalised [B, V]: the largest of a row is 1, what is cut is 0.
+    """Logits [B, V] fp32 (overwritten) -> what is drawn from, not normalised [B, V]: the
+    largest of a row is 1, what is cut is 0.
 
     Greedy rows are not truncated; their logprob is that of temperature 1, and they are not trainable (law 4).
     """
@@ -46,7 +51,8 @@ def weights(logits: Tensor, samplings: list[Sampling]) -> Tensor:
     ):
         if rows := [row for row, value in enumerate(wanted) if value]:
             kept = p if len(rows) == len(p) else p[rows]
-            least = cut(kept, torch.tensor([wanted[row] for row in rows], device=p.device, dtype=kind))  # [R, 1]; ties with it stay
+            # [R, 1]; ties with it stay
+            least = cut(kept, torch.tensor([wanted[row] for row in rows], device=p.device, dtype=kind))
             kept.masked_fill_(kept < least, 0.0)
             if kept is not p:
                 p[rows] = kept
@@ -63,10 +69,12 @@ def choose(p: Tensor, samplings: list[Sampling], noise: list[float]) -> tuple[li
 
 
 def _inverse_cdf(p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest index whose cumulative weight exceeds u times the total. p [B, V] unnormalised, u [B] -> (index [B], total [B]).
+    """The smallest index whose cumulative weight exceeds u times the total. p [B, V]
+    unnormalised, u [B] -> (index [B], total [B]).
 
-    Only the sums of blocks are carried over the whole vocabulary in double precision; inside a block the aim is its share of the
-    block, so that rounding between the two levels can never choose an entry of weight 0.
+    Only the sums of blocks are carried over the whole vocabulary in double precision;
+    inside a block the aim is its share of the block, so that rounding between the two
+    levels can never choose an entry of weight 0.
     """
     vocab = p.shape[1]
     blocks = (F.pad(p, (0, -vocab % BLOCK)) if vocab % BLOCK else p).unflatten(1, (-1, BLOCK))
@@ -78,7 +86,9 @@ def _inverse_cdf(p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     share = ((aim - (upto.gather(1, block) - own)) / own).clamp_(0, 1)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double().cumsum(-1)
     whole = inside[:, -1:]
-    within = torch.searchsorted(inside, torch.minimum(share * whole, whole.nextafter(torch.zeros_like(whole))), right=True)
+    within = torch.searchsorted(
+        inside, torch.minimum(share * whole, whole.nextafter(torch.zeros_like(whole))), right=True
+    )
     return (block * BLOCK + within)[:, 0], upto[:, -1]
 
 
@@ -91,7 +101,9 @@ def _top_k(p: Tensor, k: Tensor) -> Tensor:
 
 
 def _top_p(p: Tensor, share: Tensor) -> Tensor:
-    """The last of the largest that together reach the share.  arXiv:1904.09751. A row's answer does not depend on its batch."""
+    """The last of the largest that together reach the share.  arXiv:1904.09751. A row's
+    answer does not depend on its batch.
+    """
     goal = share * p.sum(-1, dtype=torch.float64)
     least = torch.empty(len(p), 1, device=p.device)
     rows = torch.arange(len(p), device=p.device)

@@ -1,4 +1,5 @@
-"""Which tokens are computed next: prompts first, in chunks, beside everything that decodes; room is made by evicting, then by retracting.
+"""Which tokens are computed next: prompts first, in chunks, beside everything that decodes;
+room is made by evicting, then by retracting.
 
 waiting ──admit──> prefilling ──last chunk──> decoding ──done──> finished
    ^                                             │
@@ -16,14 +17,17 @@ from rondel.generate.engine.builtin.pages import Pages
 from rondel.generate.engine.builtin.radix import RadixTree, Root
 from rondel.generate.engine.builtin.request import Live
 
-LOOKED, OVERTAKEN = 32, 16  # waiting requests among which the cached ones go first; how many may be admitted before one that came earlier
+# waiting requests among which the cached ones go first; how many may be admitted before one that came earlier
+LOOKED, OVERTAKEN = 32, 16
 CACHED = 0.75  # of a prompt
 AHEAD = 16  # decode tokens for which room is wanted before another prompt is admitted
 
 
 @dataclass(slots=True)
 class Plan:
-    """One engine step: chunks are (request, how many of its tokens), decoding requests take one token each, and their guesses."""
+    """One engine step: chunks are (request, how many of its tokens), decoding requests
+    take one token each, and their guesses.
+    """
 
     chunks: list[tuple[Live, int]]
     decoding: list[Live]
@@ -59,11 +63,14 @@ class Scheduler:
     # -- before the step -------------------------------------------------------------------------
 
     def plan(self, version: int, *, fresh: bool = True) -> Plan:
-        """Reserve pages for one step. `fresh` False admits only requests that have written something: the engine is being drained."""
+        """Reserve pages for one step. `fresh` False admits only requests that have written
+        something: the engine is being drained.
+        """
         decoding = self._room_to_decode(version)
         budget = self.prefill_tokens
         chunks: list[tuple[Live, int]] = []
-        for live in self.running:  # those interrupted in the middle of their prompt; the decoding ones have nothing pending any more
+        # those interrupted in the middle of their prompt; the decoding ones have nothing pending any more
+        for live in self.running:
             n = 0 if live.still(version) else min(budget, live.reach - live.computed)
             if n and self._reserve(live, n):
                 chunks.append((live, n))
@@ -73,8 +80,13 @@ class Scheduler:
             if not budget or len(self.running) >= self.limit:
                 break
             root = (version, live.request.adapter, live.request.namespace)
-            if not (fresh or live.written) or live.still(version) or any(other.root == root and _shares(live, other) for other in leaders):
-                continue  # in-batch sharing: a running request is about to finish the prefix that this one would compute
+            if (
+                not (fresh or live.written)
+                or live.still(version)
+                or any(other.root == root and _shares(live, other) for other in leaders)
+            ):
+                # in-batch sharing: a running request is about to finish the prefix that this one would compute
+                continue
             n = self._admit(live, root, budget, ahead=AHEAD * (len(decoding) + 1) if self.running else 0)
             if not n:
                 break
@@ -87,7 +99,8 @@ class Scheduler:
     def _queue(self, version: int, budget: int) -> list[Live]:
         """Those that wait: first those whose prompt is cached for the most part, each kind in the order of arrival.
 
-        Retracted requests, recorded ones, and one that was overtaken `OVERTAKEN` times are overtaken by nobody, so nobody waits for ever.
+        Retracted requests, recorded ones, and one that was overtaken `OVERTAKEN` times are
+        overtaken by nobody, so nobody waits for ever.
         """
         if not budget or len(self.running) >= self.limit or len(self.waiting) < 2:
             return list(self.waiting)
@@ -96,13 +109,17 @@ class Scheduler:
             if live.written or live.request.lines is not None or live.overtaken >= OVERTAKEN:
                 return True
             keys = live.keys[: live.reach - 1]
-            return self.tree.covered((version, live.request.adapter, live.request.namespace), keys) >= CACHED * len(keys)
+            return self.tree.covered((version, live.request.adapter, live.request.namespace), keys) >= CACHED * len(
+                keys
+            )
 
         looked = sorted(islice(self.waiting, LOOKED), key=goes_first, reverse=True)
         return [*looked, *islice(self.waiting, LOOKED, None)]
 
     def _admit(self, live: Live, root: Root, budget: int, *, ahead: int) -> int:
-        """Match, lock, reserve. -> how many of its tokens this step computes, 0 if there is no room (then nothing has changed)."""
+        """Match, lock, reserve. -> how many of its tokens this step computes, 0 if there is
+        no room (then nothing has changed).
+        """
         reach = live.reach
         node, known = self.tree.match(root, live.keys[: reach - 1])  # the last token must be fed
         n = min(budget, reach - len(known))
@@ -121,7 +138,9 @@ class Scheduler:
         return n
 
     def _room_to_decode(self, version: int) -> list[Live]:
-        """One page for each decoding request; retract those with the fewest written tokens (then the longest prompts) until it fits."""
+        """One page for each decoding request; retract those with the fewest written tokens
+        (then the longest prompts) until it fits.
+        """
         while True:
             decoding = [r for r in self.running if r.pending == 1 and r.written and not r.still(version)]
             if self._has_room(len(decoding)):
@@ -131,11 +150,13 @@ class Scheduler:
             victim = min(self.running, key=lambda r: (r.written, -r.prompt))
             if len(self.running) == 1:
                 raise LawError(
-                    f"{self.pages.count} pages cannot hold one request of {len(victim.tokens)} tokens; it should have been refused"
+                    f"{self.pages.count} pages cannot hold one request of {len(victim.tokens)} tokens; it should have "
+                    f"been refused"
                 )
             if victim.request.lines is not None and victim.root is None:
                 raise LawError(
-                    "no room for what the recorded run had room for: its keys and values of earlier weights cannot be computed again"
+                    "no room for what the recorded run had room for: its keys and values of earlier weights cannot be "
+                    "computed again"
                 )
             self.retracted += 1
             self.retract(victim, version)
@@ -192,7 +213,9 @@ class Scheduler:
             live.noted = 0  # its line in the page table names pages that it gave back
 
     def release(self, live: Live, version: int) -> None:
-        """A finished or aborted request leaves: its context goes to the tree if it is clean, else its pages are free."""
+        """A finished or aborted request leaves: its context goes to the tree if it is clean, else
+        its pages are free.
+        """
         if live in self.running:
             if live.root is not None and live.root[0] == version:
                 self._store(live, live.computed)
@@ -229,17 +252,22 @@ class Scheduler:
 
     def makes_for_a_line(self, version: int) -> bool:
         """Whether anyone has not yet come as far as in the run that is replayed."""
-        return any(live.request.lines is not None and not live.still(version) for live in chain(self.running, self.waiting))
+        return any(
+            live.request.lines is not None and not live.still(version) for live in chain(self.running, self.waiting)
+        )
 
     def follow(self, version: int) -> None:
-        """Requests of a replayed run make for the next line behind the one they have reached; where their cache was lost, it is lost again."""
+        """Requests of a replayed run make for the next line behind the one they have reached;
+        where their cache was lost, it is lost again.
+        """
         for live in [*self.running, *self.waiting]:
             for at, computed, written in (live.request.lines or ())[live.line :]:
                 if at > version or (at == version and (computed or live.written != written)):
                     break
                 if at < version and (live.computed, live.written) != (computed, written):
                     raise LawError(
-                        f"version {version} came when a request stood at {live.computed} computed, {live.written} written tokens; in the run that is "
+                        f"version {version} came when a request stood at {live.computed} computed, {live.written} "
+                        f"written tokens; in the run that is "
                         f"replayed version {at} took it to {computed}, {written}"
                     )
                 if live.computed and not computed:
@@ -257,10 +285,13 @@ class Scheduler:
         private = sum(live.computed - live.shared + len(live.ahead) for live in self.running)
         if self.pages.free + self.tree.cached + private != self.pages.count:
             raise LawError(
-                f"pages do not add up: {self.pages.free} free + {self.tree.cached} cached + {private} private != {self.pages.count}"
+                f"pages do not add up: {self.pages.free} free + {self.tree.cached} cached + {private} private != "
+                f"{self.pages.count}"
             )
         if self.tree.held > sum(live.shared for live in self.running):
-            raise LawError(f"{self.tree.held} cached pages are locked for {len(self.running)} running requests that share fewer")
+            raise LawError(
+                f"{self.tree.held} cached pages are locked for {len(self.running)} running requests that share fewer"
+            )
 
 
 def _shares(live: Live, other: Live) -> bool:

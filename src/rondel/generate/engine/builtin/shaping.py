@@ -1,4 +1,5 @@
-"""What changes logits before the temperature, in this order: bias, penalties, grammar, min_tokens. Only rows that ask for it are touched.
+"""What changes logits before the temperature, in this order: bias, penalties, grammar,
+min_tokens. Only rows that ask for it are touched.
 
 Indices are flat: `at` are rows of the logits, `ids` tokens, one entry for each value that changes.
 """
@@ -23,7 +24,9 @@ def shape(logits: Tensor, rows: Rows) -> None:
     broken = allow(logits, [(row, live.constraint, _own(live)) for row, live in rows if live.constraint is not None])
     for row, live in rows:
         live.fault = broken.get(row)
-    forbid_ends(logits, [(row, live) for row, live in rows if live.written < live.request.sampling.min_tokens and live.ends])
+    forbid_ends(
+        logits, [(row, live) for row, live in rows if live.written < live.request.sampling.min_tokens and live.ends]
+    )
 
 
 def add_bias(logits: Tensor, rows: Rows) -> None:
@@ -76,4 +79,6 @@ def _own(live: Live) -> list[int]:
 def _flat(logits: Tensor, rows: Rows, tokens: Callable[[Live], Iterable[int]]) -> tuple[Tensor, Tensor]:
     lists = [(row, list(tokens(live))) for row, live in rows]
     at = [row for row, ids in lists for _ in ids]
-    return torch.tensor(at, device=logits.device), torch.tensor([i for _, ids in lists for i in ids], device=logits.device)
+    return torch.tensor(at, device=logits.device), torch.tensor(
+        [i for _, ids in lists for i in ids], device=logits.device
+    )

@@ -1,13 +1,18 @@
-"""Speculative decoding: cheap guesses at the next tokens, all looked at in one pass of the model, and only what it would have drawn stays.
+"""Speculative decoding: cheap guesses at the next tokens, all looked at in one pass of the
+model, and only what it would have drawn stays.
 
     tokens   ... written | newest | guess guess guess        1 + k new tokens, logits at each of them
-    drawn                | yes    | yes   no                 two guesses agree: three tokens in one step, the third guess is dropped
+    drawn                | yes    | yes   no                 two guesses agree: three tokens in one
+                         step, the third guess is dropped
 
-lookup   what followed the longest earlier occurrence of the newest tokens (arXiv:2304.04487; no model, nothing to train). Such a guess is
-         certain of itself, so accepting it with min(1, p/q) = p(x) is the same as drawing from p and looking whether x came out: the
-         tokens are those of plain decoding, noise included.
-draft    a smaller model draws x from q; x stays with probability min(1, p(x)/q(x)), else the token is drawn from what p has more than q:
-         (p - q)+ normalised (arXiv:2211.17192, arXiv:2302.01318). The tokens are others, their distribution is p exactly.
+lookup   what followed the longest earlier occurrence of the newest tokens (arXiv:2304.04487; no
+         model, nothing to train). Such a guess is certain of itself, so accepting it with min(1,
+         p/q) = p(x) is the same as drawing from
+         p and looking whether x came out: the tokens are those of plain decoding, noise included.
+draft    a smaller model draws x from q; x stays with probability min(1, p(x)/q(x)), else the
+         token is drawn from what p has more than q: (p - q)+ normalised (arXiv:2211.17192,
+         arXiv:2302.01318). The tokens are others,
+         their distribution is p exactly.
 
 The stored logprob is always log p (law 4). V vocabulary · R rows · k guesses of one round
 """
@@ -106,7 +111,8 @@ class Pays:
     """How many guesses are worth their time: the k that maximises tokens a second, 0 where plain decoding is faster.
 
     tokens of a step    running + guessing · (expected(alpha, k) - 1)
-    seconds of a step   a + b · (running + guessing · k) + c · k        a, b by least squares, c of the draft; old steps fade
+    seconds of a step   a + b · (running + guessing · k) + c · k        a, b by least squares, c
+                        of the draft; old steps fade
 
     Every PROBE steps the other choice is made once: otherwise neither a, b nor alpha could be known again.
     Example: Pays(4).choose(running=1, guessing=1) -> 4, before anything was measured.
@@ -154,7 +160,9 @@ class Pays:
 
 
 class Speculation:
-    """Guesses for the requests of a step, and what became of them. Without a draft they come from the request's own tokens."""
+    """Guesses for the requests of a step, and what became of them. Without a draft they
+    come from the request's own tokens.
+    """
 
     def __init__(self, k: int, draft: Draft | None = None, *, always: bool = False) -> None:
         """`always` guesses whether it pays or not: for tests and measurements."""
@@ -168,12 +176,15 @@ class Speculation:
             self.draft.open(loaded, pages)
 
     def propose(self, plan: Plan, scheduler: Scheduler) -> None:
-        """Reserve pages for guesses where there is room for nothing more urgent; look-ups are made here, a draft's guesses on its device."""
+        """Reserve pages for guesses where there is room for nothing more urgent; look-ups are
+        made here, a draft's guesses on its device.
+        """
         if self.draft is not None and self.draft.broken:
             return
         guesses: list[tuple[Live, int, list[int]]] = []
         for live in plan.decoding:
-            most = min(self.pays.k, live.request.sampling.max_tokens - live.written - 1)  # the last token of a round is never a guess
+            # the last token of a round is never a guess
+            most = min(self.pays.k, live.request.sampling.max_tokens - live.written - 1)
             if most < 1 or not speculates(live):
                 continue
             if self.draft is not None:
@@ -204,7 +215,10 @@ class Speculation:
         if not plan.chunks:
             deepest = max((len(live.guess) for live in guessed), default=0)
             self.pays.timed(
-                plan.tokens, seconds, k=deepest if self.draft else 0, draft=self.draft.seconds if self.draft and guessed else 0.0
+                plan.tokens,
+                seconds,
+                k=deepest if self.draft else 0,
+                draft=self.draft.seconds if self.draft and guessed else 0.0,
             )
 
     def untold(self) -> tuple[int, int, int]:

@@ -1,4 +1,5 @@
-"""Weights that are read whole and checked beside those that serve: a bad folder or a bad body leaves the old version serving.
+"""Weights that are read whole and checked beside those that serve: a bad folder or a
+bad body leaves the old version serving.
 
 read ──> every name, shape, dtype, finite ──> pause, commit ──> as it was before, at the new version
   └── anything wrong: the old version goes on serving (law 6)
@@ -36,7 +37,9 @@ LOOKS = {
 
 
 def from_disk(loaded: Loaded, folder: str) -> dict[str, Tensor]:
-    """A folder of Hugging Face safetensors, cast to the engine's dtype, or an adapter's for an adapted model. Runs on the device's thread: transformers sets global state."""
+    """A folder of Hugging Face safetensors, cast to the engine's dtype, or an adapter's for an adapted model. Runs on
+    the device's thread: transformers sets global state.
+    """
     with boundary(SyncError, f"reading the weights in '{folder}'"):
         path = Path(folder).expanduser()
         if not path.is_dir() or not list(path.glob("*.safetensors")):
@@ -45,7 +48,8 @@ def from_disk(loaded: Loaded, folder: str) -> dict[str, Tensor]:
             return adapters.read(loaded, path)
         if adapters.is_adapter(path):
             raise SyncError(
-                f"'{folder}' is an adapter, and the model that serves has none: serve an adapter to replace it, or merge this one"
+                f"'{folder}' is an adapter, and the model that serves has none: serve an adapter to replace it, or "
+                f"merge this one"
             )
         _same_architecture(loaded, path)
         _of_floats(path)
@@ -74,11 +78,15 @@ def _same_architecture(loaded: Loaded, path: Path) -> None:
     differ = [k for k in sorted({*mine, *theirs} - LOOKS) if not k.startswith("_") and mine.get(k) != theirs.get(k)]
     if differ:
         k = differ[0]
-        raise SyncError(f"'{path}' is another model: its config says {k} = {theirs.get(k)}, the one that serves {mine.get(k)}")
+        raise SyncError(
+            f"'{path}' is another model: its config says {k} = {theirs.get(k)}, the one that serves {mine.get(k)}"
+        )
 
 
 def _of_floats(path: Path) -> None:
-    """transformers casts whatever it reads: whole numbers, such as codes of a quantised checkpoint, would be served as weights."""
+    """transformers casts whatever it reads: whole numbers, such as codes of a quantised
+    checkpoint, would be served as weights.
+    """
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  # no mapping
@@ -111,7 +119,10 @@ async def update(
         for name, tensor in tensors.items():
             if not bool(names.is_finite(tensor).all()):
                 raise SyncError(f"{name} holds NaN or infinity")
-        rows = (TensorInfo(n, tuple(t.shape), str(t.dtype).removeprefix("torch."), names.digest(t)) for n, t in tensors.items())
+        rows = (
+            TensorInfo(n, tuple(t.shape), str(t.dtype).removeprefix("torch."), names.digest(t))
+            for n, t in tensors.items()
+        )
         return Manifest(version, tuple(rows), names.base(engine.loaded.model)), tensors
 
     manifest, tensors = await run(stage)

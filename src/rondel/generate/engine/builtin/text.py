@@ -55,9 +55,14 @@ def open_reader(tokenizer: Any, stops: tuple[str, ...], drawn: list[int]) -> Rea
 def split_stops(tokenizer: Any, stop: tuple[int | str, ...]) -> tuple[frozenset[int], tuple[str, ...]]:
     """-> (ids, strings). A special token never appears in the text, so its name is taken as its id."""
     ids, strings = {s for s in stop if isinstance(s, int)}, [s for s in stop if isinstance(s, str)]
-    special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special} if strings else {}
+    special = (
+        {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special} if strings else {}
+    )
     for s in strings:
         inside = [name for name in special if name in s and name != s]
         if inside and s not in special:
-            raise UserError(f"the stop string {s!r} holds the special token {inside[0]!r}, which is not in the text; give that token alone")
+            raise UserError(
+                f"the stop string {s!r} holds the special token {inside[0]!r}, which is not in the text; give that "
+                f"token alone"
+            )
     return frozenset(ids | {special[s] for s in strings if s in special}), tuple(s for s in strings if s not in special)

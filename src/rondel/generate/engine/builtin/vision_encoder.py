@@ -61,14 +61,16 @@ class Eyes:
         sight = self.loaded.sight
         if sight is None:
             raise UserError(
-                f"{len(request.media)} images for '{self.loaded.name}', which reads text alone: take a vision-language model, or leave them out"
+                f"{len(request.media)} images for '{self.loaded.name}', which reads text alone: take a vision-language "
+                f"model, or leave them out"
             )
         at = 0
         for place in request.media:
             own = request.tokens[place.start : place.end]
             if place.image.cell != sight.cell or place.start < at or own != [sight.placeholder] * place.image.tokens:
                 raise UserError(
-                    f"an image of {place.image.tokens} tokens at token {place.start}, where the prompt has no such run of this model's "
+                    f"an image of {place.image.tokens} tokens at token {place.start}, where the prompt has no such run "
+                    f"of this model's "
                     f"placeholder {sight.placeholder}; place images by the model's own sight"
                 )
             at = place.end
@@ -78,7 +80,9 @@ class Eyes:
         self._known.clear()
 
     def seen(self, fed: Sequence[tuple[int, int, Gaze | None]]) -> Seen | None:
-        """What is seen by tokens that are fed: (first, how many, gaze) of each run, in the order of the packed row. On the device's thread."""
+        """What is seen by tokens that are fed: (first, how many, gaze) of each run, in the order
+        of the packed row. On the device's thread.
+        """
         rows: list[np.ndarray] = []
         cells: list[tuple[Image, int, int]] = []
         at = 0
@@ -92,7 +96,10 @@ class Eyes:
         if not rows:
             return None
         features = self._look({image.digest: image for image, _, _ in cells})
-        parts = [features[image.digest].rows(torch.arange(begin, end, device=self.loaded.device)) for image, begin, end in cells]
+        parts = [
+            features[image.digest].rows(torch.arange(begin, end, device=self.loaded.device))
+            for image, begin, end in cells
+        ]
         return Seen(torch.from_numpy(np.concatenate(rows)).to(self.loaded.device), Features.joined(parts))
 
     def _look(self, wanted: dict[str, Image]) -> dict[str, Features]:

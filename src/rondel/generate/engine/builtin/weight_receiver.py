@@ -1,7 +1,8 @@
 """Weights on their way into the engine's module: what is announced, what has come, and when it becomes what serves.
 
     begin ── data ── data ── commit          over    each tensor is written over the old one as it comes; digests are compared at the end
-                                             beside  each is compared as it comes and laid beside; the commit lets the module point there
+                                             beside  each is compared as it comes and laid beside; the commit lets
+                                             the module point there
 
 Between two tensors the device is free: an engine that is not parked goes on decoding.
 """
@@ -27,7 +28,9 @@ SLICE = 0.005  # seconds that the device takes tensors in before it looks for a 
 
 
 class Arrivals:
-    """The engine's side of one update at a time. Tensors themselves need no transport; every other route names one of `transports`."""
+    """The engine's side of one update at a time. Tensors themselves need no transport;
+    every other route names one of `transports`.
+    """
 
     def __init__(self, loaded: Loaded, transports: Mapping[str, Transport]) -> None:
         self.loaded, self._transports = loaded, dict(transports)
@@ -38,7 +41,8 @@ class Arrivals:
         self._untouched = False  # since the last begin: what serves is still the old version, whole
         self._awaited: dict[str, TensorInfo] = {}
         self._beside: dict[str, Tensor] = {}  # by the module's name
-        self._parts: Mapping[str, tuple[str, names.Piece]] = {}  # where each of the checkpoint's tensors lies in one of the module's
+        # where each of the checkpoint's tensors lies in one of the module's
+        self._parts: Mapping[str, tuple[str, names.Piece]] = {}
 
     @property
     def kinds(self) -> set[str]:
@@ -77,7 +81,10 @@ class Arrivals:
         if self._came:
             raise SyncError("the data of this update came twice")
         if route.base and route.base != self.root:
-            raise SyncError(f"the data changes weights with root {route.base[:8]}; those that serve have {self.root[:8] or 'none yet'}")
+            raise SyncError(
+                f"the data changes weights with root {route.base[:8]}; those that serve have "
+                f"{self.root[:8] or 'none yet'}"
+            )
         mine = names.served(self.loaded.model, self._awaited)
         self.bytes_copied = 0
         stream = self._open(route, begun.manifest, mine)
@@ -87,16 +94,22 @@ class Arrivals:
         finally:
             await run(stream.close)  # there, because a cancelled wait leaves the thread inside it
         if self._awaited:
-            raise SyncError(f"{len(self._awaited)} tensors were announced but did not travel, first {min(self._awaited)}")
+            raise SyncError(
+                f"{len(self._awaited)} tensors were announced but did not travel, first {min(self._awaited)}"
+            )
         self._came, self.bytes_copied = True, route.bytes or self.bytes_copied
 
-    def _open(self, route: Route, manifest: Manifest, mine: dict[str, Tensor]) -> Generator[tuple[str, Tensor], None, None]:
+    def _open(
+        self, route: Route, manifest: Manifest, mine: dict[str, Tensor]
+    ) -> Generator[tuple[str, Tensor], None, None]:
         if isinstance(route.data, dict):  # the tensors themselves
             yield from route.data.items()
         elif route.kind in self._transports:
             yield from self._transports[route.kind].receive(route, manifest, mine)
         else:
-            raise SyncError(f"weights come by '{route.kind}'; this engine takes them by {', '.join(sorted(self.kinds))}")
+            raise SyncError(
+                f"weights come by '{route.kind}'; this engine takes them by {', '.join(sorted(self.kinds))}"
+            )
 
     def _some(self, stream: Iterator[tuple[str, Tensor]], mine: dict[str, Tensor], beside: bool) -> bool:
         """Tensors for a few milliseconds. -> is there more?"""
@@ -109,10 +122,14 @@ class Arrivals:
 
     def _accept(self, name: str, tensor: Tensor, mine: dict[str, Tensor], beside: bool) -> None:
         if name not in self._awaited:
-            raise SyncError(f"{name} came twice" if name in mine else f"tensors came that were not announced, first {name}")
+            raise SyncError(
+                f"{name} came twice" if name in mine else f"tensors came that were not announced, first {name}"
+            )
         row = self._awaited.pop(name)
         if (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) != (row.shape, row.dtype):
-            raise SyncError(f"{name} was announced as {row.dtype} {list(row.shape)} and came as {tensor.dtype} {list(tensor.shape)}")
+            raise SyncError(
+                f"{name} was announced as {row.dtype} {list(row.shape)} and came as {tensor.dtype} {list(tensor.shape)}"
+            )
         if beside:
             if names.digest(tensor) != row.digest:
                 raise SyncError(f"1 tensors arrived with other bits than were sent, first {name}")
@@ -122,7 +139,9 @@ class Arrivals:
             self.bytes_copied += tensor.numel() * tensor.element_size()
 
     def _lay(self, name: str, tensor: Tensor) -> None:
-        """Beside what serves. A part of one of the module's tensors, as an expert of a mixture, goes to its place in a new one."""
+        """Beside what serves. A part of one of the module's tensors, as an expert of a
+        mixture, goes to its place in a new one.
+        """
         of, piece = self._parts.get(name, (name, None))
         if piece is None or piece.all:
             self._beside[of] = tensor
@@ -138,11 +157,16 @@ class Arrivals:
             raise SyncError("commit without begin")
         version, root = begun.manifest.version, begun.manifest.root
         if (commit.version, commit.root) != (version, root):
-            raise SyncError(f"version {commit.version} with root {commit.root[:8]} is committed, but {version} with {root[:8]} was begun")
+            raise SyncError(
+                f"version {commit.version} with root {commit.root[:8]} is committed, but {version} with {root[:8]} was "
+                f"begun"
+            )
         if not self._came:
             raise SyncError("commit without data")
         if names.base(self.loaded.model) != begun.manifest.base:
-            raise SyncError("the adapter belongs to another base than the one that serves: their frozen weights have other bits")
+            raise SyncError(
+                "the adapter belongs to another base than the one that serves: their frozen weights have other bits"
+            )
         if not begun.beside or self._point():
             self._compare(begun.manifest)
         self.root, self._untouched = root, False

@@ -1,4 +1,5 @@
-"""The samples of one HTTP request while they are written: tokens as they are drawn, text as it becomes certain, stop strings.
+"""The samples of one HTTP request while they are written: tokens as they are drawn,
+text as it becomes certain, stop strings.
 
 tokens   t0 t1 t2 t3 ...            each with logprob and version
 text     |sent to a stream|held back: half a character, or what may become a stop string|
@@ -17,7 +18,9 @@ from rondel.generate.engine.builtin.text import Reader, first_stop
 
 @dataclass(slots=True)
 class Answer:
-    """One sample: `index` is its place in the reply, `prompt` what it answers, `reader` grows its text if it is streamed."""
+    """One sample: `index` is its place in the reply, `prompt` what it answers,
+    `reader` grows its text if it is streamed.
+    """
 
     index: int
     prompt: list[int]

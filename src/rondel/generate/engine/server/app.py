@@ -1,4 +1,6 @@
-"""The routes, the door before them, and how an answer travels: at once or as a stream, and never for a client that has left."""
+"""The routes, the door before them, and how an answer travels: at once or as a
+stream, and never for a client that has left.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def build(service: Service) -> Door:
     async def one_model(request: Request) -> dict[str, Any]:
         if request.path_params["name"] != service.name:
             raise Refusal(
-                404, f"no model '{request.path_params['name'][:200]}' here; this server serves '{service.name}'", code="model_not_found"
+                404,
+                f"no model '{request.path_params['name'][:200]}' here; this server serves '{service.name}'",
+                code="model_not_found",
             )
         return openai.model(service, born)
 
@@ -80,25 +84,41 @@ def build(service: Service) -> Door:
         Route("/health", _safely(service, bound(health)), methods=["GET"]),
         Route("/health_generate", _safely(service, bound(health_generate)), methods=["GET"]),
         Route("/metrics", _safely(service, metrics), methods=["GET"]),
-        *(Route(path, _safely(service, bound(_generating(*how))), methods=["POST"]) for path, how in GENERATING.items()),
+        *(
+            Route(path, _safely(service, bound(_generating(*how))), methods=["POST"])
+            for path, how in GENERATING.items()
+        ),
         *(Route(path, _safely(service, bound(handler)), methods=["GET"]) for path, handler in FACTS.items()),
         *(
             # trainers of the field flush with a GET
-            Route(path, _safely(service, bound(handler), control=True), methods=["GET", "POST"] if path == "/flush_cache" else ["POST"])
+            Route(
+                path,
+                _safely(service, bound(handler), control=True),
+                methods=["GET", "POST"] if path == "/flush_cache" else ["POST"],
+            )
             for path, handler in CONTROL.items()
         ),
     ]
     there = ", ".join(r.path for r in routes if "{" not in r.path)
 
     async def not_found(request: Request, error: Exception) -> Response:
-        return Refusal(404, f"nothing is at {request.scope['path'][:200]}; this server has {there}", code="not_found").response()
+        return Refusal(
+            404, f"nothing is at {request.scope['path'][:200]}; this server has {there}", code="not_found"
+        ).response()
 
     async def not_allowed(request: Request, error: Any) -> Response:
         return Refusal(
-            405, f"{request.method} is not for {request.scope['path']}", code="method_not_allowed", headers=error.headers
+            405,
+            f"{request.method} is not for {request.scope['path']}",
+            code="method_not_allowed",
+            headers=error.headers,
         ).response()
 
-    return Door(service, Starlette(routes=routes, exception_handlers={404: not_found, 405: not_allowed}), {r.path for r in routes})
+    return Door(
+        service,
+        Starlette(routes=routes, exception_handlers={404: not_found, 405: not_allowed}),
+        {r.path for r in routes},
+    )
 
 
 def _safely(
@@ -168,10 +188,17 @@ class Answering:
             with self.service.admit(max(1, len(self.asked.prompts)) * self.asked.n):
                 async with asyncio.timeout(self.service.limits.deadline):
                     samples = await self.service.samples(self.asked)
-                    await (self._stream(samples, sending) if self.asked.stream else self._whole(samples, scope, receive, sending))
+                    await (
+                        self._stream(samples, sending)
+                        if self.asked.stream
+                        else self._whole(samples, scope, receive, sending)
+                    )
                 self.service.metrics.count(samples.answers)
         except Exception as error:
-            said = told(self.service, StalledError("the deadline of this server has passed") if isinstance(error, TimeoutError) else error)
+            said = told(
+                self.service,
+                StalledError("the deadline of this server has passed") if isinstance(error, TimeoutError) else error,
+            )
             if begun:
                 await send({"type": "http.response.body", "body": sse(said.body), "more_body": False})
             else:

@@ -1,10 +1,13 @@
-"""Weights over torch.distributed, as SGLang takes them: a group that a trainer leads as rank 0, and one broadcast a tensor.
+"""Weights over torch.distributed, as SGLang takes them: a group that a trainer leads
+as rank 0, and one broadcast a tensor.
 
     /init_weights_update_group        join: both sides wait for each other
-    /update_weights_from_distributed  some tensors by the names of the family's checkpoints, or by the module's; they wait beside those that serve. The call that brings the last one commits
+    /update_weights_from_distributed  some tensors by the names of the family's checkpoints, or by the module's; they
+                                      wait beside those that serve. The call that brings the last one commits
     /destroy_weights_update_group     leave, and forget what has come
 
-So an update is whole or none (law 6), where SGLang serves what has come so far. Bytes of tensors and nothing else are read from the group.
+So an update is whole or none (law 6), where SGLang serves what has come so far. Bytes of
+tensors and nothing else are read from the group.
 """
 
 from __future__ import annotations
@@ -62,13 +65,17 @@ async def init_weights_update_group(service: Service, request: Request) -> dict[
     if backend != (fits := "nccl" if device == "cuda" else "gloo"):
         raise f.wrong("backend", f"the weights of this server lie on a {device}: {fits}")
     if name in service.groups:
-        raise Refusal(409, f"group '{name}' is there already, or is being joined; /destroy_weights_update_group ends it")
+        raise Refusal(
+            409, f"group '{name}' is there already, or is being joined; /destroy_weights_update_group ends it"
+        )
     service.groups[name] = Group(None, device)  # nothing moves while it is joined: updates by other ways go on
     try:
         async with refusing(service), here(request):
             end = time.monotonic() + wait
             await _reach(host, port, end, wait)
-            service.groups[name].group = await asyncio.to_thread(_join, host, port, rank, size, name, end - time.monotonic(), device)
+            service.groups[name].group = await asyncio.to_thread(
+                _join, host, port, rank, size, name, end - time.monotonic(), device
+            )
     except BaseException:
         del service.groups[name]
         raise
@@ -76,7 +83,9 @@ async def init_weights_update_group(service: Service, request: Request) -> dict[
 
 
 async def _reach(host: str, port: int, end: float, wait: float) -> None:
-    """Until somebody listens there. torch's store asks a dead address past its own time-out, on a thread that nobody can stop."""
+    """Until somebody listens there. torch's store asks a dead address past its own
+    time-out, on a thread that nobody can stop.
+    """
     while True:
         try:
             async with asyncio.timeout(max(0.0, end - time.monotonic())):
@@ -85,12 +94,16 @@ async def _reach(host: str, port: int, end: float, wait: float) -> None:
             return
         except (OSError, UnicodeError, OverflowError) as error:  # TimeoutError is an OSError
             if time.monotonic() + AGAIN >= end:
-                raise StalledError(f"nobody listens at {host}:{port}: {error or 'no answer'} (waited {wait:g} s)") from error
+                raise StalledError(
+                    f"nobody listens at {host}:{port}: {error or 'no answer'} (waited {wait:g} s)"
+                ) from error
             await asyncio.sleep(AGAIN)
 
 
 def _join(host: str, port: int, rank: int, size: int, name: str, wait: float, device: str) -> Any:
-    """The same keys in the same store as torch's own groups, of which the other side has one (its `_new_process_group_helper`)."""
+    """The same keys in the same store as torch's own groups, of which the other side has
+    one (its `_new_process_group_helper`).
+    """
     limit = timedelta(seconds=max(wait, 0.1))
     try:
         store: Any = dist.TCPStore(host, port, size, is_master=False, timeout=limit)
@@ -117,7 +130,9 @@ async def destroy_weights_update_group(service: Service, request: Request) -> di
 
 
 async def update_weights_from_distributed(service: Service, request: Request) -> dict[str, Any]:
-    """`names`, `dtypes`, `shapes` of the broadcasts that follow, in order; with `load_format` "flattened_bucket" they are one broadcast."""
+    """`names`, `dtypes`, `shapes` of the broadcasts that follow, in order; with `load_format`
+    "flattened_bucket" they are one broadcast.
+    """
     f = await fields_of(service, request)
     rows, name = _rows(service, f), f.text("group_name", NAME)
     flat = f.text("load_format") == "flattened_bucket"
@@ -128,7 +143,9 @@ async def update_weights_from_distributed(service: Service, request: Request) ->
         raise Refusal(400, f"there is no group '{name}': /init_weights_update_group makes one", param="group_name")
     if twice := sorted(group.arrived.keys() & {row[0] for row in rows}):
         group.arrived.clear()
-        raise Refusal(400, f"{twice[0]} came twice before all tensors had come; what had come is forgotten", param="names")
+        raise Refusal(
+            400, f"{twice[0]} came twice before all tensors had come; what had come is forgotten", param="names"
+        )
     async with updating(service):
         try:
             came = await asyncio.to_thread(_receive, group, rows, flat)
@@ -139,14 +156,19 @@ async def update_weights_from_distributed(service: Service, request: Request) ->
         if strangers := sorted(group.arrived.keys() - wanted.keys()):
             group.arrived.clear()
             raise Refusal(
-                400, f"{strangers[0]} is the module's name, and others are the checkpoint's: all of one update have one kind", param="names"
+                400,
+                f"{strangers[0]} is the module's name, and others are the checkpoint's: all of one update have one "
+                f"kind",
+                param="names",
             )
         group.arrived |= {n: t.to(wanted[n].dtype) for n, t in came.items()}
         if missing := len(wanted) - len(group.arrived):
             said = f"{len(came)} tensors wait for the {missing} that are still to come"
             return done(said, weight_version=str(service.engine.version))
         whole, group.arrived = group.arrived, {}
-        deliver = partial(staged_update.update, service.engine, service.run, lambda _, found: found, whole, version=version, keep=keep)
+        deliver = partial(
+            staged_update.update, service.engine, service.run, lambda _, found: found, whole, version=version, keep=keep
+        )
         return await served(service, deliver, abort=abort)
 
 
@@ -163,7 +185,9 @@ def _rows(service: Service, f: Fields) -> list[tuple[str, torch.dtype, list[int]
         if name not in mine:
             raise Refusal(400, f"this model has no tensor '{name[:200]}'", param="names")
         if shape != list(mine[name].shape):
-            raise Refusal(400, f"{name} has shape {list(mine[name].shape)} here, and not {str(shape)[:80]}", param="shapes")
+            raise Refusal(
+                400, f"{name} has shape {list(mine[name].shape)} here, and not {str(shape)[:80]}", param="shapes"
+            )
         kind = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(kind, torch.dtype) or kind.is_floating_point != mine[name].is_floating_point():
             raise Refusal(400, f"{name} is {mine[name].dtype} here, and cannot come as '{dtype[:80]}'", param="dtypes")
@@ -184,7 +208,9 @@ def _receive(group: Group, rows: list[tuple[str, torch.dtype, list[int]]], flat:
         if group.device == "cuda":
             torch.cuda.synchronize()
     except RuntimeError as error:
-        raise _told(f"{len(rows)} tensors were announced and did not come, so the group is left", WAIT, error) from error
+        raise _told(
+            f"{len(rows)} tensors were announced and did not come, so the group is left", WAIT, error
+        ) from error
     if flat:
         for tensor, piece in zip(tensors.values(), whole[0].split(sizes)):
             tensor.view(-1).view(torch.uint8).copy_(piece)

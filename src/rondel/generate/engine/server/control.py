@@ -14,7 +14,8 @@ from rondel.generate.engine.server.told import done, fields_of
 if TYPE_CHECKING:
     from rondel.generate.engine.server.service import Service
 
-PAUSES = {"hold": "hold", "in_place": "hold", "retract": "hold", "drain": "drain", "abort": "abort"}  # SGLang's names beside ours
+# SGLang's names beside ours
+PAUSES = {"hold": "hold", "in_place": "hold", "retract": "hold", "drain": "drain", "abort": "abort"}
 TAGS = ("kv_cache", "weights", "cuda_graph")
 LEASE = 600.0  # seconds after which a pause that nobody ended ends itself
 
@@ -23,7 +24,9 @@ LEASE = 600.0  # seconds after which a pause that nobody ended ends itself
 
 
 async def pause_generation(service: Service, request: Request) -> dict[str, Any]:
-    """hold or in_place: parked between two steps. retract: parked, caches dropped. drain: the begun ones end. abort: partial answers go out."""
+    """hold or in_place: parked between two steps. retract: parked, caches dropped. drain: the
+    begun ones end. abort: partial answers go out.
+    """
     f = await fields_of(service, request)
     mode, lease = f.text("mode", "abort"), f.number("lease", LEASE, 0.001, 86400.0)
     f.end()
@@ -76,7 +79,11 @@ def _tags(f: Fields) -> tuple[str, ...]:
     f.end()
     if tags is None:
         return TAGS
-    if not isinstance(tags, list) or not all(t in TAGS for t in tags if isinstance(t, str)) or not all(isinstance(t, str) for t in tags):
+    if (
+        not isinstance(tags, list)
+        or not all(t in TAGS for t in tags if isinstance(t, str))
+        or not all(isinstance(t, str) for t in tags)
+    ):
         raise f.wrong("tags", f"it must be a list of {', '.join(TAGS)}")
     return tuple(tags)
 
@@ -87,7 +94,9 @@ async def release_memory_occupation(service: Service, request: Request) -> dict[
     before = sum((await service.engine.status()).memory.values())
     await _refused(409, service.engine.sleep(tags))
     freed = before - sum((await service.engine.status()).memory.values())
-    return done(f"{freed} bytes of {', '.join(tags) or 'nothing'} are given back", freed_bytes=freed, asleep=sorted(tags))
+    return done(
+        f"{freed} bytes of {', '.join(tags) or 'nothing'} are given back", freed_bytes=freed, asleep=sorted(tags)
+    )
 
 
 async def resume_memory_occupation(service: Service, request: Request) -> dict[str, Any]:

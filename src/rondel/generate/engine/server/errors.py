@@ -19,10 +19,18 @@ GONE = 499  # the client closed the connection: nobody reads this
 
 
 class Refusal(Exception):
-    """`Refusal(400, "n = 0; at least 1 sample", param="n")`. `param` is the field at fault, `code` what a program can match."""
+    """`Refusal(400, "n = 0; at least 1 sample", param="n")`. `param` is the field at
+    fault, `code` what a program can match.
+    """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: dict[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message[:1000], param, code, headers
@@ -39,7 +47,9 @@ class Refusal(Exception):
 
 
 def refusal(error: Exception, *, refusing: bool = False) -> Refusal:
-    """How an error of the engine is told over HTTP. One that serves others has an error only for what this request asked."""
+    """How an error of the engine is told over HTTP. One that serves others has an
+    error only for what this request asked.
+    """
     match error:
         case Refusal():
             return error

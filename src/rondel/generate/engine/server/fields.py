@@ -21,7 +21,11 @@ READING = 60.0  # seconds in which a body must have arrived
 
 async def read_body(request: Request, limit: int) -> bytes:
     """The whole body; more than `limit` bytes are refused before they are held."""
-    too_large = Refusal(413, f"the body is larger than {limit} bytes, this server's limit (rondel serve --max-body)", code="body_too_large")
+    too_large = Refusal(
+        413,
+        f"the body is larger than {limit} bytes, this server's limit (rondel serve --max-body)",
+        code="body_too_large",
+    )
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > limit:
         raise too_large
@@ -44,7 +48,9 @@ async def read_fields(request: Request, limit: int, *, ignored: Collection[str] 
     body = await read_body(request, limit)
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if body and kind != "application/json" and not kind.endswith("+json"):
-        raise Refusal(415, f"the body is '{kind or 'of no type'}'; send JSON with the header Content-Type: application/json")
+        raise Refusal(
+            415, f"the body is '{kind or 'of no type'}'; send JSON with the header Content-Type: application/json"
+        )
     return Fields(parse(body) if body.strip() else {}, ignored=ignored)
 
 
@@ -80,7 +86,9 @@ def shown(value: Any) -> str:
 
 
 class Fields:
-    """`f.whole("n", 1, 1, 128)`: the value if it is given and right, the default if it is missing or null, else a refusal that names it."""
+    """`f.whole("n", 1, 1, 128)`: the value if it is given and right, the default if it is
+    missing or null, else a refusal that names it.
+    """
 
     def __init__(self, body: dict[str, Any], *, ignored: Collection[str] = (), within: str = "") -> None:
         self._body, self._known, self._within = {k: v for k, v in body.items() if v is not None}, set(ignored), within
@@ -90,7 +98,9 @@ class Fields:
         return self._body.get(name, default)
 
     def wrong(self, name: str, rule: str) -> Refusal:
-        return Refusal(400, f"{self._within}{name} = {shown(self._body.get(name))}; {rule}", param=f"{self._within}{name}")
+        return Refusal(
+            400, f"{self._within}{name} = {shown(self._body.get(name))}; {rule}", param=f"{self._within}{name}"
+        )
 
     def text(self, name: str, default: str | None = None) -> str | None:
         value = self.take(name, default)
@@ -126,7 +136,11 @@ class Fields:
 
     def wholes(self, name: str, most: int) -> tuple[int, ...]:
         value = self.take(name, [])
-        if not isinstance(value, list) or len(value) > most or not all(type(v) is int and abs(v) < 1 << 31 for v in value):
+        if (
+            not isinstance(value, list)
+            or len(value) > most
+            or not all(type(v) is int and abs(v) < 1 << 31 for v in value)
+        ):
             raise self.wrong(name, f"it must be a list of at most {most} whole numbers")
         return tuple(value)
 
@@ -139,11 +153,20 @@ class Fields:
     def only(self, name: str, *allowed: Any) -> None:
         """A field that this server knows and does not offer: a value that would change nothing passes."""
         value = self.take(name)
-        if value is not None and not any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed):
-            raise self.wrong(name, f"this server does not offer it{f' beyond {shown(allowed[0])}' if allowed else ''}; leave it out")
+        if value is not None and not any(
+            value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed
+        ):
+            raise self.wrong(
+                name, f"this server does not offer it{f' beyond {shown(allowed[0])}' if allowed else ''}; leave it out"
+            )
 
     def end(self) -> None:
         """Every field has been asked for, or the request is refused by the first that has not."""
         if unknown := sorted(self._body.keys() - self._known):
             name = f"{self._within}{unknown[0][:80]}"
-            raise Refusal(400, f"no field '{name}' here.{nearest(unknown[0][:80], sorted(self._known))}", param=name, code="unknown_field")
+            raise Refusal(
+                400,
+                f"no field '{name}' here.{nearest(unknown[0][:80], sorted(self._known))}",
+                param=name,
+                code="unknown_field",
+            )

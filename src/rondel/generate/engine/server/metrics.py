@@ -19,8 +19,12 @@ class Metrics:
         self.service, self.registry = service, CollectorRegistry()
         self.requests = Counter("rondel_requests", "HTTP requests", ["path", "status"], registry=self.registry)
         self.tokens = Counter("rondel_tokens", "Tokens of finished answers", ["kind"], registry=self.registry)
-        self.total = Histogram("rondel_answer_seconds", "From arrival to the last token", buckets=SECONDS, registry=self.registry)
-        self.first = Histogram("rondel_queue_seconds", "From arrival to the first token", buckets=SECONDS, registry=self.registry)
+        self.total = Histogram(
+            "rondel_answer_seconds", "From arrival to the last token", buckets=SECONDS, registry=self.registry
+        )
+        self.first = Histogram(
+            "rondel_queue_seconds", "From arrival to the first token", buckets=SECONDS, registry=self.registry
+        )
         self.registry.register(self)
 
     def count(self, answers: list[Answer]) -> None:
@@ -52,16 +56,22 @@ class Metrics:
         for kind, n in (("free", pages.free), ("cached", s.tree.cached), ("total", pages.count)):
             by.add_metric([kind], n)
         yield by
-        work = CounterMetricFamily("rondel_engine_tokens", "Tokens the engine computed, or found in its cache", labels=["kind"])
+        work = CounterMetricFamily(
+            "rondel_engine_tokens", "Tokens the engine computed, or found in its cache", labels=["kind"]
+        )
         for kind, n in (("prefilled", s.prefilled), ("decoded", s.decoded), ("reused", s.reused)):
             work.add_metric([kind], n)
         yield work
         if (guesses := engine.speculation) is not None:
-            tried = CounterMetricFamily("rondel_guesses", "Tokens guessed ahead, and those of them that stayed", labels=["kind"])
+            tried = CounterMetricFamily(
+                "rondel_guesses", "Tokens guessed ahead, and those of them that stayed", labels=["kind"]
+            )
             for kind, n in (("proposed", guesses.proposed), ("accepted", guesses.accepted)):
                 tried.add_metric([kind], n)
             yield tried
-            yield CounterMetricFamily("rondel_guess_rounds", "Steps of an answer in which something was guessed", guesses.rounds)
+            yield CounterMetricFamily(
+                "rondel_guess_rounds", "Steps of an answer in which something was guessed", guesses.rounds
+            )
         yield CounterMetricFamily("rondel_retracted", "Requests put back to make room", s.retracted)
 
     def page(self) -> bytes:

@@ -1,4 +1,6 @@
-"""/generate under SGLang's names: text or input_ids in, text, output_ids and meta_info out. A stream repeats the text so far, as theirs does."""
+"""/generate under SGLang's names: text or input_ids in, text, output_ids and meta_info out. A
+stream repeats the text so far, as theirs does.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from rondel.generate.engine.server.sampling import BIGGEST, read_draw, read_prom
 from rondel.generate.engine.server.service import Asked, Service
 from rondel.text.special_tokens import SPLIT
 
-HARMLESS = frozenset({"log_metrics", "priority", "data_parallel_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room"})
+HARMLESS = frozenset(
+    {"log_metrics", "priority", "data_parallel_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room"}
+)
 NAMED = "image_data"
 BASE64 = re.compile(r"[A-Za-z0-9+/]{16,}={0,2}")
 
@@ -68,14 +72,18 @@ def read_generate(f: Fields, service: Service) -> Native:
 
 
 def _images(f: Fields, prompts: int, *, many: bool) -> list[list[str]]:
-    """`image_data`: one image or a list of them, of several prompts a list for each; each is a data: URL, or base64 alone."""
+    """`image_data`: one image or a list of them, of several prompts a list for each;
+    each is a data: URL, or base64 alone.
+    """
     given = f.take("image_data")
     if given is None:
         return []
     rows = given if many else [given]
     if not isinstance(rows, list) or len(rows) != prompts:
         raise Refusal(
-            400, f"image_data of {prompts} prompts must be a list of {prompts}, each an image, a list of images or null", param=NAMED
+            400,
+            f"image_data of {prompts} prompts must be a list of {prompts}, each an image, a list of images or null",
+            param=NAMED,
         )
     return [[_url(one) for one in (row if isinstance(row, list) else [row])] if row is not None else [] for row in rows]
 
@@ -84,7 +92,9 @@ def _url(image: Any) -> str:
     url = image.get("url") if isinstance(image, dict) else image
     if not isinstance(url, str) or not (url.startswith("data:image/") or BASE64.fullmatch(url[:100])):
         said = f"image_data has {shown(url) if not isinstance(url, str) else repr(url[:60])}"
-        raise Refusal(400, f"{said}; an image is sent whole, as data:image/png;base64,... or its base64 alone", param=NAMED)
+        raise Refusal(
+            400, f"{said}; an image is sent whole, as data:image/png;base64,... or its base64 alone", param=NAMED
+        )
     return url if url.startswith("data:") else f"data:image/png;base64,{url}"
 
 
@@ -127,7 +137,9 @@ class Native:
             if self.asked.top:
                 meta["output_top_logprobs"] = [[[lp, t, None] for t, lp in top] for top in a.top[:upto]]
             if a.completion and (given := a.completion.prompt_logprobs):
-                meta["input_token_logprobs"] = [[lp if i else None, t, None] for i, (lp, t) in enumerate(zip(given, a.prompt))]
+                meta["input_token_logprobs"] = [
+                    [lp if i else None, t, None] for i, (lp, t) in enumerate(zip(given, a.prompt))
+                ]
         return {"text": text, "output_ids": tokens, "meta_info": meta}
 
     def _finish(self, a: Answer) -> dict[str, Any]:

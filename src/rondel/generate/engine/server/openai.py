@@ -1,7 +1,7 @@
 """/v1/models, /v1/completions and /v1/chat/completions in OpenAI's shapes.
 
-Beside them, where a trainer asks with `return_token_ids`: token_ids and weight_versions of every choice, prompt_token_ids of the reply.
-`weight_version` is always there.
+Beside them, where a trainer asks with `return_token_ids`: token_ids and weight_versions of
+every choice, prompt_token_ids of the reply. `weight_version` is always there.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from rondel.generate.engine.server.service import Asked, Service
 from rondel.generate.pictures import sent
 from rondel.text.special_tokens import SPLIT
 
-HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
+HARMLESS = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_completion(f: Fields, service: Service) -> Reply:
-    """OpenAI's text completion: `prompt` is a string, token ids, or a list of either. Control tokens that a string spells are text, unless
-    it says split_special_tokens = false."""
+    """OpenAI's text completion: `prompt` is a string, token ids, or a list of either. Control
+    tokens that a string spells are text, unless it says split_special_tokens = false."""
     prompt = f.take("prompt")
     asked = _common(f, service, default_tokens=16)
     asked.prompts, asked.split = read_prompts(f, prompt), f.flag(SPLIT, True)
@@ -44,7 +46,9 @@ def read_chat(f: Fields, service: Service) -> Reply:
     messages = _messages(f, f.take("messages"))
     asked = _common(f, service, default_tokens=None)
     asked.messages, asked.tools = messages, f.take("tools")
-    if asked.tools is not None and not (isinstance(asked.tools, list) and all(isinstance(t, dict) for t in asked.tools)):
+    if asked.tools is not None and not (
+        isinstance(asked.tools, list) and all(isinstance(t, dict) for t in asked.tools)
+    ):
         raise f.wrong("tools", "it must be a list of objects")
     f.only("tool_choice", "auto", "none")
     if f.take("tool_choice") == "none":
@@ -63,7 +67,10 @@ def _common(f: Fields, service: Service, *, default_tokens: int | None) -> Asked
     model = f.text("model", service.name)
     if model != service.name:
         raise Refusal(
-            404, f"no model '{str(model)[:200]}' here; this server serves '{service.name}'", param="model", code="model_not_found"
+            404,
+            f"no model '{str(model)[:200]}' here; this server serves '{service.name}'",
+            param="model",
+            code="model_not_found",
         )
     draw = read_draw(f)
     draw["min_tokens"] = f.whole("min_tokens", 0, 0, BIGGEST)
@@ -111,7 +118,9 @@ def _messages(f: Fields, given: Any) -> list[dict[str, Any]]:
             raise Refusal(400, f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
         if content is None and message.get("tool_calls"):
             content = ""
-        out.append({**message, "content": _content(content, f"{where}.content", images=message["role"] in ("user", "tool"))})
+        out.append(
+            {**message, "content": _content(content, f"{where}.content", images=message["role"] in ("user", "tool"))}
+        )
     return out
 
 
@@ -168,7 +177,11 @@ class Reply:
     def whole(self, answers: list[Answer]) -> dict[str, Any]:
         choices = []
         for a in answers:
-            said = {"message": {"role": "assistant", "content": a.text, "refusal": None}} if self.chat else {"text": a.text}
+            said = (
+                {"message": {"role": "assistant", "content": a.text, "refusal": None}}
+                if self.chat
+                else {"text": a.text}
+            )
             choices.append({"index": a.index, **said, **self._tokens(Piece(a, a.text, 0, len(a.tokens), ends=True))})
         prompts = {"prompt_token_ids": answers[0].prompt} if self.token_ids else {}
         return {**self._head(chunk=False), **prompts, "choices": choices, "usage": self._usage(answers)}
@@ -178,12 +191,19 @@ class Reply:
         prompts = {"prompt_token_ids": answers[0].prompt} if self.token_ids else {}
         if self.chat:
             for a in answers:
-                role = {"index": a.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+                role = {
+                    "index": a.index,
+                    "delta": {"role": "assistant", "content": ""},
+                    "logprobs": None,
+                    "finish_reason": None,
+                }
                 yield {**self._head(), **prompts, "choices": [role]}
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         said: dict[str, Any] = (
-            {"delta": {"content": piece.text} if piece.text or not piece.ends else {}} if self.chat else {"text": piece.text}
+            {"delta": {"content": piece.text} if piece.text or not piece.ends else {}}
+            if self.chat
+            else {"text": piece.text}
         )
         return {**self._head(), "choices": [{"index": piece.answer.index, **said, **self._tokens(piece)}]}
 
@@ -218,9 +238,16 @@ class Reply:
             for text in texts:
                 offsets.append(offsets[-1] + len(text))
             likely = [{self._text(t): lp for t, lp in top} for top in tops] or None
-            return {"tokens": texts, "token_logprobs": a.logprobs[part], "top_logprobs": likely, "text_offset": offsets[:-1]}
+            return {
+                "tokens": texts,
+                "token_logprobs": a.logprobs[part],
+                "top_logprobs": likely,
+                "text_offset": offsets[:-1],
+            }
         rows = zip(texts, a.logprobs[part], tops or [[]] * len(texts))
-        content = [{**_said(text, lp), "top_logprobs": [_said(self._text(t), v) for t, v in top]} for text, lp, top in rows]
+        content = [
+            {**_said(text, lp), "top_logprobs": [_said(self._text(t), v) for t, v in top]} for text, lp, top in rows
+        ]
         return {"content": content, "refusal": None}
 
     def _text(self, token: int) -> str:

@@ -17,7 +17,9 @@ LAST = 5  # seconds for answers to leave after the drain's limit has cut them
 
 
 async def run(service: Service, sock: socket.socket, *, drain: float, ready: Callable[[], None]) -> None:
-    """Serve until it is asked to end; then nothing new, `drain` seconds for what runs, and partial answers for what is left."""
+    """Serve until it is asked to end; then nothing new, `drain` seconds for what runs,
+    and partial answers for what is left.
+    """
     config = uvicorn.Config(
         build(service),
         http=Connection,

@@ -37,7 +37,11 @@ def _bias(f: Fields) -> dict[int, float]:
     if not isinstance(given, dict) or len(given) > 1024:
         raise f.wrong("logit_bias", "it must be an object of at most 1024 token ids")
     for key, value in given.items():
-        if not (key.isascii() and key.isdecimal() and len(key) < 10) or type(value) not in (int, float) or not -100 <= value <= 100:
+        if (
+            not (key.isascii() and key.isdecimal() and len(key) < 10)
+            or type(value) not in (int, float)
+            or not -100 <= value <= 100
+        ):
             raise f.wrong("logit_bias", "its keys must be token ids, its values numbers from -100 to 100")
     return {int(key): float(value) for key, value in given.items()}
 

@@ -1,4 +1,6 @@
-"""What all endpoints share: the engine, the tokenizer on a thread of its own, the limits, and the way of one request through them."""
+"""What all endpoints share: the engine, the tokenizer on a thread of its own, the
+limits, and the way of one request through them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ class Limits:
 
 @dataclass(slots=True, kw_only=True)
 class Asked:
-    """What one request wants, whichever API it came by. `draw` are Sampling's fields but max_tokens: None is all the room there is.
+    """What one request wants, whichever API it came by. `draw` are Sampling's fields but
+    max_tokens: None is all the room there is.
 
     images   of each prompt, as data: URLs; of messages they are in them
     split    whether control tokens that a prompt's text spells are text; in messages they always are
@@ -85,7 +88,8 @@ class Service:
         self.groups: dict[str, Any] = {}  # of trainers that broadcast weights, by name
         self.open = 0  # answers promised and not yet given
         self.draining = False
-        self.tokenizer = copy.deepcopy(engine.loaded.tokenizer)  # the engine decodes with its own; the two must not share a borrow
+        # the engine decodes with its own; the two must not share a borrow
+        self.tokenizer = copy.deepcopy(engine.loaded.tokenizer)
         self.plain = not getattr(self.tokenizer, "chat_template", None)
         self.special = special_tokens(self.tokenizer)
         self._image_marks = self.special.of_images(self.sight.placeholder) if self.sight else set[str]()
@@ -109,11 +113,135 @@ class Service:
     def admit(self, n: int) -> Iterator[None]:
         """A place in the queue for n answers."""
         if n > min(self.limits.samples, self.limits.queue):
-            raise Refusal(400, f"prompts x n = {n} answers; this server gives at most {self.limits.samples} to one request", param="n")
+            raise Refusal(
+                400,
+                f"prompts x n = {n} answers; this server gives at most {self.limits.samples} to one request",
+                param="n",
+            )
         if self.open + n > self.limits.queue:
             raise Refusal(
                 429,
-                f"{self.open} answers are being written or wait, {self.limits.queue} are this server's limit: come back later",
+                f"{self.open} answers are being written or wait, {self.limits.queue} are this server's limit: come back "
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f""
+                f"later",
                 code="queue_full",
                 headers={"Retry-After": "1"},
             )
@@ -128,10 +256,15 @@ class Service:
         if asked.messages is None:
             sources = asked.images or [[] for _ in asked.prompts]
             given = [
-                await self._tokens(p, self._image_marks if own else set(), split=asked.split) if isinstance(p, str) else p
+                await self._tokens(p, self._image_marks if own else set(), split=asked.split)
+                if isinstance(p, str)
+                else p
                 for p, own in zip(asked.prompts, sources, strict=True)
             ]
-            prompts = [await self._placed(tokens, own) if own else (tokens, ()) for tokens, own in zip(given, sources, strict=True)]
+            prompts = [
+                await self._placed(tokens, own) if own else (tokens, ())
+                for tokens, own in zip(given, sources, strict=True)
+            ]
         else:
             plain, shown = parted(asked.messages)
             tokens = await self._off_loop(self._render, plain, asked.tools)
@@ -155,7 +288,9 @@ class Service:
             for j in range(asked.n):
                 reader = Reader(self._decode, ()) if asked.stream else None
                 answer = Answer(i * asked.n + j, prompt, stops, reader)
-                request = Request(prompt, sampling, key=sample_key(asked.seed, i, j), id=asked.id, wants=wants, media=media)
+                request = Request(
+                    prompt, sampling, key=sample_key(asked.seed, i, j), id=asked.id, wants=wants, media=media
+                )
                 request.deadline = self.limits.deadline
                 pairs.append((answer, request))
         return Samples(self.engine, pairs)
@@ -194,7 +329,11 @@ class Service:
     async def _tokens(self, text: str, meant: set[str], *, split: bool) -> list[int]:
         """Of a prompt's text; the control tokens `meant` stand for its images."""
         if len(text) > self._longest * self.room:  # found out before it costs the tokenizer's time
-            raise Refusal(400, f"a prompt of {len(text)} characters; {self.room} tokens cannot hold it", code="context_length_exceeded")
+            raise Refusal(
+                400,
+                f"a prompt of {len(text)} characters; {self.room} tokens cannot hold it",
+                code="context_length_exceeded",
+            )
         covered = self.special.cover_but(text, meant) if split else self.special.cover(text, split=False)
         return await self._off_loop(partial(self.special.encode, covered, add_special_tokens=True))
 
@@ -205,8 +344,8 @@ class Service:
         return self.engine.loaded.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[int]:
-        """The model's chat template, of messages in which no control token is meant. What it raises is the client's to read: it knows which
-        roles and orders it takes."""
+        """The model's chat template, of messages in which no control token is meant. What it
+        raises is the client's to read: it knows which roles and orders it takes."""
         if self.plain:
             raise Refusal(400, f"'{self.name}' has no chat template: use /v1/completions", code="no_chat_template")
 
@@ -218,15 +357,23 @@ class Service:
         try:
             text = render(tools=tools) if tools else render()
             if tools and text == render():
-                raise Refusal(400, f"the chat template of '{self.name}' does not show tools to the model", param="tools")
+                raise Refusal(
+                    400, f"the chat template of '{self.name}' does not show tools to the model", param="tools"
+                )
         except Refusal:
             raise
         except Exception as error:
             raise Refusal(
-                400, f"the chat template refuses these messages: {type(error).__name__}: {str(error)[:300]}", param="messages"
+                400,
+                f"the chat template refuses these messages: {type(error).__name__}: {str(error)[:300]}",
+                param="messages",
             ) from None
         if (size := len(self.special.uncover(text))) > self._longest * self.room:
-            raise Refusal(400, f"messages of {size} characters; {self.room} tokens cannot hold them", code="context_length_exceeded")
+            raise Refusal(
+                400,
+                f"messages of {size} characters; {self.room} tokens cannot hold them",
+                code="context_length_exceeded",
+            )
         return self.special.encode(text)
 
 

@@ -26,7 +26,9 @@ async def fields_of(service: Service, request: Request) -> Fields:
 
 
 def version_of(service: Service, f: Fields) -> int:
-    """SGLang's is a string; ours counts, so that staleness can be measured. An older one is refused: it is late, unless `rollback` says it is meant."""
+    """SGLang's is a string; ours counts, so that staleness can be measured. An older one is
+    refused: it is late, unless `rollback` says it is meant.
+    """
     given = f.take("weight_version", service.engine.version + 1)
     if isinstance(given, str) and given.isascii() and given.isdecimal() and len(given) < 16:
         given = int(given)
@@ -35,7 +37,8 @@ def version_of(service: Service, f: Fields) -> int:
     if not f.flag("rollback") and given < service.engine.version:
         raise Refusal(
             409,
-            f"weight_version = {given}, and {service.engine.version} serves: who goes back to an older version says so with rollback = true",
+            f"weight_version = {given}, and {service.engine.version} serves: who goes back to an older version says so "
+            f"with rollback = true",
             param="weight_version",
         )
     return given
@@ -57,7 +60,9 @@ async def refusing(service: Service) -> AsyncIterator[None]:
         yield
     except RondelError as error:
         old = service.engine.state != "refusing"
-        raise Refusal(400 if old else 500, f"{error}{f'; version {service.engine.version} goes on serving' if old else ''}") from error
+        raise Refusal(
+            400 if old else 500, f"{error}{f'; version {service.engine.version} goes on serving' if old else ''}"
+        ) from error
 
 
 @asynccontextmanager

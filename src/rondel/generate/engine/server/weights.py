@@ -1,4 +1,5 @@
-"""New weights for a server, under SGLang's names and payloads: a folder, a body, a segment of shared memory. Never pickle.
+"""New weights for a server, under SGLang's names and payloads: a folder, a body, a
+segment of shared memory. Never pickle.
 
 Whatever the way, tensors are checked beside those that serve; a bad update leaves the old version serving (law 6).
 """
@@ -44,19 +45,28 @@ async def update_weights_from_disk(service: Service, request: Request) -> dict[s
     if not path or "\0" in path or len(path) > 4096:
         raise f.wrong("model_path", "it must name a folder")
     return await _update(
-        service, f, partial(staged_update.update, service.engine, service.run, staged_update.from_disk, path, version=version)
+        service,
+        f,
+        partial(staged_update.update, service.engine, service.run, staged_update.from_disk, path, version=version),
     )
 
 
 async def update_weights_from_tensor(service: Service, request: Request) -> dict[str, Any]:
-    """All tensors as one safetensors file: as the body itself, or base64 in `serialized_named_tensors`. Never pickle."""
+    """All tensors as one safetensors file: as the body itself, or base64 in
+    `serialized_named_tensors`. Never pickle.
+    """
     most = 4096 + 2 * sum(p.numel() * p.element_size() for p in service.engine.loaded.model.parameters())
     body = await read_body(request, most + service.limits.body)
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind == "application/octet-stream":
         asked = request.query_params
         back = asked.get("rollback")
-        f = Fields({"weight_version": asked.get("weight_version"), "rollback": back == "true" if back in ("true", "false") else back})
+        f = Fields(
+            {
+                "weight_version": asked.get("weight_version"),
+                "rollback": back == "true" if back in ("true", "false") else back,
+            }
+        )
         return await _update(service, f, _from_bytes(service, body, version_of(service, f)))
     if kind != "application/json":
         raise Refusal(415, f"the body is '{kind or 'of no type'}'; send application/octet-stream, or JSON")
@@ -82,15 +92,22 @@ def _from_bytes(service: Service, blob: bytes, version: int) -> Callable[..., Aw
 
 
 async def update_weights_from_ipc(service: Service, request: Request) -> dict[str, Any]:
-    """A segment of shared memory that a process of this machine has written, read in place: `manifest` and `segment` of its publication.
+    """A segment of shared memory that a process of this machine has written, read in place:
+    `manifest` and `segment` of its publication.
 
-    SGLang's payload are CUDA handles, pickled, on a ZMQ socket: unpickling runs what the other side wrote, so that way stays shut.
+    SGLang's payload are CUDA handles, pickled, on a ZMQ socket: unpickling runs what the
+    other side wrote, so that way stays shut.
     """
     f = await fields_of(service, request)
     if f.take("zmq_handles") is not None:
-        raise f.wrong("zmq_handles", "what comes that way is pickled, and pickle is never read: send manifest and segment of shared memory")
+        raise f.wrong(
+            "zmq_handles",
+            "what comes that way is pickled, and pickle is never read: send manifest and segment of shared memory",
+        )
     if (segment := service.segment) is None:
-        raise Refusal(501, "this server maps no memory of others; use /update_weights_from_disk", code="not_implemented")
+        raise Refusal(
+            501, "this server maps no memory of others; use /update_weights_from_disk", code="not_implemented"
+        )
     at = f.object("segment")
     path, size, number = at.text("path", "") or "", at.whole("size", 0, 1, 1 << 50), at.whole("number", 0, 0, 1 << 60)
     at.end()
@@ -100,6 +117,8 @@ async def update_weights_from_ipc(service: Service, request: Request) -> dict[st
         raise f.wrong("manifest", str(error)) from None
 
     async def deliver(*, keep: bool) -> int:
-        return await staged_update.deliver(service.engine, manifest, Route("ipc", segment(path, size, number)), keep=keep)
+        return await staged_update.deliver(
+            service.engine, manifest, Route("ipc", segment(path, size, number)), keep=keep
+        )
 
     return await _update(service, f, deliver)

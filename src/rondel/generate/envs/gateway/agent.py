@@ -1,4 +1,6 @@
-"""Starting the user's agent: a function of this process, or a command of the shell. Neither imports anything of this house."""
+"""Starting the user's agent: a function of this process, or a command of the shell.
+Neither imports anything of this house.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ Agent = Callable[[Task, str, str], Awaitable[Any]]  # task, address, key -> what
 KEPT = 1 << 16  # bytes of what a command prints
 LAST = 2.0  # seconds for its last words: a child of it that has left the group may hold the pipe
 DIES_WITH_US = (  # the agent's process, when this one is killed
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.getppid() == int(sys.argv[1]) or os._exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.getppid() == int(sys.argv[1]) or os._exit(1); "
+    "os.execvp(sys.argv[2], sys.argv[2:])"
 )
 
 
@@ -37,7 +40,9 @@ def agent_of(given: str | list[str]) -> Agent:
     if isinstance(given, str) and re.fullmatch(r"[\w.]+:\w+", given):
         found = imported("agent", given)
         if not callable(found):
-            raise ConfigError(f"task.agent = '{given}' is {found!r}; it must be a function agent(task, base_url, api_key)")
+            raise ConfigError(
+                f"task.agent = '{given}' is {found!r}; it must be a function agent(task, base_url, api_key)"
+            )
         return called(found)
     words = shlex.split(given) if isinstance(given, str) else given
     if not words:
@@ -72,12 +77,21 @@ def _unstoppable(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def command(words: list[str]) -> Agent:
-    """In a process group of its own, which ends with the episode. If the last line it prints is a JSON score, it is the score."""
+    """In a process group of its own, which ends with the episode. If the last line it
+    prints is a JSON score, it is the score.
+    """
     if shutil.which(words[0]) is None:
-        raise ConfigError(f"task.agent: there is no command '{words[0]}' here; a function of yours is written 'module:name'")
+        raise ConfigError(
+            f"task.agent: there is no command '{words[0]}' here; a function of yours is written 'module:name'"
+        )
 
     async def run(task: Task, url: str, key: str) -> Any:
-        told = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
+        told = {
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": key,
+        }
         told |= {name: ",".join(filter(None, [os.environ.get(name), "127.0.0.1"])) for name in ("NO_PROXY", "no_proxy")}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-S", "-c", DIES_WITH_US, str(os.getpid()), *words,
@@ -97,7 +111,10 @@ def command(words: list[str]) -> Agent:
                 ear.cancel()
         out, err = (ear.result() if ear.done() and not ear.cancelled() else "" for ear in heard)
         if code:
-            raise EnvError(f"the agent's command '{shlex.join(words)}' ended with {code}: {err.strip()[-1000:] or 'it said nothing'}")
+            raise EnvError(
+                f"the agent's command '{shlex.join(words)}' ended with {code}: "
+                f"{err.strip()[-1000:] or 'it said nothing'}"
+            )
         return _score_in(out.strip().rpartition("\n")[2])
 
     return run
@@ -123,8 +140,12 @@ def score_of(returned: Any) -> Score | None:
     if returned is None or isinstance(returned, Score):
         return returned
     parts = valid(returned) if isinstance(returned, dict) else {"total": returned}
-    wrong = next((v for v in parts.values() if not isinstance(v, Real) or not math.isfinite(v)), None if parts else returned)
+    wrong = next(
+        (v for v in parts.values() if not isinstance(v, Real) or not math.isfinite(v)), None if parts else returned
+    )
     if wrong is not None:
-        raise EnvError(f"the agent returned {returned!r:.200}; it may return nothing, a finite number, or a dict of such")
+        raise EnvError(
+            f"the agent returned {returned!r:.200}; it may return nothing, a finite number, or a dict of such"
+        )
     named = {str(name): float(v) for name, v in parts.items() if name != "total"}
     return Score(float(parts.get("total", math.fsum(named.values()))), named)

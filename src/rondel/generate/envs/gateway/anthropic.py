@@ -28,15 +28,25 @@ def read_messages(system: Any, given: list[Any]) -> Messages:
         blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
         if not all(isinstance(block, dict) for block in blocks):
             raise Refusal(400, f"{where}.content must be a text or a list of blocks")
-        calls = [call_of(b.get("id"), b.get("name"), b.get("input") or {}) for b in blocks if b.get("type") == "tool_use"]
+        calls = [
+            call_of(b.get("id"), b.get("name"), b.get("input") or {}) for b in blocks if b.get("type") == "tool_use"
+        ]
         answers = [b for b in blocks if b.get("type") == "tool_result"]
         words = [b for b in blocks if b.get("type") not in ("tool_use", "tool_result", *THOUGHTS)]
-        out += [{"role": "tool", "tool_call_id": str(b.get("tool_use_id", "")), "content": _answered(b, where)} for b in answers]
+        out += [
+            {"role": "tool", "tool_call_id": str(b.get("tool_use_id", "")), "content": _answered(b, where)}
+            for b in answers
+        ]
         if words or role == "assistant" or not answers:
-            read = {"role": role, "content": content_of(_imaged(words), where, "\n") if role == "user" else text_of(words, where, "\n")}
+            read = {
+                "role": role,
+                "content": content_of(_imaged(words), where, "\n") if role == "user" else text_of(words, where, "\n"),
+            }
             out.append({**read, "tool_calls": calls} if calls and role == "assistant" else read)
     if out and out[-1]["role"] == "assistant":
-        raise Refusal(400, "the last message is the assistant's: the policy begins its answers itself; end with a user's message")
+        raise Refusal(
+            400, "the last message is the assistant's: the policy begins its answers itself; end with a user's message"
+        )
     return out
 
 
@@ -58,7 +68,8 @@ def _imaged(content: Any) -> Any:
             source = block.get("source")
             source = source if isinstance(source, dict) else {}
             sent_whole = source.get("type") == "base64" and isinstance(source.get("data"), str)
-            kind, address = source.get("media_type", "image/png"), source.get("url", source.get("file_id", source.get("type")))
+            kind = source.get("media_type", "image/png")
+            address = source.get("url", source.get("file_id", source.get("type")))
             block = {"type": "image", "image": f"data:{kind};base64,{source['data']}" if sent_whole else address}
         out.append(block)
     return out
@@ -82,7 +93,9 @@ async def messages(session: Session, f: Fields) -> dict[str, Any]:
     (reply,) = await session.replies(f.asked(said, tools, limit=("max_tokens",), stop="stop_sequences"))
     content: list[dict[str, Any]] = [{"type": "text", "text": reply.text}] if reply.text else []
     content += [{"type": "tool_use", "id": id, "name": name, "input": given} for id, name, given in reply.calls]
-    stop = "tool_use" if reply.calls else "max_tokens" if reply.cut else "stop_sequence" if reply.stopped else "end_turn"
+    stop = (
+        "tool_use" if reply.calls else "max_tokens" if reply.cut else "stop_sequence" if reply.stopped else "end_turn"
+    )
     cached = reply.done.cached_tokens
     return {
         "id": f"msg_{uuid4().hex}",
@@ -106,15 +119,20 @@ def chunks(whole: dict[str, Any], options: dict[str, Any]) -> Iterator[bytes]:
         return event({"type": kind, **data}, kind)
 
     ends = {"stop_reason": None, "stop_sequence": None}
-    yield tell("message_start", message={**whole, **ends, "content": [], "usage": {**whole["usage"], "output_tokens": 0}})
+    yield tell(
+        "message_start", message={**whole, **ends, "content": [], "usage": {**whole["usage"], "output_tokens": 0}}
+    )
     for i, block in enumerate(whole["content"]):
         empty: dict[str, Any]
         if block["type"] == "text":
             empty, delta = {"type": "text", "text": ""}, {"type": "text_delta", "text": block["text"]}
         else:
-            empty, delta = {**block, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            empty = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         yield tell("content_block_start", index=i, content_block=empty)
         yield tell("content_block_delta", index=i, delta=delta)
         yield tell("content_block_stop", index=i)
-    yield tell("message_delta", delta={k: whole[k] for k in ends}, usage={"output_tokens": whole["usage"]["output_tokens"]})
+    yield tell(
+        "message_delta", delta={k: whole[k] for k in ends}, usage={"output_tokens": whole["usage"]["output_tokens"]}
+    )
     yield tell("message_stop")

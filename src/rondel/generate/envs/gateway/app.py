@@ -43,7 +43,9 @@ def build(sessions: dict[str, Session], warn: Callable[[str, str], None]) -> Sta
         key = next((key for key in keys if key in sessions), None)  # some clients send a word of their own as the other
         if key is None:
             raise Refusal(
-                401, "no episode has this API key: it is the one that the agent was given, and ends with its episode", "invalid_api_key"
+                401,
+                "no episode has this API key: it is the one that the agent was given, and ends with its episode",
+                "invalid_api_key",
             )
         return sessions[key]
 
@@ -75,11 +77,20 @@ def build(sessions: dict[str, Session], warn: Callable[[str, str], None]) -> Sta
     async def models(request: Request) -> Response:
         session_of(request)
         name = request.path_params.get("name")
-        listed = {"object": "list", "data": [openai.model("policy")], "has_more": False, "first_id": "policy", "last_id": "policy"}
+        listed = {
+            "object": "list",
+            "data": [openai.model("policy")],
+            "has_more": False,
+            "first_id": "policy",
+            "last_id": "policy",
+        }
         return JSONResponse(openai.model(name) if name else listed)
 
     async def nothing(request: Request) -> Response:
-        raise Refusal(404, f"nothing is at {request.url.path[:200]}; this gateway has {', '.join([*ENDPOINTS][:4])} and /v1/models")
+        raise Refusal(
+            404,
+            f"nothing is at {request.url.path[:200]}; this gateway has {', '.join([*ENDPOINTS][:4])} and /v1/models",
+        )
 
     return Starlette(
         routes=[
@@ -117,5 +128,9 @@ async def _while_it_waits(request: Request, session: Session, answer: Any) -> di
             work.cancel()
         await asyncio.wait([work, left])
     if work.cancelled():
-        raise Refusal(401, "the episode is over", "invalid_api_key") if session.closed else Refusal(LEFT, "the agent left")
+        raise (
+            Refusal(401, "the episode is over", "invalid_api_key")
+            if session.closed
+            else Refusal(LEFT, "the agent left")
+        )
     return work.result()

@@ -41,5 +41,8 @@ class Reply:
     @property
     def message(self) -> dict[str, Any]:
         """What a client sends back when it goes on from here."""
-        calls = [{"id": id, "type": "function", "function": {"name": name, "arguments": given}} for id, name, given in self.calls]
+        calls = [
+            {"id": id, "type": "function", "function": {"name": name, "arguments": given}}
+            for id, name, given in self.calls
+        ]
         return {"role": "assistant", "content": self.text, **({"tool_calls": calls} if calls else {})}

@@ -21,7 +21,9 @@ from rondel.generate.envs.chat import Mark, TokenChat
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One of the policy that has been answered with. length: of the branch's `said` up to its end; tail: its stop string."""
+    """One of the policy that has been answered with. length: of the branch's `said` up
+    to its end; tail: its stop string.
+    """
 
     length: int
     mark: Mark
@@ -83,7 +85,9 @@ class Forest:
 
     def trajectories(self) -> list[Trajectory]:
         """One for each leaf, whose prefix is in it whole; in the order in which they were opened."""
-        return [b.chat.trajectory for b in self.branches if b.turns and not self._inner(b) and b.chat.trajectory.written]
+        return [
+            b.chat.trajectory for b in self.branches if b.turns and not self._inner(b) and b.chat.trajectory.written
+        ]
 
     def _inner(self, branch: Branch) -> bool:
         """Whether another branch goes on from where this one ends."""

@@ -30,7 +30,9 @@ class Gateway:
         try:
             from rondel.generate.envs.gateway.port import Listening
         except ModuleNotFoundError as error:
-            raise ConfigError(f"task.env = 'gateway' needs {error.name}, which is not installed: pip install 'rondel[serve]'") from error
+            raise ConfigError(
+                f"task.env = 'gateway' needs {error.name}, which is not installed: pip install 'rondel[serve]'"
+            ) from error
         self.listening = Listening(self._warn)
 
     def prompt(self, task: Task) -> tuple[Messages, Schemas]:
@@ -39,7 +41,9 @@ class Gateway:
         return opening(task) if known else [{"role": "user", "content": ""}], ()
 
     async def run(self, task: Task, chat: TokenChat) -> Trajectory | list[Trajectory]:
-        """One trajectory, or one for each branch: the first opened comes first, and has the score if the agent says one."""
+        """One trajectory, or one for each branch: the first opened comes first, and has
+        the score if the agent says one.
+        """
         session, failed, returned = Session(chat), None, None
         async with self.listening.to(session) as (url, key):
             try:
@@ -47,7 +51,11 @@ class Gateway:
                     with ungrouped():
                         returned = await self.agent(task, url, key)
             except TimeoutError as error:
-                reason = f"did not end within {self.timeout:g} s (task.agent_timeout)" if limit.expired() else f"raised {error!r}"
+                reason = (
+                    f"did not end within {self.timeout:g} s (task.agent_timeout)"
+                    if limit.expired()
+                    else f"raised {error!r}"
+                )
                 failed = EnvError(f"the agent {reason}")
             except EnvError as error:
                 failed = error

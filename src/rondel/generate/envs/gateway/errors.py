@@ -19,7 +19,10 @@ class Refusal(Exception):
 
     def body(self, anthropic: bool) -> dict[str, Any]:
         if anthropic:
-            return {"type": "error", "error": {"type": ANTHROPIC.get(self.status, "invalid_request_error"), "message": self.message}}
+            return {
+                "type": "error",
+                "error": {"type": ANTHROPIC.get(self.status, "invalid_request_error"), "message": self.message},
+            }
         kind = OPENAI.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
 
@@ -33,7 +36,9 @@ class TooLong(Refusal):
 
 
 def refusal(error: Exception) -> Refusal:
-    """Whatever else went wrong, as an answer: what a template cannot write is the request's fault, the rest is this side's."""
+    """Whatever else went wrong, as an answer: what a template cannot write is the
+    request's fault, the rest is this side's.
+    """
     if isinstance(error, Refusal):
         return error
     return Refusal(400 if isinstance(error, UserError) else 500, f"{type(error).__name__}: {error}")

@@ -1,4 +1,6 @@
-"""The body of a request, field by field. An agent was written for another model: what cannot be followed is said aloud once, not refused."""
+"""The body of a request, field by field. An agent was written for another model: what cannot
+be followed is said aloud once, not refused.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,32 @@ from rondel.text.unicode import read_json
 # What says nothing about the answer.
 SILENT = frozenset(
     {
-        "model", "stream", "stream_options", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "cache_control", "parallel_tool_calls", "include", "truncation",
+        "model",
+        "stream",
+        "stream_options",
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "cache_control",
+        "parallel_tool_calls",
+        "include",
+        "truncation",
     }
-)  # fmt: skip
-NOTHING: tuple[Any, ...] = (None, [], {}, {"type": "text"}, {"format": {"type": "text"}}, {"type": "disabled"}, "auto", {"type": "auto"})
+)
+NOTHING: tuple[Any, ...] = (
+    None,
+    [],
+    {},
+    {"type": "text"},
+    {"format": {"type": "text"}},
+    {"type": "disabled"},
+    "auto",
+    {"type": "auto"},
+)
 
 
 def parse(raw: bytes) -> dict[str, Any]:
@@ -62,8 +85,12 @@ class Fields:
             raise Refusal(400, f"{name} must be a text or a list of texts")
         return tuple(dict.fromkeys(stop for stop in listed if stop))
 
-    def asked(self, said: Any, tools: list[dict[str, Any]] | None = None, *, limit: tuple[str, ...], stop: str = "stop") -> Asked:
-        """What the APIs have in common. Called last: what nobody has taken by now is told to the person who runs this."""
+    def asked(
+        self, said: Any, tools: list[dict[str, Any]] | None = None, *, limit: tuple[str, ...], stop: str = "stop"
+    ) -> Asked:
+        """What the APIs have in common. Called last: what nobody has taken by now is told to the
+        person who runs this.
+        """
         choice = self.take("tool_choice", (str, dict))
         off = choice == "none" or choice == {"type": "none"}
         if choice not in NOTHING and not off:
@@ -76,7 +103,9 @@ class Fields:
         asked = Asked(said, tools or [], self.count(*limit), self.stops(stop), n, not off)
         for name in self.body.keys() - self._known:
             value, own = self.body[name], getattr(self.sampling, name, None)
-            if not any(value == nothing for nothing in NOTHING) and not (value is False or (own is not None and value == own)):
+            if not any(value == nothing for nothing in NOTHING) and not (
+                value is False or (own is not None and value == own)
+            ):
                 rule = f"the run's {own} is used" if own is not None else "it has no effect"
                 self.warn(name, f"{rule}: what is trained is drawn as engine.sampling says")
         return asked
@@ -88,7 +117,9 @@ def functions(tools: list[Any], read: Callable[[dict[str, Any]], dict[str, Any]]
     for tool in tools:
         if not isinstance(tool, dict) or tool.get("type", "function") not in ("function", "custom"):
             kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
-            raise Refusal(400, f"a tool of type '{kind}'; only functions of the agent's own can be offered to the policy")
+            raise Refusal(
+                400, f"a tool of type '{kind}'; only functions of the agent's own can be offered to the policy"
+            )
         given = read(tool)
         if not isinstance(given, dict) or not isinstance(given.get("name"), str):
             raise Refusal(400, "a tool without a name")

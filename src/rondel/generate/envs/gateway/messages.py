@@ -1,4 +1,5 @@
-"""One form for what clients write in many ways: a message that is sent back is known again, and one that was changed is not.
+"""One form for what clients write in many ways: a message that is sent back is known
+again, and one that was changed is not.
 
 what differs between two sendings of the same message       what is made of it
 content as a text, or as a list of text parts                a text
@@ -21,7 +22,8 @@ from rondel.generate.envs.gateway.errors import Refusal
 from rondel.generate.pictures import sent
 
 Messages = list[dict[str, Any]]
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}  # OpenAI's, and ours
+# OpenAI's, and ours
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 IMAGES = ("image", "image_url", "input_image")
 LONG = 1 << 14  # characters
@@ -44,7 +46,9 @@ def text_of(content: Any, where: str, joined: str = "") -> str:
 
 
 def content_of(content: Any, where: str, joined: str = "") -> str | list[dict[str, Any]]:
-    """The same with images among the parts, each a data: URL: what an agent names is neither fetched nor read from this machine's files."""
+    """The same with images among the parts, each a data: URL: what an agent names is neither
+    fetched nor read from this machine's files.
+    """
     if not isinstance(content, list) or not any(isinstance(p, dict) and p.get("type") in IMAGES for p in content):
         return text_of(content, where, joined)
     try:
@@ -87,11 +91,14 @@ def canonical(messages: Messages) -> Messages:
 
 
 def key_of(message: dict[str, Any]) -> str:
-    """Equal for two messages that are the same. What was given is compared to the letter: another letter is another token."""
+    """Equal for two messages that are the same. What was given is compared to the
+    letter: another letter is another token.
+    """
     if message["role"] == "assistant":
         message = {**message, "content": THOUGHT.sub(r"\1", message["content"]).strip()}
     key = json.dumps(_plain(message), sort_keys=True)
-    return key if len(key) < LONG else blake2b(key.encode()).hexdigest()  # an image is long, and is sent again with every request
+    # an image is long, and is sent again with every request
+    return key if len(key) < LONG else blake2b(key.encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:

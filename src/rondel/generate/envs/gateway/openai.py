@@ -40,7 +40,9 @@ def read_messages(given: list[Any]) -> Messages:
 
 def _calls(given: Any, where: str) -> list[dict[str, Any]]:
     """The calls in an assistant's message."""
-    if not isinstance(given, list) or not all(isinstance(call, dict) and isinstance(call.get("function"), dict) for call in given):
+    if not isinstance(given, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in given
+    ):
         raise Refusal(400, f"{where}.tool_calls must be a list of objects, each with a function")
     return [call_of(call.get("id"), call["function"].get("name"), call["function"].get("arguments")) for call in given]
 
@@ -58,13 +60,20 @@ async def chat(session: Session, f: Fields) -> dict[str, Any]:
     replies = await session.replies(asked)
     choices = []
     for i, reply in enumerate(replies):
-        message: dict[str, Any] = {"role": "assistant", "content": reply.text or (None if reply.calls else ""), "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": reply.text or (None if reply.calls else ""),
+            "refusal": None,
+        }
         if reply.calls:
             message["tool_calls"] = [
                 {"id": id, "type": "function", "function": {"name": name, "arguments": json.dumps(given)}}
                 for id, name, given in reply.calls
             ]
-        content = [{"token": t, "logprob": lp, "bytes": list(t.encode()), "top_logprobs": []} for t, lp in tokens(session, reply)]
+        content = [
+            {"token": t, "logprob": lp, "bytes": list(t.encode()), "top_logprobs": []}
+            for t, lp in tokens(session, reply)
+        ]
         finish = "tool_calls" if reply.calls else "length" if reply.cut else "stop"
         told = {"content": content, "refusal": None} if logprobs else None
         choices.append({"index": i, "message": message, "logprobs": told, "finish_reason": finish})
@@ -78,11 +87,20 @@ def chat_chunks(whole: dict[str, Any], options: dict[str, Any]) -> Iterator[byte
         message, index = choice["message"], choice["index"]
         calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
         said: list[dict[str, Any]] = [{"role": "assistant", "content": "" if message["content"] is not None else None}]
-        said += [{"content": message["content"]}] * bool(message["content"]) + [{"tool_calls": [call]} for call in calls]
+        said += [{"content": message["content"]}] * bool(message["content"]) + [
+            {"tool_calls": [call]} for call in calls
+        ]
         for i, delta in enumerate(said):
             logprobs = choice["logprobs"] if i == len(said) - 1 else None
-            yield event({**head, "choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}]})
-        yield event({**head, "choices": [{"index": index, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}]})
+            yield event(
+                {**head, "choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}]}
+            )
+        yield event(
+            {
+                **head,
+                "choices": [{"index": index, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}],
+            }
+        )
     if options.get("include_usage"):
         yield event({**head, "choices": [], "usage": whole["usage"]})
     yield b"data: [DONE]\n\n"
@@ -93,7 +111,9 @@ async def completion(session: Session, f: Fields) -> dict[str, Any]:
     prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
     size = len(session.chat.tokenizer)
     for one in prompts:
-        if not isinstance(one, str) and not (isinstance(one, list) and all(type(t) is int and 0 <= t < size for t in one)):
+        if not isinstance(one, str) and not (
+            isinstance(one, list) and all(type(t) is int and 0 <= t < size for t in one)
+        ):
             raise Refusal(400, f"prompt must be a text, a list of token ids below {size}, or a list of either")
     logprobs = f.take("logprobs", int)
     asked = f.asked(prompts and prompts[0], limit=("max_tokens",))
@@ -103,8 +123,14 @@ async def completion(session: Session, f: Fields) -> dict[str, Any]:
     for i, reply in enumerate(replies):
         texts, values = zip(*tokens(session, reply)) if reply.done.tokens else ((), ())
         offsets = [len("".join(texts[:k])) for k in range(len(texts))]
-        told = {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets} if logprobs is not None else None
-        choices.append({"index": i, "text": reply.text, "logprobs": told, "finish_reason": "length" if reply.cut else "stop"})
+        told = (
+            {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+            if logprobs is not None
+            else None
+        )
+        choices.append(
+            {"index": i, "text": reply.text, "logprobs": told, "finish_reason": "length" if reply.cut else "stop"}
+        )
     return {**_head("cmpl", "text_completion", f), "choices": choices, "usage": usage(replies)}
 
 
@@ -118,9 +144,14 @@ def completion_chunks(whole: dict[str, Any], options: dict[str, Any]) -> Iterato
 
 
 def model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "type": "model", "display_name": name, "created": 0, "created_at": "1970-01-01T00:00:00Z"} | {
-        "owned_by": "rondel"
-    }
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",
+        "display_name": name,
+        "created": 0,
+        "created_at": "1970-01-01T00:00:00Z",
+    } | {"owned_by": "rondel"}
 
 
 def tokens(session: Session, reply: Reply) -> list[tuple[str, float]]:
@@ -141,4 +172,9 @@ def usage(replies: list[Reply]) -> dict[str, Any]:
 
 
 def _head(prefix: str, kind: str, f: Fields) -> dict[str, Any]:
-    return {"id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()), "model": str(f.body.get("model", "policy"))}
+    return {
+        "id": f"{prefix}-{uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": str(f.body.get("model", "policy")),
+    }

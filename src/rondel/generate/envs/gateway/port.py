@@ -24,7 +24,8 @@ class Port:
     """One server in the event loop of the run."""
 
     def __init__(self, sessions: dict[str, Session], warn: Callable[[str, str], None]) -> None:
-        # asyncio turns Nagle's delay off only where it reads TCP, and what accept() returns says what its listener says: 40 ms a turn
+        # asyncio turns Nagle's delay off only where it reads TCP, and what accept() returns
+        # says what its listener says: 40 ms a turn
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self.socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"

@@ -34,16 +34,26 @@ def read_items(given: str | list[Any]) -> Messages:
                 role = ROLES.get(str(item.get("role")))
                 if role is None:
                     raise Refusal(400, f"{where}.role must be one of {', '.join(ROLES)}")
-                out.append({"role": role, "content": (content_of if role == "user" else text_of)(item.get("content"), where)})
+                out.append(
+                    {"role": role, "content": (content_of if role == "user" else text_of)(item.get("content"), where)}
+                )
             case "function_call":
                 call = call_of(item.get("call_id"), item.get("name"), item.get("arguments"))
                 assistants().setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                out.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": content_of(item.get("output"), where)})
+                out.append(
+                    {
+                        "role": "tool",
+                        "tool_call_id": str(item.get("call_id", "")),
+                        "content": content_of(item.get("output"), where),
+                    }
+                )
             case "reasoning":  # of another model: the policy has written none
                 pass
             case _:
-                raise Refusal(400, f"{where} is of type '{kind}'; the policy reads messages, function calls and their outputs")
+                raise Refusal(
+                    400, f"{where} is of type '{kind}'; the policy reads messages, function calls and their outputs"
+                )
     return out
 
 
@@ -51,10 +61,14 @@ async def response(session: Session, f: Fields) -> dict[str, Any]:
     said = read_items(f.take("input", (str, list), []))
     if before := f.take("previous_response_id", str):
         if before not in session.stored:
-            raise Refusal(400, f"previous_response_id = '{before[:80]}' is none of this episode's", "previous_response_not_found")
+            raise Refusal(
+                400, f"previous_response_id = '{before[:80]}' is none of this episode's", "previous_response_not_found"
+            )
         said = [*session.stored[before], *said]
     instructions = f.take("instructions", str)
-    tools = functions(f.take("tools", list, []), lambda tool: {k: tool.get(k) for k in ("name", "description", "parameters")})
+    tools = functions(
+        f.take("tools", list, []), lambda tool: {k: tool.get(k) for k in ("name", "description", "parameters")}
+    )
     system = [{"role": "system", "content": instructions}] if instructions else []
     (reply,) = await session.replies(f.asked([*system, *said], tools, limit=("max_output_tokens",)))
     name, status = f"resp_{uuid4().hex}", "incomplete" if reply.cut else "completed"
@@ -62,9 +76,17 @@ async def response(session: Session, f: Fields) -> dict[str, Any]:
     output: list[dict[str, Any]] = []
     if reply.text or not reply.calls:
         part = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
-        output.append({"type": "message", "id": f"msg_{uuid4().hex}", "role": "assistant", "status": status, "content": [part]})
+        output.append(
+            {"type": "message", "id": f"msg_{uuid4().hex}", "role": "assistant", "status": status, "content": [part]}
+        )
     for id, function, given in reply.calls:
-        call = {"id": f"fc_{uuid4().hex}", "call_id": id, "name": function, "arguments": json.dumps(given), "status": "completed"}
+        call = {
+            "id": f"fc_{uuid4().hex}",
+            "call_id": id,
+            "name": function,
+            "arguments": json.dumps(given),
+            "status": "completed",
+        }
         output.append({"type": "function_call", **call})
     written, cached = len(reply.done.tokens), reply.done.cached_tokens
     return {

@@ -1,4 +1,5 @@
-"""All that an agent asks with one key: of each request, what goes on from what was said before, what is new, and what the policy makes of it.
+"""All that an agent asks with one key: of each request, what goes on from what was said
+before, what is new, and what the policy makes of it.
 
 Tokens are never rendered from what the policy wrote, as long as the agent sends it back as it was (law 5).
 """
@@ -22,7 +23,9 @@ from rondel.generate.pictures import TooLarge, beside, cells, looked, parted
 
 
 class Session:
-    """`chat` is the episode's own, which every branch begins as a copy of. `fault` is the engine's: no agent can be blamed for it."""
+    """`chat` is the episode's own, which every branch begins as a copy of. `fault` is the
+    engine's: no agent can be blamed for it.
+    """
 
     def __init__(self, chat: TokenChat) -> None:
         self.chat, self.forest = chat, Forest(chat)
@@ -111,7 +114,9 @@ class Session:
         return self._read(done, chat, asked, prompt)
 
     def _plain(self, said: str | list[int], turns: list[Turn]) -> list[int]:
-        """New text as tokens. An agent that stops at a string writes that string again; the policy has written it already."""
+        """New text as tokens. An agent that stops at a string writes that string again;
+        the policy has written it already.
+        """
         if isinstance(said, list):
             return said
         said = said.removeprefix(turns[-1].tail) if turns else said
@@ -122,7 +127,9 @@ class Session:
         tokenizer = chat.tokenizer
         whole = tokenizer.decode(done.tokens, skip_special_tokens=True)
         text = done.text if done.text is not None else whole
-        stopped = next((s for s in asked.stop if s in whole and s not in text), "") if done.finish_reason == "stop" else ""
+        stopped = (
+            next((s for s in asked.stop if s in whole and s not in text), "") if done.finish_reason == "stop" else ""
+        )
         calls = chat.calls(done) if asked.tools and asked.calls and done.finish_reason == "stop" else []
         if not calls or any(call.fault for call in calls):
             return Reply(text, [], done, prompt, stopped)

@@ -1,7 +1,9 @@
 """The condition of a box between two commands: all that one of them could change and the next one could see.
 
-A box is used for another command only if its condition is that of a new one. Places it may write to are compared by what lies in them and
-by their owner, mode, times, attributes and free space; the first process by what another process of its user may change in it.
+A box is used for another command only if its condition is that of a new one. Places it may
+write to are compared by what lies in them and by their owner, mode, times, attributes
+and free space; the first process by what
+another process of its user may change in it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ LIMITS = sorted({number for name, number in vars(resource).items() if name.start
 
 
 def settled(home: str) -> tuple[Any, ...]:
-    """The condition of a new box. Reading a folder changes its access time only where that is older than the last change: it is put after."""
+    """The condition of a new box. Reading a folder changes its access time only where that is
+    older than the last change: it is put after.
+    """
     now = time.time_ns()
     for path in (home, *PLACES):
         with suppress(OSError):
@@ -64,17 +68,27 @@ def shared_memory() -> tuple[bytes, ...]:
 
 
 def first_process() -> tuple[Any, ...]:
-    """Of a plain user's box the commands have its user, and may change its priority, cores and limits: they would inherit them."""
+    """Of a plain user's box the commands have its user, and may change its priority,
+    cores and limits: they would inherit them.
+    """
     schedule = ctypes.create_string_buffer(64)
     priority = -1
     with suppress(OSError):
         syscall(SCHED_GETATTR, 0, schedule, ctypes.c_uint(64), 0)
         priority = syscall(IOPRIO_GET, 1, 0)
-    return (schedule.raw, priority, os.getpriority(os.PRIO_PROCESS, 0), os.sched_getaffinity(0), *map(resource.getrlimit, LIMITS))
+    return (
+        schedule.raw,
+        priority,
+        os.getpriority(os.PRIO_PROCESS, 0),
+        os.sched_getaffinity(0),
+        *map(resource.getrlimit, LIMITS),
+    )
 
 
 def next_process() -> int:
-    """The number that the next process of the box gets is the one after it: of a command that made none, the one after its own."""
+    """The number that the next process of the box gets is the one after it: of a command
+    that made none, the one after its own.
+    """
     child = os.fork()
     if child == 0:
         os._exit(0)

@@ -9,7 +9,14 @@ from contextlib import suppress
 from typing import Any
 
 from rondel.runtime.sandbox.inside import filter as calls
-from rondel.runtime.sandbox.inside.kernel import CAP_AMBIENT, CAPBSET_DROP, DUMPABLE, NO_NEW_PRIVS, prctl, without_capabilities
+from rondel.runtime.sandbox.inside.kernel import (
+    CAP_AMBIENT,
+    CAPBSET_DROP,
+    DUMPABLE,
+    NO_NEW_PRIVS,
+    prctl,
+    without_capabilities,
+)
 
 
 def drop(spec: dict[str, Any], groups: list[int], keep: tuple[int, ...] = ()) -> None:
@@ -42,7 +49,9 @@ def drop(spec: dict[str, Any], groups: list[int], keep: tuple[int, ...] = ()) ->
 
 
 def first_to_be_killed() -> None:
-    """Where the machine or the box is short of memory. Written before the capabilities go, so that it cannot be taken back."""
+    """Where the machine or the box is short of memory. Written before the capabilities
+    go, so that it cannot be taken back.
+    """
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 

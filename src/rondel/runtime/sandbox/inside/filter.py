@@ -1,7 +1,8 @@
 """A seccomp filter: system calls that no program of a box needs, and that have been the way out of boxes before.
 
-They fail with EPERM; a program of another architecture's calls is killed. A list of what is refused rather than of what is allowed: model-
-written code may be any program. It is the second wall, behind namespaces and a user without capabilities.
+They fail with EPERM; a program of another architecture's calls is killed. A list of what is
+refused rather than of what is allowed: model- written code may be any program. It is the second
+wall, behind namespaces and a user without capabilities.
 """
 
 from __future__ import annotations
@@ -72,9 +73,20 @@ fanotify_init                  300 262
 lookup_dcookie                 212  18
 """
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-NUMBERS = {"x86_64": {"clone": 56, "clone3": 435, "socket": 41, "socketpair": 53, "memfd_create": 319, "memfd_secret": 447}, "aarch64": {"clone": 220, "clone3": 435, "socket": 198, "socketpair": 199, "memfd_create": 279, "memfd_secret": 447}}  # fmt: skip
+NUMBERS = {
+    "x86_64": {"clone": 56, "clone3": 435, "socket": 41, "socketpair": 53, "memfd_create": 319, "memfd_secret": 447},
+    "aarch64": {
+        "clone": 220,
+        "clone3": 435,
+        "socket": 198,
+        "socketpair": 199,
+        "memfd_create": 279,
+        "memfd_secret": 447,
+    },
+}
 NAMESPACES = 0x7E020000 | 0x80  # every CLONE_NEW* flag
-FAMILIES = (1, 2, 10)  # unix, inet, inet6: no netlink, no packets, no way to the machine that this one may be a guest of (vsock)
+# unix, inet, inet6: no netlink, no packets, no way to the machine that this one may be a guest of (vsock)
+FAMILIES = (1, 2, 10)
 LOAD, EQUAL, ANY, AT_LEAST, RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 
@@ -98,7 +110,8 @@ def program(*, memory_files: bool) -> bytes:
         lines += [op(AT_LEAST, 0x40000000, 0, 1), op(RETURN, KILL)]  # the x32 calls, each a second name
     for one in refused:
         lines += [op(EQUAL, one, 0, 1), eperm]
-    lines += [op(EQUAL, number["clone3"], 0, 1), enosys]  # its flags lie in memory where a filter cannot look; libc then uses clone
+    # its flags lie in memory where a filter cannot look; libc then uses clone
+    lines += [op(EQUAL, number["clone3"], 0, 1), enosys]
     lines += [op(EQUAL, number["clone"], 0, 4), op(LOAD, 16), op(ANY, NAMESPACES, 0, 1), eperm, op(RETURN, ALLOW)]
     for family in ("socket", "socketpair"):
         lines += [op(EQUAL, number[family], 0, 3 + len(FAMILIES)), op(LOAD, 16)]

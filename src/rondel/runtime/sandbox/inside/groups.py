@@ -19,7 +19,13 @@ def homes() -> dict[str, tuple[str, int]]:
         for line in lines:
             _, names, path = line.strip().split(":", 2)
             for name in names.split(",") if names else FILES:
-                base = f"{ROOT}/{name}" if names else ROOT if os.path.exists(f"{ROOT}/cgroup.controllers") else f"{ROOT}/unified"
+                base = (
+                    f"{ROOT}/{name}"
+                    if names
+                    else ROOT
+                    if os.path.exists(f"{ROOT}/cgroup.controllers")
+                    else f"{ROOT}/unified"
+                )
                 home = base + path if os.path.isdir(base + path) else base
                 if name in FILES and name not in found and os.path.isdir(home):
                     found[name] = (home, 1 if names else 2)

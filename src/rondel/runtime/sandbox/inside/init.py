@@ -1,7 +1,8 @@
 """The first process of a box: carries out one command at a time, and leaves nothing running after it.
 
-control   SOCK_SEQPACKET: {"do": "run" | "call" | "write" | "read", ...} with the files of the command -> {"exit", "signal", ...};
-          {"do": "kill"} meanwhile ends the command. The end of the socket is the end of the box
+control   SOCK_SEQPACKET: {"do": "run" | "call" | "write" | "read", ...} with the files of the
+          command -> {"exit", "signal", ...}; {"do": "kill"} meanwhile ends the command. The
+          end of the socket is the end of the box
 
 It never runs the box's code in itself, and no process of the box may signal, trace or read it.
 """
@@ -37,7 +38,8 @@ def serve(control: socket.socket, spec: dict[str, Any], groups: list[int], count
     prctl(DUMPABLE, 0)
     for name in spec["modules"]:
         importlib.import_module(name)
-    new = () if spec["folder"] else settled(spec["home"])  # a folder of the host's is kept as it is, and its box is never used again
+    # a folder of the host's is kept as it is, and its box is never used again
+    new = () if spec["folder"] else settled(spec["home"])
     control.send(json.dumps({"ready": True, "grouped": spec["grouped"]}).encode())
     while True:
         message, files, _, _ = socket.recv_fds(control, MOST, 8)
@@ -53,7 +55,9 @@ def serve(control: socket.socket, spec: dict[str, Any], groups: list[int], count
         control.send(json.dumps(answer).encode())
 
 
-def carry_out(order: dict[str, Any], files: list[int], control: socket.socket, spec: dict[str, Any], groups: list[int]) -> dict[str, Any]:
+def carry_out(
+    order: dict[str, Any], files: list[int], control: socket.socket, spec: dict[str, Any], groups: list[int]
+) -> dict[str, Any]:
     broken, tells = os.pipe()  # closed unread once the box's code runs; else it says why it does not
     child = os.fork()
     if child == 0:
@@ -108,7 +112,12 @@ def call(source: int, prelude: list[int], env: dict[str, str]) -> None:
         os.close(fd)
     os.environ.clear()
     os.environ.update(env)
-    sys.argv, sys.path = ["-c"], [os.getcwd(), *filter(os.path.isdir, sys.path), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv = ["-c"]
+    sys.path = [
+        os.getcwd(),
+        *filter(os.path.isdir, sys.path),
+        *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
     sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     status = 0
     try:
@@ -129,12 +138,15 @@ def call(source: int, prelude: list[int], env: dict[str, str]) -> None:
 
 
 def copied(order: dict[str, Any], *, reads: bool) -> None:
-    """A file of the box to file 1, or file 0 to it: as the box's own user, so that a link leads nowhere that the box may not go."""
+    """A file of the box to file 1, or file 0 to it: as the box's own user, so that a link
+    leads nowhere that the box may not go.
+    """
     try:
         path = os.path.join(os.getcwd(), order["path"])
         if not reads:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-        flags = os.O_RDONLY | os.O_NONBLOCK if reads else os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK  # a pipe must not hold it
+        # a pipe must not hold it
+        flags = os.O_RDONLY | os.O_NONBLOCK if reads else os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
         file = os.open(path, flags, order.get("mode", 0o644))
         source, target = (file, 1) if reads else (0, file)
         while piece := os.read(source, 1 << 16):
@@ -173,11 +185,18 @@ def wait(child: int, control: socket.socket) -> dict[str, Any]:
         stop_all()
     exited = os.waitstatus_to_exitcode(status)
     cpu = usage.ru_utime + usage.ru_stime if usage else 0.0
-    return {"exit": max(exited, 0), "signal": max(-exited, 0), "cpu": cpu, "peak": usage.ru_maxrss * 1024 if usage else 0}
+    return {
+        "exit": max(exited, 0),
+        "signal": max(-exited, 0),
+        "cpu": cpu,
+        "peak": usage.ru_maxrss * 1024 if usage else 0,
+    }
 
 
 def reap(child: int) -> tuple[Any, Any]:
-    """All who have ended, among them orphans that nobody waits for. -> the child's (status, usage), when it is among them."""
+    """All who have ended, among them orphans that nobody waits for. -> the child's
+    (status, usage), when it is among them.
+    """
     while True:
         try:
             pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -211,7 +230,9 @@ def changed(process: int, new: tuple[Any, ...], home: str) -> bool:
 
 
 def main() -> None:
-    """Inside bubblewrap: the walls stand already, but for what it leaves open to a root's box, and to a plain user's."""
+    """Inside bubblewrap: the walls stand already, but for what it leaves open to a root's box, and
+    to a plain user's.
+    """
     spec = json.loads(sys.argv[1])
     with suppress(OSError):
         shut_devices()

@@ -1,6 +1,7 @@
 """What a box sees: a root of its own in memory, the system's programs read-only, one place to write with a size.
 
-/                read-only tmpfs         /usr /bin /lib ...   the host's, read-only, as are the folders of the interpreter
+/                read-only tmpfs         /usr /bin /lib ...   the host's, read-only, as are
+                 the folders of the interpreter
 /proc            of the box's processes  /dev                 null zero full random urandom
 /box /tmp /dev/shm                       one tmpfs of `disk` bytes and `files` files; or /box is a folder of the host
 """
@@ -14,7 +15,14 @@ from typing import Any
 from rondel.runtime.sandbox.inside import kernel as k
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-ETC = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime", "/etc/ssl/certs")
+ETC = (
+    "/etc/ld.so.cache",
+    "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d",
+    "/etc/alternatives",
+    "/etc/localtime",
+    "/etc/ssl/certs",
+)
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
@@ -34,7 +42,9 @@ def build(spec: dict[str, Any]) -> None:
     for path in (*ETC, *spec["shown"]):
         if os.path.exists("/old" + path):
             shown(path)
-    write("/etc/passwd", f"root:x:0:0::/nowhere:/bin/false\nbox:x:{spec['uid']}:{spec['uid']}::{spec['home']}:/bin/sh\n")
+    write(
+        "/etc/passwd", f"root:x:0:0::/nowhere:/bin/false\nbox:x:{spec['uid']}:{spec['uid']}::{spec['home']}:/bin/sh\n"
+    )
     write("/etc/group", f"root:x:0:\nbox:x:{spec['uid']}:\n")
     write("/etc/hosts", "127.0.0.1 localhost\n")
     if spec["network"]:

@@ -1,8 +1,9 @@
-"""The keeper of one box: puts the walls up, starts the first process behind them, and ends it all when its own starter is gone.
+"""The keeper of one box: puts the walls up, starts the first process behind them, and
+ends it all when its own starter is gone.
 
 controller ──control──> keeper ──> first process of the box ──> its commands
-The keeper stays outside and does nothing but wait: for the box's end, or for the end of `control`, which the kernel closes
-when the controller dies, however it dies.
+The keeper stays outside and does nothing but wait: for the box's end, or for the end
+of `control`, which the kernel closes when the controller dies, however it dies.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     control = socket.socket(fileno=spec["control"])
     name = f"rondel-{os.getpid()}"
-    made, counter = groups.make(name, {"memory": spec["memory"], "pids": spec["processes"] + 1}) if spec["group"] else ({}, "")
+    made, counter = (
+        groups.make(name, {"memory": spec["memory"], "pids": spec["processes"] + 1}) if spec["group"] else ({}, "")
+    )
     spec["grouped"] = "memory" in made
     attached = [os.open(f"{folder}/cgroup.procs", os.O_WRONLY) for folder in dict.fromkeys(made.values())]
     counts = os.open(counter, os.O_RDONLY) if counter else -1
@@ -42,8 +45,8 @@ def main() -> None:
 
 
 def native(control: socket.socket, spec: dict[str, Any], attached: list[int], counts: int) -> int:
-    """Namespaces of our own. A root needs none of users, unless it is one of a container that may not do much: its box runs under a number
-    that nobody else has."""
+    """Namespaces of our own. A root needs none of users, unless it is one of a container that
+    may not do much: its box runs under a number that nobody else has."""
     wanted = kernel.NEWNS | kernel.NEWPID | kernel.NEWIPC | kernel.NEWUTS | (0 if spec["network"] else kernel.NEWNET)
     root = spec["root"]
     uid, gid = os.geteuid(), os.getegid()
@@ -72,14 +75,29 @@ def native(control: socket.socket, spec: dict[str, Any], attached: list[int], co
 
 
 def bubblewrap(control: socket.socket, spec: dict[str, Any], attached: list[int], counts: int) -> int:
-    """The same view by `bwrap`. As root it keeps its capabilities for the first process, which gives them up for every command."""
+    """The same view by `bwrap`. As root it keeps its capabilities for the first process,
+    which gives them up for every command.
+    """
     root = spec["root"]
     spec = {**spec, "groups": attached, "counter": counts}
     inherited = [control.fileno(), *attached, *([counts] if counts >= 0 else [])]
-    command = ["bwrap", "--die-with-parent", "--as-pid-1", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--hostname", "box"]
+    command = [
+        "bwrap",
+        "--die-with-parent",
+        "--as-pid-1",
+        "--unshare-pid",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--hostname",
+        "box",
+    ]
     command += [] if spec["network"] else ["--unshare-net"]
-    command += ["--cap-add", "ALL"] if root else ["--unshare-user", "--uid", str(spec["uid"]), "--gid", str(spec["uid"])]
-    for path in dict.fromkeys(str(parent) for one in (*view.ETC, *spec["shown"]) for parent in reversed(PurePath(one).parents)):
+    command += (
+        ["--cap-add", "ALL"] if root else ["--unshare-user", "--uid", str(spec["uid"]), "--gid", str(spec["uid"])]
+    )
+    for path in dict.fromkeys(
+        str(parent) for one in (*view.ETC, *spec["shown"]) for parent in reversed(PurePath(one).parents)
+    ):
         command += ["--dir", path] if path != "/" else []  # else bwrap makes them for itself alone
     for path in view.SYSTEM:
         if os.path.islink(path):
@@ -97,7 +115,19 @@ def bubblewrap(control: socket.socket, spec: dict[str, Any], attached: list[int]
             command += ["--bind", spec["folder"], path]
         else:
             command += ["--perms", "1777", "--size", str(spec["disk"] // share), "--tmpfs", path]
-    command += ["--remount-ro", "/", "--chdir", "/", "--", spec["python"], "-I", "-S", "-c", IN_BUBBLEWRAP, json.dumps(spec)]
+    command += [
+        "--remount-ro",
+        "/",
+        "--chdir",
+        "/",
+        "--",
+        spec["python"],
+        "-I",
+        "-S",
+        "-c",
+        IN_BUBBLEWRAP,
+        json.dumps(spec),
+    ]
     first = os.fork()
     if first == 0:
         for fd in inherited:
@@ -114,8 +144,10 @@ IN_BUBBLEWRAP = "import sys; sys.path.insert(0, '/.box'); from rondel.runtime.sa
 
 
 def watch(first: int, control: socket.socket, patience: int) -> None:
-    """`patience`: milliseconds for `first` to end by itself when the control is gone, as the first process behind bubblewrap does; `bwrap`
-    itself is not that process, and killing it would not wait for the box. Until the box ends; its first process takes all others with it. By the parent's number too: a fork of the controller holds `control`."""
+    """`patience`: milliseconds for `first` to end by itself when the control is gone, as the
+    first process behind bubblewrap does; `bwrap` itself is not that process, and killing it would not wait for the box.
+    Until the box ends; its first process takes
+    all others with it. By the parent's number too: a fork of the controller holds `control`."""
     parent, ends, poll = os.getppid(), os.pidfd_open(first), select.poll()
     poll.register(ends, select.POLLIN)
     poll.register(control, 0)  # its hanging up is always told

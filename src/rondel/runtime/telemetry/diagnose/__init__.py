@@ -1,4 +1,5 @@
-"""`rondel diagnose`: what is wrong with a run, in the order in which to look at it. Rules over its journal; a rule is a function of a Story.
+"""`rondel diagnose`: what is wrong with a run, in the order in which to look at it. Rules
+over its journal; a rule is a function of a Story.
 
 signal    nothing to learn from, or the wrong thing      time     who waits
 policy    how the weights move                           health   alive, ended, saved
@@ -28,5 +29,9 @@ def findings(story: Story) -> list[Finding]:
     found = [finding for rule in RULES for finding in rule(story)]
     for name in story.others:
         own = story.of(name)
-        found += [replace(finding, evidence=f"policy '{name}': {finding.evidence}") for rule in OF_WEIGHTS for finding in rule(own)]
+        found += [
+            replace(finding, evidence=f"policy '{name}': {finding.evidence}")
+            for rule in OF_WEIGHTS
+            for finding in rule(own)
+        ]
     return ranked(found)

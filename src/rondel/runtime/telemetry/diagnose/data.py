@@ -17,9 +17,11 @@ def leaked(story: Story) -> Iterator[Finding]:
         yield Finding(
             "leaked_tasks",
             "warning",
-            f"{tasks['leaked']} training tasks were left out because the evaluation data has their content; {tasks['train']} are left",
+            f"{tasks['leaked']} training tasks were left out because the evaluation data has their content; "
+            f"{tasks['train']} are left",
             "Both come from one source: what is left may still be close to what is held out, and the score too good.",
-            "evaluation data of another origin (task.data.eval_path, eval_split); task.data.ngram says how near is the same",
+            "evaluation data of another origin (task.data.eval_path, eval_split); task.data.ngram says how near is the "
+            "same",
         )
     if tasks.get("duplicates", 0) > TWICE * max(1, tasks.get("train", 0)):
         yield Finding(

@@ -22,7 +22,8 @@ def truncation(story: Story) -> Iterator[Finding]:
             "error" if cut > MOSTLY_CUT and (story.mean("score/reward_mean") or 0) <= 0 else "warning",
             f"{cut:.0%} of the answers end at engine.sampling.max_tokens = {most} ({story.span})",
             "An answer that is cut is judged for what it could not say.",
-            "a higher engine.sampling.max_tokens, a shorter form of answer (task.suffix), algo.kind = 'dapo' (its filter and penalty for length)",
+            "a higher engine.sampling.max_tokens, a shorter form of answer (task.suffix), algo.kind = 'dapo' (its "
+            "filter and penalty for length)",
         )
 
 
@@ -35,7 +36,8 @@ def failing_reward(story: Story) -> Iterator[Finding]:
             "error" if failed > MOSTLY_FAILED else "warning",
             f"{failed:.0%} of the answers have no score ({story.span}){': ' + last if last else ''}",
             "What the reward cannot judge is not trained on: what is left is a choice of the reward, not of the tasks.",
-            "`rondel view RUN --errors`, `rondel check RUN.toml`; task.reward_timeout if it is slow; task.max_failures ends such a run",
+            "`rondel view RUN --errors`, `rondel check RUN.toml`; task.reward_timeout if it is slow; task.max_failures "
+            "ends such a run",
             weight=2,
         )
 

@@ -16,16 +16,21 @@ OFTEN = 3  # restarts
 
 def ended(story: Story) -> Iterator[Finding]:
     """Memory first: it explains the rest."""
-    logs = {name: "\n".join(lines) for name, lines in story.logs().items()} if not story.alive and not story.ended else {}
+    logs = (
+        {name: "\n".join(lines) for name, lines in story.logs().items()} if not story.alive and not story.ended else {}
+    )
     texts = {"the run": story.broke, **{f"step {step}": text for step, text in story.said}, **logs}
-    full = next(((where, line) for where, text in texts.items() for line in text.splitlines() if MEMORY.search(line)), None)
+    full = next(
+        ((where, line) for where, text in texts.items() for line in text.splitlines() if MEMORY.search(line)), None
+    )
     if full:
         yield Finding(
             "out_of_memory",
             "error",
             f"{full[0]}: {full[1].strip()[:300]}",
             "A device or the machine had no memory left.",
-            "a lower trainer.micro_tokens or engine.kv_pages, trainer.offload = true on a shared device, model.adapter.kind = 'lora'",
+            "a lower trainer.micro_tokens or engine.kv_pages, trainer.offload = true on a shared device, "
+            "model.adapter.kind = 'lora'",
             weight=5,
         )
     if story.alive or story.ended:
@@ -40,7 +45,12 @@ def ended(story: Story) -> Iterator[Finding]:
         )
     elif story.broke and not full:
         yield Finding(
-            "broke", "error", f"after step {story.step}: {story.broke[:500]}", "The run ended by an error.", "as the error says", weight=4
+            "broke",
+            "error",
+            f"after step {story.step}: {story.broke[:500]}",
+            "The run ended by an error.",
+            "as the error says",
+            weight=4,
         )
     elif not story.broke:
         last = next((f"; {name} ends with: {lines[-1][:200]}" for name, lines in story.logs().items() if lines), "")
@@ -48,7 +58,8 @@ def ended(story: Story) -> Iterator[Finding]:
             "died",
             "error",
             f"the journal stops after step {story.step} without a word, and no process trains here{last}",
-            "The process was killed from outside: most often by the kernel for memory, by a scheduler, or with the machine.",
+            "The process was killed from outside: most often by the kernel for memory, by a scheduler, or with the "
+            "machine.",
             "`dmesg | grep -i kill`; the same command goes on from the last checkpoint",
             weight=4,
         )
@@ -60,16 +71,20 @@ def stalled(story: Story) -> Iterator[Finding]:
         yield Finding(
             "stalled",
             "error",
-            f"{len(story.stalls)} waits passed their deadline, the last one after step {step}: {event['message'][:300]}",
+            f"{len(story.stalls)} waits passed their deadline, the last one after step {step}: "
+            f"{event['message'][:300]}",
             "Somebody waited for somebody who did not come.",
-            f"the stacks of all processes are in {event.get('stacks') or story.folder / 'logs'}; place.patience if it is only slow",
+            f"the stacks of all processes are in {event.get('stacks') or story.folder / 'logs'}; place.patience if it "
+            f"is only slow",
             weight=3,
         )
 
 
 def restarts(story: Story) -> Iterator[Finding]:
     again = [
-        (step, text) for step, text in story.said if "It is started again" in text or "The run goes on from" in text or "is lost:" in text
+        (step, text)
+        for step, text in story.said
+        if "It is started again" in text or "The run goes on from" in text or "is lost:" in text
     ]
     if again:
         step, text = again[-1]
@@ -90,7 +105,8 @@ def unsaved(story: Story) -> Iterator[Finding]:
         yield Finding(
             "no_checkpoint",
             "warning",
-            f"{since} steps since {'the last checkpoint' if story.saved else 'the start and no checkpoint'}; run.checkpoint.every = {every}",
+            f"{since} steps since {'the last checkpoint' if story.saved else 'the start and no checkpoint'}; "
+            f"run.checkpoint.every = {every}",
             "A crash would cost all of them.",
             "run.checkpoint.every = 10; a SIGTERM makes a running one write one and end",
         )
@@ -98,7 +114,12 @@ def unsaved(story: Story) -> Iterator[Finding]:
 
 def memory(story: Story) -> Iterator[Finding]:
     room = story.facts.get("device_bytes")
-    peaks = {name: value for s in story.steps[-8:] for name, value in s.row.items() if name in ("mem/generate", "mem/train", "mem/sync")}
+    peaks = {
+        name: value
+        for s in story.steps[-8:]
+        for name, value in s.row.items()
+        if name in ("mem/generate", "mem/train", "mem/sync")
+    }
     if room and peaks and max(peaks.values()) > NEAR_FULL * room:
         name = max(peaks, key=peaks.__getitem__)
         yield Finding(

@@ -25,7 +25,8 @@ def gap(story: Story) -> Iterator[Finding]:
             "gap_above_bound",
             "error" if now > BROKEN * bound else "warning",
             f"K3 of fresh tokens {now:.1e} nats, above {bound:g} ({story.span})",
-            "Engine and trainer disagree about tokens of the same weights: the gradient is of another policy than the one that wrote.",
+            "Engine and trainer disagree about tokens of the same weights: the gradient is of another policy than the "
+            "one that wrote.",
             action,
             weight=2,
         )
@@ -60,7 +61,8 @@ def stale(story: Story) -> Iterator[Finding]:
         yield Finding(
             "stale_rollouts",
             "warning",
-            f"lag {lag:.2g} versions; the batch is worth {few or 0:.0%} of its tokens, {dropped or 0:.0%} have no weight left ({story.span})",
+            f"lag {lag:.2g} versions; the batch is worth {few or 0:.0%} of its tokens, {dropped or 0:.0%} have no "
+            f"weight left ({story.span})",
             "The policy has moved so far since the answers were written that few of them still say anything about it.",
             "a smaller loop.max_staleness, a lower trainer.lr",
         )

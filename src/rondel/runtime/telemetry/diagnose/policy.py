@@ -18,7 +18,9 @@ TIGHT = 5.0  # times trainer.clip that every gradient is
 
 
 def diverged(story: Story) -> Iterator[Finding]:
-    """Broken by its first updates: the first step still tells of the weights that the phase began with, the next ones do not."""
+    """Broken by its first updates: the first step still tells of the weights that the
+    phase began with, the next ones do not.
+    """
     early = story.steps[: EARLY + 1]
     if len(early) < 2 * LEAST:
         return
@@ -49,7 +51,8 @@ def diverged(story: Story) -> Iterator[Finding]:
         "diverged",
         "error",
         f"in steps {early[0].number} to {early[-1].number}, with learning rate {lr:.2g}: {'; '.join(seen)}",
-        "The first updates threw the policy far from where it began: the learning rate is too high, whatever else is found.",
+        "The first updates threw the policy far from where it began: the learning rate is too high, whatever else is "
+        "found.",
         f"trainer.lr = {lr / 10:.1g} or less, from the start again; trainer.warmup_steps",
         weight=5,
     )
@@ -75,13 +78,19 @@ def entropy_collapse(story: Story) -> Iterator[Finding]:
 
 def entropy_explosion(story: Story) -> Iterator[Finding]:
     first, now = story.first("train/entropy"), story.mean("train/entropy")
-    if first is not None and now is not None and len(story.steps) >= 2 * LEAST and now > max(EXPLODED * first, first + 0.5):
+    if (
+        first is not None
+        and now is not None
+        and len(story.steps) >= 2 * LEAST
+        and now > max(EXPLODED * first, first + 0.5)
+    ):
         yield Finding(
             "entropy_explosion",
             "error",
             f"entropy {first:.3g} nats a token at first, {now:.3g} in {story.span}",
             "The policy is drifting towards noise.",
-            "a lower trainer.lr, algo.entropy.coef = 0 if it is set, algo.kl.kind; look at the answers with `rondel view RUN`",
+            "a lower trainer.lr, algo.entropy.coef = 0 if it is set, algo.kl.kind; look at the answers with `rondel "
+            "view RUN`",
             weight=1.5,
         )
 
@@ -109,12 +118,16 @@ def gradient_explosion(story: Story) -> Iterator[Finding]:
         yield Finding(
             "steps_skipped",
             "error" if len(skipped) >= 3 else "warning",
-            f"{len(skipped)} of {len(story.steps)} steps were not taken: {', '.join(map(str, skipped[:5]))}{' …' * (len(skipped) > 5)}: {note}",
+            f"{len(skipped)} of {len(story.steps)} steps were not taken: "
+            f"{', '.join(map(str, skipped[:5]))}{' …' * (len(skipped) > 5)}: {note}",
             "A finite-check refused the step: something was not a number, and the weights stayed as they were.",
-            f"`rondel replay RUN --step {skipped[0]}`; a lower trainer.lr, model.dtype = 'float32' to rule rounding out",
+            f"`rondel replay RUN --step {skipped[0]}`; a lower trainer.lr, model.dtype = 'float32' to rule rounding "
+            f"out",
             weight=2,
         )
-    usual = [v for _, v in series[:-RECENT] if math.isfinite(v) and v > 0] or [v for _, v in series[:LEAST] if math.isfinite(v) and v > 0]
+    usual = [v for _, v in series[:-RECENT] if math.isfinite(v) and v > 0] or [
+        v for _, v in series[:LEAST] if math.isfinite(v) and v > 0
+    ]
     high = [(s, v) for s, v in series[-RECENT:] if math.isfinite(v)]
     if len(series) < 2 * LEAST or len(usual) < LEAST or not high:
         return
@@ -138,7 +151,8 @@ def clipped_always(story: Story) -> Iterator[Finding]:
         yield Finding(
             "clipped_always",
             "note",
-            f"every gradient of the last {len(norms)} steps was cut, the median one by {ratio:.0f} (trainer.clip = {clip:g})",
+            f"every gradient of the last {len(norms)} steps was cut, the median one by {ratio:.0f} (trainer.clip = "
+            f"{clip:g})",
             "Each step has the same length whatever the gradient says: the learning rate is a length of steps.",
             f"trainer.clip = {statistics.median(norms):.2g}, or leave it and tune trainer.lr for it",
             weight=0.5,
@@ -152,13 +166,19 @@ def weights_still(story: Story) -> Iterator[Finding]:
         return
     changed, norm, lr = (statistics.fmean(p[i] for p in pairs) for i in range(3))
     if lr == 0 or (norm > 0 and changed < 1e-3):
-        why = "trainer.lr is 0" if lr == 0 else f"updates of lr {lr:.1e} are smaller than half a step of the weights' numbers"
+        why = (
+            "trainer.lr is 0"
+            if lr == 0
+            else f"updates of lr {lr:.1e} are smaller than half a step of the weights' numbers"
+        )
         yield Finding(
             "weights_still",
             "error" if changed == 0 else "warning",
-            f"{changed:.2%} of the weights change in a step, gradient norm {norm:.2g}, learning rate {lr:.1e} ({story.span})",
+            f"{changed:.2%} of the weights change in a step, gradient norm {norm:.2g}, learning rate {lr:.1e} "
+            f"({story.span})",
             f"Nothing is learned: {why}.",
-            "a higher trainer.lr (with an adapter ten times that of full training); the schedule must not have ended (trainer.schedule, loop.steps)",
+            "a higher trainer.lr (with an adapter ten times that of full training); the schedule must not have ended "
+            "(trainer.schedule, loop.steps)",
             weight=3,
         )
 
@@ -170,9 +190,19 @@ def clip_fraction(story: Story) -> Iterator[Finding]:
             "clip_fraction",
             "warning",
             f"{share:.0%} of the tokens have a clipped ratio ({story.span})",
-            "Most of the batch gives no gradient: the policy has moved too far from the one that the ratio is anchored to.",
+            "Most of the batch gives no gradient: the policy has moved too far from the one that the ratio is anchored "
+            "to.",
             "fewer loop.updates_per_step, a lower trainer.lr, a smaller loop.max_staleness",
         )
 
 
-RULES = (diverged, entropy_collapse, entropy_explosion, kl_runaway, gradient_explosion, clipped_always, weights_still, clip_fraction)
+RULES = (
+    diverged,
+    entropy_collapse,
+    entropy_explosion,
+    kl_runaway,
+    gradient_explosion,
+    clipped_always,
+    weights_still,
+    clip_fraction,
+)

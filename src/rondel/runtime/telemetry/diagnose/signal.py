@@ -28,17 +28,25 @@ def no_signal(story: Story) -> Iterator[Finding]:
             "solved",
             "note",
             evidence,
-            "Nearly every group is unanimous because nearly every answer is right: the tasks have nothing more to teach.",
+            "Nearly every group is unanimous because nearly every answer is right: the tasks have nothing more to "
+            "teach.",
             "harder tasks (task.data), or task.curriculum; otherwise stop here",
         )
         return
-    where = "every answer earns the same" if not span else "nearly all are wrong" if reward < min(lows) + NEAR * span else "groups agree"
+    where = (
+        "every answer earns the same"
+        if not span
+        else "nearly all are wrong"
+        if reward < min(lows) + NEAR * span
+        else "groups agree"
+    )
     yield Finding(
         "no_signal",
         "error" if share < NONE else "warning",
         f"{evidence}; {where}",
         "An advantage is a difference within a group: a group whose answers all earn the same teaches nothing.",
-        "`rondel check RUN.toml` (does the reward tell gold from wrong?), easier tasks or task.curriculum, a larger algo.group_size, loop.warmup.steps",
+        "`rondel check RUN.toml` (does the reward tell gold from wrong?), easier tasks or task.curriculum, a larger "
+        "algo.group_size, loop.warmup.steps",
         weight=3 - share,
     )
 
@@ -55,15 +63,20 @@ def reward_collapse(story: Story) -> Iterator[Finding]:
         yield Finding(
             "reward_collapse",
             "error",
-            f"mean reward {high:.3g} in steps {series[best][0]} to {series[best + RECENT - 1][0]}, {now:.3g} in {story.span}",
-            "The policy has unlearned what it could: most often the learning rate is too high, or the tokens are too stale.",
-            "go on from an earlier checkpoint (--model.path=RUN/checkpoints/step-…) with a lower trainer.lr, or algo.kl.kind",
+            f"mean reward {high:.3g} in steps {series[best][0]} to {series[best + RECENT - 1][0]}, {now:.3g} in "
+            f"{story.span}",
+            "The policy has unlearned what it could: most often the learning rate is too high, or the tokens are too "
+            "stale.",
+            "go on from an earlier checkpoint (--model.path=RUN/checkpoints/step-…) with a lower trainer.lr, or "
+            "algo.kl.kind",
             weight=2 + (high - now) / max(high - low, 1e-9),
         )
 
 
 def reward_hacking(story: Story) -> Iterator[Finding]:
-    """The alarms of a live run, heard again over the rows; parts and repetition come from the stored rollouts of the last steps."""
+    """The alarms of a live run, heard again over the rows; parts and repetition come from
+    the stored rollouts of the last steps.
+    """
     if len(story.steps) < 2 * RECENT:
         return
     told: list[tuple[int, str]] = []
@@ -92,7 +105,122 @@ def length_bias(story: Story) -> Iterator[Finding]:
             "length_bias",
             "warning",
             f"within groups reward and length correlate at {paid:+.2f} ({story.span})",
-            f"The {more} of two answers to the same task is the better paid one: length will drift that way whatever it is worth.",
+            f"The {more} of two answers to the same task is the better paid one: length will drift that way whatever it "
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f""
+            f"is worth.",
             "look with `rondel view RUN`; if length is not the point, algo.kind = 'dr_grpo' and a reward that does not see it",
         )
 

@@ -1,7 +1,8 @@
 """A run folder as rules read it: the journal folded into one row of metrics a step, and what else was said.
 
-The rows are made by the `StepMetrics` of a live run from the same events, so a rule and a dashboard see the same numbers.
-What only the rollouts tell (parts of a reward, repetition) is read from the store where a rule asks for it.
+The rows are made by the `StepMetrics` of a live run from the same events, so a rule
+and a dashboard see the same numbers. What only the rollouts tell (parts of a reward, repetition)
+is read from the store where a rule asks for it.
 """
 
 from __future__ import annotations
@@ -108,12 +109,22 @@ class Story:
         return [name for name, told in self.key("policies", {}).items() if not told.get("frozen")]
 
     def of(self, policy: str) -> Story:
-        """The same run with the rows of such a policy for those of the main one; a step that was not taken is told once, there."""
-        rows = [{name: value for name, value in step.row.items() if not name.startswith("train/")} for step in self.steps]
+        """The same run with the rows of such a policy for those of the main one; a step
+        that was not taken is told once, there.
+        """
+        rows = [
+            {name: value for name, value in step.row.items() if not name.startswith("train/")} for step in self.steps
+        ]
         for row in rows:
-            own = {f"train/{name.removeprefix(f'{policy}/')}": value for name, value in row.items() if name.startswith(f"{policy}/")}
+            own = {
+                f"train/{name.removeprefix(f'{policy}/')}": value
+                for name, value in row.items()
+                if name.startswith(f"{policy}/")
+            }
             row |= own | {"score/reward_mean": row.get(f"{policy}/reward_mean", math.nan)}
-        return replace(self, steps=[Step(step.number, step.version, row) for step, row in zip(self.steps, rows, strict=True)])
+        return replace(
+            self, steps=[Step(step.number, step.version, row) for step, row in zip(self.steps, rows, strict=True)]
+        )
 
     @property
     def compares(self) -> bool:

@@ -27,7 +27,8 @@ def starved(story: Story) -> Iterator[Finding]:
     yield Finding(
         "starved_trainer" if wait >= 1 - wait else "starved_engine",
         "note" if told.gain < 1.25 else "warning",
-        f"the learner waits {wait:.0%} of its time, the engines have nothing to do {idle_share(engines):.0%} of theirs ({story.span})",
+        f"the learner waits {wait:.0%} of its time, the engines have nothing to do {idle_share(engines):.0%} of theirs "
+        f"({story.span})",
         "One side sets the pace and the other stands still.",
         told.message,
         weight=told.gain / 4,
@@ -41,17 +42,20 @@ def slow_engine(story: Story) -> Iterator[Finding]:
         yield Finding(
             "underfilled_engine",
             "note",
-            f"{ran / story.counts['steps']:.1f} requests are decoded together where {room / story.counts['steps']:.0f} may be, and the learner waits "
+            f"{ran / story.counts['steps']:.1f} requests are decoded together where {room / story.counts['steps']:.0f} "
+            f"may be, and the learner waits "
             f"{wait:.0%} of its time ({story.span})",
             "A step of decoding costs nearly the same for few requests as for many.",
-            "more loop.groups_per_step or algo.group_size, fewer place.engines, loop.max_staleness >= 1 so that the tail of a step is not alone",
+            "more loop.groups_per_step or algo.group_size, fewer place.engines, loop.max_staleness >= 1 so that the "
+            "tail of a step is not alone",
             weight=0.5,
         )
     if ran and story.counts.get("retracted", 0) > AGAIN * ran / max(1, story.mean("generate/length_mean") or 1):
         yield Finding(
             "short_of_pages",
             "warning",
-            f"{story.counts['retracted']:.0f} requests lost their keys and values to others and computed them again ({story.span})",
+            f"{story.counts['retracted']:.0f} requests lost their keys and values to others and computed them again "
+            f"({story.span})",
             "The cache is too small for what is decoded together.",
             "a larger engine.kv_pages, or a smaller engine.max_running",
         )
@@ -66,7 +70,8 @@ def slow_sync(story: Story) -> Iterator[Finding]:
             f"sync takes {account['sync']:.0%} of the step, {story.mean('sync/seconds') or 0:.2g} s for "
             f"{(story.mean('sync/bytes_copied') or 0) / 1e6:.3g} MB ({story.span})",
             "The weights' way to the engines is a large part of the loop.",
-            "sync.kind (docs/sync.md: ipc on one machine, distributed between machines, delta where few weights change), larger steps",
+            "sync.kind (docs/sync.md: ipc on one machine, distributed between machines, delta where few weights "
+            "change), larger steps",
         )
     if len(story.steps) >= 2 * LEAST and account.get("milestone", 0.0) > SLOW_MILESTONE:
         yield Finding(
