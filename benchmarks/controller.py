@@ -90,7 +90,7 @@ def measure(rollouts: int, seconds: float, tokens: int) -> dict[str, Any]:
         seen[0] += 1
 
     parts, tasks = made(rollouts, tokens)
-    importlib.import_module("rondel.run.controller")  # the time that it takes is not the loop's
+    importlib.import_module("rondel.driver.controller")  # the time that it takes is not the loop's
     with tempfile.TemporaryDirectory(prefix="controller-") as folder:
         journal = Journal(folder)
         stored = RolloutStore(Path(folder))
@@ -136,12 +136,12 @@ def made(rollouts: int, tokens: int) -> tuple[SimpleNamespace, Any]:
     from rondel.assemble.rows import rows_of
     from rondel.core.config import Job
     from rondel.core.types import Score
+    from rondel.driver.failure_budget import Failures
     from rondel.generate.engine.router import Router
     from rondel.generate.envs.order import Shuffled, stream
     from rondel.generate.envs.single_turn import SingleTurn
     from rondel.generate.envs.sources import load_tasks
     from rondel.models.load import load
-    from rondel.run.failure_budget import Failures
 
     changes = {
         "run.folder": "nowhere",
@@ -169,8 +169,8 @@ async def drive(
     """The loop as a run has it."""
     from rondel import loop as house
     from rondel.buffer import Buffer
-    from rondel.run.phases import per_token
-    from rondel.run.rollouts import Rollouts, prepare
+    from rondel.driver.phases import per_token
+    from rondel.driver.rollouts import Rollouts, prepare
 
     groups = max(1, rollouts // (GROUP * (STALENESS + 1)))
     buffer = Buffer(groups_per_step=groups, max_staleness=STALENESS)

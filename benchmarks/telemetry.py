@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     from rondel.core import time_account
     from rondel.core.config import Job, parse_overrides
     from rondel.core.events import StepDone, subscribe
-    from rondel.run import controller
+    from rondel.driver import controller
     from rondel.runtime.journal import store
     from rondel.runtime.journal.log import read
 

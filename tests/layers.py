@@ -1,7 +1,7 @@
 """The import rule of DESIGN §3: down, never sideways between stages, never in a
 circle; and who must start without torch.
 
-core system text  ->  algos planner importing  ->  models, the strangers  ->  loop run checks
+core system text  ->  algos planner importing  ->  models, the strangers  ->  loop driver checks
                   simulate assemble  ->  cli dashboard
 0                     1                           2                          3                                      4
 """
@@ -22,7 +22,7 @@ LAYERS = (
     {"core", "system", "text"},
     {"algos", "planner", "importing"},
     {"models", "generate", "score", "filter", "train", "sync", "runtime", "buffer", "buffer_state"},
-    {"loop", "run", "checks", "simulate", "assemble"},
+    {"loop", "driver", "checks", "simulate", "assemble"},
     {"cli", "dashboard"},
 )
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}

@@ -302,13 +302,13 @@ def test_engines_join_late_and_come_back_while_a_run_goes_on(folder, tmp_path):
 
 def test_a_run_that_cannot_be_joined_is_named_before_a_model_is_loaded(tmp_path):
     from rondel.core.errors import UserError
-    from rondel.run.elastic_engines import check_run
+    from rondel.driver.elastic_engines import check_run
 
     with pytest.raises(UserError, match="no run has begun there"):
         check_run(tmp_path, "127.0.0.1")
     import tomli_w
 
-    from rondel.run.controller import _without_none
+    from rondel.driver.controller import _without_none
 
     (tmp_path / "job.toml").write_text(tomli_w.dumps(_without_none(tiny(tmp_path).tree())))
     with pytest.raises(UserError, match=r'engine\.kind = "builtin"'):

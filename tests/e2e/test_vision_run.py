@@ -13,7 +13,7 @@ from run_kit import context, events, final, steps
 from rondel.assemble import train
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError, DataError
-from rondel.run.replay import replay
+from rondel.driver.replay import replay
 from rondel.runtime.journal import store
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "vision.toml"

@@ -551,7 +551,7 @@ def test_two_ranks_train_and_publish_the_adapter_of_one(whole, tmp_path):
 
 
 def test_eval_of_its_checkpoint_is_the_number_of_the_run(whole):
-    from rondel.run.checkpoint_evaluation import evaluate_checkpoint
+    from rondel.driver.checkpoint_evaluation import evaluate_checkpoint
 
     last = events(whole, "Evaluated")[-1]
     for target in (whole, sorted((whole / "checkpoints").glob("step-*"))[-1]):

@@ -17,9 +17,9 @@ from rondel.buffer import Buffer
 from rondel.core.errors import ConfigError, RewardError
 from rondel.core.failure_rate import LAST, LEAST
 from rondel.core.types import Failed, Sampling, Score, Slot, Task, Trajectory
+from rondel.driver.failure_budget import Failures
+from rondel.driver.rollouts import Rollouts
 from rondel.filter.complete import Complete
-from rondel.run.failure_budget import Failures
-from rondel.run.rollouts import Rollouts
 
 RIGHT = 0.3  # a bandit's chance: the mean of its rewards, in closed form
 

@@ -25,6 +25,7 @@ from units.chat_kit import Engine, chat, tokenizer
 
 from rondel.core.errors import DataError
 from rondel.core.types import Completion, EnvFault, Failed, Score, Task, Trajectory
+from rondel.driver.rollouts import Rollouts
 from rondel.generate.engine.server.fields import Fields, parse
 from rondel.generate.engine.server.native import read_generate
 from rondel.generate.engine.server.openai import read_chat, read_completion
@@ -39,7 +40,6 @@ from rondel.generate.envs.template import Template
 from rondel.generate.envs.tools import Tools
 from rondel.models.load import character_tokenizer
 from rondel.models.vision import MARKS
-from rondel.run.rollouts import Rollouts
 from rondel.score.judge import Judge
 from rondel.score.remote import Remote
 from rondel.score.result import read

@@ -17,9 +17,9 @@ from train_kit import batch, bits, model, row, step, trainer
 from rondel.assemble.components import build
 from rondel.core.errors import ConfigError
 from rondel.core.types import DATA, GREEDY, Failed, Group, Score, Slot, Task, Trajectory
+from rondel.driver.rollouts import rollouts_of
 from rondel.filter.complete import Complete
 from rondel.models.attention import PackedLayout, Segment
-from rondel.run.rollouts import rollouts_of
 from rondel.runtime.journal import store
 from rondel.train.pack import batch_of
 

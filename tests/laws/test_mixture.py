@@ -14,7 +14,7 @@ from rondel.algos.mixture import Mixture
 from rondel.assemble.components import build
 from rondel.core.errors import UserError
 from rondel.core.types import Group, Score, Trajectory
-from rondel.run.rollouts import prepare_of
+from rondel.driver.rollouts import prepare_of
 from rondel.runtime.journal import store
 from rondel.train.advantages import credit
 from rondel.train.pack import Batch

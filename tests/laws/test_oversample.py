@@ -16,7 +16,7 @@ from rondel.buffer import Buffer
 from rondel.core.errors import ConfigError
 from rondel.core.events import Admitted, Event, GroupFinished, subscribe
 from rondel.core.types import Group, Task, Trajectory
-from rondel.run.phases import in_time
+from rondel.driver.phases import in_time
 from rondel.runtime.journal import store
 from rondel.runtime.telemetry.metrics import LateBias, StepMetrics
 

@@ -25,13 +25,13 @@ from rondel.assemble.facts import devices_of, planned
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError, DataError, EngineError, LawError, SyncError
 from rondel.core.types import Commit, Completion, Group, Manifest, Route, Sampling, Score, Task, TensorInfo
+from rondel.driver.checkpoint_evaluation import evaluate_checkpoint
 from rondel.generate.engine.multi_policy import Policies
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.episode import joined, rooted
 from rondel.planner.memory import bills
 from rondel.planner.setting import of_job
-from rondel.run.checkpoint_evaluation import evaluate_checkpoint
 from rondel.runtime.journal import store
 from rondel.runtime.telemetry.metrics import SCHEMA, meaning
 from rondel.sync.from_disk import FromDisk

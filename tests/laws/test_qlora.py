@@ -422,7 +422,7 @@ def test_a_recipe_that_names_the_other_base_is_refused(whole, tmp_path):
 
 
 def test_eval_of_its_checkpoint_is_the_number_of_the_run(whole):
-    from rondel.run.checkpoint_evaluation import evaluate_checkpoint
+    from rondel.driver.checkpoint_evaluation import evaluate_checkpoint
 
     last = events(whole, "Evaluated")[-1]
     found = evaluate_checkpoint(str(whole), None, {})

@@ -15,9 +15,9 @@ from run_kit import events, final, run, tiny
 from test_interruption import Publisher
 
 from rondel.core.errors import ConfigError, LawError, UserError
+from rondel.driver import replay
 from rondel.generate.engine.resumption import resumed
 from rondel.models.aligned_numerics import align
-from rondel.run import replay
 from rondel.runtime.journal import store
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import Update

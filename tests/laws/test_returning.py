@@ -1,4 +1,4 @@
-"""run/replay_buffer.py: groups that come back (SPEC A15), each once, never older than
+"""driver/replay_buffer.py: groups that come back (SPEC A15), each once, never older than
 the limit (law 2), the same after a resume.
 """
 
@@ -12,7 +12,7 @@ from run_kit import balances, events, run, tiny
 from rondel.assemble import replay
 from rondel.core.errors import ConfigError
 from rondel.core.types import Group, Task
-from rondel.run.replay_buffer import Returning
+from rondel.driver.replay_buffer import Returning
 
 
 def steps_of(p: int, s: int, n: int):

@@ -297,7 +297,7 @@ def test_what_cannot_be_trained_is_named():
 def test_training_refuses_what_evaluation_may_use():
     from rondel.assemble.refusals import refuse_untrainable
     from rondel.core.config import Evaluation
-    from rondel.run.evaluation import profile
+    from rondel.driver.evaluation import profile
 
     more = {"top_p": 0.9, "logit_bias": {"5": 1.0}, "repetition_penalty": 1.1, "stop": ["x", 7]}
     s = profile(Evaluation(temperature=0.5, sampling=more), Sampling(max_tokens=9, stop=("y",)))

@@ -13,12 +13,12 @@ from run_kit import events, final, run, tiny
 
 from rondel.core.errors import ConfigError, DataError, EngineError, UserError
 from rondel.core.types import Completion, EnvFault, Sampling, Score, Slot, Task
+from rondel.driver.evaluation import evaluate
+from rondel.driver.failure_budget import Failures
+from rondel.driver.rollouts import Rollouts
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.episode import rooted, share
-from rondel.run.evaluation import evaluate
-from rondel.run.failure_budget import Failures
-from rondel.run.rollouts import Rollouts
 from rondel.runtime.journal import store
 
 TASK = Task("t", "agents", {"prompt": "2+2", "hint": "even"})
@@ -206,7 +206,7 @@ def test_an_environment_that_forgets_to_return_is_told_so(tmp_path):
 
 def test_a_broken_environment_in_an_evaluation_is_a_failure_and_no_end(tmp_path, monkeypatch):
     made = rollouts(Crowd(ZeroDivisionError("my own")), fine, tmp_path)
-    monkeypatch.setattr("rondel.run.rollouts.Rollouts", lambda parts, size: made)
+    monkeypatch.setattr("rondel.driver.rollouts.Rollouts", lambda parts, size: made)
     parts = made.parts
     parts.tasks, parts.engine = SimpleNamespace(held_out=[TASK], sources=[]), SimpleNamespace(version=3)
     told = asyncio.run(evaluate(parts, 1))

@@ -176,9 +176,9 @@ def test_check_exits_1_if_anything_is_wrong(rondel, recipe, assemble):
 
 def test_eval_as_a_sentence_and_as_json(rondel, monkeypatch, recipe):
     calls = []
-    module = ModuleType("rondel.run.checkpoint_evaluation")
+    module = ModuleType("rondel.driver.checkpoint_evaluation")
     module.evaluate_checkpoint = lambda *words: calls.append(words) or evaluated(4, 4, 0.6)
-    monkeypatch.setitem(sys.modules, "rondel.run.checkpoint_evaluation", module)
+    monkeypatch.setitem(sys.modules, "rondel.driver.checkpoint_evaluation", module)
     code, out, _ = rondel("eval", "runs/x", "--n", "48", "--engine.sampling.max_tokens=9")
     assert code == 0 and "runs/x: score 60.0% on 48 held-out tasks, 95 % interval 50.0% to 70.0%" in out
     assert json.loads(rondel("eval", "model", recipe, "--json")[1])["score"] == 0.6

@@ -27,10 +27,10 @@ from rondel.checks.recipe_check import check
 from rondel.core.errors import BoxError, ConfigError, DataError, EnvError, SandboxError
 from rondel.core.sandbox_types import Limits
 from rondel.core.types import Failed, Score, Task, Trajectory
+from rondel.driver.controller import train
 from rondel.generate.envs import python as tool
 from rondel.generate.envs.sources import TaskSet
 from rondel.generate.envs.tools import Tools
-from rondel.run.controller import train
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.runtime.sandbox.probe import isolation
 from rondel.score import build, examine

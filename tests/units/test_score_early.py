@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import run_kit
 
 from rondel.core.types import EnvFault, Failed, PolicyFault, Sampling, Score, Slot, Task, Trajectory
-from rondel.run.failure_budget import Failures
-from rondel.run.rollouts import Rollouts
+from rondel.driver.failure_budget import Failures
+from rondel.driver.rollouts import Rollouts
 
 
 class Quiet(Rollouts):

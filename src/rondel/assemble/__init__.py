@@ -7,15 +7,15 @@ from __future__ import annotations
 from typing import Any
 
 VERBS = {  # imported when they are asked for
-    "build": "assemble.components",
-    "train": "run.controller",
-    "check": "checks.recipe_check",
-    "check_env": "checks.environment_check",
-    "replay": "run.replay",
-    "again": "run.replay",
-    "differences": "run.replay",
-    "evaluate_checkpoint": "run.checkpoint_evaluation",
-    "rate": "run.checkpoint_evaluation",
+    "build": "rondel.assemble.components",
+    "train": "rondel.driver.controller",
+    "check": "rondel.checks.recipe_check",
+    "check_env": "rondel.checks.environment_check",
+    "replay": "rondel.driver.replay",
+    "again": "rondel.driver.replay",
+    "differences": "rondel.driver.replay",
+    "evaluate_checkpoint": "rondel.driver.checkpoint_evaluation",
+    "rate": "rondel.driver.checkpoint_evaluation",
 }
 
 
@@ -24,4 +24,4 @@ def __getattr__(name: str) -> Any:
 
     if name not in VERBS:
         raise AttributeError(name)
-    return getattr(importlib.import_module(f"rondel.{VERBS[name]}"), name)
+    return getattr(importlib.import_module(VERBS[name]), name)

@@ -29,6 +29,10 @@ from rondel.core.errors import ConfigError, DataError, SandboxError, TemplateErr
 from rondel.core.events import Warned, emit
 from rondel.core.registry import find, one_of, refuse_uncallable
 from rondel.core.types import POLICY, Completion, Group, Request, Sampling, Task, Trajectory, Verdict
+from rondel.driver.failure_budget import Failures
+from rondel.driver.remote_teachers import Served, served
+from rondel.driver.replay_buffer import Returning
+from rondel.driver.rollouts import Shown, shown_of
 from rondel.filter import FILTERS, chain
 from rondel.filter.complete import Complete
 from rondel.generate.envs.agents import Agents
@@ -49,10 +53,6 @@ from rondel.generate.envs.verifiers import agent_of_verifiers
 from rondel.models import adapters, nf4
 from rondel.models.load import tokenizer_of
 from rondel.models.vision import Sight
-from rondel.run.failure_budget import Failures
-from rondel.run.remote_teachers import Served, served
-from rondel.run.replay_buffer import Returning
-from rondel.run.rollouts import Shown, shown_of
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.runtime.sandbox.probe import isolation
 from rondel.score import examine

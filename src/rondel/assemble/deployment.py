@@ -41,6 +41,7 @@ from rondel.core.errors import ConfigError, UserError, WorkerError
 from rondel.core.protocols import Cluster, Transport
 from rondel.core.registry import find
 from rondel.core.types import POLICY, Sampling
+from rondel.driver.multi_policy import joined
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.concurrency import Concurrency
 from rondel.generate.engine.foreign import ForeignEngine
@@ -50,7 +51,6 @@ from rondel.generate.engine.sglang import Sglang
 from rondel.generate.engine.vllm import Vllm
 from rondel.planner import resolve as planner
 from rondel.planner.shapes import hub_cache, of_recipe
-from rondel.run.multi_policy import joined
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device, OneAtATime, Shared, Split, pick_device

@@ -16,10 +16,10 @@ from rondel.checks.scripted_policy import Meeting, Played, Script, Stage, script
 from rondel.core.config import Job
 from rondel.core.errors import RondelError
 from rondel.core.types import Failed, Score, Task
+from rondel.driver.event_loop_watchdog import Stalls
 from rondel.generate.envs.sources import load_tasks
 from rondel.generate.envs.tools import Tools
 from rondel.models.load import tokenizer_of
-from rondel.run.event_loop_watchdog import Stalls
 from rondel.score import addresses
 from rondel.score.pool import RewardPool
 from rondel.score.preflight import PAID, Finding, Scores, judged, p95

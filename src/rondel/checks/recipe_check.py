@@ -14,8 +14,8 @@ from rondel.checks.special_token_check import all_tasks, read_as_text
 from rondel.core.config import Job
 from rondel.core.errors import CheckpointError, EnvError, RondelError
 from rondel.core.types import Failed, Group, Slot, Task
+from rondel.driver.rollouts import prepare, rollouts_of
 from rondel.planner.resolve import free_memory
-from rondel.run.rollouts import prepare, rollouts_of
 from rondel.runtime.devices import keep_memory
 from rondel.runtime.sandbox.probe import isolation
 from rondel.score import kinds

@@ -6,12 +6,12 @@ from typing import Any
 
 from rondel.core.errors import ConfigError, TemplateError
 from rondel.core.types import Task
+from rondel.driver.rollouts import Shown
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.gym import Gym
 from rondel.generate.envs.sources import TaskSet, spelled
 from rondel.generate.envs.template import Template
 from rondel.generate.envs.tools import Tools
-from rondel.run.rollouts import Shown
 from rondel.text.special_tokens import SPLIT, special_tokens
 
 

@@ -57,7 +57,7 @@ def run(
     """
     try:
         from rondel.assemble.server import Limits, Settings, serve
-        from rondel.run.elastic_engines import check_run, register
+        from rondel.driver.elastic_engines import check_run, register
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("starlette", "uvicorn", "prometheus_client"):
             raise

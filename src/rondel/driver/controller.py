@@ -20,7 +20,7 @@ from rondel.assemble.workers import follow
 from rondel.core.config import ORIGIN, Evaluation, Job, Warmup
 from rondel.core.errors import CheckpointError, ConfigError, StalledError, WorkerError
 from rondel.core.events import Broke, Resumed, RunStarted, Warned, dispensable, emit, subscribe, warn_aloud
-from rondel.run.phases import Run
+from rondel.driver.phases import Run
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import keep_memory, pick_device
 from rondel.runtime.journal import store

@@ -15,8 +15,8 @@ from rondel.core.config import Job
 from rondel.core.errors import UserError
 from rondel.core.events import Evaluated
 from rondel.core.types import Slot
-from rondel.run.evaluation import evaluate
-from rondel.run.rollouts import Rollouts
+from rondel.driver.evaluation import evaluate
+from rondel.driver.rollouts import Rollouts
 from rondel.runtime.devices import keep_memory
 from rondel.system.files import checkpoints_in, step_of
 from rondel.train.multi_policy import FOLDER

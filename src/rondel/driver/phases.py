@@ -18,12 +18,12 @@ from rondel.core.config import Job
 from rondel.core.errors import EngineError, RewardError, StalledError, SyncError, WorkerError
 from rondel.core.events import Checkpointed, Resumed, RunEnded, Warned, emit, subscribe
 from rondel.core.types import Group, Slot, Verdict
+from rondel.driver.elastic_engines import admit
+from rondel.driver.evaluation import evaluate
+from rondel.driver.recording import InOrder, Scheduled, finishing
+from rondel.driver.rollouts import Demonstrations, Rollouts, prepare, prepare_of, rollouts_of
 from rondel.filter import chain
 from rondel.generate.envs.order import Admissions, Shuffled, stream
-from rondel.run.elastic_engines import admit
-from rondel.run.evaluation import evaluate
-from rondel.run.recording import InOrder, Scheduled, finishing
-from rondel.run.rollouts import Demonstrations, Rollouts, prepare, prepare_of, rollouts_of
 from rondel.runtime.journal.schedule import Schedule
 from rondel.runtime.journal.store import RolloutStore
 from rondel.runtime.termination import Ending

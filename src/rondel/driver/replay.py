@@ -11,7 +11,7 @@ from rondel.assemble.components import build
 from rondel.core.config import Job, Section
 from rondel.core.errors import UserError
 from rondel.core.types import StepStats
-from rondel.run.rollouts import prepare, prepare_of
+from rondel.driver.rollouts import prepare, prepare_of
 from rondel.runtime.devices import keep_memory
 from rondel.runtime.journal import store
 from rondel.runtime.journal.log import read

@@ -24,8 +24,8 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
     """Every held-out task once (or the first n), under the recipe's eval profile;
     failures count as wrong and are reported.
     """
+    from rondel.driver.rollouts import Rollouts
     from rondel.generate.envs.episode import rooted
-    from rondel.run.rollouts import Rollouts
 
     began, job = time.perf_counter(), parts.job
     tasks = parts.tasks.held_out[: job.task.eval.n or None]
