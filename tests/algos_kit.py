@@ -12,8 +12,8 @@ from rondel.algos.correction import Importance
 from rondel.algos.masked_surrogates import ClipCov, KlCov
 from rondel.algos.objective import objective
 from rondel.algos.precompute import NOTHING, Ahead, ahead, counted, tokens_of
+from rondel.algos.reward_transforms import Overlong
 from rondel.algos.scored_samples import Scored
-from rondel.algos.shaping import Overlong
 from rondel.algos.surrogate import Clip
 from rondel.algos.table import Algorithm
 from rondel.algos.tokens import Tokens

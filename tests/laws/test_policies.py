@@ -31,7 +31,7 @@ from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.episode import joined, rooted
 from rondel.planner.memory import bills
-from rondel.planner.setting import of_job
+from rondel.planner.workload import of_job
 from rondel.runtime.journal import store
 from rondel.runtime.telemetry.metrics import SCHEMA, meaning
 from rondel.sync.from_disk import FromDisk

@@ -29,8 +29,8 @@ from rondel.models.head import Head
 from rondel.models.load import Loaded, load
 from rondel.models.merge import merge
 from rondel.models.save import save as save_model
-from rondel.planner.setting import of_job, what_if
 from rondel.planner.shapes import Shape, shape
+from rondel.planner.workload import of_job, what_if
 
 pytest.importorskip("bitsandbytes")
 WHOLE = SIZE | {"intermediate_size": 128}  # rows of whole blocks, which bitsandbytes' own product on a CPU wants

@@ -26,9 +26,9 @@ from transformers.generation import (
 
 from rondel.core.errors import ConfigError, UserError
 from rondel.core.types import Request, Sampling, sample_key
+from rondel.generate.engine.builtin.logits_processors import shape
 from rondel.generate.engine.builtin.request import Live
 from rondel.generate.engine.builtin.sampler import uniform, weights
-from rondel.generate.engine.builtin.shaping import shape
 from rondel.generate.engine.builtin.text import open_reader, split_stops
 
 MODEL = tiny()

@@ -12,7 +12,7 @@ import pytest
 
 from rondel.core.errors import UserError
 from rondel.planner import split
-from rondel.planner.setting import what_if
+from rondel.planner.workload import what_if
 from rondel.simulate import World, simulate, world_of
 from rondel.simulate.clock import VirtualLoop
 from rondel.simulate.lengths import log_normal, recorded, tailed

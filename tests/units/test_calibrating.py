@@ -11,7 +11,7 @@ import pytest
 from rondel.checks.calibration import LARGE, SMALL, Paced, fitted, job_of, measured, solved
 from rondel.planner import cost
 from rondel.planner.hardware import DEVICES
-from rondel.planner.setting import of_job
+from rondel.planner.workload import of_job
 
 TRUE = replace(
     DEVICES["cpu"],

@@ -10,8 +10,8 @@ import pytest
 
 from rondel.planner import cost, layout, split
 from rondel.planner.hardware import GB, hardware
-from rondel.planner.setting import Setting, what_if
 from rondel.planner.shapes import shape
+from rondel.planner.workload import Setting, what_if
 
 
 def test_generation_of_a_long_step():

@@ -25,7 +25,7 @@ from rondel.dashboard.sample import sample
 from rondel.dashboard.tail import Tail, kind_of
 from rondel.dashboard.views import said, state
 from rondel.planner.plan import plan
-from rondel.planner.setting import what_if
+from rondel.planner.workload import what_if
 from rondel.runtime.journal.store import annotate_step
 from rondel.runtime.telemetry.diagnose import diagnose, findings, read_story
 

@@ -20,9 +20,9 @@ from test_behaviour import chi_square, draw
 from rondel.core.errors import EngineError, UserError
 from rondel.core.types import Request, Sampling
 from rondel.generate.engine.builtin.grammar import Grammars
+from rondel.generate.engine.builtin.logits_processors import shape
 from rondel.generate.engine.builtin.request import Live
 from rondel.generate.engine.builtin.sampler import uniform
-from rondel.generate.engine.builtin.shaping import shape
 
 pytest.importorskip("llguidance")
 MODEL = tiny()

@@ -19,7 +19,7 @@ from rondel.models import load as loading
 from rondel.models import names
 from rondel.models.load import load
 from rondel.models.save import save
-from rondel.planner import setting
+from rondel.planner import workload
 
 
 @pytest.mark.parametrize(
@@ -231,4 +231,4 @@ def test_auto_is_bfloat16_only_where_the_processor_multiplies_it(monkeypatch, ma
 
 
 def test_the_planner_says_the_same_of_this_machine():
-    assert setting._has_bf16() == (loading.pick_dtype("auto", "cpu") == torch.bfloat16)
+    assert workload._has_bf16() == (loading.pick_dtype("auto", "cpu") == torch.bfloat16)

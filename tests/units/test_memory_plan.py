@@ -9,12 +9,12 @@ import pytest
 
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError
-from rondel.planner import cost, memory
+from rondel.planner import cost, memory, workload
 from rondel.planner.advice import helps, words, worst
 from rondel.planner.hardware import GB, hardware
 from rondel.planner.memory import FSDP2, MIXED, PHASES, RONDEL, RONDEL32, account, bills, kv_advice, kv_room
-from rondel.planner.setting import Setting, of_job, what_if
 from rondel.planner.shapes import shape
+from rondel.planner.workload import Setting, of_job, what_if
 
 
 def test_the_account_of_seventy_billion():
@@ -98,13 +98,12 @@ def test_sizes_that_stand_elsewhere_are_those():
 def test_which_rows_need_whom():
     """The planner may not import the table, so it is compared here."""
     from rondel.algos.table import TABLE
-    from rondel.planner import setting
 
     needs = {name: row.needs for name, row in TABLE.items()}
-    assert {n for n, needed in needs.items() if "values" in needed} == setting.CRITICS
-    assert {n for n, needed in needs.items() if "teacher_logprobs" in needed} == setting.TEACHERS
-    assert {n for n, needed in needs.items() if "ref_logprobs" in needed} == setting.REFERENCES
-    assert {n for n, needed in needs.items() if "proximal_logprobs" in needed} == setting.PROXIMAL
+    assert {n for n, needed in needs.items() if "values" in needed} == workload.CRITICS
+    assert {n for n, needed in needs.items() if "teacher_logprobs" in needed} == workload.TEACHERS
+    assert {n for n, needed in needs.items() if "ref_logprobs" in needed} == workload.REFERENCES
+    assert {n for n, needed in needs.items() if "proximal_logprobs" in needed} == workload.PROXIMAL
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -21,8 +21,8 @@ from rondel.core.config import Job, Section, place
 from rondel.planner.advice import changes
 from rondel.planner.hardware import DEVICES, calibration_file, remember, this_machine
 from rondel.planner.plan import plan
-from rondel.planner.setting import what_if
 from rondel.planner.shapes import shape
+from rondel.planner.workload import what_if
 
 
 def ask(capsys, *words):

@@ -16,7 +16,7 @@ from rondel.core.types import Sampling
 from rondel.planner import cost, memory
 from rondel.planner.hardware import hardware
 from rondel.planner.resolve import SPARE, engine_reserve, kv_pages, transport
-from rondel.planner.setting import what_if
+from rondel.planner.workload import what_if
 
 GB = 10**9
 

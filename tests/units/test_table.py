@@ -15,7 +15,7 @@ from rondel.algos import (
     kl,
     masked_surrogates,
     ratio,
-    shaping,
+    reward_transforms,
     surrogate,
     trust_region_surrogates,
 )
@@ -34,7 +34,7 @@ def test_the_rows_are_what_their_papers_say():
     assert (
         DAPO.surrogate == surrogate.Clip(0.2, 0.28)
         and DAPO.filters == ("signal",)
-        and DAPO.shaping == shaping.Overlong()
+        and DAPO.shaping == reward_transforms.Overlong()
     )
     assert (
         RLOO.advantage == advantage.LeaveOneOut()
@@ -56,7 +56,7 @@ def test_the_rows_are_what_their_papers_say():
         TABLE["forking"].surrogate == masked_surrogates.Forking(0.2, 0.28, top=0.2)
         and TABLE["luffy"].surrogate.gamma == 0.1
     )
-    assert TABLE["topr"].surrogate.level == "trajectory" and TABLE["kimi"].shaping == shaping.KimiLength()
+    assert TABLE["topr"].surrogate.level == "trajectory" and TABLE["kimi"].shaping == reward_transforms.KimiLength()
 
 
 def test_a_row_needs_what_its_parts_read():
@@ -102,7 +102,7 @@ def test_a_teacher_makes_advantages_that_can_be_negative():
 
 def test_lengths_left_open_become_the_recipes_max_tokens():
     assert DR_GRPO.bounded(64).aggregate.length == 64 and DAPO.bounded(64).shaping.max_tokens == 64
-    assert replace(DAPO, shaping=shaping.Overlong(max_tokens=32)).bounded(64).shaping.max_tokens == 32
+    assert replace(DAPO, shaping=reward_transforms.Overlong(max_tokens=32)).bounded(64).shaping.max_tokens == 32
     assert GRPO.bounded(64) == GRPO
 
 
@@ -131,7 +131,7 @@ OVERRIDES = [
     ),
     ({"kind": "grpo", "kl": {"coef": 0.1, "unbiased": True}}, replace(GRPO, kl=kl.Kl("k3", 0.1, unbiased=True))),
     ({"kind": "dapo", "filters": ["truncated"]}, replace(DAPO, filters=("truncated",))),
-    ({"kind": "dapo", "shaping": {"kind": "none"}}, replace(DAPO, shaping=shaping.NoShaping())),
+    ({"kind": "dapo", "shaping": {"kind": "none"}}, replace(DAPO, shaping=reward_transforms.NoShaping())),
     ({"kind": f"{__name__}:MINE"}, replace(GRPO, name="mine")),
     ({"kind": "grpo", "advantage": {"kind": f"{__name__}:Halved", "by": 3.0}}, None),
 ]
@@ -324,7 +324,7 @@ def test_a_buffer_longer_than_the_recipes_answers_is_found_when_they_meet():
 
 def test_an_unset_limit_is_said_aloud():
     with pytest.raises(ConfigError, match=r"algo.shaping.max_tokens is not set"):
-        shaping.Overlong()(None)
+        reward_transforms.Overlong()(None)
 
 
 def test_the_public_import_needs_torch_and_words_only():

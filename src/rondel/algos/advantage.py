@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rondel.algos.grouping import deviations, over_group, sizes, spreads
+from rondel.algos.group_statistics import deviations, over_group, sizes, spreads
 from rondel.algos.scored_samples import Scored
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError

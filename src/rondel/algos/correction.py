@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rondel.algos.exponent import bounded_exp
-from rondel.algos.grouping import over_group, sizes
+from rondel.algos.group_statistics import over_group, sizes
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
 from rondel.core.registry import one_of

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rondel.algos.exponent import LIMIT, bounded_exp
-from rondel.algos.grouping import over_group
+from rondel.algos.group_statistics import over_group
 from rondel.algos.surrogate import Clip, Surrogate
 from rondel.algos.tensors import Tensor, torch
 from rondel.algos.tokens import Tokens

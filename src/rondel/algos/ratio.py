@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rondel.algos.grouping import over_group
+from rondel.algos.group_statistics import over_group
 from rondel.algos.tensors import Tensor
 from rondel.core.registry import one_of
 

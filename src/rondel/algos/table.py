@@ -34,8 +34,8 @@ from rondel.algos.masked_surrogates import ClipCov, Forking, KlCov
 from rondel.algos.off_policy_surrogates import CappedWeight, Guided, SecondMoment, Tapered
 from rondel.algos.override import override
 from rondel.algos.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
+from rondel.algos.reward_transforms import ClipReward, KimiLength, NoShaping, Overlong
 from rondel.algos.scored_samples import Scored
-from rondel.algos.shaping import ClipReward, KimiLength, NoShaping, Overlong
 from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient, Surrogate
 from rondel.algos.tensors import Tensor
 from rondel.algos.tokens import Tokens

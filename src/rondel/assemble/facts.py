@@ -17,7 +17,7 @@ from rondel.core.config import Job
 from rondel.core.errors import ConfigError, UserError
 from rondel.core.types import POLICY, Task
 from rondel.planner.memory import bills
-from rondel.planner.setting import of_job
+from rondel.planner.workload import of_job
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.journal.log import encode
 

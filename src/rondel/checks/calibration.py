@@ -19,7 +19,7 @@ from rondel.core.events import StepDone, subscribe
 from rondel.models.load import pick_dtype
 from rondel.planner import cost
 from rondel.planner.hardware import DEVICES, GB, TERA, Hardware, remember
-from rondel.planner.setting import Setting, of_job
+from rondel.planner.workload import Setting, of_job
 
 SMALL = {
     "hidden_size": 96,

@@ -125,7 +125,7 @@ def read_job(*words: str) -> tuple[Any, dict[str, Any]]:
 
 def setting_of(words: list[str]) -> Any:
     """Recipe, overrides and what-ifs in any order: what has '=' and no dashes is a what-if."""
-    from rondel.planner.setting import of_job, what_if
+    from rondel.planner.workload import of_job, what_if
 
     questions = [word for words_ in words for word in words_.split() if "=" in word and not word.startswith("--")]
     rest = [word for word in words if word and not ("=" in word and not word.startswith("--"))]

@@ -117,7 +117,7 @@ def rows_of(
     """A row for each split and staleness; what is not swept is as the setting has it.
     `runs` say what things cost, if there are any.
     """
-    from rondel.planner.setting import filled
+    from rondel.planner.workload import filled
     from rondel.simulate import simulate, world_of
     from rondel.simulate.costs import costs_of
 

@@ -11,7 +11,7 @@ from rondel.core.config import Job
 from rondel.core.errors import UserError
 from rondel.planner.families import MODELS, PUBLIC
 from rondel.planner.hardware import DEVICES
-from rondel.planner.setting import QUESTIONS, Setting, of_job, what_if
+from rondel.planner.workload import QUESTIONS, Setting, of_job, what_if
 
 Plan = Callable[[Setting], dict[str, Any]]
 START = {"model": "7b", "hardware": "h100", "gpus": "16", "place": "split"}  # where no run is asked about

@@ -20,8 +20,8 @@ from rondel.core.events import Checkpointed, Resumed, RunEnded, Warned, emit, su
 from rondel.core.types import Group, Slot, Verdict
 from rondel.driver.elastic_engines import admit
 from rondel.driver.evaluation import evaluate
-from rondel.driver.recording import InOrder, Scheduled, finishing
 from rondel.driver.rollouts import Demonstrations, Rollouts, prepare, prepare_of, rollouts_of
+from rondel.driver.run_record import InOrder, Scheduled, finishing
 from rondel.filter import chain
 from rondel.generate.envs.order import Admissions, Shuffled, stream
 from rondel.runtime.journal.schedule import Schedule

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rondel.planner.hardware import GB
 from rondel.planner.memory import bills, staged
-from rondel.planner.setting import Setting
+from rondel.planner.workload import Setting
 
 
 def changes(setting: Setting) -> Iterator[tuple[str, Setting]]:

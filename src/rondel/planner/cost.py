@@ -13,8 +13,8 @@ from typing import NamedTuple
 from rondel.planner.hardware import GB, Hardware
 from rondel.planner.memory import bills, layout
 from rondel.planner.resolve import SPARE
-from rondel.planner.setting import Setting
 from rondel.planner.shapes import Shape
+from rondel.planner.workload import Setting
 
 DISK = 2 * GB  # bytes a second of a shared file system, a write and a read
 COMMIT = 0.01  # seconds an engine stands still for a swap between two passes: 1-10 ms (arXiv:2509.19128)

@@ -13,7 +13,7 @@ from math import ceil
 from rondel.planner.cost import forward_flops
 from rondel.planner.memory import layout
 from rondel.planner.resolve import SPARE
-from rondel.planner.setting import Setting
+from rondel.planner.workload import Setting
 
 
 def bubble(p: int, m: int, v: int = 1) -> float:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from rondel.planner.hardware import GB
 from rondel.planner.resolve import BUCKET, SPARE, engine_reserve, kv_pages, logits_bytes, prefill_bytes
-from rondel.planner.setting import Other, Setting
+from rondel.planner.workload import Other, Setting
 
 PHASES = ("generate", "logprob", "train", "sync", "wake")
 LIBRARIES = 0.55 * GB  # resident of a process with torch and transformers before it has a model

@@ -8,7 +8,7 @@ from rondel.planner import advice, cost, split
 from rondel.planner.families import REFUSED
 from rondel.planner.layout import layouts
 from rondel.planner.memory import PHASES, bills
-from rondel.planner.setting import Setting
+from rondel.planner.workload import Setting
 
 
 def plan(setting: Setting) -> dict[str, Any]:

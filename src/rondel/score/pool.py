@@ -25,8 +25,8 @@ from rondel.core.errors import ConfigError, RewardError, UserError
 from rondel.core.events import RewardCounts, Warned, emit
 from rondel.core.failure_rate import Recent
 from rondel.core.types import Failed, Score, Task, Trajectory
+from rondel.score.concurrent_worker import GRACE, Shared
 from rondel.score.killable_process import Worker
-from rondel.score.shared import GRACE, Shared
 
 if TYPE_CHECKING:
     from rondel.score import Spec

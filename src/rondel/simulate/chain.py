@@ -15,7 +15,7 @@ from typing import Any
 from rondel.planner import cost
 from rondel.planner.hardware import GB
 from rondel.planner.memory import bills
-from rondel.planner.setting import Setting, what_if
+from rondel.planner.workload import Setting, what_if
 from rondel.simulate.run import simulate, world_of
 
 TIERS = (8, 64, 256, 1024, 4096, 10240)

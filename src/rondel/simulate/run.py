@@ -16,7 +16,7 @@ from rondel import loop as house
 from rondel.buffer import Buffer
 from rondel.core.types import KEEP, Group, Slot, StepStats, Task, Verdict
 from rondel.planner import cost
-from rondel.planner.setting import Setting
+from rondel.planner.workload import Setting
 from rondel.simulate.clock import VirtualLoop
 from rondel.simulate.lengths import Lengths, log_normal
 from rondel.simulate.pool import Pool

@@ -10,7 +10,7 @@ import torch
 from algos_kit import F64, near, scored, slope, tensor
 
 from rondel.algos import advantage, gae
-from rondel.algos.shaping import KimiLength, Overlong
+from rondel.algos.reward_transforms import KimiLength, Overlong
 from rondel.algos.table import resolve
 
 # groups 9: 1 0 0 1, 4: 7 2, -2: 5 5

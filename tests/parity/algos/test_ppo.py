@@ -12,8 +12,8 @@ from algos_kit import F64, near, slope, tensor
 from rondel.algos import kl, table
 from rondel.algos.gae import Gae, Returns
 from rondel.algos.objective import explain, objective
+from rondel.algos.reward_transforms import ClipReward
 from rondel.algos.scored_samples import Scored
-from rondel.algos.shaping import ClipReward
 from rondel.algos.value import ClippedValue, explained_variance
 from rondel.core.errors import ConfigError
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from rondel.generate.engine.builtin.channels import Channels, note_raw
+from rondel.generate.engine.builtin.logits_processors import shape
 from rondel.generate.engine.builtin.pages import Layers, Pages
 from rondel.generate.engine.builtin.request import Live
 from rondel.generate.engine.builtin.sampler import choose, uniform, weights
 from rondel.generate.engine.builtin.scheduler import Plan
-from rondel.generate.engine.builtin.shaping import shape
 from rondel.generate.engine.builtin.speculative import agreeing
 from rondel.generate.engine.builtin.vision_encoder import Eyes, Gaze
 from rondel.models.attention import Chunk, Decoding, PagedLayout

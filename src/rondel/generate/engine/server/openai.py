@@ -17,7 +17,7 @@ from rondel.generate.engine.builtin.text import HALF
 from rondel.generate.engine.server.answers import Answer, Piece
 from rondel.generate.engine.server.errors import Refusal
 from rondel.generate.engine.server.fields import Fields, shown
-from rondel.generate.engine.server.sampling import BIGGEST, read_draw, read_prompts, read_seed
+from rondel.generate.engine.server.sampling_fields import BIGGEST, read_draw, read_prompts, read_seed
 from rondel.generate.engine.server.service import Asked, Service
 from rondel.generate.pictures import sent
 from rondel.text.special_tokens import SPLIT

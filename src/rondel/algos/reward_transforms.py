@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rondel.algos.grouping import over_group
+from rondel.algos.group_statistics import over_group
 from rondel.algos.scored_samples import Scored
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
