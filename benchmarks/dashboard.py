@@ -52,10 +52,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def reading(folder: Path) -> dict[str, float]:
-    from rondel.dashboard.run import Run
+    from rondel.dashboard.run import DashboardRun
     from rondel.runtime.telemetry.diagnose import findings
 
-    began, run = time.perf_counter(), Run(folder, findings)
+    began, run = time.perf_counter(), DashboardRun(folder, findings)
     run.look()
     sampled = time.perf_counter()
     while run.look():
@@ -67,12 +67,12 @@ def live(folder: Path) -> dict[str, float]:
     """Appended in small pieces, as a run does."""
     from _long import write_long
 
-    from rondel.dashboard.run import Run
+    from rondel.dashboard.run import DashboardRun
     from rondel.runtime.telemetry.diagnose import findings
 
     lines = (write_long(folder / "told", 20_000) / "journal.jsonl").read_bytes().split(b"\n")[:-1]
     (folder / "now").mkdir()
-    run, spent = Run(folder / "now", findings), 0.0
+    run, spent = DashboardRun(folder / "now", findings), 0.0
     with (folder / "now" / "journal.jsonl").open("ab") as file:
         for at in range(0, len(lines), 40):
             file.write(b"\n".join(lines[at : at + 40]) + b"\n")

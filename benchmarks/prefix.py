@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     from rondel.algos.table import resolve
     from rondel.models.load import load
     from rondel.train.pack import Batch, Sample
-    from rondel.train.step import LocalTrainer, Settings
+    from rondel.train.step import LocalTrainer, TrainSettings
     from rondel.train.step_metrics import Sums
 
     device = Device("cpu", a.threads or None)
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
 
     prompts = [rng.integers(0, vocab, a.prompt) for _ in range(a.groups)]
     batch = Batch([sample(g, i, prompts[g]) for g in range(a.groups) for i in range(a.group)])
-    trainer = device.call(lambda: LocalTrainer(loaded, Settings(lr=0.0, start_probe=0), run=device.run))
+    trainer = device.call(lambda: LocalTrainer(loaded, TrainSettings(lr=0.0, start_probe=0), run=device.run))
 
     def gradient(share: bool) -> tuple[float, int, torch.Tensor]:
         trainer.main = replace(trainer.main, share_prompts=share)

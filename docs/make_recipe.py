@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from rondel.core.config import Job, Section
+from rondel.core.config import ConfigSection, Job
 
 PAGE = Path(__file__).with_name("recipe.md")
 BEGIN, END = "<!-- keys: written by docs/make_recipe.py -->\n", "<!-- end of keys -->\n"
@@ -81,7 +81,7 @@ def keys(section: type[BaseModel] = Job, prefix: str = "") -> list[tuple[str, An
     for name, field in section.model_fields.items():
         inner = field.annotation
         entry = get_args(inner)[1] if get_origin(inner) is dict else None
-        if isinstance(inner, type) and issubclass(inner, Section):
+        if isinstance(inner, type) and issubclass(inner, ConfigSection):
             rows += keys(inner, f"{prefix}{name}.")
         elif isinstance(entry, type) and issubclass(entry, BaseModel):
             rows += keys(entry, f"{prefix}{name}.NAME.")

@@ -13,7 +13,7 @@ from rondel.algos.masked_surrogates import ClipCov, KlCov
 from rondel.algos.objective import objective
 from rondel.algos.precompute import NOTHING, Ahead, ahead, counted, tokens_of
 from rondel.algos.reward_transforms import Overlong
-from rondel.algos.scored_samples import Scored
+from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.surrogate import Clip
 from rondel.algos.table import Algorithm
 from rondel.algos.tokens import Tokens
@@ -44,10 +44,14 @@ def tokens(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, **more: Tens
     return Tokens(logprobs=logprobs, log_ratio=log_ratio, advantages=advantages, **{**rest, **more})
 
 
-def scored(rewards: Tensor, group: Tensor | None = None, lengths: Tensor | None = None, **parts: Tensor) -> Scored:
+def scored(
+    rewards: Tensor, group: Tensor | None = None, lengths: Tensor | None = None, **parts: Tensor
+) -> ScoredSamples:
     """One group of samples of one token, unless told otherwise."""
     group = torch.zeros(len(rewards), dtype=torch.int64) if group is None else group
-    return Scored(rewards, group, torch.ones(len(rewards), dtype=torch.int64) if lengths is None else lengths, parts)
+    return ScoredSamples(
+        rewards, group, torch.ones(len(rewards), dtype=torch.int64) if lengths is None else lengths, parts
+    )
 
 
 @dataclass
@@ -77,7 +81,7 @@ class Ragged:
             (logits_TV + noise * torch.randn(3, t, 5, generator=make, dtype=F64)).log_softmax(-1)[..., 0],
         )
 
-    def scored(self, order: list[int] | None = None) -> Scored:
+    def scored(self, order: list[int] | None = None) -> ScoredSamples:
         at = torch.tensor(range(len(self.lengths_N)) if order is None else order, dtype=torch.int64)
         parts = {name: part_N[at] for name, part_N in self.parts.items()}
         old_T, mu_T, ref_T = self.others_3T
@@ -90,7 +94,9 @@ class Ragged:
         }
         by_token = {name: self._ordered(x_T, at.tolist()) for name, x_T in by_token.items()}
         greedy_N = self.group_N[at].to(F64) / 10
-        return Scored(self.rewards_N[at], self.group_N[at], self.lengths_N[at], parts, greedy_N=greedy_N, **by_token)
+        return ScoredSamples(
+            self.rewards_N[at], self.group_N[at], self.lengths_N[at], parts, greedy_N=greedy_N, **by_token
+        )
 
     def _ordered(self, x_T: Tensor, order: list[int]) -> Tensor:
         pieces = x_T.split(self.lengths_N.tolist())

@@ -13,7 +13,7 @@ from engine_kit import SIZE, all_of, ask, engine, idle, prompt, tiny
 from vision_kit import EYES
 
 from rondel.core.errors import ModelError
-from rondel.models.attention import PackedLayout, Segment
+from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import Loaded, load
 from rondel.models.routing_tape import Tape
 
@@ -221,7 +221,9 @@ def _generated(fresh: Any, given: list[int]) -> list[int]:
 
 def _replayed(loaded: Loaded, tokens: torch.Tensor, routes: torch.Tensor, logprobs: list[float]) -> float:
     n = len(routes)
-    hidden = loaded.hidden(tokens[:n], torch.arange(n), PackedLayout([Segment(0, n)]), Tape(loaded.routers, routes))
+    hidden = loaded.hidden(
+        tokens[:n], torch.arange(n), PackedLayout([PackedSegment(0, n)]), Tape(loaded.routers, routes)
+    )
     return _gap(loaded.head.logits(hidden), tokens, logprobs)
 
 

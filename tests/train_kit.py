@@ -18,7 +18,7 @@ from rondel.models.load import Loaded, load
 from rondel.train.advantages import credit
 from rondel.train.critic import Critic
 from rondel.train.pack import Batch, batch_of
-from rondel.train.step import LocalTrainer, Settings
+from rondel.train.step import LocalTrainer, TrainSettings
 from rondel.train.teachers import Teacher
 
 torch.set_num_threads(1)
@@ -161,7 +161,7 @@ async def inline(function, *args):
 def trainer(
     loaded: Loaded | None = None, algo: Algorithm | None = None, *, teacher: Loaded | None = None, **settings: Any
 ) -> LocalTrainer:
-    loaded, chosen = loaded or model(), Settings(**{"lr": 1e-3, "critic_lr": 1e-3, "start_probe": 0, **settings})
+    loaded, chosen = loaded or model(), TrainSettings(**{"lr": 1e-3, "critic_lr": 1e-3, "start_probe": 0, **settings})
     needs = algo.needs if algo else frozenset()
     return LocalTrainer(
         loaded,

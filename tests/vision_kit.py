@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from engine_kit import SIZE
 
-from rondel.core.media import Image, Placed
+from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import Group, Request, Sampling, Score, Task, Trajectory
 from rondel.models import vision
 from rondel.models.load import Loaded, load
@@ -63,19 +63,19 @@ def image(loaded: Loaded, seed: int, rows: int = 2, columns: int = 2) -> Image:
     )
 
 
-def stream(loaded: Loaded, *pieces: int | Image, seed: int = 0) -> tuple[list[int], list[Placed]]:
+def stream(loaded: Loaded, *pieces: int | Image, seed: int = 0) -> tuple[list[int], list[ImagePlaceholder]]:
     """Pieces are pictures, and numbers of tokens of text: `stream(m, 3, image(m, 1), 4)`."""
     rng, tokens, media = np.random.default_rng(seed), [], []
     for piece in pieces:
         if isinstance(piece, Image):
-            media.append(Placed(len(tokens), piece))
+            media.append(ImagePlaceholder(len(tokens), piece))
             tokens += [loaded.sight.placeholder] * piece.tokens
         else:
             tokens += rng.integers(5, 100, piece).tolist()
     return tokens, media
 
 
-def ask(tokens: list[int], media: list[Placed], *, key: int = 1, n: int = 8, **more) -> Request:
+def ask(tokens: list[int], media: list[ImagePlaceholder], *, key: int = 1, n: int = 8, **more) -> Request:
     sampling = {name: more.pop(name) for name in list(more) if name in ("temperature", "top_p", "min_tokens")}
     return Request(
         list(tokens), Sampling(max_tokens=n, ignore_eos=True, **sampling), key=key, media=tuple(media), **more
@@ -83,7 +83,7 @@ def ask(tokens: list[int], media: list[Placed], *, key: int = 1, n: int = 8, **m
 
 
 def trajectory(
-    loaded: Loaded, given: tuple[list[int], list[Placed]], written: list[int], logprobs: list[float]
+    loaded: Loaded, given: tuple[list[int], list[ImagePlaceholder]], written: list[int], logprobs: list[float]
 ) -> Trajectory:
     t = Trajectory()
     t.extend(given[0], media=given[1])
@@ -92,7 +92,7 @@ def trajectory(
 
 
 @torch.no_grad()
-def own_logprobs(loaded: Loaded, rows: list[tuple[list[int], list[Placed]]]) -> list[list[float]]:
+def own_logprobs(loaded: Loaded, rows: list[tuple[list[int], list[ImagePlaceholder]]]) -> list[list[float]]:
     """log p(token t | before) for t >= 1 by transformers' own eager pass, all rows in one
     padded batch, positions its own affair.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rondel.core.media import Image, Placed
+from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import EnvFault, Failed, Group, Ok, PolicyFault, Score, Task, Trajectory, Turn
 
 
@@ -51,7 +51,7 @@ def decode(row: dict[str, Any]) -> Group:
 
     def whole(plain: dict[str, Any]) -> Trajectory:
         given = {key: kinds[plain[key][0]](**plain[key][1]) for key in ("score", "outcome") if plain[key] is not None}
-        given["media"] = [Placed(start, images[digest]) for start, digest in plain.get("media", ())]
+        given["media"] = [ImagePlaceholder(start, images[digest]) for start, digest in plain.get("media", ())]
         given["conversation"] = [Turn(*turn) for turn in plain.get("conversation", ())]
         if plain["experts"] is not None:
             dtype, routes = plain["experts"]

@@ -10,7 +10,7 @@ import pytest
 
 from rondel.cli import main
 from rondel.runtime.cluster.cluster_check import Lookout
-from rondel.runtime.cluster.node_probe import Node, Seen, judge, look
+from rondel.runtime.cluster.node_probe import ProbedNode, ProbeResult, judge, look
 
 FACTS = {
     "host": "a",
@@ -23,11 +23,11 @@ LINK = {"latency": 5e-5, "bandwidth": 10e9}
 
 def two():
     nodes = [
-        Node("node-0", "10.0.0.1", deepcopy(FACTS), sees=True),
-        Node("node-1", "10.0.0.2", deepcopy(FACTS), sees=True),
+        ProbedNode("node-0", "10.0.0.1", deepcopy(FACTS), sees=True),
+        ProbedNode("node-1", "10.0.0.2", deepcopy(FACTS), sees=True),
     ]
     nodes[1].facts |= {"host": "b", "resolves_to": "10.0.0.2"}
-    return Seen(nodes, {("node-0", "node-1"): dict(LINK), ("node-1", "node-0"): dict(LINK)}, "runs", "Ray")
+    return ProbeResult(nodes, {("node-0", "node-1"): dict(LINK), ("node-1", "node-0"): dict(LINK)}, "runs", "Ray")
 
 
 def test_a_fit_cluster_has_no_fault():

@@ -19,7 +19,7 @@ from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.models.aligned_numerics import align
-from rondel.models.attention import PackedLayout, Segment
+from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import Loaded, load
 from rondel.train.annotate import annotate
 
@@ -121,7 +121,7 @@ def test_the_gradient_is_that_of_the_fast_path():
     grads, up = [], torch.randn(40, 64, generator=torch.Generator().manual_seed(2))
     for loaded.aligned in (True, False):
         loaded.model.zero_grad()
-        layout = PackedLayout([Segment(0, 10), Segment(10, 15, 0), Segment(25, 15, 0)])
+        layout = PackedLayout([PackedSegment(0, 10), PackedSegment(10, 15, 0), PackedSegment(25, 15, 0)])
         (loaded.hidden(tokens, at, layout) * up).sum().backward()
         grads.append([p.grad.clone() for p in loaded.model.parameters() if p.grad is not None])
     for a, b in zip(*grads, strict=True):

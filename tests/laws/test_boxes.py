@@ -24,7 +24,7 @@ from rondel.core.types import Task
 from rondel.generate.envs.python import python_tool
 from rondel.runtime.sandbox import images, probe, users
 from rondel.runtime.sandbox.box import Sandbox
-from rondel.runtime.sandbox.cell import Cell
+from rondel.runtime.sandbox.cell import NamespaceCell
 from rondel.runtime.sandbox.pool import Functions
 from rondel.runtime.sandbox.session import opened
 
@@ -271,7 +271,7 @@ def test_a_box_is_used_again_only_if_it_is_as_new(wall):
     except SandboxError as error:
         pytest.skip(f"{wall}: {error}")
     limits = Limits(wall=5, processes=12, memory=128 << 20, disk=4 << 20)
-    cell, kept, seen = Cell(limits, wall), set(), set()
+    cell, kept, seen = NamespaceCell(limits, wall), set(), set()
     try:
         for name, code in LEFT.items():
             cell.call(f"import os\n{code}")
@@ -279,7 +279,7 @@ def test_a_box_is_used_again_only_if_it_is_as_new(wall):
                 kept.add(name)
             else:
                 cell.kill()
-                cell = Cell(limits, wall)
+                cell = NamespaceCell(limits, wall)
             again = cell.call(SEES)
             assert again.ok and cell.clean, (name, again)
             seen.add(again.stdout)

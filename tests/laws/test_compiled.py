@@ -12,7 +12,7 @@ from engine_kit import LLAMA, SIZE, ask, engine, idle, plain_logprobs, prompt, t
 
 from rondel.core.errors import ConfigError
 from rondel.models import compilation as module
-from rondel.models.attention import PackedLayout, Segment
+from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.compilation import Compiled
 from rondel.models.load import load
 
@@ -51,7 +51,7 @@ def test_bfloat16_rounds_where_the_model_rounds():
     loaded = load({**LLAMA}, dtype="bfloat16")
     compiled = Compiled(loaded)
     tokens, at = torch.tensor(prompt(0, 24)), torch.arange(24)
-    layout = PackedLayout([Segment(0, 24)])
+    layout = PackedLayout([PackedSegment(0, 24)])
     with torch.no_grad():
         same = compiled.hidden(tokens, at, layout) == loaded.hidden(tokens, at, layout)
     assert same.float().mean() > 0.9

@@ -251,7 +251,7 @@ def test_a_run_that_is_read_only_can_be_read(whole, tmp_path):
 
 def _read(disk: Path, whole: Path) -> None:
     from rondel.cli import main
-    from rondel.dashboard.run import Run
+    from rondel.dashboard.run import DashboardRun
     from rondel.runtime.telemetry.diagnose import findings
 
     folder = disk / "run"
@@ -264,7 +264,7 @@ def _read(disk: Path, whole: Path) -> None:
             main([words[0], str(folder), *words[1:]])
         assert not end.value.code and said.getvalue(), noted.getvalue()
         assert ("the card is only shown: writing" in noted.getvalue()) == (words[0] == "card")
-    seen = Run(folder, findings)
+    seen = DashboardRun(folder, findings)
     while seen.look():
         pass
     assert seen.state == "complete" and seen.step == 8

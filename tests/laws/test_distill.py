@@ -13,11 +13,11 @@ from engine_kit import all_of, ask, engine
 from run_kit import events, run, tiny
 from train_kit import KINDS, SMALL, batch, model, row, step, trainer
 
-from rondel.algos.scored_samples import Scored
+from rondel.algos.scored_samples import ScoredSamples
 from rondel.assemble.components import build
 from rondel.core.errors import ConfigError, RondelError, TrainError
 from rondel.core.types import Group, Score, Task, Trajectory
-from rondel.models.attention import PackedLayout, Segment
+from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import load
 from rondel.runtime.journal import store
 from rondel.train.pack import Batch
@@ -33,7 +33,7 @@ def test_its_expected_gradient_is_that_of_the_reverse_kl():
     teacher = torch.randn(V, dtype=torch.float64, generator=generator).log_softmax(0)
     logp = logits.log_softmax(0)
     opd = row("opd")
-    scored = Scored(
+    scored = ScoredSamples(
         torch.zeros(V), torch.arange(V), torch.ones(V, dtype=torch.int64), behavior_T=logp.detach(), teacher_T=teacher
     )
     advantages = opd.advantages_T(scored)
@@ -46,7 +46,7 @@ def test_a_reward_and_a_teacher_add_up_and_a_coefficient_of_zero_is_no_teacher()
     generator = torch.Generator().manual_seed(1)
     rewards, groups, lengths = torch.tensor([1.0, 0.0, 0.5]), torch.tensor([1, 1, 1]), torch.tensor([2, 0, 3])
     behavior, teacher = torch.randn(5, generator=generator), torch.randn(5, generator=generator)
-    scored = Scored(rewards, groups, lengths, behavior_T=behavior, teacher_T=teacher)
+    scored = ScoredSamples(rewards, groups, lengths, behavior_T=behavior, teacher_T=teacher)
     plain, taught = row("grpo"), row("grpo", distill={"coef": 0.5})
     assert torch.allclose(taught.advantages_T(scored), plain.advantages_T(scored) - 0.5 * (behavior - teacher))
     assert torch.equal(row("grpo", distill={"coef": 0.0}).advantages_T(scored), plain.advantages_T(scored))
@@ -74,7 +74,7 @@ def reverse_kl(loaded, teacher, b: Batch) -> float:
     for sample in b.samples:
         tokens, at = torch.tensor(sample.tokens), torch.arange(len(sample.tokens))
         ours, theirs = (
-            m.head.logits(m.hidden(tokens, at, PackedLayout([Segment(0, len(at))])))
+            m.head.logits(m.hidden(tokens, at, PackedLayout([PackedSegment(0, len(at))])))
             .double()
             .log_softmax(-1)[sample.trainable - 1]
             for m in (loaded, teacher)

@@ -19,18 +19,18 @@ from rondel.core.config import Job
 from rondel.core.errors import ConfigError
 from rondel.core.events import Speculated, subscribe
 from rondel.core.types import Group, Score, Task, Trajectory
-from rondel.models.attention import PackedLayout, Segment
+from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.runtime.journal import store
 from rondel.runtime.telemetry.metrics import from_guesses
 from rondel.train.checkpoint import bytes_needed, load_trainer, save_trainer
 from rondel.train.draft import DraftTrainer
-from rondel.train.step import LocalTrainer, Settings
+from rondel.train.step import LocalTrainer, TrainSettings
 
 SMALL = {"random": "llama", **LITTLE, "hidden_size": 32, "intermediate_size": 32, "seed": 2}
 
 
 def with_draft(lr: float = 1e-3, loaded=None) -> LocalTrainer:
-    settings = Settings(lr=1e-3, start_probe=0)
+    settings = TrainSettings(lr=1e-3, start_probe=0)
     return LocalTrainer(loaded or model(), settings, run=inline, draft=DraftTrainer(tiny("llama", **LITTLE), lr=lr))
 
 
@@ -59,7 +59,9 @@ def test_the_loss_is_the_mean_cross_entropy_of_what_was_written():
     with torch.no_grad():
         for s in b.samples:
             tokens = torch.from_numpy(s.tokens)
-            hidden = t.draft.loaded.hidden(tokens, torch.arange(len(tokens)), PackedLayout([Segment(0, len(tokens))]))
+            hidden = t.draft.loaded.hidden(
+                tokens, torch.arange(len(tokens)), PackedLayout([PackedSegment(0, len(tokens))])
+            )
             logp = t.draft.loaded.head.logits(hidden).double().log_softmax(-1)
             total -= float(sum(logp[at - 1, s.tokens[at]] for at in s.trainable))
     assert told == pytest.approx(total / b.total_tokens, rel=1e-6)
@@ -89,7 +91,7 @@ def rollouts(policy, draft, version: int):
 def acceptance_of(lr: float) -> list[float]:
     """RL moves the policy away from where the draft began, step by step."""
     policy, draft, algo, shares = twin(MODEL), twin(MODEL), row(), []
-    t = LocalTrainer(policy, Settings(lr=4e-3, start_probe=0), run=inline, draft=DraftTrainer(draft, lr=lr))
+    t = LocalTrainer(policy, TrainSettings(lr=4e-3, start_probe=0), run=inline, draft=DraftTrainer(draft, lr=lr))
     for version in range(STEPS):
         groups, share = rollouts(policy, draft, version)
         shares.append(share)

@@ -17,9 +17,9 @@ import pytest
 from PIL import Image as Pillow
 
 from rondel.core.errors import ConfigError, EngineError, StalledError, SyncError, UserError
-from rondel.core.media import Image, Placed
+from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import Abort, Begin, Commit, Manifest, Request, Route, Sampling, TensorInfo
-from rondel.generate.engine.foreign import ForeignEngine, Piece
+from rondel.generate.engine.foreign import DrawnTokens, ForeignEngine
 from rondel.generate.engine.http import Link
 from rondel.generate.engine.sglang import Sglang
 from rondel.generate.engine.sglang import params as sglang_params
@@ -55,7 +55,7 @@ class Fake:
         finally:
             self.running -= 1
         finish = "length" if len(drawn) == sampling.max_tokens else "abort"
-        return Piece(drawn, logprobs, finish, "x" * len(drawn), 0, str(self.serves) if self.tells else None)
+        return DrawnTokens(drawn, logprobs, finish, "x" * len(drawn), 0, str(self.serves) if self.tells else None)
 
     async def score(self, tokens, media):
         return [0.0] * len(tokens)
@@ -235,13 +235,13 @@ def test_a_log_probability_that_is_none_is_refused(told):
 
     async def work():
         e, fake = engine()
-        fake.draw = lambda *given: asyncio.sleep(0, Piece([5, 6], [-0.5, told], "length", "x", 0, "0"))
+        fake.draw = lambda *given: asyncio.sleep(0, DrawnTokens([5, 6], [-0.5, told], "length", "x", 0, "0"))
         with pytest.raises(EngineError, match=rf"fake gave token 6 \(number 1 of 2\) a log-probability of {told}"):
             await e.generate(ask(2))
         fake.score = lambda tokens, media: asyncio.sleep(0, [0.0, told])
         with pytest.raises(EngineError, match=f"fake gave token 8 .* a log-probability of {told}"):
             await e.score(Request([7, 8]))
-        fake.draw = lambda *given: asyncio.sleep(0, Piece([5, 6], [-0.5, 1e-5], "length", "x", 0, "0"))
+        fake.draw = lambda *given: asyncio.sleep(0, DrawnTokens([5, 6], [-0.5, 1e-5], "length", "x", 0, "0"))
         assert (await e.generate(ask(2))).logprobs == [-0.5, 0.0]  # rounding
 
     asyncio.run(work())
@@ -274,12 +274,12 @@ def test_replies_of_sglang():
     got = sglang_piece(
         {"text": "a", "output_ids": [11, 2], "meta_info": {**meta, "finish_reason": {"type": "stop", "matched": 2}}}
     )
-    assert got == Piece([11, 2], [-0.5, -0.25], "stop", "a", 2, "4")
+    assert got == DrawnTokens([11, 2], [-0.5, -0.25], "stop", "a", 2, "4")
     cut = {"type": "abort", "message": "Abort in waiting queue", "status_code": None, "err_type": None}
     got = sglang_piece(
         {"text": "", "output_ids": [], "meta_info": {"id": "r1", "finish_reason": cut, "weight_version": "default"}}
     )
-    assert got == Piece([], [], "abort", "", 0, "default")
+    assert got == DrawnTokens([], [], "abort", "", 0, "default")
     sent = sglang_params(Sampling(stop=("END", 7), max_tokens=9), 5)
     assert (
         sent["top_k"] == -1
@@ -296,8 +296,8 @@ def test_replies_of_vllm():
         "logprobs": {"text_offset": [0, 6], "token_logprobs": [-0.5, -1.5], "tokens": [" Paris", "."], "top_logprobs": [{}, {}]},
         "prompt_logprobs": None,
     }  # fmt: skip
-    assert vllm_piece(choice) == Piece([7042, 30], [-0.5, -1.5], "length", " Paris")
-    assert vllm_piece({"text": "", "finish_reason": "abort", "token_ids": [], "logprobs": None}) == Piece(
+    assert vllm_piece(choice) == DrawnTokens([7042, 30], [-0.5, -1.5], "length", " Paris")
+    assert vllm_piece({"text": "", "finish_reason": "abort", "token_ids": [], "logprobs": None}) == DrawnTokens(
         [], [], "abort", ""
     )
 
@@ -347,7 +347,7 @@ def test_images_go_as_they_are_seen_or_not_at_all():
     made another prompt of them is refused.
     """
     picture = Image.of(np.arange(4 * 8 * 3, dtype=np.uint8).reshape(4, 8, 3), 4)
-    request = Request([1, 9, 9, 2], Sampling(max_tokens=1), media=(Placed(1, picture),))
+    request = Request([1, 9, 9, 2], Sampling(max_tokens=1), media=(ImagePlaceholder(1, picture),))
     meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 3, None]], "prompt_tokens": 4}
     meta |= {"input_token_logprobs": [[None, 1, None], [-1.0, 777, None], [-2.0, 777, None], [-3.0, 2, None]]}
 

@@ -26,14 +26,14 @@ from units.chat_kit import Engine, chat, tokenizer
 from rondel.core.errors import DataError
 from rondel.core.types import Completion, EnvFault, Failed, Score, Task, Trajectory
 from rondel.driver.rollouts import Rollouts
-from rondel.generate.engine.server.fields import Fields, parse
+from rondel.generate.engine.server.fields import RequestFields, parse
 from rondel.generate.engine.server.native import read_generate
 from rondel.generate.engine.server.openai import read_chat, read_completion
-from rondel.generate.engine.server.service import Limits, Service
+from rondel.generate.engine.server.service import RequestLimits, Service
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.demonstrations import Demonstrate
 from rondel.generate.envs.gateway.app import build
-from rondel.generate.envs.gateway.session import Session
+from rondel.generate.envs.gateway.session import GatewaySession
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import load_tasks
 from rondel.generate.envs.template import Template
@@ -41,7 +41,7 @@ from rondel.generate.envs.tools import Tools
 from rondel.models.load import character_tokenizer
 from rondel.models.vision import MARKS
 from rondel.score.judge import Judge
-from rondel.score.remote import Remote
+from rondel.score.remote import RemoteReward
 from rondel.score.result import read
 from rondel.text.special_tokens import SPLIT, STAND_IN, broken_up, special_tokens
 from rondel.text.unicode import valid
@@ -132,7 +132,7 @@ def tool(answer: Any, about: str = "finds") -> Any:
 def ask(path: str, body: dict[str, Any], after: dict[str, Any] | None = None) -> list[list[int]]:
     """A request to the gateway, and one after it; both are served."""
     policy = Policy()
-    session = Session(chat(tok(), policy, max_context=1 << 14, max_tokens=64))
+    session = GatewaySession(chat(tok(), policy, max_context=1 << 14, max_tokens=64))
 
     async def go() -> None:
         app = build({"k": session}, lambda name, rule: told.append(name))
@@ -178,7 +178,7 @@ def service() -> Service:
         SimpleNamespace(loaded=loaded, pages=SimpleNamespace(count=1 << 14), version=0, state="serving"),
         run=None,
         name="m",
-        limits=Limits(),
+        limits=RequestLimits(),
     )  # type: ignore[arg-type]
 
 
@@ -186,7 +186,7 @@ def served(reader: Any, **body: Any) -> list[list[int]]:
     """What `rondel serve` makes of a body. It refuses invalid text, which JSON cannot bring over in UTF-8."""
     it = service()
     try:
-        asked = reader(Fields(parse(json.dumps(valid(body)).encode())), it).asked
+        asked = reader(RequestFields(parse(json.dumps(valid(body)).encode())), it).asked
         return [answer.prompt for answer in asyncio.run(it.samples(asked)).answers]
     finally:
         it.close()
@@ -607,7 +607,7 @@ def test_what_looks_like_a_control_token_is_broken_up_and_nothing_else():
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_names_of_rewards_are_valid_text(text):
-    remote = Remote(url="http://127.0.0.1:1")
+    remote = RemoteReward(url="http://127.0.0.1:1")
     remote.post._client = Server({"reward": 1.0, "parts": {TEXTS[text]: 1.0}})
     assert asyncio.run(remote(Trajectory(text="7"), Task("t/1", "x", {"prompt": "p"}))) == Score(
         1.0, {valid(TEXTS[text]): 1.0}

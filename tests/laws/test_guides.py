@@ -19,7 +19,7 @@ from rondel.core.errors import ConfigError
 from rondel.core.types import DATA, GREEDY, Failed, Group, Score, Slot, Task, Trajectory
 from rondel.driver.rollouts import rollouts_of
 from rondel.filter.complete import Complete
-from rondel.models.attention import PackedLayout, Segment
+from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.runtime.journal import store
 from rondel.train.pack import batch_of
 
@@ -53,7 +53,7 @@ def probability(loaded) -> float:
     total = 0.0
     for prompt, answer in zip(PROMPTS, ANSWERS):
         tokens = torch.tensor([*prompt, *answer])
-        logits = loaded.head.logits(loaded.hidden(tokens, torch.arange(6), PackedLayout([Segment(0, 6)])))
+        logits = loaded.head.logits(loaded.hidden(tokens, torch.arange(6), PackedLayout([PackedSegment(0, 6)])))
         total += float(logits.log_softmax(-1)[2:5].gather(1, tokens[3:, None]).sum().exp())
     return total / len(PROMPTS)
 

@@ -20,11 +20,11 @@ from units.test_reward_model import saved
 
 from rondel.core.errors import ConfigError, EngineError, LawError, TrainError
 from rondel.core.events import Resident, subscribe
-from rondel.runtime.devices import OneAtATime, Shared
+from rondel.runtime.devices import OneAtATime, SharedDevice
 from rondel.sync.from_tensor import FromTensor
 from rondel.train.critic import Critic
 from rondel.train.draft import DraftTrainer
-from rondel.train.step import LocalTrainer, Settings
+from rondel.train.step import LocalTrainer, TrainSettings
 from rondel.train.teachers import Teacher
 
 ALL = row("ppo", kl={"coef": 0.1}, distill={"coef": 0.1})
@@ -34,7 +34,7 @@ OPTIMIZER = ("masters", "moments", "gradients", "critic", "reference", "teacher"
 def crowded(dtype: str, *, claim: OneAtATime | None = None, shared=None, algo=ALL) -> LocalTrainer:
     """Everything that a trainer may have to keep: optimizer, critic, reference, teacher, a draft's optimizer."""
     loaded = shared or model("llama", dtype)
-    chosen = Settings(lr=1e-3, critic_lr=1e-3, start_probe=4, micro_tokens=40)
+    chosen = TrainSettings(lr=1e-3, critic_lr=1e-3, start_probe=4, micro_tokens=40)
     critic = Critic(loaded, chosen) if "values" in algo.needs else None
     teacher = model("tied", dtype) if "teacher_logprobs" in algo.needs else None
     draft = DraftTrainer(model("llama", dtype), lr=1e-3)
@@ -214,7 +214,7 @@ def test_shared_hands_over_in_the_order_that_never_needs_room_for_both():
     async def main():
         claim, loaded, algo, seen = OneAtATime("engine"), model("llama"), row("grpo"), []
         e, t = engine(loaded, kv_pages=64, claim=claim), crowded("float32", claim=claim, shared=loaded, algo=algo)
-        devices, off = Shared(e, t, offload=True), subscribe(lambda event: seen.append(event))
+        devices, off = SharedDevice(e, t, offload=True), subscribe(lambda event: seen.append(event))
         for number in range(3):
             asked = asyncio.create_task(e.generate(ask(prompt(number, 5), n=20)))
             while not e.pages.keys.bytes:
@@ -262,7 +262,7 @@ def test_a_reward_model_on_the_same_device_is_gone_while_the_trainer_works():
     async def main():
         claim, loaded, algo, seen, reward = OneAtATime("engine"), model("llama"), row("grpo"), [], Reward()
         e, t = engine(loaded, kv_pages=64, claim=claim), crowded("float32", claim=claim, shared=loaded, algo=algo)
-        devices, off = Shared(e, t, offload=True, beside=reward), subscribe(lambda event: seen.append(event))
+        devices, off = SharedDevice(e, t, offload=True, beside=reward), subscribe(lambda event: seen.append(event))
         async with devices.parked():
             assert reward.memory == 0
             async with devices.training():

@@ -35,7 +35,7 @@ from rondel.planner.workload import of_job
 from rondel.runtime.journal import store
 from rondel.runtime.telemetry.metrics import SCHEMA, meaning
 from rondel.sync.from_disk import FromDisk
-from rondel.sync.multi_policy import Several
+from rondel.sync.multi_policy import MultiPolicyTransport
 from rondel.sync.update import Update
 from rondel.train.multi_policy import Trainers
 from rondel.train.pack import Batch
@@ -299,7 +299,7 @@ def test_when_one_policy_fails_nothing_is_mixed(tmp_path, at):
 
         return logprobs
 
-    ways = Several({name: FromDisk(tmp_path / name) for name in mine})
+    ways = MultiPolicyTransport({name: FromDisk(tmp_path / name) for name in mine})
     update = Update(
         ways,
         probe=prompt(0, 12),

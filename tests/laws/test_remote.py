@@ -8,7 +8,7 @@ import pytest
 
 from rondel.assemble.remote_workers import RemoteEngine
 from rondel.core.errors import StalledError, SyncError, WorkerError
-from rondel.core.types import Completion, EngineStatus, Manifest, Request, Route, Scored
+from rondel.core.types import Completion, EngineStatus, Manifest, Request, Route, TokenScores
 from rondel.sync.update import Update
 
 
@@ -48,9 +48,9 @@ class Worker:
         self.version = getattr(message, "version", self.version)
         return self.version
 
-    async def score(self, request: Request) -> Scored:
+    async def score(self, request: Request) -> TokenScores:
         self._ends("score")
-        return Scored([0.0] * len(request.tokens), self.version)
+        return TokenScores([0.0] * len(request.tokens), self.version)
 
     async def pause(self, how, lease) -> None:
         self._ends("pause")

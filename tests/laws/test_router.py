@@ -14,7 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rondel.core.errors import EngineError, LawError, StalledError, SyncError, UserError, WorkerError
-from rondel.core.types import Abort, Begin, Commit, Completion, EngineStatus, Manifest, Request, Route, Sampling, Scored
+from rondel.core.types import (
+    Abort,
+    Begin,
+    Commit,
+    Completion,
+    EngineStatus,
+    Manifest,
+    Request,
+    Route,
+    Sampling,
+    TokenScores,
+)
 from rondel.generate.engine.router import Router
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.update import Update
@@ -60,9 +71,9 @@ class Fake:
         finally:
             self.now -= 1
 
-    async def score(self, request: Request) -> Scored:
+    async def score(self, request: Request) -> TokenScores:
         self._live()
-        return Scored([0.0, -1.0], self.version)
+        return TokenScores([0.0, -1.0], self.version)
 
     async def pause(self, how="hold", lease=600.0) -> None:
         self._live()
@@ -331,7 +342,7 @@ def test_what_is_asked_of_all_is_summed():
         fakes["e1"].state = "serving"
         assert (await r.status()).state == "serving"  # so that whoever updates pauses it, too
         assert (await r.score(request(1))).logprobs == [0.0, -1.0]
-        fakes["e2"].score = lambda q: asyncio.sleep(0, Scored([0.0, -1.5], 0))
+        fakes["e2"].score = lambda q: asyncio.sleep(0, TokenScores([0.0, -1.5], 0))
         with pytest.raises(EngineError, match=r"differ by 0\.25 nats"):
             await r.score(request(1))
 

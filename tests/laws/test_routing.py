@@ -16,7 +16,7 @@ from engine_kit import SIZE, all_of, ask, engine, idle, prompt, tiny
 
 from rondel.core.errors import LawError, ModelError, TrainError, UserError
 from rondel.core.types import Group, Score, Task, Trajectory
-from rondel.models.attention import PackedLayout, Segment
+from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.head import Head
 from rondel.models.load import Loaded, load
 from rondel.models.routing_tape import Tape
@@ -44,7 +44,7 @@ def model(kind: str) -> Loaded:
 
 def forward(loaded: Loaded, tokens: list[int], tape: Tape | None = None) -> torch.Tensor:
     n = len(tokens)
-    return loaded.hidden(torch.tensor(tokens), torch.arange(n), PackedLayout([Segment(0, n)]), tape)
+    return loaded.hidden(torch.tensor(tokens), torch.arange(n), PackedLayout([PackedSegment(0, n)]), tape)
 
 
 @torch.no_grad()

@@ -296,15 +296,15 @@ def test_what_cannot_be_trained_is_named():
 
 def test_training_refuses_what_evaluation_may_use():
     from rondel.assemble.refusals import refuse_untrainable
-    from rondel.core.config import Evaluation
+    from rondel.core.config import EvaluationConfig
     from rondel.driver.evaluation import profile
 
     more = {"top_p": 0.9, "logit_bias": {"5": 1.0}, "repetition_penalty": 1.1, "stop": ["x", 7]}
-    s = profile(Evaluation(temperature=0.5, sampling=more), Sampling(max_tokens=9, stop=("y",)))
+    s = profile(EvaluationConfig(temperature=0.5, sampling=more), Sampling(max_tokens=9, stop=("y",)))
     assert s == Sampling(
         temperature=0.5, max_tokens=9, top_p=0.9, logit_bias={5: 1.0}, repetition_penalty=1.1, stop=("x", 7)
     )
-    assert profile(Evaluation(), Sampling(max_tokens=9, stop=("y",))) == Sampling(
+    assert profile(EvaluationConfig(), Sampling(max_tokens=9, stop=("y",))) == Sampling(
         temperature=0, max_tokens=9, stop=("y",)
     )
     with pytest.raises(ConfigError, match="drawn with repetition_penalty, logit_bias cannot be trained"):

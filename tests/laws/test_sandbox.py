@@ -19,7 +19,7 @@ from attacks import ATTACKS, PRELUDE
 
 from rondel.core.errors import SandboxError
 from rondel.core.sandbox_types import BoxFileError, Limits
-from rondel.runtime.sandbox.cell import Cell
+from rondel.runtime.sandbox.cell import NamespaceCell
 from rondel.runtime.sandbox.inside import groups
 from rondel.runtime.sandbox.probe import WALLS, tried
 
@@ -131,7 +131,7 @@ UNREAD = {
 @pytest.fixture(scope="module")
 def waiting():
     """wall -> a box in which the attacks before left no file."""
-    cells: dict[str, Cell] = {}
+    cells: dict[str, NamespaceCell] = {}
     yield cells
     for cell in cells.values():
         cell.kill()
@@ -145,7 +145,7 @@ def test_an_attack_is_held(wall, host, waiting, number: int):
     if os.uname().machine != "x86_64" and "call(" in attack.code:
         pytest.skip("its system calls are numbered for x86_64")
     cell = None if attack.limits else waiting.pop(wall.wall, None)
-    cell = cell or Cell(Limits(**{**SMALL, **attack.limits}), wall.wall)
+    cell = cell or NamespaceCell(Limits(**{**SMALL, **attack.limits}), wall.wall)
     keep = False
     try:
         keeper = cell.process.pid
@@ -211,7 +211,7 @@ def test_a_box_ends_with_its_controller_however_that_ends(wall):
 
 
 def test_a_box_ends_with_its_keeper(wall):
-    cell = Cell(Limits(wall=600), wall.wall)
+    cell = NamespaceCell(Limits(wall=600), wall.wall)
     into = os.open(os.devnull, os.O_RDWR)
     cell.begin(KEPT, into, into, into)
     os.close(into)
@@ -225,7 +225,7 @@ def test_a_box_ends_with_its_keeper(wall):
 
 
 def test_without_control_groups_a_process_is_still_held(wall):
-    cell = Cell(Limits(**SMALL), wall.wall, group=False)
+    cell = NamespaceCell(Limits(**SMALL), wall.wall, group=False)
     try:
         assert not cell.grouped
         for one in (
@@ -246,7 +246,7 @@ def test_without_control_groups_a_process_is_still_held(wall):
 
 def test_a_folder_of_the_host_is_held_to_its_size(wall, tmp_path):
     (tmp_path / "box").mkdir()
-    cell = Cell(Limits(**SMALL), wall.wall, folder=tmp_path / "box")
+    cell = NamespaceCell(Limits(**SMALL), wall.wall, folder=tmp_path / "box")
     try:
         cell.write("kept", b"before")
         assert (tmp_path / "box" / "kept").read_bytes() == b"before"

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from engine_kit import ask
 
-from rondel.generate.engine.builtin.pages import Pages
+from rondel.generate.engine.builtin.pages import PageAllocator
 from rondel.generate.engine.builtin.request import Live
 from rondel.generate.engine.builtin.scheduler import OVERTAKEN, Scheduler
 
@@ -33,7 +33,7 @@ class Machine:
     """
 
     def __init__(self, pages, **settings):
-        self.scheduler = Scheduler(Pages(pages), **{"max_running": 12, "prefill_tokens": 24, **settings})
+        self.scheduler = Scheduler(PageAllocator(pages), **{"max_running": 12, "prefill_tokens": 24, **settings})
         self.memory, self.truth = {}, {}
         self.version = self.now = 0
         self.arrived, self.took, self.done = {}, [], []

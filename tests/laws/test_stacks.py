@@ -23,18 +23,18 @@ from rondel.core.events import subscribe
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.stacks import SIGNAL, Stacks
 from rondel.runtime.termination import ONE
-from rondel.train.fsdp import Meeting, Sharded
+from rondel.train.fsdp import Rendezvous, Sharded
 
 
 class Rank:
     """One of two that sum a number; the second one may have something else to do."""
 
     def meet(self) -> tuple[str, int]:
-        self.meeting = Meeting("127.0.0.1")
+        self.meeting = Rendezvous("127.0.0.1")
         return self.meeting.address
 
     def join(self, rank: int, address: tuple[str, int], patience: float) -> None:
-        self.ranks = Sharded(rank, 2, self.meeting if rank == 0 else Meeting.at(address), patience=patience)
+        self.ranks = Sharded(rank, 2, self.meeting if rank == 0 else Rendezvous.at(address), patience=patience)
 
     async def total(self, absent: int | None = None) -> float:
         with self.ranks.together("total"):

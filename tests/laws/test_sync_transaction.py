@@ -14,7 +14,7 @@ from test_interruption import Publisher, wrote
 
 from rondel.core.errors import EngineError, SyncError
 from rondel.core.events import Synced, subscribe
-from rondel.core.types import Abort, Begin, Commit, Manifest, Route, Scored
+from rondel.core.types import Abort, Begin, Commit, Manifest, Route, TokenScores
 from rondel.models import names
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import Update
@@ -295,7 +295,7 @@ def test_a_tensor_that_stays_behind_is_doubted_before_it_is_an_error():
 
     class Engine:
         async def score(self, request):
-            return Scored([x + 0.9 * at[0] * share for x in trainer], 0)
+            return TokenScores([x + 0.9 * at[0] * share for x in trainer], 0)
 
     async def score(tokens):
         return [x + at[0] for x in trainer]
@@ -333,7 +333,7 @@ def probed(moves, follows, *, noise=0.0, tolerance=0.25, versions=40, replicas=N
                 (-3 + share * at + noise * rng.laplace(size=24)).tolist()
                 for share in (replicas or {"": follows}).values()
             ]
-            return Scored(told[0], 0, dict(zip(replicas, told)) if replicas else {})
+            return TokenScores(told[0], 0, dict(zip(replicas, told)) if replicas else {})
 
     async def score(tokens):
         return (-3 + at).tolist()

@@ -35,8 +35,8 @@ from rondel.core.errors import EngineError, StalledError, SyncError
 from rondel.core.events import Synced, subscribe
 from rondel.core.types import Begin, Commit, Manifest, Route, TensorInfo
 from rondel.generate.engine.server import broadcast
-from rondel.generate.engine.server.errors import Refusal
-from rondel.generate.engine.server.fields import Fields
+from rondel.generate.engine.server.errors import RequestRefusal
+from rondel.generate.engine.server.fields import RequestFields
 from rondel.models import names
 from rondel.models.compilation import Compiled
 from rondel.models.load import load
@@ -48,7 +48,7 @@ from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import Update
 from rondel.train.parallel import Alone
-from rondel.train.step import LocalTrainer, Settings
+from rondel.train.step import LocalTrainer, TrainSettings
 
 KINDS = ["tensor", "ipc", "named", "disk", "delta", "distributed"]
 BESIDE = ["ipc", "named", "disk", "delta"]
@@ -455,7 +455,7 @@ def test_the_broadcast_endpoint_knows_the_names_of_checkpoints():
     service = SimpleNamespace(engine=SimpleNamespace(loaded=loaded))
 
     def rows(name, shape):
-        return broadcast._rows(service, Fields({"names": [name], "dtypes": ["float32"], "shapes": [shape]}))
+        return broadcast._rows(service, RequestFields({"names": [name], "dtypes": ["float32"], "shapes": [shape]}))
 
     for name, shape in (
         ("experts.3.gate_proj.weight", [32, 64]),
@@ -464,7 +464,7 @@ def test_the_broadcast_endpoint_knows_the_names_of_checkpoints():
     ):
         name = f"model.layers.0.mlp.{name}"
         assert rows(name, shape) == [(name, torch.float32, shape)]
-    with pytest.raises(Refusal, match="this model has no tensor"):
+    with pytest.raises(RequestRefusal, match="this model has no tensor"):
         rows("model.layers.0.mlp.experts.4.gate_proj.weight", [32, 64])
 
 
@@ -490,7 +490,7 @@ def test_shards_are_gathered_once_an_update():
             sent.update(weights)
 
     loaded, sent = tiny(), {}
-    trainer = LocalTrainer(loaded, Settings(lr=1e-3, start_probe=0), run=inline, ranks=Two(), transport=Later())
+    trainer = LocalTrainer(loaded, TrainSettings(lr=1e-3, start_probe=0), run=inline, ranks=Two(), transport=Later())
     manifest, _ = asyncio.run(trainer.publish(Route("distributed")))
     asyncio.run(trainer.send(Route("distributed")))
     assert gathered == [name for name, _ in names.weights(loaded.model)] and not trainer._held

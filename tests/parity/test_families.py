@@ -16,7 +16,7 @@ from families_kit import row as line_of
 from transformers import AutoConfig
 
 from rondel.core.errors import ModelError
-from rondel.models.attention import PackedLayout, Segment
+from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import _max_context, load, refuse
 
 LINES = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8").splitlines()
@@ -28,7 +28,7 @@ def packed_logprobs(loaded, shared, tails):
     rows, segments, positions = [stranger, shared, *tails], [], []
     for i, row in enumerate(rows):
         start = sum(map(len, rows[:i]))
-        segments.append(Segment(start, len(row), 1 if i > 1 else None))
+        segments.append(PackedSegment(start, len(row), 1 if i > 1 else None))
         first = len(shared) if i > 1 else 0
         positions += range(first, first + len(row))
     tokens = torch.tensor([t for row in rows for t in row])
@@ -100,7 +100,7 @@ def test_gradients_of_all_weights_are_those_of_transformers(kind):
     row = torch.tensor(prompt(5, 24))
     weights = torch.linspace(-1, 1, 23)
     with torch.enable_grad():
-        hidden = loaded.hidden(row, torch.arange(24), PackedLayout([Segment(0, 24)]))
+        hidden = loaded.hidden(row, torch.arange(24), PackedLayout([PackedSegment(0, 24)]))
         both = [loaded.head.logits(hidden), fresh(row[None], use_cache=False).logits[0]]
         sums = [(logits[:-1].log_softmax(-1).gather(1, row[1:, None])[:, 0] * weights).sum() for logits in both]
         named = [(name, p) for name, p in loaded.model.named_parameters() if p.requires_grad]

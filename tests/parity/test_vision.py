@@ -85,8 +85,8 @@ def test_positions_and_pictures_are_what_makes_them_agree():
     other = [replace(place, image=image(m, 9, 2, 3)) for place in media]
     scored = asyncio.run(engine(m).score(ask(tokens, other))).logprobs[1:]
     assert max(abs(np.subtract(scored, right))) > 0.1
-    ids, seen = torch.tensor(tokens), vision.Seen(torch.arange(3, media[0].end), m.look([media[0].image]))
-    layout = packing.PackedLayout([packing.Segment(0, len(ids))])
+    ids, seen = torch.tensor(tokens), vision.VisionFeatures(torch.arange(3, media[0].end), m.look([media[0].image]))
+    layout = packing.PackedLayout([packing.PackedSegment(0, len(ids))])
     with torch.no_grad():
         hidden = m.hidden(ids, torch.arange(len(ids)), layout, seen=seen)
         plain = m.head.logits(hidden).log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]

@@ -11,7 +11,7 @@ import pytest
 from rondel.planner import cost, layout, split
 from rondel.planner.hardware import GB, hardware
 from rondel.planner.shapes import shape
-from rondel.planner.workload import Setting, what_if
+from rondel.planner.workload import Workload, what_if
 
 
 def test_generation_of_a_long_step():
@@ -54,7 +54,7 @@ def test_few_requests_read_few_experts():
 
 def test_training_is_six_or_eight_n_a_token():
     s = shape("8b")
-    setting = Setting(s, hardware("h100"), prompt=0, mean=1, output=1)
+    setting = Workload(s, hardware("h100"), prompt=0, mean=1, output=1)
     plain, again = (
         cost.train_seconds(one) - cost.update_seconds(one) for one in (setting, replace(setting, checkpointing=True))
     )
@@ -155,7 +155,7 @@ def test_traffic_of_shards_is_what_fsdp_sends():
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from rondel.models.attention import PackedLayout, Segment
+    from rondel.models.attention import PackedLayout, PackedSegment
     from rondel.planner.shapes import of_config
     from rondel.train.fsdp import Sharded
     from rondel.train.logprobs import logprob_and_entropy
@@ -177,7 +177,7 @@ def test_traffic_of_shards_is_what_fsdp_sends():
         held = Sharded(0, 4, None).hold(tiny("llama"))
 
         def work(head):
-            return logprob_and_entropy(held.hidden(ids, ids, PackedLayout([Segment(0, 12)])), ids, head)[0]
+            return logprob_and_entropy(held.hidden(ids, ids, PackedLayout([PackedSegment(0, 12)])), ids, head)[0]
 
         for _ in range(3):
             with Count():

@@ -18,9 +18,9 @@ from units.synthetic import write_run
 from rondel.core.errors import UserError
 from rondel.core.events import Resident, WorkerTime
 from rondel.dashboard import plan_api, rollouts
-from rondel.dashboard.columns import Columns, Grid, Row
-from rondel.dashboard.pages import Pages, build
-from rondel.dashboard.run import Run
+from rondel.dashboard.columns import Grid, MetricColumns, MetricRow
+from rondel.dashboard.pages import DashboardPages, build
+from rondel.dashboard.run import DashboardRun
 from rondel.dashboard.sample import sample
 from rondel.dashboard.tail import Tail, kind_of
 from rondel.dashboard.views import said, state
@@ -33,15 +33,15 @@ ROOT = Path(__file__).parents[2]
 HOSTILE = '<img src=x onerror="window.pwned=1"></script><b>&amp;\u202e'
 
 
-def read(folder) -> Run:
-    run = Run(folder, findings)
+def read(folder) -> DashboardRun:
+    run = DashboardRun(folder, findings)
     while run.look():
         pass
     return run
 
 
 def client(*folders, key="") -> TestClient:
-    return TestClient(build(Pages([read(f) for f in folders], plan, key)), base_url="http://127.0.0.1")
+    return TestClient(build(DashboardPages([read(f) for f in folders], plan, key)), base_url="http://127.0.0.1")
 
 
 # -- rows and findings -------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def client(*folders, key="") -> TestClient:
 def test_rows_are_those_of_the_story(tmp_path):
     write(tmp_path)
     run, story = read(tmp_path), read_story(tmp_path)
-    rows = [dict(Row(run.columns, i)) for i in range(len(run.columns))]
+    rows = [dict(MetricRow(run.columns, i)) for i in range(len(run.columns))]
     assert rows == [s.row for s in story.steps] and list(run.columns.steps) == [s.number for s in story.steps]
     assert run.columns.series("train/entropy") == story.series("train/entropy") and run.state == "complete"
 
@@ -76,7 +76,7 @@ def test_no_verdict_on_half_a_journal(tmp_path, monkeypatch):
     """
     monkeypatch.setattr(Tail.lines, "__defaults__", (4096,))
     write(tmp_path, **FAULTS["held out falls, trained rises"][0])
-    run, states = Run(tmp_path, findings), []
+    run, states = DashboardRun(tmp_path, findings), []
     while run.look():
         told = state([run])[0]
         states.append(told["state"])
@@ -132,7 +132,7 @@ def test_a_journal_that_grows_tears_shrinks_and_is_replaced(tmp_path):
     whole = (write_run(tmp_path / "a") / "journal.jsonl").read_bytes()
     folder, path = tmp_path / "b", tmp_path / "b" / "journal.jsonl"
     folder.mkdir()
-    run = Run(folder, findings)
+    run = DashboardRun(folder, findings)
     assert not run.look() and run.state == "nothing yet"
     (folder / "job.toml").write_text("[loop]\nsteps = 4\n")  # the page was open before the run was begun
     steps = set()
@@ -180,7 +180,7 @@ def test_a_sample_has_exact_rows(tmp_path):
     found = sample(tmp_path / "journal.jsonl", places=9)
     assert 5 <= len(found) < 24 and found.steps[-1] == 24
     for i, step in enumerate(found.steps):
-        assert dict(Row(found, i)) == pytest.approx(
+        assert dict(MetricRow(found, i)) == pytest.approx(
             {k: v for k, v in whole[step].items() if k != "score/length_correlation"}
         )
 
@@ -190,7 +190,7 @@ def test_a_sample_has_exact_rows(tmp_path):
 
 @pytest.mark.parametrize("points", [1, 7, 40, 500])
 def test_a_curve_on_a_grid_is_mean_and_extremes_of_each_cell(points):
-    rng, columns = np.random.default_rng(0), Columns()
+    rng, columns = np.random.default_rng(0), MetricColumns()
     told = {step: rng.normal() for step in range(3, 120) if step % 5}
     for step in range(3, 120):
         columns.add(step, {"b": 1.0} | ({"a": told[step]} if step in told else {}))
@@ -209,7 +209,7 @@ def test_a_curve_on_a_grid_is_mean_and_extremes_of_each_cell(points):
 
 
 def test_a_step_told_again_voids_what_followed():
-    columns = Columns()
+    columns = MetricColumns()
     for step, value in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 5.0)):
         columns.add(step, {"a": value})
     assert columns.series("a") == [(1, 1.0), (2, 5.0)] and columns.last("a") == 5.0

@@ -14,7 +14,7 @@ from rondel.core import events as words
 from rondel.core.events import Advised, StepDone, subscribe
 from rondel.runtime.journal.log import Journal
 from rondel.runtime.telemetry import diagnose
-from rondel.runtime.telemetry.advice import Advisor, Place, advise
+from rondel.runtime.telemetry.advice import Advisor, PlacementFacts, advise
 from rondel.runtime.telemetry.diagnose import RULES, read_story
 
 SEEDS = (0, 1, 2)
@@ -171,23 +171,25 @@ def test_the_gain_is_that_of_the_closed_form():
     """R = 9 s of rollouts, T = 3 s: with 2 engines more the step is max(9·1/2, 3) for one
     more, which is as far as twice as many go.
     """
-    split = Place(split=True, engines=1, ranks=1, staleness=1)
+    split = PlacementFacts(split=True, engines=1, ranks=1, staleness=1)
     told = advise({"wait": 6.0, "train": 3.0}, 0.0, split)
     assert (
         told.gain == pytest.approx(9 / max(9 / 2, 3)) and "place.engines = 2" in told.message and "67%" in told.message
     )
-    four = advise({"wait": 6.0, "train": 3.0}, 0.0, Place(True, 4, 1, 1))
+    four = advise({"wait": 6.0, "train": 3.0}, 0.0, PlacementFacts(True, 4, 1, 1))
     assert four.gain == pytest.approx(9 / max(9 * 4 / 8, 3)) and "place.engines = 8" in four.message
     idle = advise({"wait": 0.0, "train": 9.0}, 0.7, split)
     assert idle.gain == pytest.approx(9 / max(0.3 * 9, 9 / 2)) and "place.ranks = 2" in idle.message
-    synchronous = advise({"wait": 4.0, "train": 6.0}, 0.5, Place(True, 1, 1, 0))
+    synchronous = advise({"wait": 4.0, "train": 6.0}, 0.5, PlacementFacts(True, 1, 1, 0))
     assert synchronous.gain == pytest.approx(10 / max(4, 6)) and "max_staleness = 1" in synchronous.message
     assert advise({"wait": 1.0, "train": 9.0}, 0.1, split) is None, "all is well"
-    assert advise({"wait": 8.0, "train": 1.0}, 0.0, Place(False, 1, 1, 0)) is None, "one device can do one thing"
+    assert advise({"wait": 8.0, "train": 1.0}, 0.0, PlacementFacts(False, 1, 1, 0)) is None, (
+        "one device can do one thing"
+    )
 
 
 def test_advice_is_given_once_in_twenty_steps():
-    heard, advisor = [], Advisor(Place(True, 1, 1, 1), after=2)
+    heard, advisor = [], Advisor(PlacementFacts(True, 1, 1, 1), after=2)
     end = subscribe(heard.append)
     for step in range(1, 45):
         advisor.read(engine(step, generate=9.0))

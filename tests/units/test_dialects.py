@@ -13,7 +13,7 @@ from units.chat_kit import Engine, chat, tokenizer
 
 from rondel.core.types import Task
 from rondel.generate.envs.calls import JsonCalls, TaggedCalls, read_off
-from rondel.generate.envs.dialects import BracedCalls, Call, ChannelCalls, KeyedCalls, PythonCalls
+from rondel.generate.envs.dialects import BracedCalls, ChannelCalls, KeyedCalls, PythonCalls, ToolCall
 from rondel.generate.envs.tools import Tools
 
 SHOWS = "{% if tools %}[tools {{ tools | tojson }}]{% endif %}{% for m in messages %}"
@@ -229,7 +229,7 @@ def test_the_form_is_read_off_and_reads_back_what_the_template_writes(name):
     expected = {
         k: v if name != "glm" or isinstance(v, list | dict) else str(v) if k != "b" else "true" for k, v in WHAT.items()
     }
-    assert found.read(text) == [Call(n, expected if n == "find" else {}) for n, _ in asked]
+    assert found.read(text) == [ToolCall(n, expected if n == "find" else {}) for n, _ in asked]
     assert found.read("thinking aloud " + text) == found.read(text) and found.read("the answer is 7") == []
     before = "hm. "
     start = found.begins(before + text)
@@ -301,20 +301,20 @@ def test_what_cannot_be_read_is_a_call_with_a_fault(form, text, fault):
 
 def test_forms_that_templates_do_not_show_are_read_too():
     new = "<tool_call>add<arg_key>a</arg_key><arg_value>[1, 2]</arg_value><arg_key>s</arg_key><arg_value></tool_call></arg_value></tool_call>"
-    assert KeyedCalls().read(new) == [Call("add", {"a": [1, 2], "s": "</tool_call>"})]
+    assert KeyedCalls().read(new) == [ToolCall("add", {"a": [1, 2], "s": "</tool_call>"})]
     listed = '<|tool_call_start|>[{"name": "add", "arguments": {"a": 1}}, sub(s=\'\\u00e9\\n\\q\', t=("x"), n=None,)]<|tool_call_end|>'
     with_tuple = PythonCalls().read(listed)
     assert with_tuple[0].fault and "stands where a name must" in with_tuple[0].fault, "a tuple is no argument"
     assert PythonCalls().read(listed.replace('("x")', '"x"')) == [
-        Call("add", {"a": 1}),
-        Call("sub", {"s": "\u00e9\n\\q", "t": "x", "n": None}),
+        ToolCall("add", {"a": 1}),
+        ToolCall("sub", {"s": "\u00e9\n\\q", "t": "x", "n": None}),
     ]
     function = BracedCalls("<start_function_call>", "<end_function_call>", "<escape>")
     assert function.read("<start_function_call>call:f{a:<escape>x<escape>,n:2}<end_function_call>") == [
-        Call("f", {"a": "x", "n": 2})
+        ToolCall("f", {"a": "x", "n": 2})
     ]
     assert ChannelCalls().read(' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>') == [
-        Call("add", {"a": 1})
+        ToolCall("add", {"a": 1})
     ]
     assert ChannelCalls().read("<|channel|>commentary<|message|>I will look.<|end|>") == []
     write = writer(SHOWS.replace("[tools", "<|tool_list_start|>[tools") + "{{ m.role }}: {{ m.content }}\n{% endfor %}")

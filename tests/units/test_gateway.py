@@ -12,22 +12,22 @@ import pytest
 from gateway_kit import AGAIN, ASK, TOOL, Policy, call, recorded, runs, tok
 from units.chat_kit import Engine, chat, tokenizer
 
-from rondel.generate.envs.gateway.chat_request import Asked
-from rondel.generate.envs.gateway.errors import Refusal
+from rondel.generate.envs.gateway.chat_request import ChatRequest
+from rondel.generate.envs.gateway.errors import GatewayRefusal
 from rondel.generate.envs.gateway.openai import read_messages
-from rondel.generate.envs.gateway.session import Session
+from rondel.generate.envs.gateway.session import GatewaySession
 from rondel.generate.envs.template import Template
 
 SYSTEM = {"role": "system", "content": "be brief"}
 
 
 def session(policy, **how):
-    return Session(chat(tok(), policy, **{"max_tokens": 400, **how}))
+    return GatewaySession(chat(tok(), policy, **{"max_tokens": 400, **how}))
 
 
 async def ask(s, messages, tools=(), **more):
     """-> the conversation with the reply."""
-    (reply,) = await s.replies(Asked(read_messages(copy.deepcopy(messages)), list(tools), **more))
+    (reply,) = await s.replies(ChatRequest(read_messages(copy.deepcopy(messages)), list(tools), **more))
     return [*messages, openai_message(reply)]
 
 
@@ -68,7 +68,7 @@ def test_what_the_policy_wrote_is_never_tokenised_again():
     letters = [t.encode(c, add_special_tokens=False)[0] for c in "seven"]
     assert t.encode("seven", add_special_tokens=False) != letters
     engine = Engine([*letters, t.eos_token_id], [t.eos_token_id])
-    s = Session(chat(t, engine))
+    s = GatewaySession(chat(t, engine))
 
     async def play():
         await ask(s, [*await ask(s, ASK), AGAIN])
@@ -175,7 +175,7 @@ def test_compaction_a_sub_agent_and_samples_from_one_place():
 def test_samples_asked_for_at_once_share_the_turns_before():
     async def play(s):
         one = await ask(s, ASK)
-        await s.replies(Asked(read_messages([*one, AGAIN]), n=3))
+        await s.replies(ChatRequest(read_messages([*one, AGAIN]), n=3))
 
     assert forest(Policy(*"abcd"), play) == [ended("a", x) for x in "bcd"]
 
@@ -266,21 +266,23 @@ def test_a_fork_takes_routes_and_support_along():
 @pytest.mark.parametrize("bad", ["<tool_call>\n{'name'}\n</tool_call>", call(a=1) + "<tool_call>"])
 def test_a_call_that_cannot_be_read_is_text(bad):
     s = session(Policy(bad, bad))
-    (reply,) = asyncio.run(s.replies(Asked(read_messages(ASK), [TOOL])))
+    (reply,) = asyncio.run(s.replies(ChatRequest(read_messages(ASK), [TOOL])))
     assert reply.text == bad and not reply.calls
 
 
 def test_nothing_is_called_where_nothing_was_offered_or_allowed():
     asked = call(a=1, b=2)
     s = session(Policy(asked, asked))
-    replies = [asyncio.run(s.replies(Asked(read_messages(ASK), tools, calls=not tools)))[0] for tools in ([], [TOOL])]
+    replies = [
+        asyncio.run(s.replies(ChatRequest(read_messages(ASK), tools, calls=not tools)))[0] for tools in ([], [TOOL])
+    ]
     assert [(r.text, r.calls) for r in replies] == [(asked, [])] * 2
 
 
 def test_a_thought_of_a_call_stays_a_thought():
     thought = "<think>perhaps " + call(a=9, b=9) + "</think>"
     s = session(Policy(thought + "look. " + call(a=3, b=4) + call(a=1, b=1)))
-    (reply,) = asyncio.run(s.replies(Asked(read_messages(ASK), [TOOL])))
+    (reply,) = asyncio.run(s.replies(ChatRequest(read_messages(ASK), [TOOL])))
     assert [(name, given) for _, name, given in reply.calls] == [("add", {"a": 3, "b": 4}), ("add", {"a": 1, "b": 1})]
     assert reply.text == thought + "look." and len({id for id, _, _ in reply.calls}) == 2
 
@@ -312,7 +314,7 @@ def test_an_engine_that_fails_leaves_no_trace_of_its_turn():
 
     async def play():
         one = await ask(s, ASK)
-        with pytest.raises(Refusal, match="gone"):
+        with pytest.raises(GatewayRefusal, match="gone"):
             await ask(s, [*one, AGAIN])
         await ask(s, [*one, AGAIN])
 
@@ -352,7 +354,7 @@ def test_a_full_context_is_told_and_ends_the_branch_with_length():
 
     async def play():
         one = await ask(s, ASK)
-        with pytest.raises(Refusal, match=f"maximum context length is {size + 20} tokens"):
+        with pytest.raises(GatewayRefusal, match=f"maximum context length is {size + 20} tokens"):
             await ask(s, [*one, {"role": "user", "content": "look again. " * 20}])
 
     asyncio.run(play())
@@ -363,11 +365,11 @@ def test_a_full_context_is_told_and_ends_the_branch_with_length():
 def test_what_a_template_cannot_write_is_the_requests_fault():
     t = tokenizer("alternating")
     engine = Engine([*t.encode("seven", add_special_tokens=False), t.eos_token_id])
-    s = Session(chat(t, engine))
+    s = GatewaySession(chat(t, engine))
 
     async def play():
         for strange in ([SYSTEM, *ASK], [*ASK, *ASK]):
-            with pytest.raises(Refusal, match="cannot be written as tokens") as seen:
+            with pytest.raises(GatewayRefusal, match="cannot be written as tokens") as seen:
                 await ask(s, strange)
             assert seen.value.status == 400
         await ask(s, ASK)

@@ -15,7 +15,7 @@ from gateway_kit import ADD, TOOL, Policy, call, tok
 from units.chat_kit import chat
 
 from rondel.generate.envs.gateway.app import build
-from rondel.generate.envs.gateway.session import Session
+from rondel.generate.envs.gateway.session import GatewaySession
 
 CALLS = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
 TALK = [
@@ -83,12 +83,12 @@ def with_odd(body: Any, at: tuple[Any, ...], odd: Any) -> Any:
 
 async def asked(path: str, bodies: list[bytes]) -> list[tuple[bytes, int, str]]:
     policy = Policy(lambda text: call(a=1, b=2) if len(policy.requests) % 3 == 0 else "seven.")
-    sessions: dict[str, Session] = {}
+    sessions: dict[str, GatewaySession] = {}
     out = []
     transport = httpx2.ASGITransport(app=build(sessions, lambda name, rule: None))
     async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
         for body in bodies:
-            sessions["k"] = Session(chat(tok(), policy, max_tokens=8, max_context=4096))
+            sessions["k"] = GatewaySession(chat(tok(), policy, max_tokens=8, max_context=4096))
             reply = await client.post(path, content=body, headers={"x-api-key": "k"})
             out.append((body[:300], reply.status_code, reply.text[:300]))
             assert sessions["k"].fault is None

@@ -24,7 +24,7 @@ from rondel.core.events import Warned, subscribe
 from rondel.core.types import Score
 from rondel.generate.envs.gateway.agent import agent_of, called, command, score_of
 from rondel.generate.envs.gateway.env import Gateway
-from rondel.generate.envs.gateway.session import Session
+from rondel.generate.envs.gateway.session import GatewaySession
 
 
 def speak(base_url, api_key, messages=ASK, **more):
@@ -178,7 +178,7 @@ def test_a_key_is_one_episodes_and_ends_with_it():
 
     async def both():
         gateway = Gateway(called(agent))
-        async with gateway.listening.to(Session(chat(tok(), Policy()))):  # another episode keeps the port open
+        async with gateway.listening.to(GatewaySession(chat(tok(), Policy()))):  # another episode keeps the port open
             for _ in range(2):
                 await gateway.run(TASK, chat(tok(), Policy("seven.")))
 

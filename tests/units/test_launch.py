@@ -14,7 +14,7 @@ import yaml
 from rondel.cli import main, read_job
 from rondel.core.config import Job
 from rondel.core.errors import UserError
-from rondel.planner.cluster_jobs import Layout, kuberay, slurm
+from rondel.planner.cluster_jobs import ClusterLayout, kuberay, slurm
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "quickstart.toml"
@@ -34,9 +34,9 @@ REQUIRED = {
 }
 
 
-def layout(nodes: int, gpus: int, *overrides: str, way: str = "ray", recipe: Path = RECIPE) -> Layout:
+def layout(nodes: int, gpus: int, *overrides: str, way: str = "ray", recipe: Path = RECIPE) -> ClusterLayout:
     place = ("--place.kind=split", f"--place.cluster={way}")
-    return Layout(recipe, read_job(str(recipe), *overrides, *place)[0], nodes, gpus, overrides).check(way)
+    return ClusterLayout(recipe, read_job(str(recipe), *overrides, *place)[0], nodes, gpus, overrides).check(way)
 
 
 def trained(text: str) -> Job:

@@ -13,7 +13,7 @@ from torch import nn
 from train_kit import awkward_groups, batch, model, row, trainer
 
 from rondel.models import linear
-from rondel.models.attention import PackedLayout, Segment
+from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.linear import Stack, adopt, matmul, product
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -141,7 +141,7 @@ def test_a_copy_of_a_module_has_its_own_weights():
 def test_a_whole_model_serves_the_bits_it_trains_with():
     loaded = tiny("llama")
     tokens = torch.tensor(prompt(3, 20))
-    where, layout = torch.arange(20), PackedLayout([Segment(0, 20)])
+    where, layout = torch.arange(20), PackedLayout([PackedSegment(0, 20)])
     with torch.no_grad():
         serving = loaded.hidden(tokens, where, layout)
     training = loaded.hidden(tokens, where, layout)
@@ -193,7 +193,7 @@ def test_packed_copies_are_not_held_while_gradients_are_and_none_of_the_referenc
 
     t._accumulate = watched
     with torch.no_grad():
-        t.loaded.hidden(torch.arange(5, 9), torch.arange(4), PackedLayout([Segment(0, 4)]))  # as the engine does
+        t.loaded.hidden(torch.arange(5, 9), torch.arange(4), PackedLayout([PackedSegment(0, 4)]))  # as the engine does
     assert sum(stack.bytes for stack in linear.stacks(t.loaded.model)) > 0
     t._step(groups, algo)
     assert held == [0]

@@ -14,7 +14,7 @@ from rondel.planner.advice import helps, words, worst
 from rondel.planner.hardware import GB, hardware
 from rondel.planner.memory import FSDP2, MIXED, PHASES, RONDEL, RONDEL32, account, bills, kv_advice, kv_room
 from rondel.planner.shapes import shape
-from rondel.planner.workload import Setting, of_job, what_if
+from rondel.planner.workload import Workload, of_job, what_if
 
 
 def test_the_account_of_seventy_billion():
@@ -180,7 +180,7 @@ def test_an_image_costs_room_and_time_by_its_size_and_more_where_the_tower_learn
 
 def test_phases_and_tenants_have_names():
     bill = bills(
-        replace(Setting(shape("7b"), hardware("h100")), critic=shape("7b"), teacher=shape("32b"), reward=shape("7b"))
+        replace(Workload(shape("7b"), hardware("h100")), critic=shape("7b"), teacher=shape("32b"), reward=shape("7b"))
     )[0]
     assert {"critic", "teacher", "reward model"} <= bill.rows.keys()
     assert memory.PHASES == ("generate", "logprob", "train", "sync", "wake")
@@ -192,12 +192,12 @@ def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width):
     import torch
     from engine_kit import LLAMA
 
-    from rondel.models.attention import PackedLayout, Segment
+    from rondel.models.attention import PackedLayout, PackedSegment
     from rondel.models.load import load
 
     loaded = load({**LLAMA, "hidden_size": 128, "intermediate_size": 384}, dtype=dtype)
     prompt, each = 40, 24
-    segments = [Segment(0, prompt), *(Segment(prompt + i * each, each, 0) for i in range(8))]
+    segments = [PackedSegment(0, prompt), *(PackedSegment(prompt + i * each, each, 0) for i in range(8))]
     total = prompt + 8 * each
     places = torch.tensor([*range(prompt), *(prompt + j for _ in range(8) for j in range(each))])
     kept, own = {}, {p.untyped_storage().data_ptr() for p in loaded.model.parameters()}
@@ -212,7 +212,14 @@ def test_activations_on_a_cpu_are_what_autograd_keeps(dtype, width):
     held = sum(t.untyped_storage().nbytes() for t in kept.values())
     s = shape({**LLAMA, "hidden_size": 128, "intermediate_size": 384})
     setting = replace(
-        Setting(s, hardware("cpu")), prompts=1, group=8, prompt=prompt, output=each, mean=each, width=width, micro=total
+        Workload(s, hardware("cpu")),
+        prompts=1,
+        group=8,
+        prompt=prompt,
+        output=each,
+        mean=each,
+        width=width,
+        micro=total,
     )
     assert held / total == pytest.approx(memory.saved(setting, total), rel=0.1)
     assert (

@@ -15,7 +15,7 @@ from units.synthetic import evaluated, finished, group, step_events
 from rondel.core.errors import ConfigError
 from rondel.core.events import Generating, GroupFinished, GroupsTaken, Resumed, RunEnded, RunStarted, StepDone, Warned
 from rondel.runtime.telemetry.metrics import SCHEMA, StepMetrics, from_groups, from_taken, meaning
-from rondel.runtime.telemetry.progress import Progress
+from rondel.runtime.telemetry.progress import ProgressPrinter
 from rondel.runtime.telemetry.sinks import open_sinks
 
 
@@ -149,7 +149,7 @@ def test_telemetry_needs_no_torch():
 
 def watch(events, *, terminal=False, **kwargs):
     out = io.StringIO()
-    with Progress(2, console=Console(file=out, force_terminal=terminal, width=80), **kwargs) as progress:
+    with ProgressPrinter(2, console=Console(file=out, force_terminal=terminal, width=80), **kwargs) as progress:
         for event in events:
             progress.read(event)
     return out.getvalue()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rondel.generate.engine.builtin.pages import Layers, Pages
+from rondel.generate.engine.builtin.pages import Layers, PageAllocator
 
 MB = 1 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="mappings of one's own are used on Linux")
@@ -33,7 +33,7 @@ def test_a_pool_is_empty_then_written_then_empty_again(dtype):
 
 @linux
 def test_sleep_gives_memory_back_and_moves_nothing():
-    pages = Pages((256 * MB) // 4096)  # 1,024 floats a page
+    pages = PageAllocator((256 * MB) // 4096)  # 1,024 floats a page
     like = torch.zeros(1, 1, 1024)
     before = resident()
     keys = pages.keys.at(0, like)

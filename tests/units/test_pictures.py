@@ -26,7 +26,7 @@ from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.gateway import anthropic, responses
 from rondel.generate.envs.gateway.agent import called
 from rondel.generate.envs.gateway.env import Gateway
-from rondel.generate.envs.gateway.errors import Refusal
+from rondel.generate.envs.gateway.errors import GatewayRefusal
 from rondel.generate.envs.gateway.openai import read_messages
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import asked, load_tasks
@@ -265,7 +265,7 @@ def test_an_agent_sends_images_whole():
     c.give([message])
     assert len(c.trajectory.media) == 1
     for address in ("https://x.y/z.png", "/etc/passwd", "file:///etc/passwd"):
-        with pytest.raises(Refusal, match="an image is sent whole"):
+        with pytest.raises(GatewayRefusal, match="an image is sent whole"):
             read_messages([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": address}}]}])
     assert read_messages([{"role": "user", "content": [{"type": "text", "text": "a"}]}])[0]["content"] == "a"
 
@@ -296,11 +296,11 @@ def test_blocks_and_items_are_the_same_messages():
     ]
     assert [m["content"] for m in responses.read_items(items)] == [shown, "", shown]
     for source in ({"type": "url", "url": "https://x.y/z.png"}, {"type": "file", "file_id": "f1"}, {"type": "base64"}):
-        with pytest.raises(Refusal, match="an image is sent whole"):
+        with pytest.raises(GatewayRefusal, match="an image is sent whole"):
             anthropic.read_messages(None, [{"role": "user", "content": [block(raw(), **source)]}])
-    with pytest.raises(Refusal, match="an image is sent whole"):
+    with pytest.raises(GatewayRefusal, match="an image is sent whole"):
         responses.read_items([{"role": "user", "content": [{"type": "input_image", "file_id": "f1"}]}])
-    with pytest.raises(Refusal, match="a part of type 'document'"):
+    with pytest.raises(GatewayRefusal, match="a part of type 'document'"):
         anthropic.read_messages(None, [{"role": "user", "content": [{"type": "document", "source": {}}]}])
 
 

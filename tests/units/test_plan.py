@@ -17,7 +17,7 @@ from run_kit import RECIPE
 
 import rondel
 from rondel.cli import main
-from rondel.core.config import Job, Section, place
+from rondel.core.config import ConfigSection, Job, place
 from rondel.planner.advice import changes
 from rondel.planner.hardware import DEVICES, calibration_file, remember, this_machine
 from rondel.planner.plan import plan
@@ -164,7 +164,7 @@ def is_a_key(dotted):
         if word not in section.model_fields:
             return False
         kinds = typing.get_args(section.model_fields[word].annotation) or [section.model_fields[word].annotation]
-        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ConfigSection)), None)
         if inner is None:
             return True  # a value, or a table of the user's own names
         section = inner

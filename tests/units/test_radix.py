@@ -8,7 +8,7 @@ import random
 import pytest
 
 from rondel.generate.engine.builtin import radix
-from rondel.generate.engine.builtin.pages import Pages
+from rondel.generate.engine.builtin.pages import PageAllocator
 from rondel.generate.engine.builtin.radix import RadixTree
 
 
@@ -55,7 +55,7 @@ def test_fuzz(operations):
     oracle knows; what is locked is still there.
     """
     r = random.Random(1)
-    tree, pages, oracle, locks, version = RadixTree(), Pages(120), Oracle(), [], 0
+    tree, pages, oracle, locks, version = RadixTree(), PageAllocator(120), Oracle(), [], 0
     for _ in range(operations):
         root = (version if r.random() < 0.8 else max(0, version - 1), r.choice(["", "", "lora"]), r.choice(["", "b"]))
         tokens = [r.randrange(3) for _ in range(r.randrange(1, 12))]

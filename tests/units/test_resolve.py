@@ -154,7 +154,7 @@ def test_a_run_asks_for_the_room_that_its_weights_need(room, kind, monkeypatch):
     tree = {"model": {"path": model}, "task": {"data": {}}, "loop": {"steps": 1}, "run": {"folder": "x"}}
     job = Job.parse({**tree, "place": {"kind": "split", "cluster": "process", "device": "cpu"}})
     monkeypatch.setattr(deployment.planner, "shared_memory", lambda: room)
-    plan = deployment.Plan(job, frozenset(), Sampling(), lambda known: 8, None)
+    plan = deployment.DeploymentPlan(job, frozenset(), Sampling(), lambda known: 8, None)
     assert plan.kind == kind and 4e5 < deployment.bytes_sent(job) < 1e6
 
 

@@ -15,7 +15,7 @@ from units.synthetic import step_events, write_run
 
 from rondel.cli import main
 from rondel.core.events import Advised
-from rondel.runtime.telemetry.progress import Progress
+from rondel.runtime.telemetry.progress import ProgressPrinter
 from rondel.system.streams import PatientStream
 
 
@@ -40,7 +40,7 @@ needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this sy
 @pytest.mark.parametrize("broken", [left, pytest.param(full, marks=needs_full)])
 def test_a_run_goes_on_without_its_reader(monkeypatch, capsys, broken):
     monkeypatch.setattr(sys, "stdout", stream := broken())
-    with Progress(3) as progress:
+    with ProgressPrinter(3) as progress:
         for step in range(1, 4):
             for event in step_events(step):
                 progress.read(event)
@@ -51,7 +51,7 @@ def test_a_run_goes_on_without_its_reader(monkeypatch, capsys, broken):
 
 def test_what_a_terminal_does_not_know_is_a_question_mark(monkeypatch):
     monkeypatch.setattr(sys, "stdout", stream := ascii_only())
-    with Progress(1) as progress:
+    with ProgressPrinter(1) as progress:
         progress.read(Advised(1, "▁▂▃ 95 % · \ud83d", 1.0))
     assert stream.buffer.getvalue().decode() == "  ??? 95 % ? \\ud83d\n"
 

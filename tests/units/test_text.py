@@ -18,8 +18,8 @@ from rondel.core.events import GroupsTaken, Warned
 from rondel.core.types import Trajectory
 from rondel.runtime.journal.log import Journal, encode, history
 from rondel.runtime.journal.store import RolloutStore
-from rondel.runtime.telemetry.progress import Progress
-from rondel.score.preflight import Finding
+from rondel.runtime.telemetry.progress import ProgressPrinter
+from rondel.score.preflight import CheckFinding
 from rondel.text.unicode import read_json, valid, visible
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \u202egnp.exe \r overwritten \ud83d"
@@ -119,7 +119,7 @@ def test_what_a_journal_says_is_valid_text(folder):
 def test_errors_and_findings_are_shown_visibly(capsys, tmp_path):
     with pytest.raises(SystemExit):
         main(["view", str(tmp_path / HOSTILE[:8])])
-    show([Finding(HOSTILE, False, HOSTILE, HOSTILE)])
+    show([CheckFinding(HOSTILE, False, HOSTILE, HOSTILE)])
     said = capsys.readouterr()
     assert not OBEYED.search(said.out + said.err) and "\\x1b[2J" in said.out and "\\x1b[2J" in said.err
 
@@ -128,7 +128,7 @@ def test_errors_and_findings_are_shown_visibly(capsys, tmp_path):
 def test_the_console_outlives_text_that_it_cannot_write(capsys, quiet):
     """A stream that refuses half a character, as UTF-8 does: the next events are shown, too."""
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    with Progress(2, quiet=quiet, console=Console(file=out, width=200)) as progress:
+    with ProgressPrinter(2, quiet=quiet, console=Console(file=out, width=200)) as progress:
         for event in (Warned(HOSTILE), *step_events(1)):
             progress.read(event)
     out.flush()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rondel.algos.group_statistics import deviations, over_group, sizes, spreads
-from rondel.algos.scored_samples import Scored
+from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
 
@@ -45,7 +45,7 @@ class GroupNorm:
         if not self.eps > 0:
             raise ConfigError(f"eps = {self.eps}; it must be positive, or a constant group would divide 0 by 0")
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         return standardised(scored.rewards_N, scored.group_N, self.eps)
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class GroupCenter:
 
     compares: ClassVar[bool] = True
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         return deviations(scored.rewards_N, scored.group_N)
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class LeaveOneOut:
 
     compares: ClassVar[bool] = True
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         size_N = sizes(scored.rewards_N, scored.group_N)
         return deviations(scored.rewards_N, scored.group_N) * size_N / (size_N - 1).clamp(min=1)
 
@@ -88,7 +88,7 @@ class LeaveOneOut:
 class Raw:
     """A_i = r_i.  -> [N].  Williams 1992 (REINFORCE).  No baseline: unbiased, and noisy when rewards are far from 0."""
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         return scored.rewards_N
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ class Constant:
 
     value: float = 1.0
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         return torch.full_like(scored.rewards_N, self.value)
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ class Greedy:
 
     needs: ClassVar[frozenset[str]] = frozenset({"greedy"})
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         assert scored.greedy_N is not None, "the greedy baseline was not sampled"
         return scored.rewards_N - scored.greedy_N
 
@@ -150,7 +150,7 @@ class Preference:
         if not self.beta > 0:
             raise ConfigError(f"beta = {self.beta}; it must be positive, or nothing would be preferred")
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         assert scored.proximal_T is not None and scored.ref_T is not None
         written_N, out_N = scored.lengths_N > 0, torch.zeros_like(scored.rewards_N)
         moved_N = scored.total((scored.proximal_T - scored.ref_T).to(scored.rewards_N.dtype))
@@ -179,7 +179,7 @@ class LengthBaseline:
 
     compares: ClassVar[bool] = True
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         height_N = scored.rewards_N - over_group(scored.rewards_N, scored.group_N, "amin")
         length_N = scored.lengths_N.to(height_N.dtype)
         total_N = over_group(length_N, scored.group_N, "sum").clamp(min=1)
@@ -209,7 +209,7 @@ class PassAtK:
         """Knobs that change nothing as things stand, and why."""
         return {} if self.divide else {"eps": "advantage.divide is false"}
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         best_N = scored.rewards_N == over_group(scored.rewards_N, scored.group_N, "amax")
         alone_N = best_N & (over_group(best_N.to(scored.rewards_N.dtype), scored.group_N, "sum") == 1)
         second_N = over_group(scored.rewards_N.masked_fill(best_N, -torch.inf), scored.group_N, "amax")
@@ -237,7 +237,7 @@ class MeanNorm:
         if not self.eps > 0:
             raise ConfigError(f"eps = {self.eps}; it must be positive, or a group without success would divide 0 by 0")
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         mean_N = over_group(scored.rewards_N, scored.group_N, "mean")
         return torch.where(mean_N > 0, deviations(scored.rewards_N, scored.group_N) / (mean_N.abs() + self.eps), 0.0)
 
@@ -255,7 +255,7 @@ class SignalCenter:
 
     compares: ClassVar[bool] = True
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         deviation_N = deviations(scored.rewards_N, scored.group_N)
         telling = (spreads(scored.rewards_N, scored.group_N) > 0).sum().clamp(min=1)
         return deviation_N * len(deviation_N) / telling
@@ -274,7 +274,7 @@ class Accept:
 
     above: float = 0.0
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         return (scored.rewards_N > self.above).to(scored.rewards_N.dtype)
 
     def __str__(self) -> str:
@@ -292,7 +292,7 @@ class WhitenedCenter:
     per_token: ClassVar[bool] = True
     compares: ClassVar[bool] = True
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         return whitened(scored.each(deviations(scored.rewards_N, scored.group_N)))
 
     def __str__(self) -> str:
@@ -321,7 +321,7 @@ class PartsNorm:
         if not self.eps > 0:
             raise ConfigError(f"eps = {self.eps}; it must be positive, or a constant part would divide 0 by 0")
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         unknown = sorted(set(self.weights) - set(scored.parts))
         if len(scored.rewards_N) and (unknown or not scored.parts):
             raise ConfigError(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rondel.algos.advantage import whitened
-from rondel.algos.scored_samples import Scored
+from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
 
@@ -95,15 +95,15 @@ class Gae:
     def __post_init__(self) -> None:
         _check_shares(gamma=self.gamma, lam=self.lam)
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         advantages_T, _ = self._both(scored)
         return whitened(advantages_T) if self.whiten else advantages_T
 
-    def returns(self, scored: Scored) -> Tensor:
+    def returns(self, scored: ScoredSamples) -> Tensor:
         """What the critic is to expect of each token.  -> [T]."""
         return self._both(scored)[1]
 
-    def _both(self, scored: Scored) -> tuple[Tensor, Tensor]:
+    def _both(self, scored: ScoredSamples) -> tuple[Tensor, Tensor]:
         assert scored.values_T is not None, "no critic has said what it expects"
         return gae(
             scored.earned, scored.values_T.to(scored.rewards_N.dtype), scored.sample_T, gamma=self.gamma, lam=self.lam
@@ -130,7 +130,7 @@ class Returns:
     def __post_init__(self) -> None:
         _check_shares(gamma=self.gamma)
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         returns_T = returns(scored.earned, scored.sample_T, gamma=self.gamma)
         return whitened(returns_T) if self.whiten else returns_T
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rondel.algos.group_statistics import over_group
-from rondel.algos.scored_samples import Scored
+from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.tensors import Tensor, torch
 from rondel.core.errors import ConfigError
 
@@ -14,7 +14,7 @@ from rondel.core.errors import ConfigError
 class NoShaping:
     """R_i = r_i.  -> [N]."""
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         return scored.rewards_N
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class ClipReward:
         if not self.limit > 0:
             raise ConfigError(f"limit = {self.limit}; it must be positive, or every reward would be the same")
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         return scored.rewards_N.clamp(-self.limit, self.limit)
 
     def __str__(self) -> str:
@@ -139,7 +139,7 @@ class Overlong:
         """Knobs that change nothing as things stand, and why."""
         return {} if self.factor else dict.fromkeys(("max_tokens", "buffer"), "shaping.factor is 0")
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         if self.max_tokens is None:
             raise ConfigError("algo.shaping.max_tokens is not set: set it, or call row.bounded(max_tokens) first")
         start, buffer = self._ramp(self.max_tokens)
@@ -181,7 +181,7 @@ class KimiLength:
         """Knobs that change nothing as things stand, and why."""
         return {} if self.factor else {"above": "shaping.factor is 0"}
 
-    def __call__(self, scored: Scored) -> Tensor:
+    def __call__(self, scored: ScoredSamples) -> Tensor:
         length_N = scored.lengths_N.to(scored.rewards_N.dtype)
         least_N, most_N = (over_group(length_N, scored.group_N, how) for how in ("amin", "amax"))
         lambda_N = torch.where(most_N > least_N, 0.5 - (length_N - least_N) / (most_N - least_N).clamp(min=1), 0.0)

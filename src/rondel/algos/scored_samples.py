@@ -8,7 +8,7 @@ from rondel.algos.tensors import Tensor, torch
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredSamples:
     """N samples of whole groups; T trainable tokens, in the order of the samples.
 
     >>> Scored(torch.tensor([1.0, 0.0]), group_N=torch.tensor([7, 7]), lengths_N=torch.tensor([3, 5]))  # doctest: +SKIP

@@ -35,7 +35,7 @@ from rondel.algos.off_policy_surrogates import CappedWeight, Guided, SecondMomen
 from rondel.algos.override import override
 from rondel.algos.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
 from rondel.algos.reward_transforms import ClipReward, KimiLength, NoShaping, Overlong
-from rondel.algos.scored_samples import Scored
+from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.surrogate import Clip, LogLikelihood, PolicyGradient, Surrogate
 from rondel.algos.tensors import Tensor
 from rondel.algos.tokens import Tokens
@@ -105,8 +105,8 @@ class Algorithm:
 
     name: str
     paper: str
-    shaping: Callable[[Scored], Tensor]  # -> rewards_N
-    advantage: Callable[[Scored], Tensor]  # -> advantages_N, or advantages_T if the rule is `per_token`
+    shaping: Callable[[ScoredSamples], Tensor]  # -> rewards_N
+    advantage: Callable[[ScoredSamples], Tensor]  # -> advantages_N, or advantages_T if the rule is `per_token`
     ratio: Callable[[Tensor, Tensor], Tensor]  # (log_ratio_T, sample_T) -> log_ratio_T
     surrogate: Callable[[Tokens], Surrogate]  # -> loss_T, clipped_T
     correction: Callable[[Tensor, Tensor, Tensor], Tensor]  # (log_weight_T, sample_T, advantages_T) -> weight_T
@@ -188,7 +188,7 @@ class Algorithm:
             idle |= {f"{family}.{knob}": why for knob, why in getattr(part, "idle", {}).items()}
         return idle
 
-    def rewarded(self, scored: Scored) -> Scored:
+    def rewarded(self, scored: ScoredSamples) -> ScoredSamples:
         """Rewards, shaped and charged with the KL: `rewards_N`, and the same by token in
         `earned_T`. What shaping changes is due at the end.
         """
@@ -200,7 +200,7 @@ class Algorithm:
             earned_T, shaped_N = earned_T - cost_T, shaped_N - scored.total(cost_T)
         return replace(scored, rewards_N=shaped_N, earned_T=earned_T)
 
-    def advantages_T(self, scored: Scored) -> Tensor:
+    def advantages_T(self, scored: ScoredSamples) -> Tensor:
         """The advantage of every trainable token, in the order of the samples."""
         found = self.advantage(self.rewarded(scored))
         found_T = found if getattr(self.advantage, "per_token", False) else scored.each(found)
@@ -213,7 +213,7 @@ class Algorithm:
         assert scored.behavior_T is not None and scored.teacher_T is not None
         return found_T - self.distill(scored.behavior_T, scored.teacher_T).to(found_T.dtype)
 
-    def returns_T(self, scored: Scored) -> Tensor:
+    def returns_T(self, scored: ScoredSamples) -> Tensor:
         """What the critic of a row with one is to learn."""
         return self.advantage.returns(self.rewarded(scored))  # type: ignore[attr-defined]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rondel.algos.mixture import Mixture
 from rondel.algos.table import Algorithm
-from rondel.assemble.deployment import ENGINES, TOLERANCE, Placed, place
+from rondel.assemble.deployment import ENGINES, TOLERANCE, Deployment, place
 from rondel.assemble.refusals import (
     refuse,
     refuse_idle_evaluation,
@@ -21,7 +21,7 @@ from rondel.assemble.refusals import (
     refuse_unanswered,
     refuse_unplayed,
 )
-from rondel.assemble.rows import Rows, refuse_unknown_sources, rows_beside, rows_of
+from rondel.assemble.rows import AlgorithmRows, refuse_unknown_sources, rows_beside, rows_of
 from rondel.assemble.workers import Known, mismatch_bound, replays
 from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_deaf_template, refuse_idle_split
 from rondel.core.config import Job
@@ -78,12 +78,12 @@ class Parts:
     """Everything one process needs for one run."""
 
     job: Job
-    rows: Rows
+    rows: AlgorithmRows
     tasks: TaskSet
     order: Admissions
     sampling: Sampling
     pool: RewardPool
-    placed: Placed
+    placed: Deployment
     sync: Update
     judge: Callable[[Group], Verdict]
     env: Any
@@ -394,7 +394,7 @@ def _filter(name: str) -> Any:
         return find("filter", name, FILTERS)()
 
 
-def judge_of(job: Job, rows: Rows) -> Callable[[Group], Verdict]:
+def judge_of(job: Job, rows: AlgorithmRows) -> Callable[[Group], Verdict]:
     """A group passes the filters of its own row, and those of the task."""
 
     def one(row: Algorithm) -> Callable[[Group], Verdict]:
@@ -512,7 +512,7 @@ def _shorter(room: int) -> str:
     return f"leave out what is too long with task.max_prompt_tokens = {room}, or " if room > 0 else ""
 
 
-def sync_of(job: Job, placed: Placed) -> Update:
+def sync_of(job: Job, placed: Deployment) -> Update:
     """The same probe through engine and trainer after every update."""
     known = placed.known
     probe = (

@@ -53,7 +53,7 @@ from rondel.planner import resolve as planner
 from rondel.planner.shapes import hub_cache, of_recipe
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.cluster.process import ProcessCluster
-from rondel.runtime.devices import Device, OneAtATime, Shared, Split, pick_device
+from rondel.runtime.devices import Device, OneAtATime, SharedDevice, Split, pick_device
 from rondel.sync import transport_of
 from rondel.sync.update import Update
 from rondel.train.checkpoint import bytes_needed
@@ -81,13 +81,13 @@ async def _nobody() -> None:
 
 
 @dataclass
-class Placed:
+class Deployment:
     """Engine and trainer as the loop calls them, wherever they are."""
 
     known: Known
     engine: Any
     trainer: Any
-    devices: Shared | Split
+    devices: SharedDevice | Split
     resolved: dict[str, str]
     where: str
     checkpoint_bytes: int
@@ -126,7 +126,7 @@ class Placed:
 
 
 @dataclass
-class Plan:
+class DeploymentPlan:
     """What all placements are made from.
 
     needs     what the rows of the run ask of the trainer
@@ -210,7 +210,7 @@ def place(
     longest: Callable[[Known], int],
     folder: Path | None,
     reward: Any = None,
-) -> Placed:
+) -> Deployment:
     """The parts of a run; of several policies each as if it were alone, and then joined."""
     if reward is not None and (job.place.kind != "shared" or job.policies):
         raise ConfigError(
@@ -219,10 +219,10 @@ def place(
             "leave it out, and give it a device of its own"
         )
     if not job.policies:
-        return placed(Plan(job, needs, sampling, longest, folder, reward=reward))
+        return placed(DeploymentPlan(job, needs, sampling, longest, folder, reward=reward))
     frozen = {name for name, policy in job.policies.items() if policy.frozen}
     workers = {name: 1 if name in frozen else 2 for name in (POLICY, *job.policies)}
-    each: dict[str, Placed] = {}
+    each: dict[str, Deployment] = {}
     with ExitStack() as ends:
         where, beside = job.place, None
         device = pick_device(where.device)
@@ -230,7 +230,7 @@ def place(
             beside = Device(device, None if where.threads == "auto" else where.threads)
             ends.callback(beside.close)
         for name in workers:
-            plan = Plan(
+            plan = DeploymentPlan(
                 job.of_policy(name),
                 needs,
                 sampling,
@@ -246,7 +246,7 @@ def place(
         return whole
 
 
-def placed(plan: Plan) -> Placed:
+def placed(plan: DeploymentPlan) -> Deployment:
     where = plan.job.place
     with plan.ends as ends:
         if plan.frozen:
@@ -258,7 +258,7 @@ def placed(plan: Plan) -> Placed:
         return placed
 
 
-def _shared(plan: Plan) -> Placed:
+def _shared(plan: DeploymentPlan) -> Deployment:
     job, device = plan.job, plan.beside or Device(plan.device, plan.threads)
     if plan.beside is None:
         plan.ends.callback(device.close)
@@ -273,13 +273,13 @@ def _shared(plan: Plan) -> Placed:
         job, plan.needs, plan.sampling, loaded, device, draft=draft, transport=transport, claim=claim
     )
     where = f"one process, {_threads(device.threads)} on {plan.device} for engine and trainer"
-    devices = Shared(
+    devices = SharedDevice(
         engine, trainer, how=job.loop.in_flight, offload=job.trainer.offload, device=plan.device, beside=plan.reward
     )
-    return Placed(known, engine, trainer, devices, ours | theirs, where, bytes_needed(trainer), transport)
+    return Deployment(known, engine, trainer, devices, ours | theirs, where, bytes_needed(trainer), transport)
 
 
-def _split_here(plan: Plan) -> Placed:
+def _split_here(plan: DeploymentPlan) -> Deployment:
     each = plan.threads or max(1, len(cores()) // 2)
     first, second = plan.names(2)
     trainer = TrainerHost(plan.job, plan.needs, plan.sampling, first, each, plan.transport())
@@ -289,10 +289,10 @@ def _split_here(plan: Plan) -> Placed:
     known, resolved, size = trainer.join()
     resolved |= engine.open(plan.longest(known))
     where = f"one process, {_threads(each)} each for engine and trainer"
-    return Placed(known, engine.engine, trainer.trainer, Split(), resolved, where, size, plan.transport())
+    return Deployment(known, engine.engine, trainer.trainer, Split(), resolved, where, size, plan.transport())
 
 
-def _split(plan: Plan) -> Placed:
+def _split(plan: DeploymentPlan) -> Deployment:
     job, mine, led = plan.job, plan.job.engine.kind == "builtin", plan.job.place.cluster == "torchrun"
     ranks = torchrun.rank_and_size()[1] if led else job.place.ranks
     if led and job.place.ranks not in (1, ranks):
@@ -397,7 +397,7 @@ def _split(plan: Plan) -> Placed:
         where += f", which is {job.engine.kind} at {', '.join(others)}"
     engine = remotes[plan.called("engine", 0)] if mine and engines == 1 else _routed(remotes | others, job, known)
     trainer, way = RemoteTrainer(trainers), plan.transport()
-    return Placed(
+    return Deployment(
         known,
         engine,
         trainer,
@@ -414,7 +414,7 @@ def _split(plan: Plan) -> Placed:
     )
 
 
-def _alone_here(plan: Plan) -> Placed:
+def _alone_here(plan: DeploymentPlan) -> Deployment:
     """Weights that nothing trains, on the device that others share or on one of their own.
     Asked again, they draw the same tokens again, so they need no token log."""
     shared = plan.job.place.kind == "shared"
@@ -427,10 +427,10 @@ def _alone_here(plan: Plan) -> Placed:
     speculation = device.call(speculation_of, plan.job, device.name)
     known = Known.of(loaded)
     engine, resolved = engine_of(plan.job, loaded, device, plan.longest(known), speculation, transports={})
-    return Placed(known, engine, None, Split(), resolved, f"an engine on {device.name}", 0, plan.transport())
+    return Deployment(known, engine, None, Split(), resolved, f"an engine on {device.name}", 0, plan.transport())
 
 
-def _alone(plan: Plan) -> Placed:
+def _alone(plan: DeploymentPlan) -> Deployment:
     """The same in a process of its own."""
     cluster, [name] = plan.cluster(1, plan.threads), plan.names(1)
     plan.ends.callback(cluster.close)
@@ -448,7 +448,7 @@ def _alone(plan: Plan) -> Placed:
     resolved = worker.now("open", longest)
     remotes = {plan.called("engine", 0): RemoteEngine(worker, start, longest)}
     engine = remotes[plan.called("engine", 0)]
-    return Placed(
+    return Deployment(
         known,
         engine,
         None,
@@ -464,7 +464,7 @@ def _alone(plan: Plan) -> Placed:
 
 
 def _spawned(
-    plan: Plan, cluster: Cluster, names: list[str], shares: list[tuple[int, ...]], each: int | None
+    plan: DeploymentPlan, cluster: Cluster, names: list[str], shares: list[tuple[int, ...]], each: int | None
 ) -> tuple[list[Any], Any]:
     """The trainer's ranks as workers of the cluster. -> they, and what the first one says of itself."""
     made_of = (plan.job, plan.needs, plan.sampling)
@@ -489,7 +489,7 @@ def _spawned(
     return trainers, told
 
 
-def _led(plan: Plan, ranks: int, device: str, each: int | None) -> tuple[list[Any], Any]:
+def _led(plan: DeploymentPlan, ranks: int, device: str, each: int | None) -> tuple[list[Any], Any]:
     """This process is the first rank, the others follow it."""
     host = TrainerHost(plan.job, plan.needs, plan.sampling, device, each, plan.transport())
     calls = host.device.call(torchrun.joined, host.device.name, collective_patience(plan.job))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rondel.core.config import Critic, Evaluation, Job
+from rondel.core.config import CriticConfig, EvaluationConfig, Job
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.registry import nearest
 from rondel.core.types import DATA, GREEDY, POLICY, Sampling, Task, Trajectory
@@ -12,13 +12,13 @@ from rondel.generate.envs.holdout import content_key
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
-    from rondel.assemble.rows import Rows
+    from rondel.assemble.rows import AlgorithmRows
 
 
 WIDEST = 4096  # tokens that one is drawn from where others were cut: 16 kB a token of an answer
 
 
-def refuse(job: Job, rows: Rows, sampling: Sampling) -> None:
+def refuse(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     """What the keys of a recipe cannot know of each other, and the row says."""
     if sampling.temperature == 0:
         raise ConfigError(
@@ -169,7 +169,7 @@ def refuse_idle_evaluation(job: Job, held_out: list[Task]) -> None:
     """Settings of evaluations that never take place."""
     if held_out:
         return
-    for name, field in Evaluation.model_fields.items():
+    for name, field in EvaluationConfig.model_fields.items():
         if getattr(job.task.eval, name) != field.get_default(call_default_factory=True):
             raise ConfigError(
                 f"task.eval.{name} has no effect: no tasks are held out, so nothing is evaluated. Set task.data.holdout = 50 (eval_path for "
@@ -346,7 +346,7 @@ def refuse_miscast(trajectory: Trajectory, cast: dict[str, str]) -> None:
         )
 
 
-def _policies(job: Job, rows: Rows) -> None:
+def _policies(job: Job, rows: AlgorithmRows) -> None:
     """What weights of their own are not carried with, each by name."""
     if not job.policies:
         return
@@ -404,7 +404,9 @@ def _guides(job: Job, row: Algorithm) -> None:
 
 
 def _critic(job: Job, row: Algorithm) -> None:
-    knobs = [name for name, field in Critic.model_fields.items() if getattr(job.trainer.critic, name) != field.default]
+    knobs = [
+        name for name, field in CriticConfig.model_fields.items() if getattr(job.trainer.critic, name) != field.default
+    ]
     if knobs and "values" not in row.needs:
         raise ConfigError(
             f"trainer.critic.{knobs[0]} has no effect: algo.kind = '{row.name}' has no critic. Remove it, or use kind = 'ppo', "
@@ -412,7 +414,7 @@ def _critic(job: Job, row: Algorithm) -> None:
         )
 
 
-def _teacher(job: Job, rows: Rows, sampling: Sampling) -> None:
+def _teacher(job: Job, rows: AlgorithmRows, sampling: Sampling) -> None:
     pupil = rows.pupil
     if (pupil is not None) != (job.model.teacher is not None):
         raise ConfigError(

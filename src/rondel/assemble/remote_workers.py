@@ -10,7 +10,7 @@ from typing import Any
 
 from rondel.core.errors import EngineError, SilentError, StalledError, WorkerError
 from rondel.core.events import Warned, emit, stalled
-from rondel.core.protocols import Remote
+from rondel.core.protocols import RemoteProxy
 from rondel.core.types import Completion, Message, Request, StepStats
 from rondel.train.pack import Batch
 
@@ -30,7 +30,7 @@ class RemoteEngine:
     catch_up  brings a newcomer the weights that serve; set once there is an update
     """
 
-    def __init__(self, worker: Remote, start: Callable[[], Remote], longest: int) -> None:
+    def __init__(self, worker: RemoteProxy, start: Callable[[], RemoteProxy], longest: int) -> None:
         self._worker, self._start, self._longest = worker, start, longest
         self.catch_up: Callable[[Any], Awaitable[int]] | None = None
         self.version = self.restarts = 0
@@ -68,7 +68,7 @@ class RemoteEngine:
         self.version = await self.catch_up(self)
         return self.version
 
-    async def _again(self, dead: Remote, why: Exception) -> None:
+    async def _again(self, dead: RemoteProxy, why: Exception) -> None:
         async with self._one:
             while self._worker is dead:
                 self.restarts += 1
@@ -98,7 +98,7 @@ class RemoteEngine:
 class RemoteTrainer:
     """All ranks of a trainer: each is asked the same, the first one's answer counts, an error of one is everyone's."""
 
-    def __init__(self, ranks: list[Remote]) -> None:
+    def __init__(self, ranks: list[RemoteProxy]) -> None:
         self._ranks = ranks
         self.moved = False
 

@@ -21,8 +21,8 @@ TAUGHT = frozenset({"teacher_logprobs", "teacher_hidden"})  # what a row may ask
 
 
 @dataclass(frozen=True)
-class Rows:
-    """`Rows(GRPO, {"code": (RLOO, 1.0)})`: the tasks of the source "code" are trained by RLOO, all others by GRPO.
+class AlgorithmRows:
+    """`AlgorithmRows(GRPO, {"code": (RLOO, 1.0)})`: the tasks of the source "code" are trained by RLOO, all others by GRPO.
 
     main    trains whatever no other row is for
     of      by the name of a source: its row, and what its loss counts beside that of `main`
@@ -49,11 +49,11 @@ class Rows:
         return frozenset().union(*(row.needs for row in self.all))
 
 
-def rows_of(job: Job) -> Rows:
+def rows_of(job: Job) -> AlgorithmRows:
     """Every row with the length that the recipe gives it."""
     section = {name: value for name, value in job.algo.model_dump().items() if value != {} and name not in OF_GROUPS}
     job.algo._read.update(type(job.algo).model_fields)
-    return Rows(
+    return AlgorithmRows(
         _row(job, section), {name: _of_source(job, name, dict(table)) for name, table in job.algo.sources.items()}
     )
 
@@ -62,7 +62,7 @@ def rows_beside(job: Job) -> list[Algorithm]:
     return [_row(job, {"kind": beside.kind}) for beside in job.algo.beside]
 
 
-def refuse_unknown_sources(job: Job, rows: Rows, tasks: list[Task]) -> None:
+def refuse_unknown_sources(job: Job, rows: AlgorithmRows, tasks: list[Task]) -> None:
     """A row or a teacher for a source of which there is no task, and a source that nobody teaches."""
     known = list(dict.fromkeys(task.stream for task in tasks))
     named = {f"algo.sources.{name}": name for name in rows.of}

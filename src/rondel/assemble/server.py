@@ -15,7 +15,7 @@ from rondel.core.protocols import Transport
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.notebook import speculation_of
 from rondel.generate.engine.server.process import run
-from rondel.generate.engine.server.service import Limits, Service
+from rondel.generate.engine.server.service import RequestLimits, Service
 from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load
 from rondel.runtime.devices import Device, keep_memory, pick_device
@@ -25,7 +25,7 @@ from rondel.text.unicode import visible
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ServerSettings:
     """What `rondel serve` was asked."""
 
     host: str = "127.0.0.1"
@@ -41,10 +41,10 @@ class Settings:
     speculative: str = "off"
     compile: bool = False
     drain: float = 30.0
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
 
 
-def serve(model: str | dict[str, Any], settings: Settings, *, ready: Callable[[str, int, str], None]) -> None:
+def serve(model: str | dict[str, Any], settings: ServerSettings, *, ready: Callable[[str, int, str], None]) -> None:
     """Returns after a drain. `ready(host, port, what)` is called when it listens."""
     keep_memory()
     device_name = pick_device(settings.device)

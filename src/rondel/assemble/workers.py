@@ -39,11 +39,11 @@ from rondel.sync.from_tensor import FromTensor
 from rondel.train.checkpoint import bytes_needed
 from rondel.train.critic import Critic
 from rondel.train.draft import DraftTrainer
-from rondel.train.fsdp import Meeting, Sharded
+from rondel.train.fsdp import Rendezvous, Sharded
 from rondel.train.mismatch import bound_of
 from rondel.train.pack import Batch
 from rondel.train.parallel import ALONE, Alone
-from rondel.train.step import LocalTrainer, Settings
+from rondel.train.step import LocalTrainer, TrainSettings
 from rondel.train.teachers import Teacher
 
 
@@ -230,7 +230,7 @@ class TrainerHost:
             self.transport.host = host
         if ranks == 1:
             return None
-        self.meeting = Meeting(host)
+        self.meeting = Rendezvous(host)
         return self.meeting.address
 
     def join(
@@ -240,7 +240,7 @@ class TrainerHost:
         known = Known.of(self.loaded)
         if size > 1:
             # None: torchrun has joined them
-            meeting = None if address is None else self.meeting if rank == 0 else Meeting.at(address)
+            meeting = None if address is None else self.meeting if rank == 0 else Rendezvous.at(address)
             patience = collective_patience(self.job)
             self.ranks = self.device.call(
                 lambda: Sharded(rank, size, meeting, device=self.device.name, patience=patience)
@@ -389,9 +389,9 @@ def mismatch_bound(job: Job, loaded: Loaded | Known) -> float:
 
 def settings_of(
     job: Job, sampling: Sampling, micro_tokens: int, *, replay_routes: bool, mismatch_bound: float
-) -> Settings:
+) -> TrainSettings:
     t = job.trainer
-    return Settings(
+    return TrainSettings(
         lr=t.lr,
         temperature=sampling.temperature,
         schedule=t.schedule,
@@ -412,7 +412,7 @@ def settings_of(
     )
 
 
-def warmup_settings(job: Job, settings: Settings) -> Settings:
+def warmup_settings(job: Job, settings: TrainSettings) -> TrainSettings:
     """The supervised phase: its own learning rate, constant."""
     return replace(
         settings,
@@ -427,7 +427,7 @@ def warmup_settings(job: Job, settings: Settings) -> Settings:
     )
 
 
-def critic_of(job: Job, loaded: Loaded, settings: Settings, ranks: Alone) -> Critic:
+def critic_of(job: Job, loaded: Loaded, settings: TrainSettings, ranks: Alone) -> Critic:
     """A copy of the policy as it will be at the critic's first step, or a model of its own that
     reads the same tokens.
     """

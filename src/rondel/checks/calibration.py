@@ -19,7 +19,7 @@ from rondel.core.events import StepDone, subscribe
 from rondel.models.load import pick_dtype
 from rondel.planner import cost
 from rondel.planner.hardware import DEVICES, GB, TERA, Hardware, remember
-from rondel.planner.workload import Setting, of_job
+from rondel.planner.workload import Workload, of_job
 
 SMALL = {
     "hidden_size": 96,
@@ -74,7 +74,7 @@ def calibrate() -> str:
     )
 
 
-Run = tuple[Setting, Paced]
+Run = tuple[Workload, Paced]
 
 
 def fitted(on: Hardware, long: Run, many: Run, large: Run) -> Hardware:
@@ -144,7 +144,7 @@ def job_of(model: dict[str, Any], width: int, *, groups: int, new: int) -> Job:
     )
 
 
-def measured(job: Job, *, first: int = 1) -> tuple[Setting, Paced]:
+def measured(job: Job, *, first: int = 1) -> tuple[Workload, Paced]:
     """Run it in a folder of its own. -> its setting with the lengths that it had, and its pace
     after the first steps.
     """

@@ -12,7 +12,7 @@ from typing import Any
 
 from rondel.assemble.components import LENDS, env_of, sampling_of
 from rondel.assemble.workers import sight_within
-from rondel.checks.scripted_policy import Meeting, Played, Script, Stage, scripts
+from rondel.checks.scripted_policy import Played, RequestBarrier, Script, Stage, scripts
 from rondel.core.config import Job
 from rondel.core.errors import RondelError
 from rondel.core.types import Failed, Score, Task
@@ -22,7 +22,7 @@ from rondel.generate.envs.tools import Tools
 from rondel.models.load import tokenizer_of
 from rondel.score import addresses
 from rondel.score.pool import RewardPool
-from rondel.score.preflight import PAID, Finding, Scores, judged, p95
+from rondel.score.preflight import PAID, CheckFinding, Scores, judged, p95
 from rondel.score.result import placed, read
 
 JUDGED = ("gold", "empty", "wrong")
@@ -36,7 +36,7 @@ PATIENCE = 5.0  # seconds for the slowest of them to ask, once another has
 class Checked:
     """What was found, and what was measured: seconds as figures["env_median_s"], a share as figures["together"]."""
 
-    findings: list[Finding]
+    findings: list[CheckFinding]
     figures: dict[str, float]
 
     @property
@@ -53,12 +53,12 @@ def check_env(job: Job, *, n: int = 20, timeout: float = 60.0, patience: float =
         sight = sight_within(job, sight, str(job.model.path))
         stage = Stage(env, tokenizer, sampling_of(job), context, job.task.system, timeout, sight)
     except RondelError as error:
-        return Checked([Finding("recipe", False, str(error), "see the message")], {})
+        return Checked([CheckFinding("recipe", False, str(error), "see the message")], {})
     pool: list[RewardPool] = []
     try:
         return asyncio.run(_Check(job, stage, tasks, patience, pool).run())
     except RondelError as error:  # a reward that cannot be made
-        return Checked([Finding("reward", False, str(error), "see the message")], {})
+        return Checked([CheckFinding("reward", False, str(error), "see the message")], {})
     finally:
         for one in pool:
             one.close()
@@ -84,7 +84,7 @@ class _Check:
         found += await self._scores(played)
         found += [
             _closed(opened, left),
-            Finding(
+            CheckFinding(
                 "blocking",
                 not stalls.longest,
                 f"the event loop stood still for {stalls.longest:.2f} s at {stalls.where}"
@@ -128,44 +128,48 @@ class _Check:
         began = loop.time()
         await asyncio.gather(*(self.stage.play("wrong", task, self.scripts["wrong"]) for task in few))
         self.figures["together"] = (loop.time() - began) / max(alone, 1e-9)
-        meeting = Meeting(len(few), self.patience)
+        meeting = RequestBarrier(len(few), self.patience)
         met = await asyncio.gather(
             *(self.stage.play("wrong", task, self.scripts["wrong"], meeting=meeting) for task in few)
         )
         return again, meeting.most, alone, list(met)
 
-    def _runs(self, played: list[Played]) -> Finding:
+    def _runs(self, played: list[Played]) -> CheckFinding:
         faults = [p for p in played if p.fault]
         if not faults:
-            return Finding("runs", True, f"{len(played)} episodes of {len(self.scripts)} scripts ended without a fault")
+            return CheckFinding(
+                "runs", True, f"{len(played)} episodes of {len(self.scripts)} scripts ended without a fault"
+            )
         message = f"{len(faults)} of {len(played)} episodes broke; {faults[0].where}: {faults[0].fault}"
-        return Finding(
+        return CheckFinding(
             "runs",
             False,
             message,
             "whatever the policy writes is an answer to read or to score; raise only when the world breaks",
         )
 
-    def _budget(self, played: list[Played]) -> Finding:
+    def _budget(self, played: list[Played]) -> CheckFinding:
         rule = "give messages through chat.give alone, and end the episode when reply() says 'length' or the turns are over"
         for p in played:
             longest = max((len(t.tokens) for t in p.trajectories), default=0)
             if longest > self.stage.max_context:
-                return Finding(
+                return CheckFinding(
                     "budget", False, f"{p.where}: {longest} tokens, the context holds {self.stage.max_context}", rule
                 )
             if any(r.sampling.max_tokens > self.stage.sampling.max_tokens for r, _ in p.actor.drawn):
-                return Finding("budget", False, f"{p.where}: it asks for more than engine.sampling.max_tokens", rule)
+                return CheckFinding(
+                    "budget", False, f"{p.where}: it asks for more than engine.sampling.max_tokens", rule
+                )
             if p.actor.asked > self.stage.most or f"of at most {self.stage.most}" in p.fault:
-                return Finding("budget", False, f"{p.where}: more than {self.stage.most} replies", rule)
+                return CheckFinding("budget", False, f"{p.where}: more than {self.stage.most} replies", rule)
         turns = max(p.actor.asked for p in played)
         longest = max((len(t.tokens) for p in played for t in p.trajectories), default=0)
         self.figures |= {"turns": turns, "tokens": longest}
-        return Finding(
+        return CheckFinding(
             "budget", True, f"at most {turns} replies and {longest} tokens an episode, of {self.stage.max_context}"
         )
 
-    async def _scores(self, played: list[Played]) -> list[Finding]:
+    async def _scores(self, played: list[Played]) -> list[CheckFinding]:
         scores: Scores = {name: [] for name in JUDGED}
         failed: list[tuple[str, Task, Failed]] = []
         values: list[float] = []
@@ -186,12 +190,12 @@ class _Check:
             if values
             else "no episode has a score"
         )
-        found = [Finding("scores", bool(values), where, "set chat.trajectory.score, or task.reward")]
+        found = [CheckFinding("scores", bool(values), where, "set chat.trajectory.score, or task.reward")]
         if not any(p.script == "gold" for p in played):
             told = "no task has an 'answer' and the environment no gold(task), so gold was not tried"
             return [
                 *found,
-                Finding("gold", True, told),
+                CheckFinding("gold", True, told),
                 *judged({"gold": [], "empty": [], "wrong": []}, failed, len(ended))[:1],
             ]
         return found + judged(scores, failed, len(ended))
@@ -209,19 +213,19 @@ class _Check:
         self.rewards.append(asyncio.get_running_loop().time() - began)
         return score
 
-    def _together(self, met: int, alone: float, at_once: list[Played]) -> Finding:
+    def _together(self, met: int, alone: float, at_once: list[Played]) -> CheckFinding:
         n, ratio = len(at_once), self.figures["together"]
         if met < n:
             message = f"of {n} episodes begun at once {met} asked the policy; the others waited for these to end"
-            return Finding("together", False, message, "no lock around an episode: give each a world of its own")
+            return CheckFinding("together", False, message, "no lock around an episode: give each a world of its own")
         took = (
             f"they take {ratio:.2f} of the time of one after the other"
             if alone > SHORT
             else "they are too short to compare their times"
         )
-        return Finding("together", True, f"{n} episodes at once ask side by side; {took}")
+        return CheckFinding("together", True, f"{n} episodes at once ask side by side; {took}")
 
-    def _same(self, played: list[Played], again: list[Played]) -> Finding:
+    def _same(self, played: list[Played], again: list[Played]) -> CheckFinding:
         """Told, and not required: the world may draw."""
         first = {p.task.id: p.told for p in played if p.script == "wrong"}
         other = sum(first[p.task.id] != p.told for p in again)
@@ -231,12 +235,12 @@ class _Check:
             if other
             else "the same tokens"
         )
-        return Finding("same twice", True, said)
+        return CheckFinding("same twice", True, said)
 
-    def _times(self, played: list[Played]) -> list[Finding]:
-        def told(what: str, seconds: list[float]) -> Finding:
+    def _times(self, played: list[Played]) -> list[CheckFinding]:
+        def told(what: str, seconds: list[float]) -> CheckFinding:
             self.figures |= {f"{what}_median_s": statistics.median(seconds), f"{what}_p95_s": p95(seconds)}
-            return Finding(
+            return CheckFinding(
                 f"time: {what}",
                 True,
                 f"{statistics.median(seconds) * 1e3:.1f} ms a call, 95 % within {p95(seconds) * 1e3:.1f} ms",
@@ -246,12 +250,12 @@ class _Check:
         return [told("env", calls), *([told("reward", self.rewards)] if self.rewards else [])]
 
 
-def _record(played: list[Played]) -> Finding:
+def _record(played: list[Played]) -> CheckFinding:
     wrong = [(p, said) for p in played if (said := p.misrecorded())]
     if not wrong:
-        return Finding("record", True, "every token is masked as given, or is one that the policy drew there")
+        return CheckFinding("record", True, "every token is masked as given, or is one that the policy drew there")
     p, said = wrong[0]
-    return Finding(
+    return CheckFinding(
         "record", False, f"{p.where}: {said}", "leave chat.trajectory to the chat: give() and reply() write it"
     )
 
@@ -268,7 +272,7 @@ def _counted(env: Any) -> dict[str, list[int]]:
 
 
 def _counting(one: type, count: list[int]) -> type:
-    class Counted(one):  # type: ignore[misc]
+    class CallCounts(one):  # type: ignore[misc]
         def __init__(self, task: Task) -> None:
             super().__init__(task)
             count[0] += 1
@@ -277,8 +281,8 @@ def _counting(one: type, count: list[int]) -> type:
             count[1] += 1
             return super().close()
 
-    Counted.__name__ = one.__name__
-    return Counted
+    CallCounts.__name__ = one.__name__
+    return CallCounts
 
 
 async def _left() -> int:
@@ -291,17 +295,17 @@ async def _left() -> int:
     return len(left)
 
 
-def _closed(opened: dict[str, list[int]], left: int) -> Finding:
+def _closed(opened: dict[str, list[int]], left: int) -> CheckFinding:
     open_still = {name: made - closed for name, (made, closed) in opened.items() if made != closed}
     if open_still or left:
         what = ", ".join(
             [*(f"{n} {name}" for name, n in open_still.items()), *([f"{left} tasks of the event loop"] if left else [])]
         )
-        return Finding(
+        return CheckFinding(
             "closed",
             False,
             f"left open behind the last episode: {what}",
             "end what an episode began in a finally, or in close()",
         )
     tools = ", ".join(f"{made} {name}" for name, (made, _) in opened.items())
-    return Finding("closed", True, f"nothing is left open{f'; closed: {tools}' if tools else ''}")
+    return CheckFinding("closed", True, f"nothing is left open{f'; closed: {tools}' if tools else ''}")

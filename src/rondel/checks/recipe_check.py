@@ -19,11 +19,11 @@ from rondel.planner.resolve import free_memory
 from rondel.runtime.devices import keep_memory
 from rondel.runtime.sandbox.probe import isolation
 from rondel.score import kinds
-from rondel.score.preflight import GROUPS, Finding, check_reward
+from rondel.score.preflight import GROUPS, CheckFinding, check_reward
 from rondel.train.checkpoint import Checkpoints
 
 
-def check(job: Job, *, asked: bool = False) -> list[Finding]:
+def check(job: Job, *, asked: bool = False) -> list[CheckFinding]:
     """The recipe, its data, the reward on gold, empty and wrong answers, the signal,
     memory, disk, and a few steps at lr = 0.
 
@@ -33,12 +33,15 @@ def check(job: Job, *, asked: bool = False) -> list[Finding]:
     try:
         parts = build(job.on_one_device())
     except RondelError as error:
-        return [Finding("recipe", False, str(error))]
+        return [CheckFinding("recipe", False, str(error))]
     try:
-        found = [Finding("recipe", True, f"{parts.row.name} on {parts.known.name}: {batch_line(job)}"), _tasks(parts)]
+        found = [
+            CheckFinding("recipe", True, f"{parts.row.name} on {parts.known.name}: {batch_line(job)}"),
+            _tasks(parts),
+        ]
         if told := read_as_text(all_tasks(parts.tasks, parts.shown), parts.known.tokenizer):
-            found.append(Finding("control tokens", True, told))
-        found += [Finding(f"policy {name}", True, _policy(parts, name)) for name in job.policies]
+            found.append(CheckFinding("control tokens", True, told))
+        found += [CheckFinding(f"policy {name}", True, _policy(parts, name)) for name in job.policies]
         found += _boxes(job)
         found += asyncio.run(_live(parts, asked=asked))
         return [*found, _memory(parts), _disk(parts)]
@@ -55,7 +58,7 @@ def _policy(parts: Parts, name: str) -> str:
     )
 
 
-def _tasks(parts: Parts) -> Finding:
+def _tasks(parts: Parts) -> CheckFinding:
     t = parts.tasks
     dropped = {
         f"duplicate{'s' * (t.duplicates != 1)}": t.duplicates,
@@ -65,8 +68,8 @@ def _tasks(parts: Parts) -> Finding:
     left_out = ", ".join(f"{n} {why}" for why, n in dropped.items() if n) or "none"
     message = f"{len(t.train)} to train on, {len(t.held_out)} held out; left out: {left_out}"
     if t.held_out:
-        return Finding("tasks", True, message)
-    return Finding(
+        return CheckFinding("tasks", True, message)
+    return CheckFinding(
         "tasks",
         False,
         f"{message}: nothing to measure progress with",
@@ -74,16 +77,16 @@ def _tasks(parts: Parts) -> Finding:
     )
 
 
-def _boxes(job: Job) -> list[Finding]:
+def _boxes(job: Job) -> list[CheckFinding]:
     """Whether code of the policy runs, and behind what; a recipe that has none for it was not built."""
     python = "python" in job.task.tools
     if not python and "code" not in kinds(job.task.reward):
         return []
-    found = [Finding("sandbox", True, isolation().line())]
+    found = [CheckFinding("sandbox", True, isolation().line())]
     return [*found, _python_tool()] if python else found
 
 
-def _python_tool() -> Finding:
+def _python_tool() -> CheckFinding:
     tool = TOOLS["python"](Task("check", "tools", {}))
     began = time.perf_counter()
     try:
@@ -93,15 +96,17 @@ def _python_tool() -> Finding:
     finally:
         tool.close()
     if said == "42":
-        return Finding("python tool", True, f"answers, the first call in {1e3 * (time.perf_counter() - began):.0f} ms")
-    return Finding(
+        return CheckFinding(
+            "python tool", True, f"answers, the first call in {1e3 * (time.perf_counter() - began):.0f} ms"
+        )
+    return CheckFinding(
         "python tool", False, f"6 * 7 is answered with {said!r:.200}", "see `rondel doctor` for what the sandbox needs"
     )
 
 
-async def _live(parts: Parts, *, asked: bool) -> list[Finding]:
+async def _live(parts: Parts, *, asked: bool) -> list[CheckFinding]:
     rewards = await check_reward(parts.pool, parts.tasks.train)
-    found = [Finding(f"reward: {f.what}", f.ok, f.message, f.remedy) for f in rewards]
+    found = [CheckFinding(f"reward: {f.what}", f.ok, f.message, f.remedy) for f in rewards]
     await parts.sync(parts.trainer, parts.engine)
     rollouts = rollouts_of(parts)
     tasks = parts.tasks.train[:GROUPS]
@@ -115,7 +120,7 @@ async def _live(parts: Parts, *, asked: bool) -> list[Finding]:
     return [*found, *_signal(parts, groups), *await self_test(parts, groups, prepare, asked=asked)]
 
 
-def _signal(parts: Parts, groups: list[Group]) -> list[Finding]:
+def _signal(parts: Parts, groups: list[Group]) -> list[CheckFinding]:
     answers = [t for g in groups for t in g.trajectories]
     silent = parts.job.policies.keys() - {t.policy for t in answers}
     failed = [t.score for t in answers if isinstance(t.score, Failed)]
@@ -124,14 +129,14 @@ def _signal(parts: Parts, groups: list[Group]) -> list[Finding]:
     cut = sum(t.finish_reason == "length" for t in answers) / len(answers)
     warm = parts.job.loop.warmup.steps
     found = [
-        Finding(
+        CheckFinding(
             "signal",
             mixed > 0 or warm > 0,
             f"{mixed} of {len(groups)} groups have mixed rewards, mean reward {mean:.2f}"
             + " (before the supervised phase)" * (warm > 0),
             "an easier or harder task, a larger group_size, or a supervised phase first (loop.warmup)",
         ),
-        Finding(
+        CheckFinding(
             "length",
             cut < 0.9 or warm > 0,
             f"{cut:.0%} of the answers hit engine.sampling.max_tokens",
@@ -139,7 +144,7 @@ def _signal(parts: Parts, groups: list[Group]) -> list[Finding]:
         ),
     ]
     found += [
-        Finding(
+        CheckFinding(
             f"policy {name}",
             False,
             "no agent that it plays wrote anything",
@@ -149,7 +154,7 @@ def _signal(parts: Parts, groups: list[Group]) -> list[Finding]:
     ]
     if failed:
         found.append(
-            Finding(
+            CheckFinding(
                 "rollouts",
                 False,
                 f"{len(failed)} of {len(answers)} answers could not be scored: {failed[0].reason} {failed[0].detail}",
@@ -158,7 +163,7 @@ def _signal(parts: Parts, groups: list[Group]) -> list[Finding]:
     return found
 
 
-def _memory(parts: Parts) -> Finding:
+def _memory(parts: Parts) -> CheckFinding:
     trainers = parts.placed.trainers.values()
     owners = [owner for t in trainers for owner in (t.weights, *([t.critic.weights] if t.critic else []))]
     held = parts.trainer.offload.memory()
@@ -170,18 +175,18 @@ def _memory(parts: Parts) -> Finding:
     free = free_memory()  # beside the copy that computes: master, gradient, two moments
     several = f" of {len(trainers)} policies" if len(trainers) > 1 else ""
     message = f"weights{several} {_size(loaded)}; training needs {_size(needed)} more, {_size(free)} are free"
-    return Finding("memory", needed < free, message, "a smaller model, or a machine with more memory")
+    return CheckFinding("memory", needed < free, message, "a smaller model, or a machine with more memory")
 
 
-def _disk(parts: Parts) -> Finding:
+def _disk(parts: Parts) -> CheckFinding:
     folder = Path(parts.job.run.folder)
     existing = next((p for p in [folder, *folder.parents] if p.is_dir()), Path(tempfile.gettempdir()))
     needed = parts.placed.checkpoint_bytes
     try:
         Checkpoints(existing, parts.job.run.checkpoint.keep).check_disk(needed)
     except CheckpointError as error:
-        return Finding("disk", False, str(error))
-    return Finding(
+        return CheckFinding("disk", False, str(error))
+    return CheckFinding(
         "disk", True, f"a checkpoint takes {_size(needed)}; the newest {parts.job.run.checkpoint.keep} are kept"
     )
 

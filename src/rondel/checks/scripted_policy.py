@@ -28,7 +28,7 @@ RUNAWAY = 1000  # replies of one episode, of an environment that does not say ho
 FEW = 12  # tokens of garbage
 
 
-class Meeting:
+class RequestBarrier:
     """Holds the first request of each until all n have asked, or until the patience of one of them ends."""
 
     def __init__(self, n: int, patience: float) -> None:
@@ -55,7 +55,7 @@ class Actor:
     task: Task
     script: Script
     most: int
-    meeting: Meeting | None = None
+    meeting: RequestBarrier | None = None
     dies: bool = False
     drawn: list[tuple[Request, Completion]] = field(default_factory=list)
     seconds: float = 0.0  # in here
@@ -172,7 +172,7 @@ class Stage:
         return turns if isinstance(turns, int) and turns < RUNAWAY else RUNAWAY
 
     async def play(
-        self, name: str, task: Task, script: Script, *, meeting: Meeting | None = None, dies: bool = False
+        self, name: str, task: Task, script: Script, *, meeting: RequestBarrier | None = None, dies: bool = False
     ) -> Played:
         actor = Actor(self.tokenizer, task, script, self.most, meeting, dies)
         chat = WatchedChat(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rondel.core.types import POLICY, Group
-from rondel.score.preflight import Finding
+from rondel.score.preflight import CheckFinding
 from rondel.train.multi_policy import named
 
 if TYPE_CHECKING:
@@ -25,17 +25,21 @@ WATCHED = ("train/ratio_max_deviation", "train/clip_fraction", "train/grad_norm"
 
 async def self_test(
     parts: Parts, groups: list[Group], prepare: Callable[[list[Group]], Awaitable[Any]], *, asked: bool
-) -> list[Finding]:
+) -> list[CheckFinding]:
     """One finding each: the ratio is 1, nothing is clipped, every weight keeps its bits, trainer and engine agree."""
     known, scored = {POLICY: parts.known, **parts.placed.others}, [g for g in groups if g.rewards]
     trainers = parts.placed.trainers
     weights = sum(known[name].parameters for name in trainers)
     if weights > SMALL and not asked:
         return [
-            Finding("lr = 0", True, f"not run on {weights / 1e9:.1f} billion weights; rondel check --self-test runs it")
+            CheckFinding(
+                "lr = 0", True, f"not run on {weights / 1e9:.1f} billion weights; rondel check --self-test runs it"
+            )
         ]
     if not scored:
-        return [Finding("lr = 0", False, "no scored rollouts to train on", "look at the findings about the reward")]
+        return [
+            CheckFinding("lr = 0", False, "no scored rollouts to train on", "look at the findings about the reward")
+        ]
     settings = {name: trainer.main for name, trainer in trainers.items()}
     for trainer in trainers.values():
         trainer.main = trainer.main.at_rest()
@@ -46,7 +50,7 @@ async def self_test(
             stats = await parts.trainer.step(batch, parts.algo)
         if not stats.stepped:
             return [
-                Finding(
+                CheckFinding(
                     "lr = 0",
                     False,
                     f"a finite-check refused the step: {stats.note}",
@@ -67,21 +71,21 @@ async def self_test(
     )
 
 
-def _findings(worst: dict[str, float], *, changed: bool, gap: float, most: float) -> Iterator[Finding]:
+def _findings(worst: dict[str, float], *, changed: bool, gap: float, most: float) -> Iterator[CheckFinding]:
     """What the largest number of all steps says."""
     ratio, clipped = worst.get("train/ratio_max_deviation", 0.0), worst.get("train/clip_fraction", 0.0)
     apart, k3 = worst.get("train/gap_mean"), worst.get("train/mismatch_k3", 0.0)
     anchor = "the proximal logprobs are not those of the policy: a pass is not deterministic, or dropout is on"
-    yield Finding("lr = 0: ratio", ratio <= gap, f"differs from 1 by at most {ratio:.1e}", anchor)
-    yield Finding("lr = 0: clip", clipped == 0, f"{clipped:.1%} of the tokens are clipped", anchor)
+    yield CheckFinding("lr = 0: ratio", ratio <= gap, f"differs from 1 by at most {ratio:.1e}", anchor)
+    yield CheckFinding("lr = 0: clip", clipped == 0, f"{clipped:.1%} of the tokens are clipped", anchor)
     kept = f"{'CHANGED' if changed else 'the same bits'} after {STEPS} steps, gradient norm {worst.get('train/grad_norm', 0.0):.1e}"
-    yield Finding(
+    yield CheckFinding(
         "lr = 0: weights", not changed, kept, "something beside the optimizer writes weights: an own trainer or model?"
     )
     if apart is not None:
         told = f"mean |trainer - engine| {apart:.1e} nats a token (at most {gap:g}), K3 {k3:.1e} (at most {most:g})"
         remedy = "engine and trainer disagree: model.dtype = 'float32' or engine.numerics = 'aligned' tells rounding from a bug"
-        yield Finding("lr = 0: gap", apart < gap and k3 <= most, told, remedy)
+        yield CheckFinding("lr = 0: gap", apart < gap and k3 <= most, told, remedy)
 
 
 def _bits(trainer: LocalTrainer) -> bytes:

@@ -39,12 +39,12 @@ def run(
 
 def values(section: Any, overridden: set[str], prefix: str = "") -> list[tuple[str, Any, str]]:
     """(dotted key, final value, "recipe" | "command line" | "default") of every leaf."""
-    from rondel.core.config import Section
+    from rondel.core.config import ConfigSection
 
     rows = []
     for name in type(section).model_fields:
         key, value = f"{prefix}{name}", getattr(section, name)
-        if isinstance(value, Section):
+        if isinstance(value, ConfigSection):
             rows += values(value, overridden, f"{key}.")
         elif key == "policies" and value:
             for policy, table in value.items():

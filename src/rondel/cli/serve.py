@@ -56,7 +56,7 @@ def run(
     OpenAI's completions and chat, and SGLang's control endpoints for trainers.
     """
     try:
-        from rondel.assemble.server import Limits, Settings, serve
+        from rondel.assemble.server import RequestLimits, ServerSettings, serve
         from rondel.driver.elastic_engines import check_run, register
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("starlette", "uvicorn", "prometheus_client"):
@@ -77,7 +77,7 @@ def run(
     with ends:
         serve(
             _model(model),
-            Settings(
+            ServerSettings(
                 host=host,
                 port=port,
                 api_key=api_key,
@@ -90,7 +90,7 @@ def run(
                 speculative=speculative,
                 compile=compile,
                 drain=drain,
-                limits=Limits(body=max_body, samples=max_samples, queue=max_queue, deadline=deadline),
+                limits=RequestLimits(body=max_body, samples=max_samples, queue=max_queue, deadline=deadline),
             ),
             ready=ready,
         )

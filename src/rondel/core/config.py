@@ -24,7 +24,7 @@ Count = Annotated[int, Field(ge=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     """Frozen, closed, and it notes which of its keys were read (law 12)."""
 
     model_config = CLOSED
@@ -41,7 +41,7 @@ class Section(BaseModel):
         out = []
         for name in self.model_fields_set:
             value = self.__dict__.get(name)
-            if isinstance(value, Section):
+            if isinstance(value, ConfigSection):
                 out += value.unread(f"{prefix}{name}.")
             elif name not in self._read and value != type(self).model_fields[name].get_default(
                 call_default_factory=True
@@ -50,7 +50,7 @@ class Section(BaseModel):
         return sorted(out)
 
 
-class Adapter(Section):
+class AdapterConfig(ConfigSection):
     """Few new numbers beside the model's own, which stay as they are: they alone are trained, published and stored."""
 
     kind: Literal["off", "lora", "qlora"] = Field(
@@ -65,7 +65,7 @@ class Adapter(Section):
     dropout: float = Field(0.0, description="only 0: with it the trainer could not recompute what the engine drew from")
 
     @model_validator(mode="after")
-    def _what_is_carried(self) -> Adapter:
+    def _what_is_carried(self) -> AdapterConfig:
         mine = self.__dict__
         if mine["dropout"]:
             raise ValueError(
@@ -82,7 +82,7 @@ class Adapter(Section):
         return self
 
 
-class Teacher(BaseModel):
+class TeacherConfig(BaseModel):
     """One of several: `{ path = "big-math", source = "math" }`, or one that is served:
     `{ url = "http://127.0.0.1:30000" }`.
     """
@@ -95,7 +95,7 @@ class Teacher(BaseModel):
     source: str | None = None
 
     @model_validator(mode="after")
-    def _one_place(self) -> Teacher:
+    def _one_place(self) -> TeacherConfig:
         if (self.path is None) == (self.url is None):
             raise ValueError(
                 "a teacher has either a path, and is loaded here, or a url, where it is served: "
@@ -108,17 +108,17 @@ class Teacher(BaseModel):
         return self.url or str(self.path)
 
 
-class Model(Section):
+class ModelConfig(ConfigSection):
     path: str | dict[str, Any] = Field(
         description='folder, hub id, GGUF file, "smollm2-135m", or { random = "llama", ... }'
     )
-    teacher: str | dict[str, Any] | list[Teacher] | None = Field(
+    teacher: str | dict[str, Any] | list[TeacherConfig] | None = Field(
         None, description="as path; or several: { path, weight, source }, or { url, kind } for one that is served"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="compute dtype; master weights are always float32"
     )
-    adapter: Adapter = Adapter()
+    adapter: AdapterConfig = AdapterConfig()
     tower: Literal["frozen", "trained"] = Field(
         "frozen",
         description="of a vision-language model: whether what encodes images learns, too; frozen, it costs no gradient",
@@ -129,12 +129,12 @@ class Model(Section):
     )
 
     @property
-    def teachers(self) -> list[Teacher]:
+    def teachers(self) -> list[TeacherConfig]:
         told = self.teacher
-        return told if isinstance(told, list) else [] if told is None else [Teacher(path=told)]
+        return told if isinstance(told, list) else [] if told is None else [TeacherConfig(path=told)]
 
 
-class Evaluation(Section):
+class EvaluationConfig(ConfigSection):
     every: int = Field(0, ge=0, description="evaluate every so many steps; 0 is only before and after")
     n: int = Field(0, ge=0, description="how many held-out tasks; 0 is all")
     temperature: float = Field(0.0, ge=0)
@@ -144,7 +144,7 @@ class Evaluation(Section):
     )
 
 
-class Example(BaseModel):
+class ExampleConfig(BaseModel):
     """One solved question: `{ prompt = "2 + 2 =", answer = "4" }`."""
 
     model_config = CLOSED
@@ -152,7 +152,7 @@ class Example(BaseModel):
     answer: str = Field(min_length=1)
 
 
-class TaskSection(Section):
+class TaskConfig(ConfigSection):
     env: str = "single_turn"
     data: dict[str, Any]
     curriculum: dict[str, Any] = Field({}, description='{ kind = "shuffle" }, "easy_first", "priority" or "band"')
@@ -165,7 +165,7 @@ class TaskSection(Section):
     filters: list[str] = Field([], description="beside the row's own: signal, truncated, repetition")
     suffix: str = ""
     system: str | None = None
-    examples: list[Example] = Field(
+    examples: list[ExampleConfig] = Field(
         [],
         description="few-shot: { prompt, answer } shown as earlier turns before every question, each prompt with the suffix",
     )
@@ -197,14 +197,14 @@ class TaskSection(Section):
         le=LONGEST,
         description="seconds that a run with more failures than max_failures waits for scores to come back, before it stops",
     )
-    eval: Evaluation = Evaluation()
+    eval: EvaluationConfig = EvaluationConfig()
 
     @property
     def shown_examples(self) -> list[dict[str, str]]:
         return [example.model_dump() for example in self.examples]
 
     @model_validator(mode="after")
-    def _what_is_waited_for(self) -> TaskSection:
+    def _what_is_waited_for(self) -> TaskConfig:
         mine = self.__dict__
         if mine["patience"] and mine["max_failures"] == 1:
             raise ValueError(
@@ -216,7 +216,7 @@ class TaskSection(Section):
 OF_GROUPS = ("group_size", "guides", "beside", "sources")  # what [algo] says of groups and not of the row
 
 
-class Beside(BaseModel):
+class BesideConfig(BaseModel):
     """Demonstrations that are trained in the same step: `{ kind = "sft", weight = 0.1,
     groups_per_step = 8, data = { ... } }`.
     """
@@ -228,7 +228,7 @@ class Beside(BaseModel):
     data: dict[str, Any] | None = None
 
 
-class Algo(Section):
+class AlgorithmConfig(ConfigSection):
     """A row of the table; any component of the row can be overridden: surrogate.high = 0.28."""
 
     kind: str = "grpo"
@@ -238,7 +238,7 @@ class Algo(Section):
         False,
         description="an answer that the token limit cut off gives no gradient; its reward stays in the group's baseline",
     )
-    beside: list[Beside] = []
+    beside: list[BesideConfig] = []
     sources: dict[str, dict[str, Any]] = Field({}, description="a row of its own for what a source brings")
     advantage: dict[str, Any] = {}
     ratio: dict[str, Any] = {}
@@ -252,7 +252,7 @@ class Algo(Section):
     value: dict[str, Any] = {}
 
 
-class Warmup(Section):
+class WarmupConfig(ConfigSection):
     """A supervised phase before the loop: the same loop, whose Generate copies the data set's answers."""
 
     steps: int = Field(0, ge=0)
@@ -260,7 +260,7 @@ class Warmup(Section):
     groups_per_step: int = Field(32, ge=1)
 
 
-class Loop(Section):
+class LoopConfig(ConfigSection):
     steps: int | None = Field(
         None, ge=0, description="training steps after the supervised phase; this or passes is needed"
     )
@@ -292,10 +292,10 @@ class Loop(Section):
     )
     seed: int = 0
     max_refills: int = Field(20, ge=1)
-    warmup: Warmup = Warmup()
+    warmup: WarmupConfig = WarmupConfig()
 
     @model_validator(mode="after")
-    def _what_is_late(self) -> Loop:
+    def _what_is_late(self) -> LoopConfig:
         mine = self.__dict__
         if mine["steps"] is None and mine["passes"] is None:
             raise ValueError(
@@ -332,7 +332,7 @@ class Loop(Section):
         return self
 
 
-class SamplingSection(Section):
+class SamplingConfig(ConfigSection):
     temperature: float = Field(1.0, ge=0)
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -354,7 +354,7 @@ class SamplingSection(Section):
         return given
 
 
-class Speculative(Section):
+class SpeculativeConfig(ConfigSection):
     """Guess tokens ahead and let the model look at all of them at once."""
 
     kind: Literal["off", "ngram", "draft"] = Field(
@@ -369,7 +369,7 @@ class Speculative(Section):
     lr: float = Field(5e-5, ge=0, description="the draft learns what the policy writes; 0 leaves it as it is")
 
     @model_validator(mode="after")
-    def _what_is_read(self) -> Speculative:
+    def _what_is_read(self) -> SpeculativeConfig:
         """A job.toml names every key, so a default is not a wish."""
         mine = self.__dict__
         if mine["kind"] == "draft" and mine["model"] is None:
@@ -385,7 +385,7 @@ class Speculative(Section):
         return self
 
 
-class EngineSection(Section):
+class EngineConfig(ConfigSection):
     kind: str = Field(
         "builtin",
         description='builtin; sglang (also for `rondel serve`) or vllm at a url; or "module:name", a server of your own',
@@ -407,8 +407,8 @@ class EngineSection(Section):
         description="auto: how many of max_running work together is found while they do; performance: results are the same",
     )
     prefill_tokens: int = Field(2048, ge=16, description="prompt tokens computed in one engine step")
-    sampling: SamplingSection = SamplingSection()
-    speculative: Speculative = Speculative()
+    sampling: SamplingConfig = SamplingConfig()
+    speculative: SpeculativeConfig = SpeculativeConfig()
 
     @field_validator("url")
     @classmethod
@@ -423,7 +423,7 @@ class EngineSection(Section):
         return [self.url] if isinstance(self.url, str) else self.url or []
 
 
-class Critic(Section):
+class CriticConfig(ConfigSection):
     """Of a row that needs values: its own backbone with one number a token."""
 
     lr: float = Field(1e-5, ge=0, description="its own, under the trainer's schedule")
@@ -435,7 +435,7 @@ class Critic(Section):
     )
 
 
-class Trainer(Section):
+class TrainerConfig(ConfigSection):
     kind: str = Field(
         "fsdp",
         description="the only one so far: fully sharded (FSDP2) over place.ranks; on one rank there is nothing to shard",
@@ -455,11 +455,11 @@ class Trainer(Section):
         description="shared device: while the engine writes, optimizer, critic, reference and teacher lie in host memory, while the trainer "
         "works there is no KV cache; reference and teacher are on the device for their own pass only",
     )
-    critic: Critic = Critic()
+    critic: CriticConfig = CriticConfig()
     max_bad_steps: int = Field(3, ge=1, description="stop after so many steps in a row that a finite-check refused")
 
 
-class Place(Section):
+class PlaceConfig(ConfigSection):
     kind: Literal["shared", "split"] = Field(
         "shared", description="engine and trainer on one device, or on devices of their own"
     )
@@ -484,7 +484,7 @@ class Place(Section):
     threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
 
     @model_validator(mode="after")
-    def _what_goes_together(self) -> Place:
+    def _what_goes_together(self) -> PlaceConfig:
         mine = self.__dict__
         if mine["address"] is not None and not re.fullmatch(
             r"auto|local|(ray://)?(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}", mine["address"]
@@ -501,21 +501,21 @@ class Place(Section):
         return self
 
 
-class Sync(Section):
+class SyncConfig(ConfigSection):
     kind: Literal["auto", "tensor", "ipc", "disk", "distributed", "delta"] = Field(
         "auto", description="how weights travel: see docs/sync.md; auto: by where trainer and engine are"
     )
     probe: bool = True
 
 
-class Checkpoint(Section):
+class CheckpointConfig(ConfigSection):
     every: int = Field(10, ge=0)
     keep: int = Field(2, ge=1)
 
 
-class Run(Section):
+class RunConfig(ConfigSection):
     folder: str = Field(min_length=1)
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     sinks: list[str] = ["tensorboard"]
     metrics_port: int = Field(
         0, ge=0, le=65535, description="of this machine alone, at which Prometheus finds /metrics; 0: nowhere"
@@ -531,7 +531,7 @@ class Run(Section):
     durability: Literal["process", "disk"] = Field("process", description='"disk" calls fsync after each journal step')
 
 
-class Policy(BaseModel):
+class PolicyConfig(BaseModel):
     """Weights of their own for some agents of an episode: `[policies.critic]`."""
 
     model_config = CLOSED
@@ -546,7 +546,7 @@ class Policy(BaseModel):
     frozen: bool = Field(False, description="never trained: an opponent that stays as it is")
 
     @model_validator(mode="after")
-    def _what_learns(self) -> Policy:
+    def _what_learns(self) -> PolicyConfig:
         if self.frozen and self.lr is not None:
             raise ValueError(f"lr = {self.lr:g} has no effect on frozen weights: remove it, or set frozen = false")
         return self
@@ -595,19 +595,19 @@ SYNONYMS = {  # what other trainers call a key of ours
 STAGES = ("score", "filter", "generate", "train", "sync", "loop", "eval", "time", "mem", "ledger")
 
 
-class Job(Section):
+class Job(ConfigSection):
     """One run, complete: `Job.read("recipes/quickstart.toml", {"loop.steps": 5})`."""
 
-    model: Model
-    task: TaskSection
-    algo: Algo = Algo()
-    loop: Loop
-    engine: EngineSection = EngineSection()
-    trainer: Trainer = Trainer()
-    place: Place = Place()
-    sync: Sync = Sync()
-    policies: dict[str, Policy] = {}
-    run: Run
+    model: ModelConfig
+    task: TaskConfig
+    algo: AlgorithmConfig = AlgorithmConfig()
+    loop: LoopConfig
+    engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    place: PlaceConfig = PlaceConfig()
+    sync: SyncConfig = SyncConfig()
+    policies: dict[str, PolicyConfig] = {}
+    run: RunConfig
     _origin: str = PrivateAttr("")
 
     @property
@@ -617,7 +617,7 @@ class Job(Section):
 
     @field_validator("policies")
     @classmethod
-    def _who_plays_whom(cls, given: dict[str, Policy]) -> dict[str, Policy]:
+    def _who_plays_whom(cls, given: dict[str, PolicyConfig]) -> dict[str, PolicyConfig]:
         taken: dict[str, str] = {}
         for name, policy in given.items():
             if not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII) or name in (POLICY, DATA, GREEDY, *STAGES):
@@ -669,7 +669,7 @@ class Job(Section):
         policy = self.policies[name]
         model: dict[str, Any] = {"path": self.model.path if policy.model is None else policy.model}
         if policy.frozen:
-            model["adapter"] = Adapter()
+            model["adapter"] = AdapterConfig()
         lr = {} if policy.lr is None else {"lr": policy.lr}
         update = {
             "policies": {},

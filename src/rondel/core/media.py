@@ -131,7 +131,7 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class ImagePlaceholder:
     """Where in a stream a picture is seen: tokens [start, end)."""
 
     start: int
@@ -142,7 +142,7 @@ class Placed:
         return self.start + self.image.tokens
 
     @staticmethod
-    def agree(tokens: Sequence[int], media: Sequence[Placed]) -> None:
+    def agree(tokens: Sequence[int], media: Sequence[ImagePlaceholder]) -> None:
         """Placeholders and pictures agree: each picture lies on as many equal tokens as it has
         cells, behind the one before it, and that token stands nowhere else. ValueError where they do not."""
         at, places = 0, 0
@@ -171,7 +171,7 @@ def worded(content: Any) -> str:
     )
 
 
-def keyed(tokens: Iterable[int], media: Sequence[Placed]) -> list[int]:
+def keyed(tokens: Iterable[int], media: Sequence[ImagePlaceholder]) -> list[int]:
     """[T] What two streams must have in common to mean the same: the tokens, and where a
     picture is seen its digest, below 0.
     """
@@ -181,7 +181,7 @@ def keyed(tokens: Iterable[int], media: Sequence[Placed]) -> list[int]:
     return keys
 
 
-def positions(n: int, media: Sequence[Placed]) -> np.ndarray:
+def positions(n: int, media: Sequence[ImagePlaceholder]) -> np.ndarray:
     """[3, n] time, row and column of each token (M-RoPE, arXiv:2409.12191). Text counts on
     in all three; the cells of a picture share one time and stand at their row and column; text
     goes on behind the larger side. Of a prefix
@@ -199,6 +199,6 @@ def positions(n: int, media: Sequence[Placed]) -> np.ndarray:
     return out[:, :n]
 
 
-def shift(media: Iterable[Placed]) -> int:
+def shift(media: Iterable[ImagePlaceholder]) -> int:
     """What the position of a token behind all pictures is more than its index; mostly below 0."""
     return sum(max(place.image.rows, place.image.columns) - place.image.tokens for place in media)

@@ -15,10 +15,10 @@ from rondel.core.types import (
     Request,
     Route,
     Score,
-    Scored,
     StepStats,
     Task,
     TensorInfo,
+    TokenScores,
     Trajectory,
     Verdict,
 )
@@ -34,12 +34,12 @@ Tensors = Iterable[tuple[str, Any]]
 Weights = Iterable[tuple[TensorInfo, Any]]  # the same with shape, dtype and digest
 
 
-class Engine(Protocol):
+class RolloutEngine(Protocol):
     """Generates and scores tokens at a weight version."""
 
     async def status(self) -> EngineStatus: ...
     async def generate(self, request: Request) -> Completion: ...
-    async def score(self, request: Request) -> Scored: ...
+    async def score(self, request: Request) -> TokenScores: ...
     async def pause(self, how: Interrupt = "hold", lease: float = 600.0) -> None: ...
     async def resume(self) -> None: ...
     async def sleep(self, tags: Tags) -> None: ...
@@ -75,7 +75,7 @@ class Chat(Protocol):
     def beside(self, agent: str = "") -> Chat: ...
 
 
-class Cell(Protocol):
+class SandboxCell(Protocol):
     """One box in which code of the policy runs, with blocking verbs. Nothing that a command started outlives it."""
 
     @property
@@ -97,7 +97,7 @@ class Cell(Protocol):
 class Boxes(Protocol):
     """What makes them: lent to rewards and tools that have a `sandbox` among their settings."""
 
-    def cell(self, limits: Limits, **settings: Any) -> Cell: ...
+    def cell(self, limits: Limits, **settings: Any) -> SandboxCell: ...
 
 
 class Env(Protocol):
@@ -136,7 +136,7 @@ class Transport(Protocol):
     @property
     def names(self) -> Literal["module", "checkpoint"]: ...
 
-    async def route(self, trainer: Trainer, engines: list[Engine]) -> Route: ...  # the driver's end
+    async def route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route: ...  # the driver's end
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]: ...  # the trainer's
     def send(self, route: Route, weights: Tensors) -> None: ...
     # the engine's
@@ -144,7 +144,7 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-class Remote(Protocol):
+class RemoteProxy(Protocol):
     """A proxy with the same awaitable verbs, wherever the object lives."""
 
     def __getattr__(self, verb: str) -> Any: ...
@@ -164,7 +164,7 @@ class Cluster(Protocol):
 
     def spawn(
         self, name: str, make: Callable[..., Any], *args: Any, cores: Sequence[int] = (), tells: bool = True
-    ) -> Remote: ...
+    ) -> RemoteProxy: ...
     def pids(self) -> dict[str, int]: ...  # of those on this machine, by name
     def dump(self) -> None: ...  # the stacks of all, into their logs
     def close(self) -> None: ...

@@ -14,7 +14,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from rondel.core.media import Placed
+    from rondel.core.media import ImagePlaceholder
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -170,7 +170,7 @@ class Trajectory:
     versions: list[int] = field(default_factory=list)
     experts: Any | None = None
     support: list[Any | None] | None = None
-    media: list[Placed] = field(default_factory=list)
+    media: list[ImagePlaceholder] = field(default_factory=list)
     policy: str = POLICY
     agent: str = ""
     parent: int | None = None
@@ -189,7 +189,7 @@ class Trajectory:
         logprobs: list[float] | None = None,
         versions: list[int] | None = None,
         support: list[Any | None] | None = None,
-        media: Sequence[Placed] = (),
+        media: Sequence[ImagePlaceholder] = (),
     ) -> None:
         """Append tokens: given ones (no logprobs) or ones the policy wrote (logprobs and versions). The only writer.
 
@@ -434,7 +434,7 @@ class Request:
     wants: frozenset[str] = frozenset()
     id: str = ""
     lines: tuple[Stint, ...] | None = None
-    media: tuple[Placed, ...] = ()
+    media: tuple[ImagePlaceholder, ...] = ()
 
 
 @dataclass(slots=True)
@@ -470,7 +470,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class TokenScores:
     """Prefill only: `logprobs[t]` is log p(token t | tokens before t), in fp32, temperature 1; the first entry is 0.
 
     replicas   the same of each of several engines, by name

@@ -23,7 +23,7 @@ HEADERS = {
 }
 
 
-class Door:
+class DashboardAuth:
     """Who may look: with a key whoever brings it, as a Bearer token or once as ?key= in a
     browser; else programs and pages of this machine only.
 

@@ -17,7 +17,7 @@ import numpy as np
 MISSING = math.nan
 
 
-class Columns:
+class MetricColumns:
     def __init__(self) -> None:
         self.steps: array[int] = array("q")
         self.values: dict[str, array[float]] = {}
@@ -116,12 +116,12 @@ class Grid:
         return [(a + min(a + self.width - 1, self.last)) / 2 for a in starts]
 
 
-class Row(Mapping[str, float]):
+class MetricRow(Mapping[str, float]):
     """One row again, as the fold made it."""
 
     __slots__ = ("_at", "_of")
 
-    def __init__(self, of: Columns, at: int) -> None:
+    def __init__(self, of: MetricColumns, at: int) -> None:
         self._of, self._at = of, at
 
     def __getitem__(self, name: str) -> float:

@@ -22,11 +22,11 @@ from starlette.routing import Route
 
 from rondel.core.errors import RondelError, UserError
 from rondel.dashboard import plan_api, rollouts, views
-from rondel.dashboard.auth import Door
+from rondel.dashboard.auth import DashboardAuth
 from rondel.dashboard.columns import Grid
 
 if TYPE_CHECKING:
-    from rondel.dashboard.run import Run
+    from rondel.dashboard.run import DashboardRun
 
 HERE = Path(__file__).parent
 TYPES = {
@@ -40,17 +40,17 @@ MOST = 1 << 40  # of any number that is asked for
 POLL, BEAT = 0.25, 10.0  # seconds between two looks for news, and between two signs of life
 
 
-class Pages:
+class DashboardPages:
     """What the routes share: the runs, and whether the server is about to end."""
 
-    def __init__(self, runs: list[Run], plan: plan_api.Plan, key: str = "") -> None:
+    def __init__(self, runs: list[DashboardRun], plan: plan_api.Plan, key: str = "") -> None:
         self.runs, self.planned, self.key, self.closing = runs, plan, key, False
         self.opened = 0.0  # when somebody last did, by time.monotonic
 
     def opening(self) -> None:
         self.opened = time.monotonic()
 
-    def run(self, request: Request) -> Run:
+    def run(self, request: Request) -> DashboardRun:
         number = _whole(request, "run", 0)
         if not 0 <= number < len(self.runs):
             raise UserError(f"run {number}: {len(self.runs)} runs are open")
@@ -134,7 +134,7 @@ class Pages:
             waited += POLL
 
 
-def build(pages: Pages) -> Any:
+def build(pages: DashboardPages) -> Any:
     """The ASGI application."""
 
     def api(handler: Callable[[Request], Any]) -> Any:
@@ -151,7 +151,7 @@ def build(pages: Pages) -> Any:
         Route("/api/news", pages.news),
         *(Route(f"/api/{name}", api(getattr(pages, name))) for name in asked),
     ]
-    return Door(Starlette(routes=routes), pages.key, pages.opening)
+    return DashboardAuth(Starlette(routes=routes), pages.key, pages.opening)
 
 
 async def _file(path: Path, request: Request) -> Response:
@@ -173,7 +173,7 @@ async def _answered(handler: Callable[[Request], Any], request: Request) -> Resp
     return Response(body, status, headers={"cache-control": "no-store"}, media_type="application/json")
 
 
-def _evaluations(run: Run, grid: Grid) -> dict[str, list[float | None]]:
+def _evaluations(run: DashboardRun, grid: Grid) -> dict[str, list[float | None]]:
     """A point each, before the first step too."""
     out: dict[str, list[float | None]] = {what: [None] * grid.cells for what in ("mean", "low", "high")}
     profile = run.story.evals[0]["profile"]

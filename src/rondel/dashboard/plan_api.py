@@ -11,9 +11,9 @@ from rondel.core.config import Job
 from rondel.core.errors import UserError
 from rondel.planner.families import MODELS, PUBLIC
 from rondel.planner.hardware import DEVICES
-from rondel.planner.workload import QUESTIONS, Setting, of_job, what_if
+from rondel.planner.workload import QUESTIONS, Workload, of_job, what_if
 
-Plan = Callable[[Setting], dict[str, Any]]
+Plan = Callable[[Workload], dict[str, Any]]
 START = {"model": "7b", "hardware": "h100", "gpus": "16", "place": "split"}  # where no run is asked about
 
 
@@ -46,7 +46,7 @@ def ask(words: Mapping[str, str], plan: Plan, folder: Path | None = None) -> dic
 
 
 @lru_cache(maxsize=8)
-def _of_run(path: Path, written: float) -> Setting:
+def _of_run(path: Path, written: float) -> Workload:
     try:
         return of_job(Job.read(path, {}))
     except UserError:
@@ -55,7 +55,7 @@ def _of_run(path: Path, written: float) -> Setting:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 
-def _told(s: Setting) -> dict[str, Any]:
+def _told(s: Workload) -> dict[str, Any]:
     return {
         "model": s.shape.name,
         "hardware": s.hardware.name,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rondel.core.errors import CheckpointError, UserError
-from rondel.dashboard.columns import Columns, Row
+from rondel.dashboard.columns import MetricColumns, MetricRow
 from rondel.dashboard.sample import READ, sample
 from rondel.dashboard.tail import Tail, kind_of
 from rondel.runtime.journal.log import FILE, decode, recipe
@@ -35,10 +35,10 @@ LOOK = 5.0  # seconds between two looks whether anybody trains in the folder
 
 
 @dataclass
-class Seen(Story):
+class ColumnStory(Story):
     """A Story whose curves come from columns."""
 
-    columns: Columns | None = None
+    columns: MetricColumns | None = None
     warm: int = 0
 
     def series(self, name: str) -> list[tuple[int, float]]:
@@ -46,7 +46,7 @@ class Seen(Story):
         return self.columns.series(name, self.warm + 1)
 
 
-class Run:
+class DashboardRun:
     """`look()` reads on and says whether anything is new; everything else answers from what was read. Safe from several
     threads. `rules` are those of `diagnose`.
     """
@@ -66,8 +66,8 @@ class Run:
     def _begin(self) -> None:
         self.story = Story(self.folder, {})
         self._recipe()
-        self.columns = Columns()
-        self.sampled: Columns | None = None
+        self.columns = MetricColumns()
+        self.sampled: MetricColumns | None = None
         self.versions: list[int] = []
         self.notes: list[str] = []
         self.newest: deque[bytes] = deque(maxlen=NEWEST)
@@ -168,7 +168,7 @@ class Run:
     # -- what the page asks ----------------------------------------------------------------------
 
     @property
-    def shown(self) -> Columns:
+    def shown(self) -> MetricColumns:
         return self.sampled if self.sampled is not None else self.columns
 
     @property
@@ -211,13 +211,13 @@ class Run:
     def planned(self) -> int:
         return self.warm + self.story.key("loop.steps", 0)
 
-    def seen(self) -> Seen:
+    def seen(self) -> ColumnStory:
         """The story for the rules of `diagnose`."""
         with self.lock:
             s, state = self.story, self.state
             first = next((i for i, step in enumerate(self.columns.steps) if step > self.warm), len(self.columns))
             steps = [
-                Step(self.columns.steps[i], self.versions[i], Row(self.columns, i), self.notes[i])
+                Step(self.columns.steps[i], self.versions[i], MetricRow(self.columns, i), self.notes[i])
                 for i in range(first, len(self.columns))
             ]
             counts: dict[str, float] = {}
@@ -225,7 +225,7 @@ class Run:
                 for name, n in told.items():
                     counts[name] = counts.get(name, 0) + n
             alive = state == "running"
-            return Seen(
+            return ColumnStory(
                 self.folder,
                 s.job,
                 s.facts,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rondel.dashboard.columns import Columns
+from rondel.dashboard.columns import MetricColumns
 from rondel.dashboard.tail import kind_of
 from rondel.runtime.journal.log import decode
 from rondel.runtime.telemetry.diagnose.story import ROWS, event_of
@@ -22,8 +22,8 @@ BLOCK, FAR = 1 << 15, 1 << 21  # bytes that are read at once, and at most, to fi
 READ = {*ROWS, "GroupsTaken"}
 
 
-def sample(path: Path, places: int = PLACES) -> Columns:
-    columns = Columns()
+def sample(path: Path, places: int = PLACES) -> MetricColumns:
+    columns = MetricColumns()
     size = path.stat().st_size
     with path.open("rb") as file:
         for place in range(places):
@@ -34,7 +34,7 @@ def sample(path: Path, places: int = PLACES) -> Columns:
     return columns
 
 
-def _add(columns: Columns, told: tuple[int, dict[str, float]] | None) -> bool:
+def _add(columns: MetricColumns, told: tuple[int, dict[str, float]] | None) -> bool:
     if told is not None:
         columns.add(*told)
     return told is not None

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import uvicorn
 
-from rondel.dashboard.pages import Pages, build
+from rondel.dashboard.pages import DashboardPages, build
 from rondel.dashboard.plan_api import Plan
-from rondel.dashboard.run import Run
+from rondel.dashboard.run import DashboardRun
 from rondel.runtime.telemetry.diagnose.finding import Finding
 from rondel.runtime.telemetry.diagnose.story import Story
 from rondel.runtime.termination import Ending
@@ -36,9 +36,9 @@ def serve(
     ready: Callable[[str, int], None],
 ) -> None:
     """Until SIGTERM or Ctrl-C."""
-    runs = [Run(folder, rules) for folder in folders]
+    runs = [DashboardRun(folder, rules) for folder in folders]
     with bind(host, port, api_key=key) as sock, Ending() as ending:
-        pages, closing = Pages(runs, plan, key), threading.Event()
+        pages, closing = DashboardPages(runs, plan, key), threading.Event()
         reader = threading.Thread(target=read_on, args=(pages, closing), name="reader", daemon=True)
         config = uvicorn.Config(
             build(pages),
@@ -71,7 +71,7 @@ def serve(
             sys.setswitchinterval(before)
 
 
-def read_on(pages: Pages, closing: threading.Event) -> None:
+def read_on(pages: DashboardPages, closing: threading.Event) -> None:
     """Every run a stretch in turn, as long as any of them has more."""
     while not closing.is_set():
         drawing = time.monotonic() - pages.opened < LATELY

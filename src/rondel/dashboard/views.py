@@ -16,7 +16,7 @@ from rondel.runtime.telemetry.metrics import meaning
 from rondel.runtime.telemetry.trace import PID, TRACKS, drawn
 
 if TYPE_CHECKING:
-    from rondel.dashboard.run import Run
+    from rondel.dashboard.run import DashboardRun
 
 Json = dict[str, Any]
 HEADLINE: dict[str, tuple[str, str, frozenset[str]]] = {  # key -> (title, metric, findings that colour it)
@@ -35,7 +35,7 @@ SMALL = 32 << 20  # bytes of a journal whose card is made on the spot
 SLICES = 1500  # of one track
 
 
-def headline(run: Run) -> dict[str, Json]:
+def headline(run: DashboardRun) -> dict[str, Json]:
     """Newest number, limit, and the gravest finding about it."""
     found = {f["name"]: f["severity"] for f in run.findings()}
     out: dict[str, Json] = {}
@@ -64,7 +64,7 @@ def unit(metric: str, share: bool) -> str:
     return "share" if share and metric.startswith("eval/") else told[0] if told else ""
 
 
-def state(runs: list[Run]) -> list[Json]:
+def state(runs: list[DashboardRun]) -> list[Json]:
     """What is sent whenever something has happened."""
     out = []
     for i, run in enumerate(runs):
@@ -94,7 +94,7 @@ def state(runs: list[Run]) -> list[Json]:
     return out
 
 
-def _count(run: Run) -> dict[str, int]:
+def _count(run: DashboardRun) -> dict[str, int]:
     severities = [f["severity"] for f in run.findings()]
     return {
         "error": severities.count("error"),
@@ -104,7 +104,7 @@ def _count(run: Run) -> dict[str, int]:
     }
 
 
-def names(runs: list[Run]) -> list[Json]:
+def names(runs: list[DashboardRun]) -> list[Json]:
     """Every metric that any run has, with unit and meaning."""
     known = sorted({name for run in runs for name in run.shown.values} | {"eval/score"})
     shares = all(run.share for run in runs)
@@ -115,7 +115,7 @@ def names(runs: list[Run]) -> list[Json]:
     ]
 
 
-def books(run: Run, first: int, last: int) -> Json:
+def books(run: DashboardRun, first: int, last: int) -> Json:
     """Ledger, lag, memory."""
     with run.lock:
         shown = run.shown
@@ -146,11 +146,11 @@ def books(run: Run, first: int, last: int) -> Json:
         }
 
 
-def _sampled_ledger(run: Run) -> dict[str, float]:
+def _sampled_ledger(run: DashboardRun) -> dict[str, float]:
     return {n[7:]: v for n in run.shown.values if n.startswith("ledger/") and (v := run.shown.last(n)) is not None}
 
 
-def spent(run: Run, first: int, last: int, steps: int) -> Json:
+def spent(run: DashboardRun, first: int, last: int, steps: int) -> Json:
     """Accounts of these steps, 100 % each, and the last few steps as slices."""
     with run.lock:
         accounts = run.accounts(first, last)
@@ -166,7 +166,7 @@ def spent(run: Run, first: int, last: int, steps: int) -> Json:
     }
 
 
-def timeline(run: Run, steps: int) -> Json | None:
+def timeline(run: DashboardRun, steps: int) -> Json | None:
     """Tracks of slices (name, begin, seconds), groups (begin, end, what became of it,
     reward): of the newest steps, by `rondel trace`.
     """
@@ -200,7 +200,7 @@ def timeline(run: Run, steps: int) -> Json | None:
     }
 
 
-def said(run: Run) -> Json:
+def said(run: DashboardRun) -> Json:
     with run.lock:
         return {
             "findings": run.findings(), "said": list(reversed(run.story.said[-200:])), "broke": run.story.broke,
@@ -208,7 +208,7 @@ def said(run: Run) -> Json:
         }  # fmt: skip
 
 
-def card(run: Run) -> Json:
+def card(run: DashboardRun) -> Json:
     """What `rondel card` wrote, or the same made now."""
     path = run.folder / "card.json"
     if path.exists():
@@ -221,7 +221,7 @@ def card(run: Run) -> Json:
     return {"card": summary(history(run.folder), run.story.job), "written": False}
 
 
-def recipes(runs: list[Run]) -> Json:
+def recipes(runs: list[DashboardRun]) -> Json:
     """The keys in which not all runs agree, each with its value in every run."""
     found: dict[str, list[Any]] = {}
     for run in runs[1:]:

@@ -17,10 +17,10 @@ from rondel.assemble.components import Parts, build, sampling_of, with_steps
 from rondel.assemble.facts import facts_of
 from rondel.assemble.rows import rows_of
 from rondel.assemble.workers import follow
-from rondel.core.config import ORIGIN, Evaluation, Job, Warmup
+from rondel.core.config import ORIGIN, EvaluationConfig, Job, WarmupConfig
 from rondel.core.errors import CheckpointError, ConfigError, StalledError, WorkerError
 from rondel.core.events import Broke, Resumed, RunStarted, Warned, dispensable, emit, subscribe, warn_aloud
-from rondel.driver.phases import Run
+from rondel.driver.phases import RunPhases
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.devices import keep_memory, pick_device
 from rondel.runtime.journal import store
@@ -29,11 +29,11 @@ from rondel.runtime.journal.schedule import FILE as SCHEDULE
 from rondel.runtime.journal.schedule import Recorder, Schedule
 from rondel.runtime.memory import ran_out
 from rondel.runtime.stacks import Stacks
-from rondel.runtime.telemetry.advice import Advisor, Place
+from rondel.runtime.telemetry.advice import Advisor, PlacementFacts
 from rondel.runtime.telemetry.card import write_card
 from rondel.runtime.telemetry.metrics import LateBias, StepMetrics
 from rondel.runtime.telemetry.otel import traces_of
-from rondel.runtime.telemetry.progress import Progress
+from rondel.runtime.telemetry.progress import ProgressPrinter
 from rondel.runtime.telemetry.prometheus import Scraped
 from rondel.runtime.telemetry.reward_hacking import Hacking
 from rondel.runtime.telemetry.sinks import open_sinks
@@ -44,10 +44,10 @@ from rondel.train.checkpoint import Checkpoints
 RESTARTS = 3  # of a run that lost a rank of its trainer
 # keys that only the loop reads, after the run has been built; all others must have been read by then
 READ_BY_THE_LOOP = {
-    *(f"task.eval.{name}" for name in Evaluation.model_fields),
+    *(f"task.eval.{name}" for name in EvaluationConfig.model_fields),
     *(f"loop.{name}" for name in ("groups_per_step", "max_staleness", "window", "oversample", "late", "max_refills")),
     # steps = 0 leaves the phase out, whatever it would have been
-    *(f"loop.warmup.{name}" for name in Warmup.model_fields),
+    *(f"loop.warmup.{name}" for name in WarmupConfig.model_fields),
     "run.checkpoint.every",
 }
 
@@ -78,7 +78,7 @@ def _train(
     total = job.loop.warmup.steps + job.steps
     with ExitStack() as ends:
         ending = ends.enter_context(Ending())
-        progress = ends.enter_context(Progress(total, quiet=quiet))
+        progress = ends.enter_context(ProgressPrinter(total, quiet=quiet))
         ends.callback(subscribe(dispensable("the console", progress.read, tell=warn_aloud)))
         if why:
             progress.say(f"loop.steps = {job.steps}: {why}")
@@ -121,7 +121,7 @@ def _train(
         if job.origin:
             replace_file(folder / ORIGIN, job.origin)
         emit(RunStarted(str(folder), job.digest(), facts_of(parts)))
-        run = Run(job, parts, folder, checkpoints, rollouts, ending, schedule)
+        run = RunPhases(job, parts, folder, checkpoints, rollouts, ending, schedule)
         if interrupted:
             emit(Resumed(0, 0, ""))
         for restarts in itertools.count(1):
@@ -146,7 +146,7 @@ def _train(
                 )
             parts.close()
             parts = build(job, folder)
-            run = Run(job, parts, folder, checkpoints, rollouts, ending, schedule)
+            run = RunPhases(job, parts, folder, checkpoints, rollouts, ending, schedule)
             if not found:
                 emit(Resumed(0, 0, ""))
         raise AssertionError
@@ -352,7 +352,7 @@ def _remember(job: Job, folder: Path, rollouts: store.RolloutStore, ends: ExitSt
     for reads in (
         *([dispensable("traces", traces.read)] if traces is not None else []),
         dispensable("metrics", StepMetrics(*writers).read),
-        dispensable("advice on speed", Advisor(Place.of(job.tree()), after=job.loop.warmup.steps).read),
+        dispensable("advice on speed", Advisor(PlacementFacts.of(job.tree()), after=job.loop.warmup.steps).read),
     ):
         ends.callback(subscribe(reads))
 

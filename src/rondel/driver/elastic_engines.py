@@ -17,7 +17,7 @@ from pathlib import Path
 from rondel.core.config import Job
 from rondel.core.errors import RondelError, UserError
 from rondel.core.events import Warned, emit
-from rondel.core.protocols import Engine
+from rondel.core.protocols import RolloutEngine
 from rondel.generate.engine.foreign import ForeignEngine
 from rondel.generate.engine.router import Router
 from rondel.system.files import make_folder, replace_file
@@ -30,7 +30,7 @@ async def admit(
     folder: Path,
     urls: list[str],
     reach: Callable[[str], ForeignEngine],
-    bring: Callable[[Engine], Awaitable[int]],
+    bring: Callable[[RolloutEngine], Awaitable[int]],
 ) -> None:
     """For ever. `reach` asks a server whether it can carry this run; one that cannot be reached
     is asked again, one that cannot is named once.

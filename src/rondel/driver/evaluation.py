@@ -7,7 +7,7 @@ import time
 from dataclasses import fields
 from typing import Any
 
-from rondel.core.config import Evaluation
+from rondel.core.config import EvaluationConfig
 from rondel.core.errors import ConfigError, boundary
 from rondel.core.events import Evaluated
 from rondel.core.media import worded
@@ -87,7 +87,7 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
     )
 
 
-def profile(given: Evaluation, rollouts: Sampling) -> Sampling:
+def profile(given: EvaluationConfig, rollouts: Sampling) -> Sampling:
     """How held-out tasks are sampled: greedy, unless the recipe says otherwise, and ending where rollouts end."""
     more: dict[str, Any] = {
         "temperature": given.temperature,

@@ -18,16 +18,16 @@ from rondel.core.errors import ConfigError, WorkerError
 from rondel.core.types import POLICY
 from rondel.generate.engine.multi_policy import Policies
 from rondel.models.vocabulary import same_words
-from rondel.runtime.devices import Shared, Split
-from rondel.sync.multi_policy import Several
+from rondel.runtime.devices import SharedDevice, Split
+from rondel.sync.multi_policy import MultiPolicyTransport
 from rondel.train.multi_policy import Trainers
 
 if TYPE_CHECKING:
-    from rondel.assemble.deployment import Placed
+    from rondel.assemble.deployment import Deployment
     from rondel.assemble.workers import Known
 
 
-def joined(job: Job, each: dict[str, Placed], device: str) -> Placed:
+def joined(job: Job, each: dict[str, Deployment], device: str) -> Deployment:
     """The parts of all as the loop calls them."""
     for name, one in each.items():
         if name != POLICY:
@@ -53,11 +53,11 @@ def joined(job: Job, each: dict[str, Placed], device: str) -> Placed:
         each[POLICY],
         engine=engine,
         trainer=trainer,
-        devices=Shared(engine, trainer, how=job.loop.in_flight, device=device) if shared else Split(),
+        devices=SharedDevice(engine, trainer, how=job.loop.in_flight, device=device) if shared else Split(),
         resolved={_dotted(name, key): value for name, one in each.items() for key, value in one.resolved.items()},
         where=each[POLICY].where if shared else "; ".join(f"{name}: {one.where}" for name, one in each.items()),
         checkpoint_bytes=sum(one.checkpoint_bytes for one in each.values()),
-        transport=Several({name: one.transport for name, one in trained.items()}),
+        transport=MultiPolicyTransport({name: one.transport for name, one in trained.items()}),
         remotes={name: remote for one in each.values() for name, remote in one.remotes.items()},
         lost=lost,
         dump=dump,
@@ -70,7 +70,7 @@ def _dotted(policy: str, key: str) -> str:
     return key if policy == POLICY else f"policies.{policy}.{key}"
 
 
-def _name(policy: str, one: Placed) -> None:
+def _name(policy: str, one: Deployment) -> None:
     """In time accounts and warnings. Workers of a process of their own have their name from where they were started."""
     parts: dict[str, Any] = {"engine": one.engine, "trainer": one.trainer}
     for role, part in parts.items():

@@ -39,7 +39,7 @@ Attempt = Callable[[Slot], Awaitable[Group]]
 Judge = Callable[[Group], Verdict]
 
 
-class Run:
+class RunPhases:
     """The phases of one run and what happens between two versions."""
 
     def __init__(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rondel.core.config import Job, Teacher
+from rondel.core.config import Job, TeacherConfig
 from rondel.core.errors import ConfigError
 from rondel.core.events import Warned, emit
 from rondel.core.types import Sampling
@@ -29,7 +29,7 @@ class Served:
     wants   whether the row of a source needs a teacher at all
     """
 
-    servers: dict[int, tuple[Teacher, Any]]
+    servers: dict[int, tuple[TeacherConfig, Any]]
     wants: Callable[[str], bool]
     checked: bool = False
     plain: list[int] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Served:
             *(self._ask(place, teacher, server, batch) for place, (teacher, server) in self.servers.items())
         )
 
-    async def _ask(self, place: int, teacher: Teacher, server: Any, batch: Batch) -> None:
+    async def _ask(self, place: int, teacher: TeacherConfig, server: Any, batch: Batch) -> None:
         free = asyncio.Semaphore(AT_ONCE)
 
         async def one(sample: Sample) -> None:
@@ -63,7 +63,7 @@ class Served:
         mine = [s for s in batch.samples if teacher.source in (None, s.stream) and self.wants(s.stream)]
         await asyncio.gather(*map(one, mine))
 
-    async def _greet(self, teacher: Teacher, server: Any) -> None:
+    async def _greet(self, teacher: TeacherConfig, server: Any) -> None:
         """A teacher that reads other tokens under the same numbers finds plain text less likely than chance."""
         told = checked(f"the teacher at {teacher.url}", self.plain, await server.score(self.plain, ()))[1:]
         mean, chance = sum(told) / max(1, len(told)), -math.log(self.vocabulary)
@@ -81,7 +81,7 @@ def served(
     job: Job, tokenizer: Any, kinds: dict[str, Any], wants: Callable[[str], bool], most: Callable[[], int]
 ) -> Served | None:
     """`kinds` of servers by name. Each is asked now whether it is there, and how long a text it reads."""
-    servers: dict[int, tuple[Teacher, Any]] = {}
+    servers: dict[int, tuple[TeacherConfig, Any]] = {}
     far = {place: teacher for place, teacher in enumerate(job.model.teachers) if teacher.url is not None}
     longest = most() if far else 0
     for place, teacher in far.items():

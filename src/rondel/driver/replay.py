@@ -8,7 +8,7 @@ from typing import Any
 
 from rondel.algos.table import SFT
 from rondel.assemble.components import build
-from rondel.core.config import Job, Section
+from rondel.core.config import ConfigSection, Job
 from rondel.core.errors import UserError
 from rondel.core.types import StepStats
 from rondel.driver.rollouts import prepare, prepare_of
@@ -97,11 +97,11 @@ def again(folder: Path, into: Path) -> tuple[Job, Replayer]:
     return repeated, schedule
 
 
-def _known(section: Section) -> None:
+def _known(section: ConfigSection) -> None:
     """A job.toml names every key: what has no effect was refused when the run began."""
     section._read.update(type(section).model_fields)
     for value in section.__dict__.values():
-        if isinstance(value, Section):
+        if isinstance(value, ConfigSection):
             _known(value)
 
 

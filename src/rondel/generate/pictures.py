@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from rondel.core.errors import DataError
-from rondel.core.media import Image, Placed, Sight
+from rondel.core.media import Image, ImagePlaceholder, Sight
 
 Messages = list[dict[str, Any]]
 PIXELS = 1 << 26  # of a picture before it is scaled: 64 megapixels; a small file may hold more than any memory
@@ -85,7 +85,7 @@ def parted(messages: Messages) -> tuple[Messages, list[Any]]:
     return plain, sources
 
 
-def placed(tokens: list[int], images: Sequence[Image], sight: Sight) -> tuple[list[int], list[Placed]]:
+def placed(tokens: list[int], images: Sequence[Image], sight: Sight) -> tuple[list[int], list[ImagePlaceholder]]:
     """One placeholder an image -> one a cell, and where each image then is."""
     n = tokens.count(sight.placeholder)
     if n != len(images):
@@ -98,12 +98,12 @@ def placed(tokens: list[int], images: Sequence[Image], sight: Sight) -> tuple[li
             )
         )
     out: list[int] = []
-    media: list[Placed] = []
+    media: list[ImagePlaceholder] = []
     at = 0
     for image in images:
         end = tokens.index(sight.placeholder, at)
         out += tokens[at:end]
-        media.append(Placed(len(out), image))
+        media.append(ImagePlaceholder(len(out), image))
         out += [sight.placeholder] * image.tokens
         at = end + 1
     return out + tokens[at:], media

@@ -17,11 +17,11 @@ from rondel.importing.peer import (
     MEMORY,
     PACKED,
     Gap,
-    Line,
     Part,
     Peer,
+    PeerSettings,
+    RecipeLine,
     Same,
-    Setting,
     adapter,
     truncation,
 )
@@ -72,11 +72,11 @@ REASONS = {
 }
 
 
-def _model(s: Setting) -> Iterator[Part]:
+def _model(s: PeerSettings) -> Iterator[Part]:
     key = "actor.model_name_or_path"
-    yield Line("model.path", s[key] or "MODEL", (key,), ask="" if s[key] else "the flags name no model")
+    yield RecipeLine("model.path", s[key] or "MODEL", (key,), ask="" if s[key] else "the flags name no model")
     if s["ds.param_dtype"] == "bf16":
-        yield Line("model.dtype", "bfloat16", ("ds.param_dtype",), "master weights are float32 here")
+        yield RecipeLine("model.dtype", "bfloat16", ("ds.param_dtype",), "master weights are float32 here")
     else:
         yield Gap(("ds.param_dtype",), "float16 needs a loss scale; bfloat16 or float32 here")
     if s.number("ds.lora.rank"):
@@ -90,7 +90,7 @@ def _model(s: Setting) -> Iterator[Part]:
         )
 
 
-def _task(s: Setting) -> Iterator[Part]:
+def _task(s: PeerSettings) -> Iterator[Part]:
     name, label = str(s["data.prompt_dataset"] or "DATASET"), s["data.label_key"]
     columns = {"prompt": s["data.input_key"], "answer": label or ""}
     keys: tuple[str, ...] = ("data.prompt_dataset", "data.prompt_split", "data.input_key", "data.label_key")
@@ -99,7 +99,7 @@ def _task(s: Setting) -> Iterator[Part]:
     sets = [_set(s, one.strip()) | columns for one in name.split(",")]
     ask = "" if s["data.prompt_dataset"] else "the flags name no data"
     if len(sets) == 1:
-        yield Line("task.data", sets[0], keys, ask=ask)
+        yield RecipeLine("task.data", sets[0], keys, ask=ask)
         yield from (Gap((key,), "there is one data set") for key in ("data.prompt_probs",) if s.has(key))
     else:
         shares = (
@@ -114,18 +114,18 @@ def _task(s: Setting) -> Iterator[Part]:
             if s["data.prompt_probs"]
             else "theirs are put one behind the other, so a large one weighs more: the weight is its share of the rows"
         )
-        yield Line("task.data", {"kind": "mix", "sources": sources}, (*keys, "data.prompt_probs"), ask=even)
+        yield RecipeLine("task.data", {"kind": "mix", "sources": sources}, (*keys, "data.prompt_probs"), ask=even)
     urls = s["reward.remote_url"]
     if isinstance(urls, str) and urls.endswith(".py"):
         module = urls.rpartition("/")[2].removesuffix(".py")
         wrap = "theirs takes (queries, prompts, labels); ours takes (trajectory, task) and returns a number: wrap it"
-        yield Line("task.reward", f"{module}:reward_func", ("reward.remote_url",), ask=wrap)
+        yield RecipeLine("task.reward", f"{module}:reward_func", ("reward.remote_url",), ask=wrap)
     else:
         why = f"a reward is a function here, and cannot be asked of {urls or s['reward.model_name_or_path']}"
-        yield Line("task.reward", "math", ask=why)
+        yield RecipeLine("task.reward", "math", ask=why)
     key, bounds = "algo.dynamic_filtering_enable", "algo.dynamic_filtering_range"
     if s[key] and list(s[bounds]) == [0, 1]:
-        yield Line("task.filters", ["signal"], (key, bounds), "drops groups whose rewards are all equal")
+        yield RecipeLine("task.filters", ["signal"], (key, bounds), "drops groups whose rewards are all equal")
     elif s[key]:
         yield Gap(
             (key, bounds), 'task.filters = ["signal"] drops groups whose rewards are all equal; no other range exists'
@@ -134,7 +134,7 @@ def _task(s: Setting) -> Iterator[Part]:
         yield Same((key,), "no group is dropped")
 
 
-def _set(s: Setting, name: str) -> dict[str, Any]:
+def _set(s: PeerSettings, name: str) -> dict[str, Any]:
     """One of their data sets, as task.data begins."""
     local = name.endswith((".jsonl", ".json"))
     return (
@@ -144,55 +144,55 @@ def _set(s: Setting, name: str) -> dict[str, Any]:
     )
 
 
-def _algorithm(s: Setting) -> Iterator[Part]:
+def _algorithm(s: PeerSettings) -> Iterator[Part]:
     key, loss = "algo.advantage.estimator", "actor.policy_loss_type"
     row, advantage, eps = s.choice(key, ROWS) or (str(s[key]), None, None)
     if s[loss] == "gspo" and advantage:
-        yield Line("algo.kind", "gspo", (loss,))
+        yield RecipeLine("algo.kind", "gspo", (loss,))
     else:
-        yield Line("algo.kind", row, (key,))
+        yield RecipeLine("algo.kind", row, (key,))
         yield (
             Same((loss,), "the clipped ratio")
             if s[loss] == "ppo"
             else Gap((loss,), f"with the advantage {s[key]} there is no row for it")
         )
     group = "rollout.n_samples_per_prompt"
-    yield Line("algo.group_size", s.whole(group), (group,))
+    yield RecipeLine("algo.group_size", s.whole(group), (group,))
     if advantage:
-        yield Line("algo.advantage.kind", advantage, (key,))
+        yield RecipeLine("algo.advantage.kind", advantage, (key,))
     if eps:
-        yield Line("algo.advantage.eps", eps)
+        yield RecipeLine("algo.advantage.eps", eps)
     if s[key] in CHARGED:
-        yield Line("algo.advantage.gamma", float(s.number("algo.advantage.gamma")), ("algo.advantage.gamma",))
+        yield RecipeLine("algo.advantage.gamma", float(s.number("algo.advantage.gamma")), ("algo.advantage.gamma",))
     if s[key] == "gae":
-        yield Line("algo.advantage.lam", float(s.number("algo.advantage.lambd")), ("algo.advantage.lambd",))
+        yield RecipeLine("algo.advantage.lam", float(s.number("algo.advantage.lambd")), ("algo.advantage.lambd",))
         yield from _critic(s)
 
 
-def _critic(s: Setting) -> Iterator[Part]:
-    yield Line("algo.value.clip", float(s.number("critic.value_clip")), ("critic.value_clip",))
-    yield Line("trainer.critic.lr", float(s.number("critic.adam.lr")), ("critic.adam.lr",))
-    yield Line("trainer.critic.warmup", max(0, s.whole("critic.freezing_steps")), ("critic.freezing_steps",))
+def _critic(s: PeerSettings) -> Iterator[Part]:
+    yield RecipeLine("algo.value.clip", float(s.number("critic.value_clip")), ("critic.value_clip",))
+    yield RecipeLine("trainer.critic.lr", float(s.number("critic.adam.lr")), ("critic.adam.lr",))
+    yield RecipeLine("trainer.critic.warmup", max(0, s.whole("critic.freezing_steps")), ("critic.freezing_steps",))
     if s["critic.model_name_or_path"]:
-        yield Line("trainer.critic.path", str(s["critic.model_name_or_path"]), ("critic.model_name_or_path",))
+        yield RecipeLine("trainer.critic.path", str(s["critic.model_name_or_path"]), ("critic.model_name_or_path",))
 
 
-def _loss(s: Setting) -> Iterator[Part]:
+def _loss(s: PeerSettings) -> Iterator[Part]:
     both, clip = "actor.eps_clip_low_high", "actor.eps_clip"
     low, high = s[both] if isinstance(s[both], list) and len(s[both]) == 2 else (s.number(clip), s.number(clip))
     keys = (both,) if s[both] else (clip,)
-    yield Line("algo.surrogate.low", float(low), keys)
-    yield Line("algo.surrogate.high", float(high), keys)
+    yield RecipeLine("algo.surrogate.low", float(low), keys)
+    yield RecipeLine("algo.surrogate.high", float(high), keys)
     if s[both] and s.has(clip):
         yield Gap((clip,), "it has no effect there: eps_clip_low_high comes first")
     if s["actor.dual_clip"] is not None:
-        yield Line("algo.surrogate.dual", float(s.number("actor.dual_clip")), ("actor.dual_clip",))
+        yield RecipeLine("algo.surrogate.dual", float(s.number("actor.dual_clip")), ("actor.dual_clip",))
     mode = "actor.loss_agg_mode"
     if aggregate := "seq_mean_token_mean" if s["actor.policy_loss_type"] == "gspo" else s.choice(mode, AGGREGATES):
-        yield Line("algo.aggregate.kind", aggregate, (mode,))
+        yield RecipeLine("algo.aggregate.kind", aggregate, (mode,))
     else:
         yield Gap((mode,), f"known here: {', '.join(AGGREGATES.values())}")
-    yield Line("algo.entropy.coef", float(s.number("actor.entropy_coef") or 0), ("actor.entropy_coef",))
+    yield RecipeLine("algo.entropy.coef", float(s.number("actor.entropy_coef") or 0), ("actor.entropy_coef",))
     if s["actor.entropy_coef"] and aggregate != "token_mean":
         yield Gap(
             ("actor.entropy_coef",), f"their entropy is a mean over tokens; here the weights are those of {aggregate}"
@@ -200,9 +200,9 @@ def _loss(s: Setting) -> Iterator[Part]:
     yield from _kl(s, str(aggregate))
     buffer, factor = "reward.overlong_buffer_len", "reward.overlong_penalty_factor"
     if s[buffer]:
-        yield Line("algo.shaping.kind", "overlong", (buffer,))
-        yield Line("algo.shaping.buffer", s.whole(buffer), (buffer,))
-        yield Line("algo.shaping.factor", float(s.number(factor)), (factor,))
+        yield RecipeLine("algo.shaping.kind", "overlong", (buffer,))
+        yield RecipeLine("algo.shaping.buffer", s.whole(buffer), (buffer,))
+        yield RecipeLine("algo.shaping.factor", float(s.number(factor)), (factor,))
         yield Gap(("reward.clip_range",), "one shaping at a time: the overlong penalty")
         return
     if s.has(factor):
@@ -220,12 +220,12 @@ def _loss(s: Setting) -> Iterator[Part]:
             "there the reward less its baseline is clipped, here a reward before the baseline: left out",
         )
     elif -least == most:
-        yield Line("algo.shaping", {"kind": "clip", "limit": float(most)}, ("reward.clip_range",))
+        yield RecipeLine("algo.shaping", {"kind": "clip", "limit": float(most)}, ("reward.clip_range",))
     else:
         yield Gap(("reward.clip_range",), "a reward is clipped at ±limit here")
 
 
-def _kl(s: Setting, aggregate: str) -> Iterator[Part]:
+def _kl(s: PeerSettings, aggregate: str) -> Iterator[Part]:
     """In the loss or in the reward, where it is by default. Every estimator is held to ±10 a token."""
     coef = "algo.kl.init_coef"
     use = "algo.kl.use_loss"
@@ -233,7 +233,7 @@ def _kl(s: Setting, aggregate: str) -> Iterator[Part]:
     unbiased = "algo.kl.unbiased_gradient"
     target, horizon = "algo.kl.target", "algo.kl.horizon"
     if not s.number(coef):
-        yield Line("algo.kl.coef", 0.0, (coef,))
+        yield RecipeLine("algo.kl.coef", 0.0, (coef,))
         yield Same((use, kind, unbiased), "there is no KL term")
         return
     table = {"kind": str(s[kind]), "coef": float(s[coef]), "clamp": 10.0}
@@ -241,12 +241,12 @@ def _kl(s: Setting, aggregate: str) -> Iterator[Part]:
     keys = (coef, kind, use, *((target, horizon) if steered else ()))
     if s[use]:
         through = {"through": "k2"} if s[unbiased] and s[kind] != "k2" else {}
-        yield Line("algo.kl", table | {"where": "loss"} | through | steered, keys)
+        yield RecipeLine("algo.kl", table | {"where": "loss"} | through | steered, keys)
         if aggregate != "token_mean":
             yield Gap((use,), f"their KL is a mean over tokens; here the weights are those of {aggregate}")
     else:
         behind = s["algo.advantage.estimator"] in BASELINE
-        yield Line("algo.kl", table | {"where": "advantage" if behind else "reward"} | steered, keys)
+        yield RecipeLine("algo.kl", table | {"where": "advantage" if behind else "reward"} | steered, keys)
         if s["algo.advantage.estimator"] == "reinforce_baseline":
             yield Gap(
                 (coef, use),
@@ -262,7 +262,7 @@ def _kl(s: Setting, aggregate: str) -> Iterator[Part]:
         yield Gap((unbiased,), "it has no effect there: the KL is in the reward")
 
 
-def _correction(s: Setting) -> Iterator[Part]:
+def _correction(s: PeerSettings) -> Iterator[Part]:
     """A gate on the trainer's probability by the engine's; releases before 0.10 had a name for each."""
     level, mode, gating, bounds = (
         f"algo.advantage.is_correction_{end}" for end in ("level", "mode", "gating", "threshold")
@@ -282,7 +282,7 @@ def _correction(s: Setting) -> Iterator[Part]:
         yield Same((level,), "no correction")
         return
     if s["actor.policy_loss_type"] == "gspo" and (s.choice("algo.advantage.estimator", ROWS) or ("", None))[1]:
-        yield Line(
+        yield RecipeLine(
             "algo.ratio.anchor",
             "behavior",
             keys[:1],
@@ -301,23 +301,23 @@ def _correction(s: Setting) -> Iterator[Part]:
         | {f"reject_{end}": bound for end, bound in held.items()},
     }
     if wish in tables:
-        yield Line("algo.correction", tables[wish], keys)
+        yield RecipeLine("algo.correction", tables[wish], keys)
     else:
         yield Gap(keys, f"a correction {' '.join(map(str, wish))} does not exist here; importance weights do")
 
 
-def _loop(s: Setting) -> Iterator[Part]:
+def _loop(s: PeerSettings) -> Iterator[Part]:
     prompts = s.whole("rollout.batch_size")
     samples = s.whole("rollout.n_samples_per_prompt")
     batch = s.whole("train.batch_size")
-    yield Line("loop.groups_per_step", prompts, ("rollout.batch_size",))
+    yield RecipeLine("loop.groups_per_step", prompts, ("rollout.batch_size",))
     note = f"{prompts * samples} samples in batches of {batch}" + ", rounded" * bool(prompts * samples % batch)
-    yield Line("loop.updates_per_step", max(1, round(prompts * samples / batch)), ("train.batch_size",), note)
-    yield Line("loop.passes", float(s.number("train.num_episodes")), ("train.num_episodes",))
+    yield RecipeLine("loop.updates_per_step", max(1, round(prompts * samples / batch)), ("train.batch_size",), note)
+    yield RecipeLine("loop.passes", float(s.number("train.num_episodes")), ("train.num_episodes",))
     if s.has("data.max_samples"):
         yield Gap(("data.max_samples",), "a data set is read whole; task.data.where chooses rows by their fields")
-    yield Line("loop.epochs", s.whole("train.max_epochs"), ("train.max_epochs",))
-    yield Line("loop.seed", s.whole("train.seed"), ("train.seed",))
+    yield RecipeLine("loop.epochs", s.whole("train.max_epochs"), ("train.max_epochs",))
+    yield RecipeLine("loop.seed", s.whole("train.seed"), ("train.seed",))
     if s["train.async_enable"]:
         yield Gap(
             ("train.async_enable",),
@@ -326,59 +326,63 @@ def _loop(s: Setting) -> Iterator[Part]:
     else:
         yield Same(("train.async_enable",), "loop.max_staleness is 0")
     if s["train.partial_rollout_enable"]:
-        yield Line("loop.in_flight", "hold", ("train.partial_rollout_enable",), "it needs loop.max_staleness above 0")
+        yield RecipeLine(
+            "loop.in_flight", "hold", ("train.partial_rollout_enable",), "it needs loop.max_staleness above 0"
+        )
 
 
-def _sampling(s: Setting) -> Iterator[Part]:
-    yield Line("engine.sampling.temperature", float(s.number("rollout.temperature")), ("rollout.temperature",))
+def _sampling(s: PeerSettings) -> Iterator[Part]:
+    yield RecipeLine("engine.sampling.temperature", float(s.number("rollout.temperature")), ("rollout.temperature",))
     length, whole = "rollout.max_new_tokens", "data.max_len"
     if s[length] is not None:
-        yield Line("engine.sampling.max_tokens", s.whole(length), (length,))
+        yield RecipeLine("engine.sampling.max_tokens", s.whole(length), (length,))
     else:
         ask = f"there an answer may fill what its prompt leaves of {s[whole]} tokens; here all answers have one limit"
-        yield Line("engine.sampling.max_tokens", s.whole(whole), (whole,), ask=ask)
+        yield RecipeLine("engine.sampling.max_tokens", s.whole(whole), (whole,), ask=ask)
     yield from truncation(s, "rollout.top_p")
-    yield Line("task.eval.temperature", float(s.number("eval.temperature")), ("eval.temperature",))
+    yield RecipeLine("task.eval.temperature", float(s.number("eval.temperature")), ("eval.temperature",))
 
 
-def _optimizer(s: Setting) -> Iterator[Part]:
+def _optimizer(s: PeerSettings) -> Iterator[Part]:
     if s["actor.optim"] == "adam":
         yield Same(("actor.optim",), "AdamW")
-    yield Line("trainer.lr", float(s.number("actor.adam.lr")), ("actor.adam.lr",))
+    yield RecipeLine("trainer.lr", float(s.number("actor.adam.lr")), ("actor.adam.lr",))
     kind, least, share = "actor.lr_scheduler", "actor.min_lr_ratio", "actor.lr_warmup_ratio"
     if schedule := s.choice(kind, SCHEDULES):
-        yield Line("trainer.schedule", schedule, (kind,))
+        yield RecipeLine("trainer.schedule", schedule, (kind,))
     elif str(s[kind]) == "cosine_with_min_lr":
-        yield Line("trainer.schedule", "cosine", (kind,), f"theirs ends at {s[least]} of the rate, ours at 0")
+        yield RecipeLine("trainer.schedule", "cosine", (kind,), f"theirs ends at {s[least]} of the rate, ours at 0")
         yield Gap((least,), "a cosine ends at 0 here")
     else:
         yield Gap((kind,), "constant, linear and cosine exist here")
     if s.number(share):
-        yield Line("trainer.warmup_steps", 0, (share,), ask=f"{s[share]} of all steps: write the number")
+        yield RecipeLine("trainer.warmup_steps", 0, (share,), ask=f"{s[share]} of all steps: write the number")
     else:
         yield Same((share,), "no warm-up")
-    yield Line("trainer.clip", float(s.number("actor.max_norm")), ("actor.max_norm",))
-    yield Line("trainer.weight_decay", float(s.number("actor.adam.weight_decay")), ("actor.adam.weight_decay",))
-    yield Line("trainer.betas", list(s["actor.adam.betas"]), ("actor.adam.betas",))
+    yield RecipeLine("trainer.clip", float(s.number("actor.max_norm")), ("actor.max_norm",))
+    yield RecipeLine("trainer.weight_decay", float(s.number("actor.adam.weight_decay")), ("actor.adam.weight_decay",))
+    yield RecipeLine("trainer.betas", list(s["actor.adam.betas"]), ("actor.adam.betas",))
     if s["actor.adam.eps"] == 1e-8:
         yield Same(("actor.adam.eps",), "1e-8")
 
 
-def _running(s: Setting) -> Iterator[Part]:
-    yield Line(
+def _running(s: PeerSettings) -> Iterator[Part]:
+    yield RecipeLine(
         "run.folder",
         str(s["ckpt.path"]) if s.has("ckpt.path") else "runs/openrlhf",
         ("ckpt.path",) if s.has("ckpt.path") else (),
     )
     every = s.whole("ckpt.save_steps")
-    yield Line("run.checkpoint.every", max(0, every), ("ckpt.save_steps",), "one at the end" * (every <= 0))
-    yield Line("run.checkpoint.keep", max(1, s.whole("ckpt.max_num")), ("ckpt.max_num",))
-    yield Line("task.eval.every", max(0, s.whole("eval.steps")), ("eval.steps",))
+    yield RecipeLine("run.checkpoint.every", max(0, every), ("ckpt.save_steps",), "one at the end" * (every <= 0))
+    yield RecipeLine("run.checkpoint.keep", max(1, s.whole("ckpt.max_num")), ("ckpt.max_num",))
+    yield RecipeLine("task.eval.every", max(0, s.whole("eval.steps")), ("eval.steps",))
     if s.has("eval.dataset"):
         yield Gap(("eval.dataset", "eval.split"), "name it in task.data: eval_name, eval_path or eval_split")
     tracked = ("logger.tensorboard_dir", "logger.wandb.key")
     if names := [name for name, key in zip(("tensorboard", "wandb"), tracked) if s.has(key) and s[key]]:
-        yield Line("run.sinks", names, tracked, "they lie in the run folder; wandb takes its key from its own login")
+        yield RecipeLine(
+            "run.sinks", names, tracked, "they lie in the run folder; wandb takes its key from its own login"
+        )
 
 
 OPENRLHF = Peer.of(

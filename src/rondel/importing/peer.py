@@ -24,8 +24,8 @@ MACHINE = frozenset({DEVICE, MEMORY, PACKED, ENGINE, LAUNCHER, FOLDER})  # reaso
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One line of the recipe: `Line("algo.group_size", 16, ("num_generations",))`.
+class RecipeLine:
+    """One line of the recipe: `RecipeLine("algo.group_size", 16, ("num_generations",))`.
 
     key, value   of ours
     sources      the keys of theirs that it says; none: a constant in their code
@@ -56,7 +56,7 @@ class Gap:
     why: str
 
 
-Part = Line | Same | Gap
+Part = RecipeLine | Same | Gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +71,13 @@ class Peer:
     release: str
     defaults: dict[str, Any]
     renamed: dict[str, str]
-    parts: tuple[Callable[[Setting], Iterable[Part]], ...]
+    parts: tuple[Callable[[PeerSettings], Iterable[Part]], ...]
     reasons: dict[str, str]
 
     @classmethod
-    def of(cls, name: str, parts: tuple[Callable[[Setting], Iterable[Part]], ...], reasons: dict[str, str]) -> Peer:
+    def of(
+        cls, name: str, parts: tuple[Callable[[PeerSettings], Iterable[Part]], ...], reasons: dict[str, str]
+    ) -> Peer:
         table = json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))
         return cls(name, table["release"], table["defaults"], table["renamed"], parts, reasons)
 
@@ -106,7 +108,7 @@ class Peer:
         )
 
 
-class Setting:
+class PeerSettings:
     """What a run of the peer would see: `setting["beta"]` is the user's value or their default."""
 
     def __init__(self, peer: Peer, given: dict[str, Any]) -> None:
@@ -149,7 +151,7 @@ class Setting:
         return known.get(str(self[key]))
 
 
-def truncation(setting: Setting, key: str) -> Iterator[Part]:
+def truncation(setting: PeerSettings, key: str) -> Iterator[Part]:
     """Their top_p or top_k of training samples."""
     name = key.rpartition(".")[2]
     if setting[key] in ((1, None) if name == "top_p" else (0, -1, None)):
@@ -157,7 +159,7 @@ def truncation(setting: Setting, key: str) -> Iterator[Part]:
         return
     value = setting.number(key)
     if 0 < value < 1 if name == "top_p" else value > 0 and float(value).is_integer():
-        yield Line(
+        yield RecipeLine(
             f"engine.sampling.{name}",
             value,
             (key,),
@@ -167,16 +169,16 @@ def truncation(setting: Setting, key: str) -> Iterator[Part]:
         yield Gap((key,), f"it cannot be {value!r}")
 
 
-def sinks(setting: Setting, key: str) -> Iterator[Part]:
+def sinks(setting: PeerSettings, key: str) -> Iterator[Part]:
     """Where their metrics go; `console` and none are what is printed anyway."""
     given = setting[key] if isinstance(setting[key], list) else [setting[key]]
     kept = [name for name in given if name in SINKS]
     others = ", ".join(str(name) for name in given if name not in (*SINKS, "console", "none", None))
-    yield Line("run.sinks", kept, (key,), f"no sink here: {others}" * bool(others))
+    yield RecipeLine("run.sinks", kept, (key,), f"no sink here: {others}" * bool(others))
 
 
 def adapter(
-    s: Setting,
+    s: PeerSettings,
     *,
     rank: str,
     alpha: str,
@@ -193,7 +195,7 @@ def adapter(
         named, ask = [named], "a pattern there; here a list of names"
     packed = bool(four_bits and s[four_bits])
     value = {"kind": "qlora" if packed else "lora", "rank": s.whole(rank), "alpha": s.whole(alpha), "targets": named}
-    yield Line(
+    yield RecipeLine(
         "model.adapter",
         value,
         (*switch, rank, alpha, targets, *((four_bits,) if packed else ())),

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from rondel.importing.peer import MACHINE, Line
+from rondel.importing.peer import MACHINE, RecipeLine
 from rondel.importing.translate import MISSING, Report, sections
 
 
@@ -21,7 +21,7 @@ def recipe(report: Report, source: str) -> str:
     return "\n".join(blocks) + (f"\n{notes}" if notes else "")
 
 
-def comment(line: Line, report: Report) -> str:
+def comment(line: RecipeLine, report: Report) -> str:
     """`num_generations`, or `their default of beta`, or `always so there`; then what else is to be known."""
     given = [report.written[key] for key in line.sources if key in report.written]
     if given:
@@ -56,7 +56,7 @@ def lists(report: Report) -> str:
     )
 
 
-def _change(line: Line, ours: Any) -> str:
+def _change(line: RecipeLine, ours: Any) -> str:
     return f"{toml(line.value)}, here {toml(ours)}" if ours is not MISSING else toml(line.value)
 
 

@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from rondel.core.config import Job, Section
+from rondel.core.config import ConfigSection, Job
 from rondel.core.registry import nearest
-from rondel.importing.peer import Gap, Line, Peer, Same, Setting
+from rondel.importing.peer import Gap, Peer, PeerSettings, RecipeLine, Same
 
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
-class Rows(Protocol):
+class AlgorithmTable(Protocol):
     """The table of algorithms, which lies beyond this room."""
 
     @property
@@ -43,26 +43,26 @@ class Report:
     """
 
     peer: Peer
-    lines: list[Line] = field(default_factory=list)
+    lines: list[RecipeLine] = field(default_factory=list)
     translated: dict[str, list[str]] = field(default_factory=dict)
     same: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
-    other: list[tuple[Line, Any]] = field(default_factory=list)
+    other: list[tuple[RecipeLine, Any]] = field(default_factory=list)
     lost: list[tuple[str, str]] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
 
     @property
-    def asks(self) -> list[Line]:
+    def asks(self) -> list[RecipeLine]:
         return [line for line in self.lines if line.ask]
 
 
-def translate(peer: Peer, given: dict[str, Any], rows: Rows) -> Report:
+def translate(peer: Peer, given: dict[str, Any], rows: AlgorithmTable) -> Report:
     """Every key of `given` finds its place in the report; a default that differs from ours is written as theirs."""
-    setting = Setting(peer, given)
+    setting = PeerSettings(peer, given)
     report = Report(peer, written=setting.written)
     parts = [part for read in peer.parts for part in read(setting)]
-    lines, refused = _accepted([_filled(part) for part in parts if isinstance(part, Line)], rows, setting)
+    lines, refused = _accepted([_filled(part) for part in parts if isinstance(part, RecipeLine)], rows, setting)
     for line, ours in lines:
         theirs = not setting.has(*line.sources) and ours is not MISSING and line.value != ours
         if theirs and (not line.ask or line.key == "algo.kind"):
@@ -88,7 +88,7 @@ def translate(peer: Peer, given: dict[str, Any], rows: Rows) -> Report:
     return report
 
 
-def _filled(line: Line) -> Line:
+def _filled(line: RecipeLine) -> RecipeLine:
     """A line whose value still has a variable of a script in it is asked about."""
     return (
         line
@@ -97,7 +97,7 @@ def _filled(line: Line) -> Line:
     )
 
 
-def _rest(report: Report, setting: Setting) -> None:
+def _rest(report: Report, setting: PeerSettings) -> None:
     """The keys that no part has named."""
     peer = report.peer
     report.missing |= {name: f"{later} says it again" for name, later in setting.twice.items()}
@@ -121,13 +121,15 @@ class _Missing:
 MISSING = _Missing()
 
 
-def _accepted(lines: list[Line], rows: Rows, setting: Setting) -> tuple[list[tuple[Line, Any]], list[Gap]]:
+def _accepted(
+    lines: list[RecipeLine], rows: AlgorithmTable, setting: PeerSettings
+) -> tuple[list[tuple[RecipeLine, Any]], list[Gap]]:
     """(lines with our default for each, gaps): a knob is taken if the row that results has it
     and reads it; a table whole or not at all.
     """
     kind = next((line.value for line in lines if line.key == "algo.kind"), Job.model_fields["algo"].get_default().kind)
     section: dict[str, Any] = {"kind": kind}
-    taken: list[tuple[Line, Any]] = []
+    taken: list[tuple[RecipeLine, Any]] = []
     gaps: list[Gap] = []
     for line in lines:
         family, _, knob = line.key.removeprefix("algo.").partition(".")
@@ -161,13 +163,13 @@ def _said(family: str, table: dict[str, Any], knobs: dict[str, Any]) -> dict[str
     }
 
 
-def _waiting(line: Line, rows: Rows) -> Line:
+def _waiting(line: RecipeLine, rows: AlgorithmTable) -> RecipeLine:
     """A row that is not there is still written: a recipe that does not start is better
     than one that trains something else.
     """
     if line.key != "algo.kind" or line.value in rows.names:
         return line
-    return Line(
+    return RecipeLine(
         line.key, line.value, line.sources, line.note, "this row does not exist here yet, so the recipe will not start"
     )
 
@@ -178,7 +180,7 @@ def _default(dotted: str) -> Any:
     *parents, leaf = dotted.split(".")
     for name in parents:
         section = section.model_fields[name].annotation
-    assert issubclass(section, Section) and leaf in section.model_fields, f"{dotted} is no key of a recipe"
+    assert issubclass(section, ConfigSection) and leaf in section.model_fields, f"{dotted} is no key of a recipe"
     found = section.model_fields[leaf]
     if found.is_required():
         return MISSING
@@ -186,7 +188,7 @@ def _default(dotted: str) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def nested(lines: list[Line]) -> dict[str, Any]:
+def nested(lines: list[RecipeLine]) -> dict[str, Any]:
     """The tree that the lines mean: {"algo": {"surrogate": {"low": 0.2}}}."""
     tree: dict[str, Any] = {}
     for line in lines:
@@ -198,7 +200,7 @@ def nested(lines: list[Line]) -> dict[str, Any]:
     return tree
 
 
-def sections(lines: list[Line]) -> Iterator[tuple[str, list[Line]]]:
+def sections(lines: list[RecipeLine]) -> Iterator[tuple[str, list[RecipeLine]]]:
     """The lines by section, in the order of the recipe."""
     for name in Job.model_fields:
         if mine := [line for line in lines if line.key.startswith(f"{name}.")]:

@@ -15,11 +15,11 @@ from rondel.importing.peer import (
     MEMORY,
     NF4,
     Gap,
-    Line,
     Part,
     Peer,
+    PeerSettings,
+    RecipeLine,
     Same,
-    Setting,
     adapter,
     sinks,
     truncation,
@@ -76,15 +76,15 @@ REASONS = {
 }
 
 
-def _model(s: Setting) -> Iterator[Part]:
+def _model(s: PeerSettings) -> Iterator[Part]:
     if s["model_name_or_path"]:
-        yield Line("model.path", s["model_name_or_path"], ("model_name_or_path",))
+        yield RecipeLine("model.path", s["model_name_or_path"], ("model_name_or_path",))
     else:
-        yield Line(
+        yield RecipeLine(
             "model.path", "MODEL", ("model_name_or_path",), ask="the config names no model: it is given in Python there"
         )
     compute = {True: "bfloat16", False: "float32"}[bool(not s["fp16"] if s["bf16"] is None else s["bf16"])]
-    yield Line("model.dtype", compute, ("bf16", "fp16"), "master weights are float32 here")
+    yield RecipeLine("model.dtype", compute, ("bf16", "fp16"), "master weights are float32 here")
     if s["fp16"]:
         yield Gap(("fp16",), "float16 needs a loss scale; bfloat16 or float32 here")
     if s["dtype"] in ("float32", "auto", None):
@@ -101,7 +101,7 @@ def _model(s: Setting) -> Iterator[Part]:
         )
 
 
-def _task(s: Setting) -> Iterator[Part]:
+def _task(s: PeerSettings) -> Iterator[Part]:
     asked = "the reward reads the field `answer`: name the field of the gold answer with answer = '...'"
     if s["dataset_name"]:
         data = {"kind": "datasets", "name": s["dataset_name"], "split": s["dataset_train_split"], "answer": "solution"}
@@ -109,7 +109,7 @@ def _task(s: Setting) -> Iterator[Part]:
             data["subset"] = s["dataset_config"]
         if s["eval_strategy"] != "no":
             data["eval_split"] = s["dataset_test_split"]
-        yield Line(
+        yield RecipeLine(
             "task.data",
             data,
             ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"),
@@ -117,7 +117,7 @@ def _task(s: Setting) -> Iterator[Part]:
         )
     else:
         data = {"kind": "datasets", "name": "DATASET", "answer": "solution"}
-        yield Line(
+        yield RecipeLine(
             "task.data", data, ("dataset_name",), ask="the config names no data set: it is given in Python there"
         )
     names = s["reward_funcs"] or []
@@ -126,29 +126,29 @@ def _task(s: Setting) -> Iterator[Part]:
     own = [name for name in names if name not in REWARDS]
     apart = s["multi_objective_aggregation"] == "normalize_then_sum"  # each part has its own scale, and then its weight
     if len(known) == len(names) == 1 and not apart:
-        yield Line("task.reward", known[0], ("reward_funcs",))
+        yield RecipeLine("task.reward", known[0], ("reward_funcs",))
     elif names and not own:
         weights = [1.0] * len(names) if apart or not s["reward_weights"] else s["reward_weights"]
         each = {n: ({"kind": r} if isinstance(r, str) else r) | {"weight": w} for n, r, w in zip(names, known, weights)}
-        yield Line("task.reward", {"kind": "combine", "parts": each}, ("reward_funcs", "reward_weights"))
+        yield RecipeLine("task.reward", {"kind": "combine", "parts": each}, ("reward_funcs", "reward_weights"))
     elif len(own) == 1 and "." in own[0]:
         module, _, function = own[0].rpartition(".")
         wrap = "theirs takes lists of completions; ours takes (trajectory, task) and returns a number: wrap it"
-        yield Line("task.reward", f"{module}:{function}", ("reward_funcs",), ask=wrap)
+        yield RecipeLine("task.reward", f"{module}:{function}", ("reward_funcs",), ask=wrap)
     else:
         why = (
             f"name the reward; {', '.join(own) or 'none'} cannot be taken over" if own else "the config names no reward"
         )
-        yield Line("task.reward", "math", ("reward_funcs",), ask=why)
+        yield RecipeLine("task.reward", "math", ("reward_funcs",), ask=why)
 
 
-def _algorithm(s: Setting) -> Iterator[Part]:
+def _algorithm(s: PeerSettings) -> Iterator[Part]:
     row, aggregate = s.choice("loss_type", LOSSES) or (s["loss_type"], None)
-    yield Line("algo.kind", row, ("loss_type",))
-    yield Line("algo.group_size", s.whole("num_generations"), ("num_generations",))
+    yield RecipeLine("algo.kind", row, ("loss_type",))
+    yield RecipeLine("algo.group_size", s.whole("num_generations"), ("num_generations",))
     yield from _advantage(s)
     if s["importance_sampling_level"] != "token":
-        yield Line("algo.ratio.kind", s["importance_sampling_level"], ("importance_sampling_level",))
+        yield RecipeLine("algo.ratio.kind", s["importance_sampling_level"], ("importance_sampling_level",))
     else:
         yield Same(("importance_sampling_level",), "the ratio is each token's")
     yield from _surrogate(s, row)
@@ -160,16 +160,16 @@ def _algorithm(s: Setting) -> Iterator[Part]:
                 ("use_bias_correction_kl",),
                 "there the KL of a token is weighed by the ratio of its answer; here it is not weighed",
             )
-        yield Line(
+        yield RecipeLine(
             "algo.kl",
             {"kind": "k3", "coef": float(s["beta"]), "where": "loss"} | unbiased,
             ("beta", "use_bias_correction_kl"),
         )
     else:
-        yield Line("algo.kl.coef", 0.0, ("beta",))
+        yield RecipeLine("algo.kl.coef", 0.0, ("beta",))
         yield Same(("use_bias_correction_kl",), "there is no KL term")
     if aggregate:
-        yield Line("algo.aggregate.kind", aggregate, ("loss_type",))
+        yield RecipeLine("algo.aggregate.kind", aggregate, ("loss_type",))
     if s["loss_type"] == "bnpo":
         yield Gap(
             ("loss_type",), "their mean is over each micro-batch; here it is over the batch (written: token_mean)"
@@ -177,56 +177,56 @@ def _algorithm(s: Setting) -> Iterator[Part]:
     coef, top = float(s.number("entropy_coef")), s.number("top_entropy_quantile")
     if coef and row == "grpo" and 0 < top < 1:
         note = "theirs is a mean over the tokens of highest entropy, ours over all"
-        yield Line("algo.entropy.coef", coef / top, ("entropy_coef", "top_entropy_quantile"), note)
-        yield Line("algo.entropy.top", float(top), ("top_entropy_quantile",))
+        yield RecipeLine("algo.entropy.coef", coef / top, ("entropy_coef", "top_entropy_quantile"), note)
+        yield RecipeLine("algo.entropy.top", float(top), ("top_entropy_quantile",))
     else:
-        yield Line("algo.entropy.coef", coef, ("entropy_coef",))
+        yield RecipeLine("algo.entropy.coef", coef, ("entropy_coef",))
     steers = ("use_adaptive_entropy", "entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
     if s["use_adaptive_entropy"]:
         for knob, key in zip(("target", "delta", "least", "most"), steers[1:]):
-            yield Line(f"algo.entropy.{knob}", float(s.number(key)), (steers[0], key))
+            yield RecipeLine(f"algo.entropy.{knob}", float(s.number(key)), (steers[0], key))
     else:
         yield Same(steers, "the coefficient of the entropy is fixed")
     if s["entropy_coef"] and aggregate != "token_mean":
         yield Gap(("entropy_coef",), f"their entropy is a mean over tokens; here the weights are those of {aggregate}")
-    yield Line("algo.mask_truncated", bool(s["mask_truncated_completions"]), ("mask_truncated_completions",))
+    yield RecipeLine("algo.mask_truncated", bool(s["mask_truncated_completions"]), ("mask_truncated_completions",))
     yield from _correction(s)
 
 
-def _surrogate(s: Setting, row: str) -> Iterator[Part]:
+def _surrogate(s: PeerSettings, row: str) -> Iterator[Part]:
     """The knobs that each loss reads."""
     top, high = "top_entropy_quantile", "epsilon" if s["epsilon_high"] is None else "epsilon_high"
     forks = row == "grpo" and s[top] < 1
     if forks:
-        yield Line("algo.surrogate.kind", "forking", (top,), "of the whole update here, of a micro-batch there")
-        yield Line("algo.surrogate.top", float(s.number(top)), (top,))
+        yield RecipeLine("algo.surrogate.kind", "forking", (top,), "of the whole update here, of a micro-batch there")
+        yield RecipeLine("algo.surrogate.top", float(s.number(top)), (top,))
     if row == "cispo":
-        yield Line(
+        yield RecipeLine(
             "algo.surrogate.high",
             round(s.number(high) - 1, 9),
             (high,),
             "the largest weight is 1 + high here, and high there",
         )
     elif row == "sapo":
-        yield Line("algo.surrogate.positive", float(s.number("sapo_temperature_pos")), ("sapo_temperature_pos",))
-        yield Line("algo.surrogate.negative", float(s.number("sapo_temperature_neg")), ("sapo_temperature_neg",))
+        yield RecipeLine("algo.surrogate.positive", float(s.number("sapo_temperature_pos")), ("sapo_temperature_pos",))
+        yield RecipeLine("algo.surrogate.negative", float(s.number("sapo_temperature_neg")), ("sapo_temperature_neg",))
     else:
         bound, delta = s.number(high), s.number("delta")
-        yield Line("algo.surrogate.low", s.number("epsilon"), ("epsilon",))
+        yield RecipeLine("algo.surrogate.low", s.number("epsilon"), ("epsilon",))
         keys = ("epsilon_high", "epsilon") if high == "epsilon" else (high,)
         if delta is None or row != "grpo" or delta >= 1 + bound:
-            yield Line("algo.surrogate.high", bound, keys)
+            yield RecipeLine("algo.surrogate.high", bound, keys)
         elif delta >= 1:
             note = (
                 "delta holds the ratio of good answers below 1 + epsilon, and that of bad ones is held at 1 + epsilon"
             )
-            yield Line("algo.surrogate.high", round(delta - 1, 9), ("delta",), note)
-            yield Line("algo.surrogate.dual", 1.0 + bound, ("delta", *keys))
+            yield RecipeLine("algo.surrogate.high", round(delta - 1, 9), ("delta",), note)
+            yield RecipeLine("algo.surrogate.dual", 1.0 + bound, ("delta", *keys))
     if s["delta"] is not None and row == "grpo":
         if s.number("delta") >= 1 + s.number(high):
-            yield Line("algo.surrogate.dual", float(s.number("delta")), ("delta",))
+            yield RecipeLine("algo.surrogate.dual", float(s.number("delta")), ("delta",))
         elif s.number("delta") < 1:
-            yield Line("algo.surrogate.high", s.number(high), (high,))
+            yield RecipeLine("algo.surrogate.high", s.number(high), (high,))
             yield Gap(
                 ("delta",),
                 "below 1 it takes the gradient of every on-policy token with A > 0; surrogate.high cannot be negative",
@@ -237,7 +237,7 @@ def _surrogate(s: Setting, row: str) -> Iterator[Part]:
         yield Same((top,), "every token is trained")
 
 
-def _advantage(s: Setting) -> Iterator[Part]:
+def _advantage(s: PeerSettings) -> Iterator[Part]:
     how = "multi_objective_aggregation"
     if s[how] == "normalize_then_sum":
         names = [s["reward_funcs"]] if isinstance(s["reward_funcs"], str) else s["reward_funcs"] or []
@@ -247,7 +247,7 @@ def _advantage(s: Setting) -> Iterator[Part]:
             if names and all(name in REWARDS for name in names)
             else "the reward must return { name: value } for each of its parts"
         )
-        yield Line(
+        yield RecipeLine(
             "algo.advantage", {"kind": "parts_norm", "eps": 1e-4} | weights, (how, "reward_weights"), "GDPO", ask
         )
         yield from (
@@ -258,23 +258,25 @@ def _advantage(s: Setting) -> Iterator[Part]:
         return
     scale = {True: "group", False: "none"}.get(s["scale_rewards"], s["scale_rewards"])
     if scale == "none":
-        yield Line("algo.advantage.kind", "group_center", ("scale_rewards",))
+        yield RecipeLine("algo.advantage.kind", "group_center", ("scale_rewards",))
     elif scale == "group":
-        yield Line("algo.advantage.kind", "group_norm", ("scale_rewards",))
-        yield Line("algo.advantage.eps", 1e-4)
+        yield RecipeLine("algo.advantage.kind", "group_norm", ("scale_rewards",))
+        yield RecipeLine("algo.advantage.eps", 1e-4)
     else:
         yield Gap(("scale_rewards",), "the deviation is the group's here, not the batch's")
     if s[how] == "sum_then_normalize":
         yield Same((how,), "rewards are added before they are normalised")
 
 
-def _correction(s: Setting) -> Iterator[Part]:
+def _correction(s: PeerSettings) -> Iterator[Part]:
     """On by default wherever vLLM samples; one correction at a time here."""
     threshold, use = "off_policy_mask_threshold", s["use_vllm"] and s["vllm_importance_sampling_correction"]
     if s[threshold] is not None and use:
         yield Gap((threshold,), "one correction at a time: the importance weights of vLLM")
     elif s[threshold] is not None:
-        yield Line("algo.correction", {"kind": "off_policy_mask", "delta": float(s.number(threshold))}, (threshold,))
+        yield RecipeLine(
+            "algo.correction", {"kind": "off_policy_mask", "delta": float(s.number(threshold))}, (threshold,)
+        )
     if not use:
         return
     level, _, action = str(s["vllm_importance_sampling_mode"]).partition("_")
@@ -288,10 +290,12 @@ def _correction(s: Setting) -> Iterator[Part]:
     }
     if low is not None or action == "mask":
         table |= {"action": "clip" if action == "truncate" else action, "low": float(low or 0)}
-    yield Line("algo.correction", table, (*keys, *(("vllm_importance_sampling_clip_min",) if low is not None else ())))
+    yield RecipeLine(
+        "algo.correction", table, (*keys, *(("vllm_importance_sampling_clip_min",) if low is not None else ()))
+    )
 
 
-def _batch(s: Setting) -> Iterator[Part]:
+def _batch(s: PeerSettings) -> Iterator[Part]:
     group, accumulate = s.whole("num_generations"), s.whole("gradient_accumulation_steps")
     device = s.whole("per_device_train_batch_size") * s.whole("num_processes")
     rounds = (
@@ -306,17 +310,17 @@ def _batch(s: Setting) -> Iterator[Part]:
         if s.has("num_processes")
         else "their batch grows with the number of processes, which is no key: this is for 1"
     )
-    yield Line(
+    yield RecipeLine(
         "loop.groups_per_step",
         max(1, completions // group),
         BATCH,
         f"{completions} completions in groups of {group}",
         ask,
     )
-    yield Line("loop.updates_per_step", updates, ("steps_per_generation", "gradient_accumulation_steps"))
-    yield Line("loop.epochs", s.whole("num_iterations"), ("num_iterations",))
+    yield RecipeLine("loop.updates_per_step", updates, ("steps_per_generation", "gradient_accumulation_steps"))
+    yield RecipeLine("loop.epochs", s.whole("num_iterations"), ("num_iterations",))
     if s.number("max_steps") > 0:
-        yield Line(
+        yield RecipeLine(
             "loop.steps",
             -(-s.whole("max_steps") // moves),
             ("max_steps",),
@@ -325,11 +329,11 @@ def _batch(s: Setting) -> Iterator[Part]:
         if s.has("num_train_epochs"):
             yield Gap(("num_train_epochs",), "max_steps counts instead")
     else:
-        yield Line("loop.passes", float(s.number("num_train_epochs")), ("num_train_epochs", "max_steps"))
-    yield Line("loop.seed", s.whole("seed"), ("seed",))
+        yield RecipeLine("loop.passes", float(s.number("num_train_epochs")), ("num_train_epochs", "max_steps"))
+    yield RecipeLine("loop.seed", s.whole("seed"), ("seed",))
 
 
-def _moves(s: Setting) -> int:
+def _moves(s: PeerSettings) -> int:
     """How many of their steps are one here."""
     accumulate = s.whole("gradient_accumulation_steps")
     device = s.whole("per_device_train_batch_size") * s.whole("num_processes")
@@ -341,24 +345,24 @@ def _moves(s: Setting) -> int:
     return int(max(1, rounds // accumulate) * s.whole("num_iterations"))
 
 
-def _ours(s: Setting, steps: int) -> int:
+def _ours(s: PeerSettings, steps: int) -> int:
     """So many of their steps, in ours."""
     return -(-steps // _moves(s))
 
 
-def _every(s: Setting, ours: str, key: str, strategy: str) -> Line:
+def _every(s: PeerSettings, ours: str, key: str, strategy: str) -> RecipeLine:
     """An interval in their steps, or a share of all of them."""
     number, total = s.number(key), s.number("max_steps")
     if number >= 1 or total > 0:
         steps = math.ceil(number if number >= 1 else number * total)
         moves = _moves(s)
-        return Line(ours, _ours(s, steps), (key, strategy), f"{moves} of their steps are one here" * (moves > 1))
-    return Line(ours, 0, (key, strategy), ask=f"{number:g} of all steps: write the number")
+        return RecipeLine(ours, _ours(s, steps), (key, strategy), f"{moves} of their steps are one here" * (moves > 1))
+    return RecipeLine(ours, 0, (key, strategy), ask=f"{number:g} of all steps: write the number")
 
 
-def _sampling(s: Setting) -> Iterator[Part]:
-    yield Line("engine.sampling.temperature", float(s.number("temperature")), ("temperature",))
-    yield Line("engine.sampling.max_tokens", s.whole("max_completion_length"), ("max_completion_length",))
+def _sampling(s: PeerSettings) -> Iterator[Part]:
+    yield RecipeLine("engine.sampling.temperature", float(s.number("temperature")), ("temperature",))
+    yield RecipeLine("engine.sampling.max_tokens", s.whole("max_completion_length"), ("max_completion_length",))
     yield from truncation(s, "top_p")
     yield from truncation(s, "top_k")
     for key, off in (("min_p", (0, None)), ("repetition_penalty", (1, None))):
@@ -370,43 +374,43 @@ def _sampling(s: Setting) -> Iterator[Part]:
             )
 
 
-def _optimizer(s: Setting) -> Iterator[Part]:
-    yield Line("trainer.lr", float(s.number("learning_rate")), ("learning_rate",))
+def _optimizer(s: PeerSettings) -> Iterator[Part]:
+    yield RecipeLine("trainer.lr", float(s.number("learning_rate")), ("learning_rate",))
     schedule = s.choice("lr_scheduler_type", SCHEDULES)
     if schedule:
-        yield Line("trainer.schedule", schedule, ("lr_scheduler_type",))
+        yield RecipeLine("trainer.schedule", schedule, ("lr_scheduler_type",))
     else:
         yield Gap(("lr_scheduler_type",), "constant, linear and cosine exist here")
     warmup = s.number("warmup_steps")
     if 0 < warmup < 1 and s.number("max_steps") > 0:
         total = math.ceil(warmup * s.whole("max_steps"))
-        yield Line(
+        yield RecipeLine(
             "trainer.warmup_steps",
             _ours(s, total),
             ("warmup_steps", "max_steps"),
             f"{warmup:g} of {s['max_steps']} of their steps",
         )
     elif 0 < warmup < 1:
-        yield Line("trainer.warmup_steps", 0, ("warmup_steps",), ask=f"{warmup:g} of all steps: write the number")
+        yield RecipeLine("trainer.warmup_steps", 0, ("warmup_steps",), ask=f"{warmup:g} of all steps: write the number")
     else:
-        yield Line("trainer.warmup_steps", _ours(s, int(warmup)), ("warmup_steps",))
-    yield Line("trainer.clip", float(s.number("max_grad_norm")), ("max_grad_norm",))
-    yield Line("trainer.weight_decay", float(s.number("weight_decay")), ("weight_decay",))
-    yield Line("trainer.betas", [s.number("adam_beta1"), s.number("adam_beta2")], ("adam_beta1", "adam_beta2"))
+        yield RecipeLine("trainer.warmup_steps", _ours(s, int(warmup)), ("warmup_steps",))
+    yield RecipeLine("trainer.clip", float(s.number("max_grad_norm")), ("max_grad_norm",))
+    yield RecipeLine("trainer.weight_decay", float(s.number("weight_decay")), ("weight_decay",))
+    yield RecipeLine("trainer.betas", [s.number("adam_beta1"), s.number("adam_beta2")], ("adam_beta1", "adam_beta2"))
     if s["adam_epsilon"] == 1e-8:
         yield Same(("adam_epsilon",), "1e-8")
     if str(s["optim"]).startswith("adamw_torch"):
         yield Same(("optim",), "AdamW")
 
 
-def _running(s: Setting) -> Iterator[Part]:
-    yield Line("run.folder", str(s["output_dir"] or "runs/trl"), ("output_dir",))
+def _running(s: PeerSettings) -> Iterator[Part]:
+    yield RecipeLine("run.folder", str(s["output_dir"] or "runs/trl"), ("output_dir",))
     if s["save_strategy"] == "no":
-        yield Line("run.checkpoint.every", 0, ("save_strategy",), "one at the end")
+        yield RecipeLine("run.checkpoint.every", 0, ("save_strategy",), "one at the end")
     elif s["save_strategy"] == "steps":
         yield _every(s, "run.checkpoint.every", "save_steps", "save_strategy")
     if s["save_total_limit"] is not None:
-        yield Line("run.checkpoint.keep", max(1, s.whole("save_total_limit")), ("save_total_limit",))
+        yield RecipeLine("run.checkpoint.keep", max(1, s.whole("save_total_limit")), ("save_total_limit",))
     else:
         yield Gap(("save_total_limit",), "they keep every checkpoint; run.checkpoint.keep is 2 here")
     if s["eval_strategy"] == "steps" and s["eval_steps"]:

@@ -16,11 +16,11 @@ from rondel.importing.peer import (
     MEMORY,
     PACKED,
     Gap,
-    Line,
     Part,
     Peer,
+    PeerSettings,
+    RecipeLine,
     Same,
-    Setting,
     adapter,
     sinks,
     truncation,
@@ -135,12 +135,12 @@ REASONS = {
 }
 
 
-def _model(s: Setting) -> Iterator[Part]:
-    yield Line("model.path", _home(s["actor_rollout_ref.model.path"]), ("actor_rollout_ref.model.path",))
+def _model(s: PeerSettings) -> Iterator[Part]:
+    yield RecipeLine("model.path", _home(s["actor_rollout_ref.model.path"]), ("actor_rollout_ref.model.path",))
     dtypes = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
     key = f"{ACTOR}.fsdp_config.dtype"
     if found := s.choice(key, dtypes):
-        yield Line("model.dtype", found, (key,), "master weights are float32 here")
+        yield RecipeLine("model.dtype", found, (key,), "master weights are float32 here")
     if s[f"{ACTOR}.fsdp_config.model_dtype"] in ("fp32", "float32"):
         yield Same((f"{ACTOR}.fsdp_config.model_dtype",), "master weights are float32")
     model = "actor_rollout_ref.model"
@@ -148,7 +148,7 @@ def _model(s: Setting) -> Iterator[Part]:
         yield from adapter(s, rank=f"{model}.lora_rank", alpha=f"{model}.lora_alpha", targets=f"{model}.target_modules")
 
 
-def _task(s: Setting) -> Iterator[Part]:
+def _task(s: PeerSettings) -> Iterator[Part]:
     train, held = _files(s["data.train_files"]), _files(s["data.val_files"])
     data = {"kind": "parquet", "path": train, "eval_path": held, "prompt": s["data.prompt_key"]}
     data["answer"] = "reward_model.ground_truth"
@@ -161,83 +161,83 @@ def _task(s: Setting) -> Iterator[Part]:
         )
     elif s.has("data.image_key"):
         data["image"], keys = s["data.image_key"], (*keys, "data.image_key")
-    yield Line("task.data", data, keys)
+    yield RecipeLine("task.data", data, keys)
     if s["data.filter_overlong_prompts"]:
         both = ("data.max_prompt_length", "data.filter_overlong_prompts")
-        yield Line("task.max_prompt_tokens", s.whole("data.max_prompt_length"), both)
+        yield RecipeLine("task.max_prompt_tokens", s.whole("data.max_prompt_length"), both)
     path, name = s["reward.custom_reward_function.path"], s["reward.custom_reward_function.name"]
     if path:
         wrap = (
             "theirs takes (data_source, solution_str, ground_truth, extra_info); ours takes (trajectory, task): wrap it"
         )
         both = ("reward.custom_reward_function.path", "reward.custom_reward_function.name")
-        yield Line("task.reward", f"{Path(str(path)).stem}:{name or 'compute_score'}", both, ask=wrap)
+        yield RecipeLine("task.reward", f"{Path(str(path)).stem}:{name or 'compute_score'}", both, ask=wrap)
     else:
         field = str(s["data.reward_fn_key"])
         ask = f"a scorer for each {field} of your rows: those that theirs are nearest to; name the others, remove what you have not"
-        yield Line(
+        yield RecipeLine(
             "task.reward", {"kind": "by", "field": field, "parts": dict(SCORERS)}, ("data.reward_fn_key",), ask=ask
         )
     if s.number("data.val_max_samples") > 0:
-        yield Line("task.eval.n", s.whole("data.val_max_samples"), ("data.val_max_samples",))
+        yield RecipeLine("task.eval.n", s.whole("data.val_max_samples"), ("data.val_max_samples",))
     else:
         yield Same(("data.val_max_samples",), "all of them")
     if s["algorithm.filter_groups.enable"]:
-        yield Line("task.filters", ["signal"], ("algorithm.filter_groups.enable",))
+        yield RecipeLine("task.filters", ["signal"], ("algorithm.filter_groups.enable",))
     else:
         yield Same(("algorithm.filter_groups.enable",), "no group is dropped")
 
 
-def _algorithm(s: Setting) -> Iterator[Part]:
+def _algorithm(s: PeerSettings) -> Iterator[Part]:
     estimator, mode = "algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"
     if _taught_alone(s):
-        yield Line("algo.kind", "opd", (REWARDLESS,), "learns from the teacher alone")
-        yield Line("algo.group_size", s.whole(f"{ROLLOUT}.n"), (f"{ROLLOUT}.n",))
+        yield RecipeLine("algo.kind", "opd", (REWARDLESS,), "learns from the teacher alone")
+        yield RecipeLine("algo.group_size", s.whole(f"{ROLLOUT}.n"), (f"{ROLLOUT}.n",))
         yield from (Gap((estimator,), "no reward is read") for _ in range(s.has(estimator)))
         return
     row, advantage = s.choice(estimator, ROWS) or (str(s[estimator]), None)
     loss = None if s[mode] == "vanilla" else s.choice(mode, LOSSES) or str(s[mode])
     if loss and advantage:
-        yield Line("algo.kind", loss, (mode,))
+        yield RecipeLine("algo.kind", loss, (mode,))
     else:
-        yield Line("algo.kind", row, (estimator,))
+        yield RecipeLine("algo.kind", row, (estimator,))
         if loss:
             yield Gap((mode,), f"with the advantage {s[estimator]} there is no row for this loss")
         else:
             yield Same((mode,), "the clipped ratio")
-    yield Line("algo.group_size", s.whole(f"{ROLLOUT}.n"), (f"{ROLLOUT}.n",))
+    yield RecipeLine("algo.group_size", s.whole(f"{ROLLOUT}.n"), (f"{ROLLOUT}.n",))
     normed = "algorithm.norm_adv_by_std_in_grpo"
     if advantage == "group_norm":
-        yield Line("algo.advantage.kind", "group_norm" if s[normed] else "group_center", (estimator, normed))
+        yield RecipeLine("algo.advantage.kind", "group_norm" if s[normed] else "group_center", (estimator, normed))
     elif advantage:
-        yield Line("algo.advantage.kind", advantage, (estimator,))
+        yield RecipeLine("algo.advantage.kind", advantage, (estimator,))
     if s[estimator] in CHARGED:
-        yield Line("algo.advantage.gamma", float(s.number("algorithm.gamma")), ("algorithm.gamma",))
+        yield RecipeLine("algo.advantage.gamma", float(s.number("algorithm.gamma")), ("algorithm.gamma",))
     if s[estimator] == "grpo_passk":
-        yield Line("algo.advantage.divide", bool(s[normed]), (normed,))
+        yield RecipeLine("algo.advantage.divide", bool(s[normed]), (normed,))
     if s[estimator] == "gae":
-        yield Line("algo.advantage.lam", float(s.number("algorithm.lam")), ("algorithm.lam",))
+        yield RecipeLine("algo.advantage.lam", float(s.number("algorithm.lam")), ("algorithm.lam",))
         yield from _critic(s)
     if advantage != "group_norm" and s[estimator] != "grpo_passk" and s.has(normed):
         yield Gap((normed,), f"it has no effect there with adv_estimator = {s[estimator]}")
 
 
-def _critic(s: Setting) -> Iterator[Part]:
-    yield Line("algo.value.clip", float(s.number("critic.cliprange_value")), ("critic.cliprange_value",))
-    yield Line("trainer.critic.lr", float(s.number("critic.optim.lr")), ("critic.optim.lr",))
-    yield Line("trainer.critic.warmup", s.whole("trainer.critic_warmup"), ("trainer.critic_warmup",))
+def _critic(s: PeerSettings) -> Iterator[Part]:
+    yield RecipeLine("algo.value.clip", float(s.number("critic.cliprange_value")), ("critic.cliprange_value",))
+    yield RecipeLine("trainer.critic.lr", float(s.number("critic.optim.lr")), ("critic.optim.lr",))
+    yield RecipeLine("trainer.critic.warmup", s.whole("trainer.critic_warmup"), ("trainer.critic_warmup",))
     if s.has("critic.model.path") and s["critic.model.path"] != s["actor_rollout_ref.model.path"]:
-        yield Line("trainer.critic.path", _home(s["critic.model.path"]), ("critic.model.path",))
+        yield RecipeLine("trainer.critic.path", _home(s["critic.model.path"]), ("critic.model.path",))
     else:
         yield Same(("critic.model.path",), "a copy of the policy")
 
 
-def _loss(s: Setting) -> Iterator[Part]:
+def _loss(s: PeerSettings) -> Iterator[Part]:
     yield from _surrogate(s)
     mode, scale, own = f"{ACTOR}.loss_agg_mode", f"{ACTOR}.loss_scale_factor", f"{ACTOR}.policy_loss.loss_mode"
     if s[own] in BY_SAMPLE:
         note = "their mean is over each micro-batch" if s[own] == "geo_mean" else ""
-        yield Line("algo.aggregate.kind", "seq_mean_token_mean", (own,), note)
+        yield RecipeLine("algo.aggregate.kind", "seq_mean_token_mean", (own,), note)
         beside = bool(s[f"{ACTOR}.use_kl_loss"] or s[f"{ACTOR}.entropy_coeff"])
         if s[mode] == "seq-mean-token-mean":
             yield Same((mode,), f"{s[own]} is a mean over samples")
@@ -245,28 +245,28 @@ def _loss(s: Setting) -> Iterator[Part]:
             other = "; there it adds up KL and entropy, which have the weights of the loss here" * beside
             yield Gap((mode,), f"{s[own]} is a mean over samples there whatever it says{other}")
     elif aggregate := s.choice(mode, AGGREGATES):
-        yield Line("algo.aggregate.kind", aggregate, (mode,))
+        yield RecipeLine("algo.aggregate.kind", aggregate, (mode,))
         if aggregate == "fixed_norm" and s[scale]:
-            yield Line("algo.aggregate.length", s.whole(scale), (scale,))
+            yield RecipeLine("algo.aggregate.length", s.whole(scale), (scale,))
     else:
         yield Gap((mode,), f"known here: {', '.join(AGGREGATES.values())}")
-    yield Line("algo.entropy.coef", float(s.number(f"{ACTOR}.entropy_coeff")), (f"{ACTOR}.entropy_coeff",))
+    yield RecipeLine("algo.entropy.coef", float(s.number(f"{ACTOR}.entropy_coeff")), (f"{ACTOR}.entropy_coeff",))
     yield from _kl(s)
     if not _taught_alone(s):
         yield from _overlong(s)
 
 
-def _surrogate(s: Setting) -> Iterator[Part]:
+def _surrogate(s: PeerSettings) -> Iterator[Part]:
     """The knobs that each loss reads."""
     mode = f"{ACTOR}.policy_loss.loss_mode"
     if s[mode] == "vanilla":
-        yield Line("algo.surrogate.kind", "clip", (mode,))
+        yield RecipeLine("algo.surrogate.kind", "clip", (mode,))
     if str(s[mode]).startswith("dppo"):
-        yield Line("algo.ratio.anchor", "proximal", (mode,), "the paper anchors at the behavior")
+        yield RecipeLine("algo.ratio.anchor", "proximal", (mode,), "the paper anchors at the behavior")
     plain = f"{ACTOR}.clip_ratio"
     for side in ("low", "high") if s[mode] not in UNCLIPPED else ():
         key = f"{plain}_{side}"
-        yield Line(
+        yield RecipeLine(
             f"algo.surrogate.{side}",
             s.number(plain if s[key] is None else key),
             (key,) if s[key] is not None else (key, plain),
@@ -276,10 +276,10 @@ def _surrogate(s: Setting) -> Iterator[Part]:
         told = f"it has no effect there: clip_ratio_low = {low} and clip_ratio_high = {high} come first"
         yield Same((plain,), "so are low and high") if s[plain] == low == high else Gap((plain,), told)
     for knob, end in KNOBS.get(str(s[mode]), {}).items():
-        yield Line(f"algo.surrogate.{knob}", float(s.number(f"{ACTOR}.{end}")), (f"{ACTOR}.{end}",))
+        yield RecipeLine(f"algo.surrogate.{knob}", float(s.number(f"{ACTOR}.{end}")), (f"{ACTOR}.{end}",))
 
 
-def _kl(s: Setting) -> Iterator[Part]:
+def _kl(s: PeerSettings) -> Iterator[Part]:
     """In the loss or in the reward; a row here has it in one place."""
     use, coef, kind = f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"
     charged = "algorithm.use_kl_in_reward"
@@ -287,7 +287,7 @@ def _kl(s: Setting) -> Iterator[Part]:
     if s[use] and (found := KLS.get(str(s[kind]).removesuffix("+"))):
         through = {"through": "k2"} if str(s[kind]).endswith("+") and found != "k2" else {}
         table = {"kind": found, "coef": float(s.number(coef)), "where": "loss"} | through | CLAMPED.get(found, {})
-        yield Line("algo.kl", table, (use, coef, kind))
+        yield RecipeLine("algo.kl", table, (use, coef, kind))
     elif s[use]:
         yield Gap((kind, use, coef), "known here: k1, k2, k3, each with the gradient of k2 too")
     else:
@@ -295,7 +295,7 @@ def _kl(s: Setting) -> Iterator[Part]:
         yield from (Gap((key,), "it has no effect there: use_kl_loss is false") for key in (coef, kind) if s.has(key))
     if not s[charged]:
         if not s[use]:
-            yield Line("algo.kl.coef", 0.0, (charged,))
+            yield RecipeLine("algo.kl.coef", 0.0, (charged,))
         yield Same((charged,), "no KL in the reward")
         yield from (
             Gap((key,), "it has no effect there: use_kl_in_reward is false") for key in (price, cost) if s.has(key)
@@ -316,10 +316,10 @@ def _kl(s: Setting) -> Iterator[Part]:
             | (steered if adaptive else {})
         )
         keys = ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon") if adaptive else ()
-        yield Line("algo.kl", table, (charged, price, cost, control, *keys))
+        yield RecipeLine("algo.kl", table, (charged, price, cost, control, *keys))
 
 
-def _overlong(s: Setting) -> Iterator[Part]:
+def _overlong(s: PeerSettings) -> Iterator[Part]:
     """DAPO's soft limit lies in the reward manager there, and in the row's shaping here."""
     for root in (
         "reward.reward_kwargs.overlong_buffer_cfg",
@@ -329,19 +329,19 @@ def _overlong(s: Setting) -> Iterator[Part]:
         if not s.has(f"{root}.enable"):
             continue
         if s[f"{root}.enable"]:
-            yield Line("algo.shaping.kind", "overlong", (f"{root}.enable",))
+            yield RecipeLine("algo.shaping.kind", "overlong", (f"{root}.enable",))
             if s.has(f"{root}.len"):
-                yield Line("algo.shaping.buffer", s.whole(f"{root}.len"), (f"{root}.len",))
+                yield RecipeLine("algo.shaping.buffer", s.whole(f"{root}.len"), (f"{root}.len",))
             if s.has(f"{root}.penalty_factor"):
-                yield Line(
+                yield RecipeLine(
                     "algo.shaping.factor", float(s.number(f"{root}.penalty_factor")), (f"{root}.penalty_factor",)
                 )
             return
         yield Same((f"{root}.enable", f"{root}.len", f"{root}.penalty_factor"), "off")
-    yield Line("algo.shaping.kind", "none")
+    yield RecipeLine("algo.shaping.kind", "none")
 
 
-def _correction(s: Setting) -> Iterator[Part]:
+def _correction(s: PeerSettings) -> Iterator[Part]:
     """Importance weights (truncated, or masked if there are two bounds) and rejection by the
     ratio of a token, an answer, or its mean.
     """
@@ -382,7 +382,7 @@ def _correction(s: Setting) -> Iterator[Part]:
         )
     keys = (level, cap, normed) if s[level] else ()
     if len(table) > 1 and (s[level] or "reject" in table):
-        yield Line("algo.correction", table, (*keys, *((reject, bounds) if "reject" in table else ())))
+        yield RecipeLine("algo.correction", table, (*keys, *((reject, bounds) if "reject" in table else ())))
     yield from (
         Gap((key,), "it has no effect there: rollout_is is not set")
         for key in (cap, normed)
@@ -401,70 +401,74 @@ def _bounds(text: Any) -> tuple[float | None, float]:
     return (low[0] if low else None), high
 
 
-def _loop(s: Setting) -> Iterator[Part]:
+def _loop(s: PeerSettings) -> Iterator[Part]:
     prompts, mini = s.whole("data.train_batch_size"), s.whole(f"{ACTOR}.ppo_mini_batch_size")
-    yield Line("loop.groups_per_step", prompts, ("data.train_batch_size",))
+    yield RecipeLine("loop.groups_per_step", prompts, ("data.train_batch_size",))
     note = "" if prompts % mini == 0 else f"{prompts} / {mini}, rounded"
-    yield Line(
+    yield RecipeLine(
         "loop.updates_per_step",
         max(1, round(prompts / mini)),
         (f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"),
         note,
     )
     if s["trainer.total_training_steps"]:
-        yield Line("loop.steps", s.whole("trainer.total_training_steps"), ("trainer.total_training_steps",))
+        yield RecipeLine("loop.steps", s.whole("trainer.total_training_steps"), ("trainer.total_training_steps",))
         if s.has("trainer.total_epochs"):
             yield Gap(("trainer.total_epochs",), "total_training_steps counts instead")
     else:
         keys = ("trainer.total_epochs", "trainer.total_training_steps")
-        yield Line(
+        yield RecipeLine(
             "loop.passes",
             float(s.number("trainer.total_epochs")),
             keys,
             "each of their passes leaves out what does not fill a step",
         )
-    yield Line("loop.epochs", s.whole(f"{ACTOR}.ppo_epochs"), (f"{ACTOR}.ppo_epochs",))
+    yield RecipeLine("loop.epochs", s.whole(f"{ACTOR}.ppo_epochs"), (f"{ACTOR}.ppo_epochs",))
     if s["data.seed"] is not None:
-        yield Line("loop.seed", s.whole("data.seed"), ("data.seed",))
+        yield RecipeLine("loop.seed", s.whole("data.seed"), ("data.seed",))
     if s["trainer.v1.trainer_mode"] == "sync":
         yield Same(("trainer.v1.trainer_mode",), "loop.max_staleness is 0")
     else:
         yield Gap(("trainer.v1.trainer_mode",), "set loop.max_staleness: it bounds the lag by a number")
 
 
-def _sampling(s: Setting) -> Iterator[Part]:
-    yield Line("engine.sampling.temperature", float(s.number(f"{ROLLOUT}.temperature")), (f"{ROLLOUT}.temperature",))
+def _sampling(s: PeerSettings) -> Iterator[Part]:
+    yield RecipeLine(
+        "engine.sampling.temperature", float(s.number(f"{ROLLOUT}.temperature")), (f"{ROLLOUT}.temperature",)
+    )
     whole, own = "data.max_response_length", f"{ROLLOUT}.response_length"
     if not s.has(own) or s[own] == s[whole]:
-        yield Line("engine.sampling.max_tokens", s.whole(whole), (whole, own))
+        yield RecipeLine("engine.sampling.max_tokens", s.whole(whole), (whole, own))
     else:
-        yield Line("engine.sampling.max_tokens", s.whole(own), (own,))
+        yield RecipeLine("engine.sampling.max_tokens", s.whole(own), (own,))
         yield from (Gap((key,), f"it has no effect there: {own} comes first") for key in (whole,) if s.has(key))
     yield from truncation(s, f"{ROLLOUT}.top_p")
     yield from truncation(s, f"{ROLLOUT}.top_k")
-    yield Line("engine.sampling.ignore_eos", bool(s[f"{ROLLOUT}.ignore_eos"]), (f"{ROLLOUT}.ignore_eos",))
+    yield RecipeLine("engine.sampling.ignore_eos", bool(s[f"{ROLLOUT}.ignore_eos"]), (f"{ROLLOUT}.ignore_eos",))
     if s.has(f"{ROLLOUT}.max_num_seqs"):
-        yield Line("engine.max_running", s.whole(f"{ROLLOUT}.max_num_seqs"), (f"{ROLLOUT}.max_num_seqs",), "speed only")
+        yield RecipeLine(
+            "engine.max_running", s.whole(f"{ROLLOUT}.max_num_seqs"), (f"{ROLLOUT}.max_num_seqs",), "speed only"
+        )
     val = f"{ROLLOUT}.val_kwargs"
     drawn = bool(s[f"{val}.do_sample"])
-    yield Line(
+    yield RecipeLine(
         "task.eval.temperature",
         float(s.number(f"{val}.temperature")) * drawn,
         (f"{val}.temperature", f"{val}.do_sample"),
     )
     if drawn and s[f"{val}.top_p"] != 1:
-        yield Line("task.eval.sampling", {"top_p": float(s.number(f"{val}.top_p"))}, (f"{val}.top_p",))
+        yield RecipeLine("task.eval.sampling", {"top_p": float(s.number(f"{val}.top_p"))}, (f"{val}.top_p",))
     elif s[f"{val}.top_p"] == 1:
         yield Same((f"{val}.top_p",), "it changes nothing at this value")
     if s[f"{val}.n"] == 1:
         yield Same((f"{val}.n",), "one answer a task")
 
 
-def _optimizer(s: Setting) -> Iterator[Part]:
-    yield Line("trainer.lr", float(s.number(f"{OPTIM}.lr")), (f"{OPTIM}.lr",))
+def _optimizer(s: PeerSettings) -> Iterator[Part]:
+    yield RecipeLine("trainer.lr", float(s.number(f"{OPTIM}.lr")), (f"{OPTIM}.lr",))
     kind = f"{OPTIM}.lr_scheduler_type"
     if s[kind] in ("constant", "cosine"):
-        yield Line("trainer.schedule", s[kind], (kind,))
+        yield RecipeLine("trainer.schedule", s[kind], (kind,))
     else:
         yield Gap((kind,), "constant, linear and cosine exist here")
     least = f"{OPTIM}.min_lr_ratio"
@@ -474,17 +478,17 @@ def _optimizer(s: Setting) -> Iterator[Part]:
         )
     steps, share = f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio"
     if s.number(steps) is not None and s.number(steps) >= 0:
-        yield Line("trainer.warmup_steps", s.whole(steps), (steps,))
+        yield RecipeLine("trainer.warmup_steps", s.whole(steps), (steps,))
         yield from (Gap((share,), "lr_warmup_steps counts instead"),) if s.has(share) else ()
     elif s[share]:
         total = s["trainer.total_training_steps"]
         warmup = int(total * s.number(share)) if total else 0
-        yield Line(
+        yield RecipeLine(
             "trainer.warmup_steps", warmup, (share,), ask="" if total else f"{s[share]} of all steps: write the number"
         )
     else:
         yield Same((steps, share), "no warm-up")
-    yield Line("trainer.clip", float(s.number(f"{OPTIM}.clip_grad")), (f"{OPTIM}.clip_grad",))
+    yield RecipeLine("trainer.clip", float(s.number(f"{OPTIM}.clip_grad")), (f"{OPTIM}.clip_grad",))
     old = f"{ACTOR}.grad_clip"
     if s.has(old):
         same = s[old] == s[f"{OPTIM}.clip_grad"]
@@ -494,30 +498,32 @@ def _optimizer(s: Setting) -> Iterator[Part]:
             else Gap((old,), f"it has no effect there: {OPTIM}.clip_grad clips")
         )
     decay = f"{OPTIM}.weight_decay"
-    yield Line("trainer.weight_decay", float(s.number(decay)), (decay,), "on matrices only here, on every weight there")
-    yield Line("trainer.betas", list(s[f"{OPTIM}.betas"]), (f"{OPTIM}.betas",))
+    yield RecipeLine(
+        "trainer.weight_decay", float(s.number(decay)), (decay,), "on matrices only here, on every weight there"
+    )
+    yield RecipeLine("trainer.betas", list(s[f"{OPTIM}.betas"]), (f"{OPTIM}.betas",))
     if s[f"{OPTIM}.optimizer"] == "AdamW":
         yield Same((f"{OPTIM}.optimizer", f"{OPTIM}.optimizer_impl"), "AdamW")
     replay = f"{ROLLOUT}.enable_rollout_routing_replay"
-    yield Line("trainer.routing_replay", bool(s[replay]), (replay,), "of a mixture of experts")
+    yield RecipeLine("trainer.routing_replay", bool(s[replay]), (replay,), "of a mixture of experts")
 
 
-def _running(s: Setting) -> Iterator[Part]:
+def _running(s: PeerSettings) -> Iterator[Part]:
     name = "trainer.default_local_dir"
-    yield Line(
+    yield RecipeLine(
         "run.folder",
         _home(s[name]) if s.has(name) else f"runs/{s['trainer.experiment_name']}",
         (name,) if s.has(name) else ("trainer.experiment_name",),
     )
     every = s.whole("trainer.save_freq")
-    yield Line("run.checkpoint.every", max(0, every), ("trainer.save_freq",), "one at the end" * (every <= 0))
+    yield RecipeLine("run.checkpoint.every", max(0, every), ("trainer.save_freq",), "one at the end" * (every <= 0))
     if s["trainer.max_actor_ckpt_to_keep"]:
-        yield Line(
+        yield RecipeLine(
             "run.checkpoint.keep", s.whole("trainer.max_actor_ckpt_to_keep"), ("trainer.max_actor_ckpt_to_keep",)
         )
     else:
         yield Gap(("trainer.max_actor_ckpt_to_keep",), "they keep every checkpoint; run.checkpoint.keep is 2 here")
-    yield Line("task.eval.every", max(0, s.whole("trainer.test_freq")), ("trainer.test_freq",))
+    yield RecipeLine("task.eval.every", max(0, s.whole("trainer.test_freq")), ("trainer.test_freq",))
     if s.has("trainer.logger"):
         yield from sinks(s, "trainer.logger")
 
@@ -535,12 +541,12 @@ def _files(value: Any) -> Any:
 REWARDLESS = "distillation.distillation_loss.use_task_rewards"
 
 
-def _taught_alone(s: Setting) -> bool:
+def _taught_alone(s: PeerSettings) -> bool:
     """Does it learn from a teacher and from no reward?"""
     return bool(s.values.get("distillation.enabled")) and not s.values.get(REWARDLESS, True)
 
 
-def _distillation(s: Setting) -> Iterator[Part]:
+def _distillation(s: PeerSettings) -> Iterator[Part]:
     """A teacher's opinion of every token; which estimator of the KL, and where it goes, a recipe says otherwise."""
     root = "distillation"
     loss = f"{root}.distillation_loss"
@@ -552,7 +558,7 @@ def _distillation(s: Setting) -> Iterator[Part]:
     ]
     ask = "" if teachers else "the config names no teacher"
     if len(teachers) < 2:
-        yield Line(
+        yield RecipeLine(
             "model.teacher",
             teachers[0][1] if teachers else "TEACHER",
             tuple(key for key, _ in teachers) or (f"{root}.enabled",),
@@ -563,7 +569,7 @@ def _distillation(s: Setting) -> Iterator[Part]:
             {"path": path, "source": str(told.get(key.replace("model_path", "key"), key.split(".")[2]))}
             for key, path in teachers
         ]
-        yield Line(
+        yield RecipeLine(
             "model.teacher",
             value,
             tuple(key for key, _ in teachers),
@@ -591,7 +597,7 @@ def _distillation(s: Setting) -> Iterator[Part]:
         )
         if key in told
     )
-    yield Line("algo.distill.coef", float(weigh), keys, ask=ask)
+    yield RecipeLine("algo.distill.coef", float(weigh), keys, ask=ask)
 
 
 VERL = Peer.of(

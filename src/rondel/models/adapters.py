@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from rondel.core.errors import ConfigError, ModelError, boundary
 from rondel.core.registry import nearest
 from rondel.models import linear, names, nf4
-from rondel.models.attention import PackedLayout, Segment
+from rondel.models.attention import PackedLayout, PackedSegment
 
 if TYPE_CHECKING:
     from rondel.models.load import Loaded
@@ -41,7 +41,7 @@ BLOCK = 256  # rows of one float32 copy on a CPU
 
 
 @dataclass(slots=True, eq=False)
-class Adapter:
+class ModelAdapter:
     """What is trained of an adapted model, and the switch that all of its layers ask.
 
     config   peft's LoraConfig, as it is stored
@@ -67,7 +67,7 @@ class Adapter:
 
 
 @contextmanager
-def switched(adapter: Adapter | None, *, off: bool, exact: bool) -> Iterator[None]:
+def switched(adapter: ModelAdapter | None, *, off: bool, exact: bool) -> Iterator[None]:
     """For one forward pass."""
     if adapter is None:
         yield
@@ -81,7 +81,7 @@ def switched(adapter: Adapter | None, *, off: bool, exact: bool) -> Iterator[Non
 
 
 @contextmanager
-def stirred(adapter: Adapter | None) -> Iterator[None]:
+def stirred(adapter: ModelAdapter | None) -> Iterator[None]:
     """A fresh adapter adds exact zeros, with which nothing can be proven of it: inside, B holds noise."""
     tensors = [layer.lora_B[NAME].weight for layer in adapter.layers.values()] if adapter is not None else []
     kept, generator = [t.detach().clone() for t in tensors], torch.Generator().manual_seed(5)
@@ -320,7 +320,7 @@ def _inject(loaded: Loaded, config: Any, seed: int) -> None:
         torch.manual_seed(seed)  # on the CPU whatever the device, so the start is the same everywhere
         inject_adapter_in_model(config, model, NAME)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    adapter = Adapter(config, layers)
+    adapter = ModelAdapter(config, layers)
     for name, layer in layers.items():
         if getattr(layer, "lora_variant", None) or not hasattr(layer.get_base_layer(), "weight") or not layer.lora_A:
             raise ModelError(
@@ -333,7 +333,7 @@ def _inject(loaded: Loaded, config: Any, seed: int) -> None:
     _prove(loaded)
 
 
-def _forward(adapter: Adapter, layer: Any, x: Tensor) -> Tensor:
+def _forward(adapter: ModelAdapter, layer: Any, x: Tensor) -> Tensor:
     """W x + alpha/r · B (A x), the sum in float32."""
     out = layer.base_layer(x)
     if adapter.off:
@@ -391,7 +391,7 @@ def _prove(loaded: Loaded) -> None:
     ]
     ids = torch.arange(3, 8, device=loaded.device)
     with torch.no_grad():
-        loaded.hidden(ids, torch.arange(5, device=loaded.device), PackedLayout([Segment(0, 5)], loaded.device))
+        loaded.hidden(ids, torch.arange(5, device=loaded.device), PackedLayout([PackedSegment(0, 5)], loaded.device))
     for hook in hooks:
         hook.remove()
     if silent := sorted(adapter.layers.keys() - asked):

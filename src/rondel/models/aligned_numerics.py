@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rondel.core.errors import ConfigError
-from rondel.models.attention import PackedLayout, PagedLayout, Segment, Slots
+from rondel.models.attention import PackedLayout, PackedSegment, PagedLayout, Slots
 from rondel.models.head import chosen
 
 if TYPE_CHECKING:
@@ -317,7 +317,7 @@ def prove(loaded: Loaded) -> None:
 def _logprobs(loaded: Loaded, rows: list[Tensor]) -> list[Tensor]:
     """Of each row's tokens after the first, all rows packed into one forward pass."""
     starts = [sum(len(r) for r in rows[:i]) for i in range(len(rows))]
-    layout = PackedLayout([Segment(start, len(row)) for start, row in zip(starts, rows)], loaded.device)
+    layout = PackedLayout([PackedSegment(start, len(row)) for start, row in zip(starts, rows)], loaded.device)
     positions = torch.cat([torch.arange(len(row)) for row in rows]).to(loaded.device)
     hidden = loaded.hidden(torch.cat(rows).to(loaded.device), positions, layout)
     sources = torch.cat([torch.arange(start, start + len(row) - 1) for start, row in zip(starts, rows)]).to(

@@ -30,7 +30,7 @@ from rondel.models.linear import LIBRARY
 NAME = "rondel"
 
 
-class Layout(Protocol):
+class AttentionLayout(Protocol):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
@@ -41,7 +41,7 @@ _here = threading.local()
 
 
 @contextmanager
-def attending(layout: Layout) -> Iterator[None]:
+def attending(layout: AttentionLayout) -> Iterator[None]:
     """Every attention layer called inside uses `layout`."""
     outer = getattr(_here, "layout", None)
     _here.layout = layout
@@ -153,8 +153,8 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, s
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """A run of packed tokens: `Segment(start=0, length=55, parent=None)` is a prompt,
+class PackedSegment:
+    """A run of packed tokens: `PackedSegment(start=0, length=55, parent=None)` is a prompt,
     its completions name it as parent.
     """
 
@@ -173,7 +173,7 @@ class PackedLayout:
     collected at once. Padding exists only in between: padded queries are thrown away, padded keys are masked.
     """
 
-    def __init__(self, segments: list[Segment], device: torch.device | str = "cpu") -> None:
+    def __init__(self, segments: list[PackedSegment], device: torch.device | str = "cpu") -> None:
         self.total, self.device = sum(s.length for s in segments), device
         above: list[np.ndarray] = []  # of each segment: the places of its ancestors' tokens, from the root down
         for segment in segments:
@@ -181,7 +181,8 @@ class PackedLayout:
             above.append(np.empty(0, np.int64) if up is None else np.concatenate([above[up], _places(segments[up])]))
         self.segments, self._above = segments, above
         self.calls = [
-            Call([segments[i] for i in row], [above[i] for i in row], device) for row in _calls(segments, above)
+            AttentionCall([segments[i] for i in row], [above[i] for i in row], device)
+            for row in _calls(segments, above)
         ]
         self._made: dict[tuple[str, int], _Rows] = {}  # by what and the number of heads
 
@@ -208,7 +209,7 @@ class PackedLayout:
         return self._collect(heads)(torch.cat(parts)).view(-1, heads, size)
 
     @property
-    def contexts(self) -> list[tuple[Segment, Tensor]]:
+    def contexts(self) -> list[tuple[PackedSegment, Tensor]]:
         """Each segment with the places of its ancestors' tokens and its own."""
         return [
             (s, torch.from_numpy(np.concatenate([over, _places(s)]))) for s, over in zip(self.segments, self._above)
@@ -245,7 +246,7 @@ class PackedLayout:
         return self._made[what, heads]
 
 
-def _places(segment: Segment) -> np.ndarray:
+def _places(segment: PackedSegment) -> np.ndarray:
     return np.arange(segment.start, segment.start + segment.length)
 
 
@@ -301,7 +302,7 @@ class _Select(torch.autograd.Function):
 SCORES = 1 << 20  # scores of one head that a call may have before more segments join it
 
 
-def _calls(segments: list[Segment], above: list[np.ndarray]) -> list[list[int]]:
+def _calls(segments: list[PackedSegment], above: list[np.ndarray]) -> list[list[int]]:
     """Which segments go into one call: those of similar length under contexts of
     similar length, so that little is padded.
     """
@@ -321,7 +322,7 @@ def _calls(segments: list[Segment], above: list[np.ndarray]) -> list[list[int]]:
     return calls
 
 
-class Call:
+class AttentionCall:
     """One attention call: S segments padded to L, each after the tokens above it, padded to P.
 
     queries  [S,L]    places of the segments' tokens; a padded query repeats the last one
@@ -329,7 +330,7 @@ class Call:
     real, used        the same with -1 for what is only padding
     """
 
-    def __init__(self, segments: list[Segment], above: list[np.ndarray], device: torch.device | str) -> None:
+    def __init__(self, segments: list[PackedSegment], above: list[np.ndarray], device: torch.device | str) -> None:
         length = torch.tensor([s.length for s in segments])[:, None]
         depth = torch.tensor([len(places) for places in above])[:, None]
         start = torch.tensor([s.start for s in segments])[:, None]
@@ -369,7 +370,7 @@ class Call:
 # -- serving -------------------------------------------------------------------------------------
 
 
-class Pool(Protocol):
+class CachePool(Protocol):
     """Keys or values of every layer. Heads come first, so that a gathered context is one
     matrix a head and nothing is copied again.
     """
@@ -513,7 +514,7 @@ class PagedLayout:
     """
 
     def __init__(
-        self, keys: Pool, values: Pool, write: Tensor, chunks: list[Chunk], decoding: Decoding | None = None
+        self, keys: CachePool, values: CachePool, write: Tensor, chunks: list[Chunk], decoding: Decoding | None = None
     ) -> None:
         self.keys, self.values, self.write, self.chunks, self.decoding = keys, values, write, chunks, decoding
         self._into = Slots(write)

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from rondel.core.errors import ConfigError
 from rondel.models import linear
-from rondel.models.attention import Layout, PackedLayout, Segment, attending, outside
+from rondel.models.attention import AttentionLayout, PackedLayout, PackedSegment, attending, outside
 
 if TYPE_CHECKING:
     from rondel.models.load import Loaded
@@ -52,7 +52,7 @@ class Compiled:
             self._prove()
 
     @torch.no_grad()
-    def hidden(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
         """[T], [T] -> [T, D]. The graph is for two tokens and more: a single one goes twice."""
         alone = len(tokens) == 1
         if alone:
@@ -69,7 +69,7 @@ class Compiled:
         loaded = self._loaded
         for n in (1, 2, 7, 40):
             tokens = torch.arange(3, 3 + 5 * n, 5) % len(loaded.head.weight)
-            given = tokens, torch.arange(n), PackedLayout([Segment(0, n)])
+            given = tokens, torch.arange(n), PackedLayout([PackedSegment(0, n)])
             ours = loaded.head.logits(self.hidden(*given)).log_softmax(-1)
             with torch.no_grad():
                 gap = float((ours - loaded.head.logits(loaded.hidden(*given)).log_softmax(-1)).abs().mean())
@@ -149,7 +149,7 @@ class _Twice:
     only the first is written and attends.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: AttentionLayout) -> None:
         self.layout = layout
 
     def attend(

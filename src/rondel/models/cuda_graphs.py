@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rondel.core.errors import ConfigError
-from rondel.models.attention import Layout
+from rondel.models.attention import AttentionLayout
 from rondel.models.compilation import REMEDY, TOLERANCE, Compiled, refuse
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Graphs:
         self.feeds = torch.zeros(self.sizes[-1], 4, dtype=torch.int32, device=device)
 
     @torch.no_grad()
-    def hidden(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
         """[T], [T] -> [T, D], which the next call overwrites."""
         from rondel.models.paged_attention import FedLayout
 

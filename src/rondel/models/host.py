@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 
-class Host:
+class HostMemory:
     """Rooms in host memory."""
 
     def __init__(self) -> None:

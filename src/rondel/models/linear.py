@@ -53,7 +53,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.dtype != torch.float32:
         return _in_company(x, lambda rows: F.linear(rows, weight, bias))
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _Product.apply(x, weight, bias)
+        return LinearProduct.apply(x, weight, bias)
     return _rows(x, weight, bias)
 
 
@@ -62,7 +62,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return product(a, b.t())
 
 
-class _Product(torch.autograd.Function):
+class LinearProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None):
         ctx.save_for_backward(x, weight)

@@ -34,9 +34,9 @@ from transformers import logging as hf_logging
 from transformers.utils import cached_file
 
 from rondel.core.errors import ModelError, boundary
-from rondel.core.media import Image, Placed, Sight, positions
+from rondel.core.media import Image, ImagePlaceholder, Sight, positions
 from rondel.models import adapters, linear, nf4, vision
-from rondel.models.attention import NAME, PackedLayout, Segment, attending
+from rondel.models.attention import NAME, PackedLayout, PackedSegment, attending
 from rondel.models.head import Head
 from rondel.models.routing_tape import Tape, arm, experts, taping
 from rondel.planner.shapes import SIZES, refuse_sizes
@@ -63,7 +63,7 @@ class Loaded:
     enter: Callable[[Callable[[Head], Any]], Any] | None = None  # how a pass begins where the weights lie in shards
     compute: torch.dtype | None = None  # what passes compute in, where the masters are the module's own
     path: str | dict[str, Any] = ""  # where the weights came from, those under an adapter if there is one
-    adapter: adapters.Adapter | None = None  # what is trained instead of the weights (models/adapters.py)
+    adapter: adapters.ModelAdapter | None = None  # what is trained instead of the weights (models/adapters.py)
     bare: bool = False  # compute without the adapter: the reference
     sight: Sight | None = None  # how it looks at pictures; None for a model that reads text alone
 
@@ -90,7 +90,7 @@ class Loaded:
         positions: torch.Tensor,
         layout: Any,
         tape: Tape | None = None,
-        seen: vision.Seen | None = None,
+        seen: vision.VisionFeatures | None = None,
     ) -> torch.Tensor:
         """Last hidden states of packed tokens: [T], [T] or [3,T] -> [T, D]. On `tape` routers
         record their choice, or repeat a recorded one.
@@ -436,10 +436,10 @@ def _prove(model: Any, name: str, sight: Sight | None) -> int:
     """
     vocab = model.config.get_text_config().vocab_size
     probe = [[(7 * i + 3) % vocab for i in range(9)], [(5 * i + 1) % vocab for i in range(6)]]
-    media: list[Placed] = []
+    media: list[ImagePlaceholder] = []
     if sight is not None:
         probe = [[t if t != sight.placeholder else 0 for t in row] for row in probe]
-        media = [Placed(3, vision.chequered(sight))]
+        media = [ImagePlaceholder(3, vision.chequered(sight))]
         probe[0][3:3] = [sight.placeholder] * media[0].image.tokens
     device = next(model.parameters()).device
     tolerance = PARITY[model.dtype]
@@ -454,14 +454,14 @@ def _prove(model: Any, name: str, sight: Sight | None) -> int:
             tokens = torch.cat(rows, 1)[0]
             places = [positions(len(probe[0]), media), positions(len(probe[1]), [])]
             where = torch.from_numpy(np.concatenate(places, 1)).to(device)
-            layout = _Counting([Segment(0, len(probe[0])), Segment(len(probe[0]), len(probe[1]))], device)
+            layout = _Counting([PackedSegment(0, len(probe[0])), PackedSegment(len(probe[0]), len(probe[1]))], device)
             with attending(layout):
                 if sight is None:
                     hidden = model.base_model(
                         input_ids=tokens[None], position_ids=where[:1], use_cache=False
                     ).last_hidden_state[0]
                 else:
-                    seen = vision.Seen(
+                    seen = vision.VisionFeatures(
                         torch.arange(3, media[0].end, device=device), vision.encode(model, sight, [media[0].image])
                     )
                     hidden = vision.hidden(model, tokens, where, seen)
@@ -493,7 +493,7 @@ class _Counting(PackedLayout):
     that goes its own way.
     """
 
-    def __init__(self, segments: list[Segment], device: torch.device) -> None:
+    def __init__(self, segments: list[PackedSegment], device: torch.device) -> None:
         super().__init__(segments, device)
         self.layers: list[int] = []
         self.cached = 0  # bytes of one token's keys and values in the layers that have asked

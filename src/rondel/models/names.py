@@ -30,13 +30,13 @@ _ROWS = 128  # at a time: 1 MB, which the second pass finds in the cache
 _INSIDE, _ACROSS = 20261121, 20261122  # seeds of the multipliers of words in a row, and of rows
 LORA = ".lora_"
 _bases: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]] | None, str]] = WeakKeyDictionary()
-_pieces: WeakKeyDictionary[nn.Module, dict[str, tuple[Piece, ...]]] = WeakKeyDictionary()
+_pieces: WeakKeyDictionary[nn.Module, dict[str, tuple[TensorSlice, ...]]] = WeakKeyDictionary()
 _loaded_in: WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = WeakKeyDictionary()
 _odd: dict[tuple[str, int, int], Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorSlice:
     """Where a tensor of the checkpoint lies in one of the module's, in elements."""
 
     name: str
@@ -59,7 +59,7 @@ class _Uncopied(TorchDispatchMode):
         return args[0] if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))
 
 
-def pieces(model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
+def pieces(model: nn.Module) -> Mapping[str, tuple[TensorSlice, ...]]:
     """The checkpoint's tensors in each of the module's, parameters and persistent buffers, as
     `save_pretrained` of this family writes them.
     """
@@ -68,7 +68,7 @@ def pieces(model: nn.Module) -> Mapping[str, tuple[Piece, ...]]:
     return _pieces[model]
 
 
-def _find_pieces(model: nn.Module) -> dict[str, tuple[Piece, ...]]:
+def _find_pieces(model: nn.Module) -> dict[str, tuple[TensorSlice, ...]]:
     named = [*weights(model)]
     adapted = any(LORA in name for name, _ in named)
     if not adapted:
@@ -81,7 +81,7 @@ def _find_pieces(model: nn.Module) -> dict[str, tuple[Piece, ...]]:
         with _Uncopied():
             found = revert_weight_conversion(cast(Any, model), dict(shapes))
     owner = {t.untyped_storage()._cdata: name for name, t in shapes.items()}
-    placed: dict[str, list[Piece]] = {name: [] for name in shapes}
+    placed: dict[str, list[TensorSlice]] = {name: [] for name in shapes}
     for name, t in found.items():
         if (of := owner.get(t.untyped_storage()._cdata)) is None:
             raise ModelError(
@@ -91,7 +91,7 @@ def _find_pieces(model: nn.Module) -> dict[str, tuple[Piece, ...]]:
                 'place.kind = "shared"'
             )
         same = (t.shape, t.stride(), t.storage_offset()) == (shapes[of].shape, shapes[of].stride(), 0)
-        placed[of].append(Piece(name, tuple(t.shape), t.stride(), int(t.storage_offset()), same))
+        placed[of].append(TensorSlice(name, tuple(t.shape), t.stride(), int(t.storage_offset()), same))
     return {name: tuple(sorted(held, key=lambda piece: piece.offset)) for name, held in placed.items()}
 
 
@@ -119,7 +119,7 @@ def published(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterat
             yield piece.name, piece.view(tensor)
 
 
-def parts(model: nn.Module, asked: Collection[str]) -> dict[str, tuple[str, Piece]]:
+def parts(model: nn.Module, asked: Collection[str]) -> dict[str, tuple[str, TensorSlice]]:
     """Of each tensor of the checkpoint the module's tensor that holds it, and where; empty
     if `asked` are the module's own names.
     """

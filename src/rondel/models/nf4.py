@@ -64,14 +64,14 @@ class Nf4(nn.Linear):
     def together(self, x: Tensor) -> Tensor:
         """x [..., I] -> [..., O]; a gradient goes to x alone."""
         if torch.is_grad_enabled() and x.requires_grad:
-            return _Product.apply(x, self)
+            return DecodedProduct.apply(x, self)
         return linear.product(x, self.decoded(x.dtype), self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, nf4"
 
 
-class _Product(torch.autograd.Function):
+class DecodedProduct(torch.autograd.Function):
     """Decoded once more on the way back, so that nothing is kept between."""
 
     @staticmethod

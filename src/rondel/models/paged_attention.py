@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rondel.models.attention import PagedLayout, Pool
+from rondel.models.attention import CachePool, PagedLayout
 
 # of a context where few tokens are new: work for a whole GPU at a batch of one, and the same sums at every batch
 SPLITS = 8
@@ -68,7 +68,7 @@ class Feeds:
         """q [T,H,D], pools [K,pages,D] and [K,pages,V] -> [T,H,V] in q's dtype."""
         tokens, heads, size = q.shape
         shared, wide = keys.shape[0], values.shape[2]
-        repeats, shape = heads // shared, Shape.of(heads // shared, max(self.new), size, wide, q.element_size())
+        repeats, shape = heads // shared, KernelShape.of(heads // shared, max(self.new), size, wide, q.element_size())
         q = q if q.stride(2) == 1 else q.contiguous()
         out = q.new_zeros(self.splits, tokens, heads, wide, dtype=torch.float32)
         lse = torch.full((self.splits, tokens, heads), NEGATIVE.value, dtype=torch.float32, device=q.device)
@@ -92,7 +92,7 @@ class Feeds:
         return self._tiles[queries]
 
 
-class Shape(NamedTuple):
+class KernelShape(NamedTuple):
     """What one program takes: `rows` of q (queries times the heads of one key head), and `block` keys at a time."""
 
     queries: int
@@ -100,7 +100,7 @@ class Shape(NamedTuple):
     block: int
 
     @classmethod
-    def of(cls, repeats: int, new: int, size: int, wide: int, element: int) -> Shape:
+    def of(cls, repeats: int, new: int, size: int, wide: int, element: int) -> KernelShape:
         """Small enough for the 99 KiB of shared memory that sm_86 and sm_89 have."""
         width = element * _power(max(size, wide))  # bytes of a row
         most = 64 if width <= 256 else 32 if width <= 512 else 16
@@ -111,7 +111,7 @@ class Shape(NamedTuple):
 class FedLayout(PagedLayout):
     """One engine step on a GPU: `parts` are feeds with the rows of q that they cover, in order."""
 
-    def __init__(self, keys: Pool, values: Pool, write: Tensor, parts: list[tuple[int, Feeds]]) -> None:
+    def __init__(self, keys: CachePool, values: CachePool, write: Tensor, parts: list[tuple[int, Feeds]]) -> None:
         super().__init__(keys, values, write, [])
         self.parts = parts
 
@@ -144,7 +144,7 @@ class Lines:
     def note(self, line: int, first: int, slots: Sequence[int]) -> None:
         self._new += [(line, first + i, slot) for i, slot in enumerate(slots)]
 
-    def layout(self, keys: Pool, values: Pool, write: Tensor, launches: Sequence[Sequence[Fed]]) -> FedLayout:
+    def layout(self, keys: CachePool, values: CachePool, write: Tensor, launches: Sequence[Sequence[Fed]]) -> FedLayout:
         """`launches`: feeds in the order of their tokens, those of prompts apart from those
         of a few; each counts its rows from 0.
         """

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from rondel.core.errors import ModelError
-from rondel.core.media import Image, Placed, Sight
+from rondel.core.media import Image, ImagePlaceholder, Sight
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -55,7 +55,7 @@ class Features:
 
 
 @dataclass(slots=True)
-class Seen:
+class VisionFeatures:
     """Features and the packed rows, ascending, that they belong to."""
 
     rows: Tensor  # [n]
@@ -91,7 +91,7 @@ def patches(image: Image, sight: Sight) -> np.ndarray:
     return cells.reshape(image.tokens * m * m, -1)
 
 
-def hidden(model: Any, tokens: Tensor, positions: Tensor, seen: Seen | None) -> Tensor:
+def hidden(model: Any, tokens: Tensor, positions: Tensor, seen: VisionFeatures | None) -> Tensor:
     """Last hidden states of packed tokens: [T], [T] or [3,T] -> [T, D]."""
     inner, more = model.base_model, {}
     embedded = inner.get_input_embeddings()(tokens)
@@ -155,7 +155,7 @@ def chequered(sight: Sight) -> Image:
 
 
 def as_given(
-    sight: Sight, tokens: list[int], media: Sequence[Placed], device: torch.device | str = "cpu"
+    sight: Sight, tokens: list[int], media: Sequence[ImagePlaceholder], device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
     """What transformers' own forward pass of one row wants beside its tokens."""
     kinds = torch.zeros(1, len(tokens), dtype=torch.int64)

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from rondel.planner.hardware import GB
 from rondel.planner.memory import bills, staged
-from rondel.planner.workload import Setting
+from rondel.planner.workload import Workload
 
 
-def changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
+def changes(setting: Workload) -> Iterator[tuple[str, Workload]]:
     """What a user could write instead, least intrusive first: keys that exist, with the setting they lead to."""
     on_gpu, longest = setting.hardware.on_gpu, setting.prompt + setting.output
     if setting.micro > 512 and setting.micro > longest:
@@ -58,7 +58,7 @@ def changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
         yield words, replace(setting, place="split", gpus=2 * ranks, trainers=ranks, offload=False)
 
 
-def missing(setting: Setting) -> Iterator[tuple[str, Setting]]:
+def missing(setting: Workload) -> Iterator[tuple[str, Workload]]:
     """What would help elsewhere and does not exist in Rondel yet; it is never counted as a way to make a run fit."""
     if not setting.checkpointing:
         yield "recomputing activations in the backward pass", replace(setting, checkpointing=True)
@@ -69,18 +69,18 @@ def missing(setting: Setting) -> Iterator[tuple[str, Setting]]:
         )
 
 
-def worst(setting: Setting) -> float:
+def worst(setting: Workload) -> float:
     return min(bill.room for bill in bills(setting))
 
 
-def helps(setting: Setting) -> list[tuple[str, float, bool]]:
+def helps(setting: Workload) -> list[tuple[str, float, bool]]:
     """(change, bytes more room at the tightest place, whether all fits then), the most useful first."""
     now = worst(setting)
     found = [(words, worst(other) - now, worst(other) >= 0) for words, other in changes(setting)]
     return sorted((row for row in found if row[1] > 0), key=lambda row: (-row[2], -row[1]))
 
 
-def words(setting: Setting) -> list[str]:
+def words(setting: Workload) -> list[str]:
     """The bill in sentences: what dominates, whether it fits, what to change first."""
     told = []
     for bill in bills(setting):
@@ -103,7 +103,7 @@ def words(setting: Setting) -> list[str]:
     return told
 
 
-def together(setting: Setting) -> str:
+def together(setting: Workload) -> str:
     """Several changes, each time the one that helps most, until it fits."""
     steps: list[str] = []
     while worst(setting) < 0:

@@ -24,7 +24,7 @@ SHARED = "/runs"  # where a pod finds the claim that keeps run folders
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ClusterLayout:
     """How a recipe fills a cluster."""
 
     recipe: Path
@@ -54,7 +54,7 @@ class Layout:
             or "run"
         )
 
-    def check(self, way: str) -> Layout:
+    def check(self, way: str) -> ClusterLayout:
         here, all_of_them = f"{self.nodes} x {self.gpus} GPUs", self.nodes * self.gpus
         if self.ranks < 1 or self.ranks + self.engines > all_of_them:
             raise UserError(
@@ -88,7 +88,7 @@ class Layout:
         return shlex.join(["rondel", "train", recipe, *self.overrides, *words])
 
 
-def slurm(layout: Layout, *, way: str) -> str:
+def slurm(layout: ClusterLayout, *, way: str) -> str:
     """A script for sbatch. `way`: torchrun or ray."""
     head = f"""#!/bin/bash
 #SBATCH --job-name={layout.name}
@@ -110,7 +110,7 @@ on() {{ srun --nodes=1 --ntasks=1 --overlap --gpus-per-node={layout.gpus} -w "$@
     return head + (_with_torchrun(layout) if way == "torchrun" else _with_ray(layout))
 
 
-def _with_torchrun(layout: Layout) -> str:
+def _with_torchrun(layout: ClusterLayout) -> str:
     return f"""
 port=$((20000 + SLURM_JOB_ID % 20000))
 
@@ -131,7 +131,7 @@ done
 """
 
 
-def _with_ray(layout: Layout) -> str:
+def _with_ray(layout: ClusterLayout) -> str:
     return f"""
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN # of this job alone: without it whoever reaches a port of Ray could run code (Ray 2.52 or newer)
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
@@ -153,7 +153,7 @@ on "$first" {layout.command(str(layout.recipe), "ray", "--place.address=auto")}
 """
 
 
-def kuberay(layout: Layout, *, image: str, claim: str) -> str:
+def kuberay(layout: ClusterLayout, *, image: str, claim: str) -> str:
     """A ConfigMap with the recipe, and a RayJob whose cluster lives as long as it: one
     head, the other nodes workers. YAML.
     """

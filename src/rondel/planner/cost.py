@@ -13,8 +13,8 @@ from typing import NamedTuple
 from rondel.planner.hardware import GB, Hardware
 from rondel.planner.memory import bills, layout
 from rondel.planner.resolve import SPARE
-from rondel.planner.shapes import Shape
-from rondel.planner.workload import Setting
+from rondel.planner.shapes import ModelShape
+from rondel.planner.workload import Workload
 
 DISK = 2 * GB  # bytes a second of a shared file system, a write and a read
 COMMIT = 0.01  # seconds an engine stands still for a swap between two passes: 1-10 ms (arXiv:2509.19128)
@@ -34,7 +34,7 @@ def rollout_seconds(new_tokens: float, rate: float, devices: int = 1) -> float:
     return new_tokens / (rate * devices)
 
 
-def touched(shape: Shape, requests: float) -> float:
+def touched(shape: ModelShape, requests: float) -> float:
     """Numbers that a decode step of so many requests reads: of E experts those that any of them is sent to."""
     if not shape.experts:
         return shape.active
@@ -45,7 +45,7 @@ def touched(shape: Shape, requests: float) -> float:
 
 
 def decode_seconds(
-    shape: Shape,
+    shape: ModelShape,
     on: Hardware,
     requests: float,
     context: float,
@@ -66,22 +66,24 @@ def decode_seconds(
     return on.overhead * shape.layers + weights + requests * context * shape.kv_bytes(width) / bandwidth
 
 
-def unpacked(shape: Shape, width: float) -> float:
+def unpacked(shape: ModelShape, width: float) -> float:
     """Bytes that decoding all layers in 4 bits reads and writes."""
     return shape.nf4(0) + width * sum(i * o * count for (i, o), count in shape.matrices.values())
 
 
-def prefill_seconds(shape: Shape, on: Hardware, prompt_tokens: float, *, tensor: int = 1, width: float = 2) -> float:
+def prefill_seconds(
+    shape: ModelShape, on: Hardware, prompt_tokens: float, *, tensor: int = 1, width: float = 2
+) -> float:
     return 2 * shape.active * prompt_tokens / (on.flops * on.efficiency * tensor * 2 / width)
 
 
-def together(setting: Setting) -> int:
+def together(setting: Workload) -> int:
     """Requests that one engine decodes at once: what it may, what its memory holds, what there is."""
     waiting = -(-(setting.staleness + 1) * setting.samples // setting.engines)
     return max(1, min(setting.running, waiting, int(_cache_tokens(setting) // (setting.prompt + setting.mean))))
 
 
-def _cache_tokens(setting: Setting) -> float:
+def _cache_tokens(setting: Workload) -> float:
     """Tokens that fit beside everything else of an engine while it generates."""
     bill = bills(setting)[-1]
     cache = bill.rows.get("KV cache", {}).get("generate", 0.0)
@@ -106,7 +108,7 @@ class Generation(NamedTuple):
     work: float
 
 
-def generation(setting: Setting) -> Generation:
+def generation(setting: Workload) -> Generation:
     requests = together(setting)
     middle = setting.prompt + setting.mean / 2
     arguments = {"tensor": setting.tensor, "width": setting.width}
@@ -130,18 +132,18 @@ def generation(setting: Setting) -> Generation:
 # -- training ----------------------------------------------------------------------------------------
 
 
-def forward_flops(shape: Shape, context: float) -> float:
+def forward_flops(shape: ModelShape, context: float) -> float:
     """A token's: 2·N, and causal attention over half the context, 2·2·H·d·c/2 a layer."""
     return 2 * shape.active + 2 * shape.layers * shape.heads * shape.head * context
 
 
-def train_seconds(setting: Setting) -> float:
+def train_seconds(setting: Workload) -> float:
     return tokens_seconds(setting) + setting.epochs * (
         calls_seconds(setting) + setting.updates * update_seconds(setting)
     )
 
 
-def tokens_seconds(setting: Setting) -> float:
+def tokens_seconds(setting: Workload) -> float:
     """Forward and backward of every packed token, and the passes of those who only look:
     proximal, reference, teacher, critic.
     """
@@ -161,7 +163,7 @@ def tokens_seconds(setting: Setting) -> float:
     return (each * setting.packed_tokens + reward) / flops + looking
 
 
-def look_seconds(setting: Setting, images: float, devices: float, efficiency: float) -> float:
+def look_seconds(setting: Workload, images: float, devices: float, efficiency: float) -> float:
     """The tower over so many images."""
     if setting.shape.tower is None or not setting.image:
         return 0.0
@@ -172,7 +174,7 @@ def look_seconds(setting: Setting, images: float, devices: float, efficiency: fl
     )
 
 
-def calls_seconds(setting: Setting) -> float:
+def calls_seconds(setting: Workload) -> float:
     """What passes cost by being passes, and answers by being answers."""
     passes = ceil(setting.packed_tokens / setting.train_devices / setting.micro)
     decoding = (
@@ -185,7 +187,7 @@ def calls_seconds(setting: Setting) -> float:
     )
 
 
-def update_seconds(setting: Setting) -> float:
+def update_seconds(setting: Workload) -> float:
     """AdamW is bound by memory: masters, gradients, moments and the compute copy, in and out."""
     return 2 * layout(setting).total * setting.trained / setting.train_devices / setting.hardware.bandwidth
 
@@ -207,7 +209,7 @@ class Way(NamedTuple):
     why: str
 
 
-def ways(setting: Setting) -> list[Way]:
+def ways(setting: Workload) -> list[Way]:
     """How new weights can travel in this setting: the recipe's sync.kind first, then the quickest."""
     on = setting.hardware
     full = setting.travels
@@ -248,7 +250,7 @@ def ways(setting: Setting) -> list[Way]:
     return sorted(found, key=lambda way: (way.kind != setting.sync, way.seconds))
 
 
-def interrupt_seconds(setting: Setting) -> dict[str, float]:
+def interrupt_seconds(setting: Workload) -> dict[str, float]:
     """What an update costs the engines by what happens to requests in flight (SPEC W10), beside the transfer.
 
     hold: nothing but the swap.  drain: until the longest has ended.  abort: what was read

@@ -13,7 +13,7 @@ from math import ceil
 from rondel.planner.cost import forward_flops
 from rondel.planner.memory import layout
 from rondel.planner.resolve import SPARE
-from rondel.planner.workload import Setting
+from rondel.planner.workload import Workload
 
 
 def bubble(p: int, m: int, v: int = 1) -> float:
@@ -56,7 +56,7 @@ def context_traffic(n: int, kv: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ParallelLayout:
     dp: int
     tp: int
     pp: int
@@ -88,7 +88,7 @@ def _powers(most: int) -> Iterator[int]:
         n *= 2
 
 
-def layouts(setting: Setting) -> list[Layout]:
+def layouts(setting: Workload) -> list[ParallelLayout]:
     """All that the shape allows on the devices that train: those that fit first, by estimated time."""
     s, devices = setting.shape, setting.train_devices
     found = []
@@ -108,7 +108,7 @@ def layouts(setting: Setting) -> list[Layout]:
     return sorted(found, key=lambda row: (not row.fits, row.seconds))
 
 
-def _of(setting: Setting, dp: int, tp: int, pp: int, cp: int, ep: int) -> Layout:
+def _of(setting: Workload, dp: int, tp: int, pp: int, cp: int, ep: int) -> ParallelLayout:
     s, on, state, width = setting.shape, setting.hardware, layout(setting), setting.width
     devices = dp * tp * pp * cp
     mine = setting.packed_tokens / dp  # tokens of one replica in an epoch, cut over cp
@@ -143,6 +143,6 @@ def _of(setting: Setting, dp: int, tp: int, pp: int, cp: int, ep: int) -> Layout
     hidden = min(over / slow, 0.8 * work)  # sharding's traffic runs beside the arithmetic, as far as there is any
     seconds = work / (1 - idle) + inside / nested + over / slow - hidden
     epochs = setting.epochs
-    return Layout(
+    return ParallelLayout(
         dp, tp, pp, cp, ep, memory, memory <= on.memory * (1 - SPARE), idle, epochs * (inside + over), epochs * seconds
     )

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from rondel.planner.hardware import GB
 from rondel.planner.resolve import BUCKET, SPARE, engine_reserve, kv_pages, logits_bytes, prefill_bytes
-from rondel.planner.workload import Other, Setting
+from rondel.planner.workload import Other, Workload
 
 PHASES = ("generate", "logprob", "train", "sync", "wake")
 LIBRARIES = 0.55 * GB  # resident of a process with torch and transformers before it has a model
@@ -116,7 +116,7 @@ class Bill:
         return 1.0 if phase == "load" else self.rows[self.largest][phase] / peak
 
 
-def bills(setting: Setting) -> list[Bill]:
+def bills(setting: Workload) -> list[Bill]:
     """One for shared devices, two where trainer and engines have their own."""
     memory = setting.hardware.memory
     if not setting.split:
@@ -135,7 +135,7 @@ def bills(setting: Setting) -> list[Bill]:
     return found
 
 
-def loading(setting: Setting) -> float:
+def loading(setting: Workload) -> float:
     """Bytes at most on one of several ranks while it loads: each has the whole model, then a copy of
     it (the starting weights, or a critic's), then casts the whole model to fp32, and
     keeps its shard (train/fsdp.py)."""
@@ -150,7 +150,7 @@ def loading(setting: Setting) -> float:
     return max(2 * whole, whole + critic, 4 * n + (whole + sum(frozen)) / ranks)
 
 
-def _kept(setting: Setting, rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def _kept(setting: Workload, rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """The rows that have anything, and on a CPU what a process has beside its tensors."""
     rows = _clean(rows)
     if setting.hardware.on_gpu:
@@ -161,7 +161,7 @@ def _kept(setting: Setting, rows: dict[str, dict[str, float]]) -> dict[str, dict
     return rows
 
 
-def _policy(setting: Setting, other: Other) -> dict[str, dict[str, float]]:
+def _policy(setting: Workload, other: Other) -> dict[str, dict[str, float]]:
     """What another policy keeps on the same device. Passes take turns, so what one needs
     while it runs is there for one of them.
     """
@@ -174,11 +174,11 @@ def _policy(setting: Setting, other: Other) -> dict[str, dict[str, float]]:
     return {name: row for name, row in trainer(own).items() if name in kept} | {"KV cache": engine(own)["KV cache"]}
 
 
-def layout(setting: Setting) -> Bytes:
+def layout(setting: Workload) -> Bytes:
     return RONDEL if setting.width == 2 else RONDEL32
 
 
-def trainer(setting: Setting) -> dict[str, dict[str, float]]:
+def trainer(setting: Workload) -> dict[str, dict[str, float]]:
     """What the trainer has on one of its devices. Offloaded state is here in `train` only,
     frozen models then for their own pass.
     """
@@ -231,7 +231,7 @@ def trainer(setting: Setting) -> dict[str, dict[str, float]]:
     return rows
 
 
-def saved(setting: Setting, tokens: float) -> float:
+def saved(setting: Workload, tokens: float) -> float:
     """Activations of a token that a backward pass needs, in bytes."""
     s, long = setting.shape, setting.prompt + setting.mean
     keys = (setting.new_tokens * long + setting.prompts * setting.prompt**2) / setting.packed_tokens
@@ -241,7 +241,7 @@ def saved(setting: Setting, tokens: float) -> float:
     return s.saved_dense(setting.width, keys, spread)
 
 
-def packed(setting: Setting, *, training: bool) -> float:
+def packed(setting: Workload, *, training: bool) -> float:
     """Copies of linear layers and head as oneDNN reads them (models/linear.py), of the policy
     and of a teacher. On a CPU, with one rank.
 
@@ -255,7 +255,7 @@ def packed(setting: Setting, *, training: bool) -> float:
     )
 
 
-def engine(setting: Setting) -> dict[str, dict[str, float]]:
+def engine(setting: Workload) -> dict[str, dict[str, float]]:
     """What an engine has on one of its devices. On shared devices of one rank it reads the
     trainer's weights, so they are counted there.
     """
@@ -264,7 +264,7 @@ def engine(setting: Setting) -> dict[str, dict[str, float]]:
     return _engine(setting) | {"KV cache": {phase: 0.0 if phase in asleep else held for phase in PHASES}}
 
 
-def _engine(setting: Setting) -> dict[str, dict[str, float]]:
+def _engine(setting: Workload) -> dict[str, dict[str, float]]:
     """The same without the cache."""
     s = setting.shape
     own = setting.split or setting.gpus > 1
@@ -285,7 +285,7 @@ def _engine(setting: Setting) -> dict[str, dict[str, float]]:
     return rows
 
 
-def staged(setting: Setting) -> float:
+def staged(setting: Workload) -> float:
     """Bytes of a second version of the weights on an engine's device: sync.kind = "ipc", which
     "auto" is where one node holds all devices.
     """
@@ -295,7 +295,7 @@ def staged(setting: Setting) -> float:
     return setting.travels / setting.tensor if beside and setting.hardware.on_gpu else 0.0
 
 
-def kv_tokens(setting: Setting) -> int:
+def kv_tokens(setting: Workload) -> int:
     """Pages of one engine, by the rule that a run has (planner/resolve.py): every running
     request at its longest, as far as memory goes.
     """
@@ -332,12 +332,12 @@ def kv_tokens(setting: Setting) -> int:
     ).value
 
 
-def decoded(setting: Setting) -> float:
+def decoded(setting: Workload) -> float:
     """The largest layer of a base in 4 bits, while a product reads it."""
     return max(i * o for (i, o), _ in setting.shape.matrices.values()) * setting.width
 
 
-def _weights(model: object, setting: Setting) -> float:
+def _weights(model: object, setting: Workload) -> float:
     return model.parameters * setting.width if model is not None else 0  # type: ignore[attr-defined]
 
 

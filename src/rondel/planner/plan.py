@@ -8,10 +8,10 @@ from rondel.planner import advice, cost, split
 from rondel.planner.families import REFUSED
 from rondel.planner.layout import layouts
 from rondel.planner.memory import PHASES, bills
-from rondel.planner.workload import Setting
+from rondel.planner.workload import Workload
 
 
-def plan(setting: Setting) -> dict[str, Any]:
+def plan(setting: Workload) -> dict[str, Any]:
     """JSON through and through; what a table shows is in here."""
     generated, trained = cost.generation(setting), cost.train_seconds(setting)
     ways = cost.ways(setting)
@@ -109,7 +109,7 @@ def plan(setting: Setting) -> dict[str, Any]:
     }
 
 
-def assumptions(setting: Setting) -> list[str]:
+def assumptions(setting: Workload) -> list[str]:
     on, why = setting.hardware, REFUSED.get(setting.shape.family)
     refused = [f"{setting.shape.name} cannot be run by Rondel's own engine and trainer yet: {why}"] if why else []
     return [

@@ -33,7 +33,7 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """One model: `shape("70b").parameters` is 70,553,706,496.
 
     dense    layers with a feed-forward of `intermediate`; the others have `experts`
@@ -218,7 +218,7 @@ class Shape:
 # -- where a shape comes from ------------------------------------------------------------------------
 
 
-def shape(model: str | dict[str, Any]) -> Shape:
+def shape(model: str | dict[str, Any]) -> ModelShape:
     """Of a folder, a model.path as a recipe has it, or a name such as "70b", "qwen3-8b" or "Qwen/Qwen3-8B"."""
     if isinstance(model, dict):
         kind = model.get("random", model.get("model_type"))
@@ -298,7 +298,7 @@ def refuse_sizes(kind: str, given: Mapping[str, Any]) -> None:
         raise ModelError(f"a {kind} of num_hidden_layers = {layers} cannot be made: at most {DEEPEST}")
 
 
-def of_config(config: dict[str, Any], *, name: str = "model") -> Shape:
+def of_config(config: dict[str, Any], *, name: str = "model") -> ModelShape:
     """What a config.json says; what it leaves out is as transformers has it."""
     kind = config.get("model_type")
     eye = tower.of_config(kind, config.get("vision_config") or {}) if kind in tower.DEFAULTS else None
@@ -481,7 +481,7 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> Shape:
         "mxfp4": 4.25,
         "bitsandbytes": 4 if quantized.get("load_in_4bit") else 8,
     }.get(quantized.get("quant_method", ""), 16)
-    return Shape(
+    return ModelShape(
         name=name,
         hidden=hidden,
         layers=layers,
@@ -518,7 +518,7 @@ def _nf4(numbers: int) -> int:
     return blocks * 33 + 4 * -(-blocks // 256) + 4
 
 
-def of_recipe(model: str | dict[str, Any], cache: Path) -> Shape:
+def of_recipe(model: str | dict[str, Any], cache: Path) -> ModelShape:
     """Of a recipe's model.path: also a wheel's demo model, a GGUF that was converted, a hub id whose files are here."""
     if isinstance(model, str) and _config_in(model) is None:
         here = cache / f"models--{model.replace('/', '--')}" / "snapshots"

@@ -45,7 +45,7 @@ def balanced(G: int, r: float, t: float, *, unit: int = 1, most: float = inf) ->
     return max(sorted(near), key=lambda a: overlapped(min(a * r, most), (G - a) * t))
 
 
-class Advice(NamedTuple):
+class SplitAdvice(NamedTuple):
     bound: str  # "rollout" or "train"
     engines: int
     trainers: int
@@ -54,7 +54,7 @@ class Advice(NamedTuple):
     text: str
 
 
-def advise(G: int, r: float, t: float, *, trainers: int = 0, unit: int = 1, most: float = inf) -> Advice:
+def advise(G: int, r: float, t: float, *, trainers: int = 0, unit: int = 1, most: float = inf) -> SplitAdvice:
     """`r`, `t`: samples a second of one device that generates, that trains. `unit`: devices of
     one engine. `trainers`: of the split at hand.
     """
@@ -65,18 +65,20 @@ def advise(G: int, r: float, t: float, *, trainers: int = 0, unit: int = 1, most
     share = G * t / (in_turn + G * t)
     bound = "rollout" if (R < T if trainers else in_turn < G * t) else "train"
     if G == 1:
-        return Advice(bound, 1, 0, 1.0, 1.0, f"one device: {share:.0%} of the time generates, {1 - share:.0%} trains")
+        return SplitAdvice(
+            bound, 1, 0, 1.0, 1.0, f"one device: {share:.0%} of the time generates, {1 - share:.0%} trains"
+        )
     both = synchronous(in_turn, G * t)
     now, fastest = overlapped(R, T), overlapped(min(best * r, most), (G - best) * t)
     if not trainers:
         text = f"{share:.0%} of the time generates, {1 - share:.0%} trains: {bound}-bound. Apart and asynchronous, {a}:{G - a} would be {fastest / both:.0%} as fast"
-        return Advice(bound, best, G - best, now / synchronous(R, T), fastest / both, text)
+        return SplitAdvice(bound, best, G - best, now / synchronous(R, T), fastest / both, text)
     text = f"{bound}-bound: {a} devices generate {R:.3g} samples/s, {G - a} train {T:.3g}/s; the faster pool idles {idle(R, T):.0%}"
     if fastest > now:
         text += f"; {best}:{G - best} would give {fastest / now - 1:+.0%}"
     if most == R:
         text += "; the longest answer sets the pace, and more engines do not help: a lower engine.sampling.max_tokens or a higher loop.max_staleness does"
-    return Advice(bound, best, G - best, now / synchronous(R, T), fastest / both, text)
+    return SplitAdvice(bound, best, G - best, now / synchronous(R, T), fastest / both, text)
 
 
 def placement(devices: int) -> str:

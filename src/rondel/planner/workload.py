@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rondel.core.errors import ConfigError, UserError
 from rondel.core.registry import nearest
 from rondel.planner.hardware import Hardware, hardware
-from rondel.planner.shapes import Shape, hub_cache, of_recipe, shape
+from rondel.planner.shapes import ModelShape, hub_cache, of_recipe, shape
 
 if TYPE_CHECKING:
     from rondel.core.config import Job
@@ -26,13 +26,13 @@ class Other:
     """Weights of their own for some agents."""
 
     name: str
-    shape: Shape
+    shape: ModelShape
     frozen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """`Setting(shape("70b"), hardware("h100"), gpus=64)`.
+class Workload:
+    """`Workload(shape("70b"), hardware("h100"), gpus=64)`.
 
     gpus      devices in all;  trainers: those of them that train, where place is "split"
     tensor    devices of one engine
@@ -48,7 +48,7 @@ class Setting:
               sees;  tower: whether its eye learns, too
     """
 
-    shape: Shape
+    shape: ModelShape
     hardware: Hardware
     gpus: int = 1
     place: str = "shared"
@@ -71,10 +71,10 @@ class Setting:
     targets: str | tuple[str, ...] = "all-linear"
     offload: bool = False
     checkpointing: bool = False
-    reference: Shape | None = None
-    reward: Shape | None = None
-    teacher: Shape | None = None
-    critic: Shape | None = None
+    reference: ModelShape | None = None
+    reward: ModelShape | None = None
+    teacher: ModelShape | None = None
+    critic: ModelShape | None = None
     proximal: bool = False
     policies: tuple[Other, ...] = ()
     pages: int = 0
@@ -135,7 +135,7 @@ class Setting:
 # -- from a recipe -----------------------------------------------------------------------------------
 
 
-def of_job(job: Job, device: str = "") -> Setting:
+def of_job(job: Job, device: str = "") -> Workload:
     """What the recipe says; `device` names hardware, else it is the place's."""
     model = of_recipe(job.model.path, hub_cache())
     where = hardware(device or ("h100" if job.place.device.startswith("cuda") else "cpu"))
@@ -284,7 +284,7 @@ def of_job(job: Job, device: str = "") -> Setting:
             f""
             f"trained all{beside}"
         )
-    return Setting(
+    return Workload(
         model,
         where,
         gpus=job.place.ranks + job.place.engines if split else 1,
@@ -362,7 +362,7 @@ def _truth(text: str) -> bool:
     return text.lower() in ("true", "yes", "1")
 
 
-def _model(text: str) -> Shape | None:
+def _model(text: str) -> ModelShape | None:
     return None if text.lower() in ("none", "no", "false") else shape(text)
 
 
@@ -402,7 +402,7 @@ QUESTIONS: dict[str, tuple[str, Any]] = {  # --what-if NAME=VALUE -> the field, 
 }
 
 
-def what_if(words: list[str], start: Setting | None = None) -> Setting:
+def what_if(words: list[str], start: Workload | None = None) -> Workload:
     """["model=70b", "gpus=64"] laid over a recipe's setting, or over nothing: then model is
     needed, and the rest is chosen and told.
     """
@@ -423,7 +423,7 @@ def what_if(words: list[str], start: Setting | None = None) -> Setting:
     return filled(given, start)
 
 
-def filled(given: dict[str, Any], start: Setting | None) -> Setting:
+def filled(given: dict[str, Any], start: Workload | None) -> Workload:
     """The rest of the setting, chosen by rule; what was chosen stands in `assumed`."""
     assumed = [text for text in start.assumed if text != ON_THIS_CPU or "hardware" not in given] if start else []
     if start is None:
@@ -438,7 +438,7 @@ def filled(given: dict[str, Any], start: Setting | None) -> Setting:
         ):
             if name not in given:
                 assumed.append(why)
-        setting = Setting(given["shape"], given["hardware"])
+        setting = Workload(given["shape"], given["hardware"])
     else:
         setting = start
     setting = replace(setting, **given)
@@ -486,7 +486,7 @@ def filled(given: dict[str, Any], start: Setting | None) -> Setting:
     return replace(setting, assumed=tuple(dict.fromkeys(assumed)))
 
 
-def _narrowest(setting: Setting) -> int:
+def _narrowest(setting: Workload) -> int:
     tensor, needed = 1, setting.weights * 4 / 3
     while tensor * setting.hardware.memory < needed and 2 * tensor <= setting.engine_devices:
         tensor *= 2

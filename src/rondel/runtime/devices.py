@@ -16,7 +16,7 @@ import torch
 
 from rondel.core.errors import ConfigError, LawError
 from rondel.core.events import Resident, emit
-from rondel.core.protocols import Engine, Interrupt
+from rondel.core.protocols import Interrupt, RolloutEngine
 from rondel.runtime.busy import working
 
 
@@ -109,7 +109,7 @@ class OneAtATime:
             self.holder = None
 
 
-class Shared:
+class SharedDevice:
     """Trainer and engine on one device.  With `offload` exactly one of them has its
     memory (law 8), in this order (SPEC H4):
 
@@ -120,7 +120,7 @@ class Shared:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: RolloutEngine,
         trainer: Any,
         *,
         how: Interrupt = "hold",

@@ -16,11 +16,11 @@ from rondel.score.combine import By, Combine
 from rondel.score.format import Format
 from rondel.score.judge import Judge
 from rondel.score.math import Math
-from rondel.score.model import Model
+from rondel.score.model import RewardModel
 from rondel.score.number import Number
-from rondel.score.process import Process
+from rondel.score.process import ProcessReward
 from rondel.score.reasoning_gym import ReasoningGym
-from rondel.score.remote import Remote
+from rondel.score.remote import RemoteReward
 
 Spec = str | dict[str, Any]
 Lent = dict[str, Callable[[], Any]]
@@ -50,9 +50,9 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "combine": combine,
     "by": by,
     "judge": Judge,
-    "remote": Remote,
-    "model": Model,
-    "process": Process,
+    "remote": RemoteReward,
+    "model": RewardModel,
+    "process": ProcessReward,
 }
 
 

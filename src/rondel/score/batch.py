@@ -12,7 +12,7 @@ from rondel.core.errors import RewardError
 from rondel.score.clock import stopped
 
 
-class Waiting(NamedTuple):
+class PendingCall(NamedTuple):
     item: Any
     begun: asyncio.Future[None]
     answer: asyncio.Future[Any]
@@ -39,12 +39,12 @@ class Batcher:
         door: asyncio.Event | None = None,
     ) -> None:
         self.compute, self.most, self.size, self.room, self.lanes, self.timed = compute, most, size, room, lanes, timed
-        self.door, self.waiting = door, deque[Waiting]()
+        self.door, self.waiting = door, deque[PendingCall]()
         self._open: set[asyncio.Task[None]] = set()
 
     async def __call__(self, item: Any) -> Any:
         loop = asyncio.get_running_loop()
-        me = Waiting(item, loop.create_future(), loop.create_future())
+        me = PendingCall(item, loop.create_future(), loop.create_future())
         self.waiting.append(me)
         if len(self._open) < self.lanes:
             lane = asyncio.create_task(self._serve(), context=Context())  # not on the clock of the call that opened it
@@ -76,8 +76,8 @@ class Batcher:
                     if not each.answer.done():
                         each.answer.set_result(result)
 
-    def _next(self) -> list[Waiting]:
-        batch: list[Waiting] = []
+    def _next(self) -> list[PendingCall]:
+        batch: list[PendingCall] = []
         used = 0
         while self.waiting and len(batch) < self.most:
             if self.waiting[0].begun.cancelled():  # nobody waits for it any more

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rondel.core.errors import BoxError, ConfigError, DataError, SandboxError
-from rondel.core.protocols import Boxes, Cell
+from rondel.core.protocols import Boxes, SandboxCell
 from rondel.core.registry import one_of
 from rondel.core.sandbox_types import Limits, Ran
 from rondel.core.types import Score, Task, Trajectory
@@ -80,7 +80,7 @@ class Code:
         self.sandbox, self.deadline, self.seconds, self.credit = sandbox, deadline, seconds, credit
         self.limits = Limits(wall=seconds, cpu=seconds + 1, memory=memory, output=1 << 20)
         self.settings = importable(packages) | {"modules": MODULES}
-        self._cells: dict[str, Cell] = {}
+        self._cells: dict[str, SandboxCell] = {}
         self._good: dict[str, int] = {}  # task -> how many of its tests its reference is known to pass
         self._late: set[str] = set()  # tasks whose reference has run out of time once
         for name in ("candidate", "harness"):
@@ -189,7 +189,7 @@ class Code:
             return LATE
         return ran.exit if not ran.limit and ran.exit in ENDED else BROKEN
 
-    def _cell(self, name: str) -> Cell:
+    def _cell(self, name: str) -> SandboxCell:
         """The box of that name, which is used again as long as it is as it was."""
         cell = self._cells.get(name)
         if cell is None or not cell.alive:

@@ -15,7 +15,7 @@ from rondel.score.clock import called
 from rondel.score.result import read
 
 
-class Several:
+class RewardTraits:
     """What a worker wants to know of a reward, of several at once."""
 
     def __init__(self, rewards: dict[str, Callable[..., Any]]) -> None:
@@ -57,7 +57,7 @@ class Several:
         return ChainMap(*(reward.counts for reward in self.rewards.values() if hasattr(reward, "counts")))
 
 
-class Combine(Several):
+class Combine(RewardTraits):
     """`Combine({"correct": (1.0, Number()), "format": (0.2, Format(tag="answer"))})` ->
     Score(1.2, {"correct": 1.0, "format": 0.2}).
 
@@ -86,7 +86,7 @@ class Combine(Several):
         return Score(sum(values.values()), values, tuple(steps))
 
 
-class By(Several):
+class By(RewardTraits):
     """`By("source", {"sums": Number(), "proofs": Math()})`: a task is judged by the
     reward that its data["source"] names.
     """

@@ -29,7 +29,7 @@ from rondel.core.errors import ConfigError
 from rondel.core.types import Failed, Score, Task, Trajectory
 
 if TYPE_CHECKING:
-    from rondel.score.killable_process import Worker
+    from rondel.score.killable_process import RewardProcess
 
 GRACE = 5.0  # seconds beside the timeout that a silent worker has
 
@@ -52,12 +52,12 @@ class Open:
 
 
 @dataclass
-class Shared:
+class ConcurrentWorker:
     """The parent's end. `hire` and `dismiss` are the pool's; everything but `ask` runs in one thread."""
 
-    worker: Worker | None
-    hire: Callable[[], Worker]
-    dismiss: Callable[[Worker], None]
+    worker: RewardProcess | None
+    hire: Callable[[], RewardProcess]
+    dismiss: Callable[[RewardProcess], None]
     together: int
     silence: float
     counts: dict[str, float] = field(default_factory=dict)  # what the reward says of itself, so far

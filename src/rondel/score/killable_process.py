@@ -28,7 +28,7 @@ BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rondel.sco
 START_SECONDS = 120.0  # a worker imports the user's module; on a cold disk that takes its time
 
 
-class Worker:
+class RewardProcess:
     """One process with the reward built in it."""
 
     def __init__(

@@ -25,8 +25,8 @@ from rondel.text.unicode import valid
 CLOSE = 1e-4  # a packed score and one computed alone, relative to the larger of it and 1; bfloat16 gets more
 
 
-class Model:
-    """`Model(path="folder or hub id")(trajectory, task)` -> Score of AutoModelForSequenceClassification with one label.
+class RewardModel:
+    """`RewardModel(path="folder or hub id")(trajectory, task)` -> Score of AutoModelForSequenceClassification with one label.
 
     tokens    of one batch, all its texts together
     template  of the text, with {question} and {answer}; None is the tokenizer's chat template

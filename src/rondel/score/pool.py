@@ -25,8 +25,8 @@ from rondel.core.errors import ConfigError, RewardError, UserError
 from rondel.core.events import RewardCounts, Warned, emit
 from rondel.core.failure_rate import Recent
 from rondel.core.types import Failed, Score, Task, Trajectory
-from rondel.score.concurrent_worker import GRACE, Shared
-from rondel.score.killable_process import Worker
+from rondel.score.concurrent_worker import GRACE, ConcurrentWorker
+from rondel.score.killable_process import RewardProcess
 
 if TYPE_CHECKING:
     from rondel.score import Spec
@@ -35,7 +35,7 @@ MESSAGE_SECONDS = 0.02  # of work that one message holds at most: what is slow g
 MESSAGE_CALLS = 128
 
 
-class Call(NamedTuple):
+class RewardCall(NamedTuple):
     trajectory: Trajectory
     task: Task
     answer: asyncio.Future[Score | Failed]
@@ -80,13 +80,13 @@ class RewardPool:
         self._warned = False
         self._told: dict[str, float] = {}
         self._told_at = 0.0
-        self._hired: set[Worker] = set()
-        self._idle: list[Worker] = []
-        self._queue: deque[Call] = deque()
+        self._hired: set[RewardProcess] = set()
+        self._idle: list[RewardProcess] = []
+        self._queue: deque[RewardCall] = deque()
         self._lanes, self._workers, self._lock = 0, workers, threading.Lock()
         self._seconds = MESSAGE_SECONDS  # of a call, a moving mean
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
-        self.shared: Shared | None = None
+        self.shared: ConcurrentWorker | None = None
         self.naps = False  # whether its model leaves the device while somebody else has it
         self._end = weakref.finalize(self, _end, self._threads, self._hired)
         try:
@@ -101,7 +101,7 @@ class RewardPool:
                 f"one process; leave it at 1"
             )
         if worker.together > 1:
-            self.shared = Shared(
+            self.shared = ConcurrentWorker(
                 worker, self._hire, self._dismiss, worker.together, timeout + GRACE, memory=worker.memory
             )
             self.naps = worker.naps
@@ -115,7 +115,7 @@ class RewardPool:
             self._count(result.reason if isinstance(result, Failed) else "")
             self._tell_counts()
             return result
-        call = Call(trajectory, task, asyncio.get_running_loop().create_future())
+        call = RewardCall(trajectory, task, asyncio.get_running_loop().create_future())
         with self._lock:
             self._queue.append(call)
             if wanted := self._lanes < self._workers:
@@ -176,12 +176,12 @@ class RewardPool:
                         _tell, [(c, r) for c, r in zip(calls, results) if c.answer.get_loop() is loop]
                     )
 
-    def _message(self) -> list[Call]:
+    def _message(self) -> list[RewardCall]:
         """The next calls for one worker: the others get their share of what waits. None, and this lane has ended."""
         with self._lock:
             share = -(-len(self._queue) // self._workers)
             count = max(1, min(share, MESSAGE_CALLS, int(MESSAGE_SECONDS / self._seconds)))
-            calls: list[Call] = []
+            calls: list[RewardCall] = []
             while self._queue and len(calls) < count:
                 call = self._queue.popleft()
                 if not call.answer.cancelled():
@@ -190,7 +190,7 @@ class RewardPool:
                 self._lanes -= 1
             return calls
 
-    def _ask(self, calls: list[Call]) -> list[Score | Failed]:
+    def _ask(self, calls: list[RewardCall]) -> list[Score | Failed]:
         """What became of the first of them, at least of one; those behind a late or deadly call
         are still to be asked.
         """
@@ -224,16 +224,16 @@ class RewardPool:
             self._dismiss(worker)
         return results
 
-    def _hire(self) -> Worker:
+    def _hire(self) -> RewardProcess:
         folder = None if self.folder is None else str(self.folder)
         asleep = bool(self.shared and self.shared.asleep)
-        worker = Worker(self.reward, timeout=self.timeout, folder=folder, lends=self.lends, asleep=asleep)
+        worker = RewardProcess(self.reward, timeout=self.timeout, folder=folder, lends=self.lends, asleep=asleep)
         self._hired.add(worker)
         if not self._end.alive:  # closed meanwhile
             worker.kill()
         return worker
 
-    def _dismiss(self, worker: Worker) -> None:
+    def _dismiss(self, worker: RewardProcess) -> None:
         worker.kill()
         self._hired.discard(worker)
 
@@ -261,13 +261,13 @@ class RewardPool:
             )
 
 
-def _tell(told: list[tuple[Call, Score | Failed]]) -> None:
+def _tell(told: list[tuple[RewardCall, Score | Failed]]) -> None:
     for call, result in told:
         if not call.answer.done():
             call.answer.set_result(result)
 
 
-def _end(threads: ThreadPoolExecutor, hired: set[Worker]) -> None:
+def _end(threads: ThreadPoolExecutor, hired: set[RewardProcess]) -> None:
     threads.shutdown(wait=False, cancel_futures=True)
     for worker in tuple(hired):
         worker.kill()

@@ -21,8 +21,8 @@ PAID = 2  # tasks that are tried where every call goes to a server
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """`Finding("gold", False, "a gold answer scored 0.0 ...", "compare ...")`. `remedy` is empty where all is well."""
+class CheckFinding:
+    """`CheckFinding("gold", False, "a gold answer scored 0.0 ...", "compare ...")`. `remedy` is empty where all is well."""
 
     what: str
     ok: bool
@@ -37,7 +37,7 @@ def answer(task: Task) -> str:
 
 async def check_reward(
     pool: RewardPool, tasks: Sequence[Task], *, count: int = 8, gold: Callable[[Task], str] = answer
-) -> list[Finding]:
+) -> list[CheckFinding]:
     """Findings on the first `count` tasks with an answer: failures, gold, empty, wrong, time.
 
     A reward that also wants a form (tags, a box) needs `gold` to write the answer in that form.
@@ -46,7 +46,7 @@ async def check_reward(
     tried = [task for task in tasks if task.data.get("answer") is not None][: min(count, PAID) if asked else count]
     if not tried:
         return [
-            Finding(
+            CheckFinding(
                 "gold",
                 False,
                 "no task has an 'answer', so the reward was not tried",
@@ -69,21 +69,21 @@ async def check_reward(
             failures.append((kind, task, result))
         else:
             scores[kind].append((task, text, result))
-    calls = [Finding("calls", True, f"{len(texts)} were made to {', '.join(asked)}")] if asked else []
+    calls = [CheckFinding("calls", True, f"{len(texts)} were made to {', '.join(asked)}")] if asked else []
     return [*calls, *judged(scores, failures, len(texts)), _time(seconds, pool)]
 
 
-def judged(scores: Scores, failures: Sequence[tuple[str, Task, Failed]], calls: int) -> list[Finding]:
+def judged(scores: Scores, failures: Sequence[tuple[str, Task, Failed]], calls: int) -> list[CheckFinding]:
     """What the scores of gold, empty and wrong answers say of whoever gave them."""
     return [_failures(failures, calls), *_gold(scores), *(_below(kind, scores) for kind in ("empty", "wrong"))]
 
 
-def _failures(failures: Sequence[tuple[str, Task, Failed]], calls: int) -> Finding:
+def _failures(failures: Sequence[tuple[str, Task, Failed]], calls: int) -> CheckFinding:
     if not failures:
-        return Finding("failures", True, f"the reward answered all {calls} calls")
+        return CheckFinding("failures", True, f"the reward answered all {calls} calls")
     kind, task, failed = failures[0]
     first = f"first on the {kind} answer of {task.id}: {failed.reason} {failed.detail}".strip()
-    return Finding(
+    return CheckFinding(
         "failures",
         False,
         f"the reward failed in {len(failures)} of {calls} calls; {first}",
@@ -91,31 +91,31 @@ def _failures(failures: Sequence[tuple[str, Task, Failed]], calls: int) -> Findi
     )
 
 
-def _gold(scores: Scores) -> list[Finding]:
+def _gold(scores: Scores) -> list[CheckFinding]:
     if not scores["gold"]:
-        return [Finding("gold", False, "no gold answer got a score", "see the failures above")]
+        return [CheckFinding("gold", False, "no gold answer got a score", "see the failures above")]
     best = max(score.value for results in scores.values() for *_, score in results)
     low = [(task, text, score) for task, text, score in scores["gold"] if score.value < best]
     if not low:
-        return [Finding("gold", True, f"all {len(scores['gold'])} gold answers score the maximum seen, {best:g}")]
+        return [CheckFinding("gold", True, f"all {len(scores['gold'])} gold answers score the maximum seen, {best:g}")]
     task, text, score = low[0]
     message = f"{len(low)} of {len(scores['gold'])} gold answers score less than {best:g}; {task.id}: {text!r:.60} scores {score.value:g}"
-    return [Finding("gold", False, message, "compare what the reward extracts with the form of the gold answers")]
+    return [CheckFinding("gold", False, message, "compare what the reward extracts with the form of the gold answers")]
 
 
-def _below(kind: str, scores: Scores) -> Finding:
+def _below(kind: str, scores: Scores) -> CheckFinding:
     gold = {task.id: score.value for task, _, score in scores["gold"]}
     bad = [
         (task, text, score) for task, text, score in scores[kind] if task.id in gold and score.value >= gold[task.id]
     ]
     if not bad:
-        return Finding(kind, True, f"{kind} answers score less than gold ones")
+        return CheckFinding(kind, True, f"{kind} answers score less than gold ones")
     task, text, score = bad[0]
     message = (
         f"{len(bad)} {kind} answers score as much as gold ones; {task.id}: {text!r:.60} scores {score.value:g}, gold "
         f"{gold[task.id]:g}"
     )
-    return Finding(
+    return CheckFinding(
         kind,
         False,
         message,
@@ -123,10 +123,10 @@ def _below(kind: str, scores: Scores) -> Finding:
     )
 
 
-def _time(seconds: list[float], pool: RewardPool) -> Finding:
+def _time(seconds: list[float], pool: RewardPool) -> CheckFinding:
     message = f"{statistics.median(seconds) * 1e3:.1f} ms a call, 95 % within {p95(seconds) * 1e3:.1f} ms, slowest {max(seconds) * 1e3:.1f} ms; the limit is {pool.timeout:g} s"
     slow = max(seconds) > pool.timeout / 2
-    return Finding("time", not slow, message, "raise the reward's timeout, or make it faster" if slow else "")
+    return CheckFinding("time", not slow, message, "raise the reward's timeout, or make it faster" if slow else "")
 
 
 def p95(seconds: Sequence[float]) -> float:

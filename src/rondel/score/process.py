@@ -15,7 +15,7 @@ from rondel.core.errors import ConfigError
 from rondel.core.registry import imported, one_of
 from rondel.core.types import Failed, Score, Task, Trajectory, Turn
 from rondel.score.answer_text import asked_of, turns_of
-from rondel.score.model import Model
+from rondel.score.model import RewardModel
 from rondel.text.unicode import valid
 
 AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
@@ -37,7 +37,7 @@ def steps_of(text: str, separator: str) -> list[tuple[str, int]]:
     return found
 
 
-class TokenModel(Model):
+class TokenModel(RewardModel):
     """A token classifier; of two labels the second is "right", and its probability is the value."""
 
     auto = "AutoModelForTokenClassification"
@@ -56,7 +56,7 @@ class TokenModel(Model):
         return said_NK[:, 0] if said_NK.shape[1] == 1 else said_NK.softmax(-1)[:, 1]
 
 
-class Process:
+class ProcessReward:
     """The aggregate of the steps' values, or, with `tokenizer`, each value at the last token of its step.
 
     path or scorer   a token classifier, or "module:name": `(steps, task) -> values`, plain or async

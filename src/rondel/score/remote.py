@@ -11,7 +11,7 @@ from rondel.score.http import Post
 from rondel.score.result import read
 
 
-class Remote:
+class RemoteReward:
     """What the server returns: a number, or {"reward": x, "parts": {...}}. Anything
     else, null and NaN among it, is `Failed`.
 

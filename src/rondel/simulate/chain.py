@@ -15,7 +15,7 @@ from typing import Any
 from rondel.planner import cost
 from rondel.planner.hardware import GB
 from rondel.planner.memory import bills
-from rondel.planner.workload import Setting, what_if
+from rondel.planner.workload import Workload, what_if
 from rondel.simulate.run import simulate, world_of
 
 TIERS = (8, 64, 256, 1024, 4096, 10240)
@@ -35,7 +35,7 @@ PUBLISHED = {  # gain of asynchrony over a synchronous baseline, each by its aut
 SIGMAS = (0.0, 0.4, 0.8, 1.2, 1.6)
 
 
-def work(devices: int, **more: Any) -> Setting:
+def work(devices: int, **more: Any) -> Workload:
     prompts = min(2048, 4 * devices)
     asked = {
         "model": "7b",
@@ -99,7 +99,7 @@ def _row(
     }
 
 
-def _dominates(setting: Setting) -> str:
+def _dominates(setting: Workload) -> str:
     generate, train = cost.generation(setting).seconds, cost.train_seconds(setting)
     return (
         f"generation, {generate / (generate + train):.0%} of a step"

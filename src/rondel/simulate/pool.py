@@ -24,20 +24,20 @@ class Answers:
     done: asyncio.Future[None]
 
 
-class Waiting(NamedTuple):
+class SimulatedRequest(NamedTuple):
     length: float
     read: float  # tokens to prefill before it can go on
     of: Answers
 
 
 @dataclass(slots=True)
-class Replica:
+class SimulatedReplica:
     """One engine. `slow`: how many times as long as others it takes."""
 
-    pool: Pool
+    pool: ReplicaPool
     slow: float = 1.0
     running: list[tuple[float, int, Answers]] = field(default_factory=list)
-    waiting: deque[Waiting] = field(default_factory=deque)
+    waiting: deque[SimulatedRequest] = field(default_factory=deque)
     progress: float = 0.0
     debt: float = 0.0
     at: float = 0.0
@@ -53,7 +53,7 @@ class Replica:
     def load(self) -> int:
         return len(self.running) + len(self.waiting)
 
-    def give(self, wanted: list[Waiting]) -> None:
+    def give(self, wanted: list[SimulatedRequest]) -> None:
         self.catch_up()
         self.waiting.extend(wanted)
         self.pool.told(self)
@@ -120,13 +120,13 @@ class Replica:
             sum(prompt + max(0.0, end - self.progress) for end, _, _ in self.running) * self.pool.prefill * self.slow
         )
 
-    def die(self, prompt: float) -> list[Waiting]:
+    def die(self, prompt: float) -> list[SimulatedRequest]:
         """-> what was in flight, to go on elsewhere from the token where it was; what it had read
         is read again there.
         """
         self.catch_up()
         lost = [
-            Waiting(max(1e-3, end - self.progress), prompt + max(0.0, end - self.progress), of)
+            SimulatedRequest(max(1e-3, end - self.progress), prompt + max(0.0, end - self.progress), of)
             for end, _, of in self.running
         ]
         lost += self.waiting
@@ -138,7 +138,7 @@ class Replica:
 QUICKEST = 1e-7  # seconds of a token
 
 
-class Pool:
+class ReplicaPool:
     """All replicas. beat[n]: seconds of a token of n requests; prefill: seconds of a prompt's
     token; places: requests of a replica at once.
     """
@@ -155,7 +155,7 @@ class Pool:
         self.number, self.draining = 0, False
         self._empty: asyncio.Future[None] | None = None
         late = round(slow[0] * replicas)
-        self.replicas = [Replica(self, slow[1] if i < late else 1.0) for i in range(replicas)]
+        self.replicas = [SimulatedReplica(self, slow[1] if i < late else 1.0) for i in range(replicas)]
         self.failures = 0
         # a heap of (load, replica); what no longer holds is passed over
         self._least = [(0.0, i) for i in range(replicas)]
@@ -165,10 +165,10 @@ class Pool:
     async def write(self, lengths: list[float], prompt: float) -> None:
         """A group: its prompt is read once, its answers are written together by the replica with the least to do."""
         answers = Answers(len(lengths), self.clock.create_future())
-        self._place([Waiting(length, prompt if i == 0 else 0.0, answers) for i, length in enumerate(lengths)])
+        self._place([SimulatedRequest(length, prompt if i == 0 else 0.0, answers) for i, length in enumerate(lengths)])
         await answers.done
 
-    def _place(self, wanted: list[Waiting]) -> None:
+    def _place(self, wanted: list[SimulatedRequest]) -> None:
         while True:
             load, i = heapq.heappop(self._least)
             if not (replica := self.replicas[i]).dead and load == replica.load * replica.slow:
@@ -191,11 +191,11 @@ class Pool:
         for replica in self.replicas:
             replica.go()
 
-    def told(self, replica: Replica) -> None:
+    def told(self, replica: SimulatedReplica) -> None:
         """Its load is another now."""
         heapq.heappush(self._least, (replica.load * replica.slow, replica.place))
 
-    def back(self, replica: Replica) -> None:
+    def back(self, replica: SimulatedReplica) -> None:
         replica.dead = False
         self.told(replica)
 

@@ -16,10 +16,10 @@ from rondel import loop as house
 from rondel.buffer import Buffer
 from rondel.core.types import KEEP, Group, Slot, StepStats, Task, Verdict
 from rondel.planner import cost
-from rondel.planner.workload import Setting
+from rondel.planner.workload import Workload
 from rondel.simulate.clock import VirtualLoop
 from rondel.simulate.lengths import Lengths, log_normal
-from rondel.simulate.pool import Pool
+from rondel.simulate.pool import ReplicaPool
 
 FOREVER = 1e12  # virtual seconds
 
@@ -62,7 +62,7 @@ class World:
 
 
 @dataclass
-class Seen:
+class SimulatedCounts:
     """What was counted, from the end of the first steps on."""
 
     steps: int = 0
@@ -95,7 +95,7 @@ class Seen:
         }
 
 
-def world_of(setting: Setting, lengths: Lengths | None = None, *, sigma: float = 0.8, **more: Any) -> World:
+def world_of(setting: Workload, lengths: Lengths | None = None, *, sigma: float = 0.8, **more: Any) -> World:
     """The planner's times of a setting."""
     requests, middle = cost.together(setting), setting.prompt + setting.mean / 2
     arguments = {"tensor": setting.tensor, "width": setting.width}
@@ -142,13 +142,13 @@ class Simulation:
         self.world, self.before, self.steps = world, before, steps
         self.draw, self.faults = random.Random(world.seed), random.Random(world.seed + 1)
         self.tokens: dict[int, float] = {}
-        self.seen = Seen()
+        self.seen = SimulatedCounts()
         self.free = 0.0  # when the controller has done what it was given
 
-    async def run(self) -> Seen:
+    async def run(self) -> SimulatedCounts:
         w = self.world
         self.clock = asyncio.get_running_loop()
-        self.pool = Pool(w.engines, places=w.places, beat=w.beat, prefill=w.prefill, slow=w.slow)
+        self.pool = ReplicaPool(w.engines, places=w.places, beat=w.beat, prefill=w.prefill, slow=w.slow)
         self.buffer = Buffer(
             groups_per_step=w.prompts,
             max_staleness=w.staleness,
@@ -242,7 +242,7 @@ class Simulation:
     async def milestone(self, step: int, version: int, batch: Any) -> None:
         """At the end of the first steps counting begins; at the end of the last one it ends."""
         if step == self.before:
-            self.seen = Seen()
+            self.seen = SimulatedCounts()
             self._began = (self.clock.time(), *self.pool.look(), self.pool.failures)
         elif step == self.before + self.steps:
             at, filled, places, busy, failures = self._began

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rondel.core.errors import SyncError, boundary
-from rondel.core.protocols import Engine, Tensors, Trainer, Weights
+from rondel.core.protocols import RolloutEngine, Tensors, Trainer, Weights
 from rondel.core.types import Manifest, Route
 from rondel.sync.from_disk import outdated
 from rondel.system.files import numbered, writing
@@ -90,7 +90,7 @@ class Delta:
         self.folder, self.keep = Path(folder), keep
         self._root, self._last = "", {}  # type: str, dict[str, Tensor]
 
-    async def route(self, trainer: Trainer, engines: list[Engine]) -> Route:
+    async def route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route:
         """On the version that all engines serve, if there is one."""
         states = [await engine.status() for engine in engines]
         roots = {"" if state.state == "refusing" else state.root for state in states}

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rondel.core.errors import SyncError, boundary
-from rondel.core.protocols import Engine, Tensors, Trainer, Weights
+from rondel.core.protocols import RolloutEngine, Tensors, Trainer, Weights
 from rondel.core.types import Manifest, Route, TensorInfo
 from rondel.sync.from_ipc import size_of
 from rondel.system.files import numbered, writing
@@ -39,7 +39,7 @@ class FromDisk:
     def __init__(self, folder: str | Path, *, keep: int = 2, file: int = 1 << 30) -> None:
         self.folder, self.keep, self.file = Path(folder), keep, file
 
-    async def route(self, trainer: Trainer, engines: list[Engine]) -> Route:
+    async def route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route:
         return Route("disk")
 
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rondel.core.errors import StalledError, SyncError
-from rondel.core.protocols import Engine, Tensors, Trainer, Weights
+from rondel.core.protocols import RolloutEngine, Tensors, Trainer, Weights
 from rondel.core.types import Manifest, Route, TensorInfo
 from rondel.sync.from_ipc import size_of
 from rondel.system import sockets
@@ -36,7 +36,7 @@ ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class GroupAddress:
     """Where the group of `size` members meets; `name` is another one for every group."""
 
     host: str
@@ -70,11 +70,11 @@ def slots(bucket: list[TensorInfo], buffer: Tensor) -> Iterator[tuple[TensorInfo
         at += _aligned(row)
 
 
-class Group:
+class BroadcastGroup:
     """A process group beside the default one: rank 0 sends, the others are numbered as they come."""
 
     def __init__(
-        self, meeting: Meeting, store: dist.TCPStore, device: torch.device, deadline: float, *, sends: bool
+        self, meeting: GroupAddress, store: dist.TCPStore, device: torch.device, deadline: float, *, sends: bool
     ) -> None:
         self.meeting, self.device = meeting, device
         rank = 0 if sends else store.add(f"{meeting.name}/joined", 1)
@@ -123,7 +123,7 @@ class FromDistributed:
     def __init__(self, host: str = "127.0.0.1", *, bucket: int = BUCKET, deadline: float = 300.0) -> None:
         self.host, self.bucket, self.deadline = host, bucket, deadline
         self._store: dist.TCPStore | None = None
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         self._made = self._rounds = 0
         self._asked: tuple[int, ...] = ()
         self._for = (0, 0)  # whom the group was made for
@@ -134,7 +134,7 @@ class FromDistributed:
         """To another process go the knobs alone."""
         return partial(FromDistributed, bucket=self.bucket, deadline=self.deadline), (self.host,)
 
-    async def route(self, trainer: Trainer, engines: list[Engine]) -> Route:
+    async def route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route:
         """How many receive, and their number in the row of those who were asked: others than
         the last time need a group of their own.
         """
@@ -155,7 +155,7 @@ class FromDistributed:
             )
         if self._group is None or self._for != route.data:
             self._group, self._made, self._for = None, self._made + 1, route.data
-        meeting = Meeting(self.host, self._store.port, f"weights-{self._made}", route.data[0] + 1)
+        meeting = GroupAddress(self.host, self._store.port, f"weights-{self._made}", route.data[0] + 1)
         return Manifest(version, self._rows), Route("distributed", meeting, bytes=sum(map(size_of, self._rows)))
 
     def send(self, route: Route, weights: Tensors) -> None:
@@ -192,13 +192,13 @@ class FromDistributed:
 
     # -- both ------------------------------------------------------------------------------------
 
-    def _join(self, meeting: Meeting, device: torch.device, *, sends: bool) -> Group:
+    def _join(self, meeting: GroupAddress, device: torch.device, *, sends: bool) -> BroadcastGroup:
         if self._group is None or self._group.meeting != meeting:
             self._group = None
             wait = timedelta(seconds=self.deadline)
             store = self._store if sends else dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=wait)
             assert store is not None, "send before publish"
-            self._group = Group(meeting, store, device, self.deadline, sends=sends)
+            self._group = BroadcastGroup(meeting, store, device, self.deadline, sends=sends)
         return self._group
 
     @contextmanager

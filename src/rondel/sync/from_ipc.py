@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from rondel.core.errors import SyncError, boundary
-from rondel.core.protocols import Engine, Tensors, Trainer, Weights
+from rondel.core.protocols import RolloutEngine, Tensors, Trainer, Weights
 from rondel.core.types import Manifest, Route, TensorInfo
 from rondel.system.files import writing
 
@@ -48,7 +48,7 @@ SHARED = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettem
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SegmentAddress:
     """`path` opens the segment of `size` bytes; its first word must be `number`. `cuda`
     is the handle of a buffer, pickled.
     """
@@ -74,7 +74,7 @@ def size_of(row: TensorInfo) -> int:
     return n
 
 
-class Segment:
+class SharedSegment:
     """The writer's side of one piece of shared memory. It grows while the first version
     is written, and then keeps its size.
     """
@@ -193,12 +193,12 @@ class FromIpc:
 
     def __init__(self, *, named: bool = not hasattr(os, "memfd_create")) -> None:
         self.named = named
-        self._segments: list[Segment] = []
+        self._segments: list[SharedSegment] = []
         self._published = 0
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
 
     @staticmethod
-    def place(path: str, size: int, number: int) -> Place:
+    def place(path: str, size: int, number: int) -> SegmentAddress:
         """A segment that somebody else tells of: shared memory of this machine, never a
         handle that would have to be unpickled.
         """
@@ -206,9 +206,9 @@ class FromIpc:
             raise SyncError(
                 f"'{path[:80]}' is no segment: it is /proc/PID/fd/N of a memfd, or a file rondel-* in {SHARED}"
             )
-        return Place(path, size, number)
+        return SegmentAddress(path, size, number)
 
-    async def route(self, trainer: Trainer, engines: list[Engine]) -> Route:
+    async def route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route:
         return Route("ipc")
 
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]:
@@ -224,10 +224,10 @@ class FromIpc:
             segment.number = self._published
         finally:
             segment.unlock()
-        place = Place(segment.path, len(segment.map), self._published, segment.handle())
+        place = SegmentAddress(segment.path, len(segment.map), self._published, segment.handle())
         return Manifest(version, tuple(rows)), Route("ipc", place, bytes=sum(map(size_of, rows)))
 
-    def _free(self) -> Segment:
+    def _free(self) -> SharedSegment:
         """A segment that nobody reads, locked: never the one that was published last,
         which an engine may be about to open.
         """
@@ -236,7 +236,7 @@ class FromIpc:
                 return segment
         if self.named and not self._segments:
             reap()
-        self._segments.append(Segment(named=self.named))
+        self._segments.append(SharedSegment(named=self.named))
         assert self._segments[-1].lock()
         return self._segments[-1]
 
@@ -258,7 +258,7 @@ class FromIpc:
             tensor = buffer[start : start + size_of(row)].view(getattr(torch, row.dtype)).view(row.shape)
             yield row.name, tensor.clone() if place.cuda else tensor
 
-    def _open(self, place: Place) -> Tensor:
+    def _open(self, place: SegmentAddress) -> Tensor:
         """All bytes as one tensor; the shared lock ends with the last tensor that shares its storage."""
         fd = os.open(place.path, os.O_RDWR | os.O_CLOEXEC)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from rondel.core.protocols import Engine, Tensors, Trainer, Weights
+from rondel.core.protocols import RolloutEngine, Tensors, Trainer, Weights
 from rondel.core.types import Manifest, Route
 
 
@@ -21,7 +21,7 @@ class FromTensor:
     def __init__(self, holds: Literal["never", "begin"] = "never") -> None:
         self.holds: Literal["never", "begin", "commit"] = holds
 
-    async def route(self, trainer: Trainer, engines: list[Engine]) -> Route:
+    async def route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route:
         return Route("tensor")
 
     def publish(self, route: Route, version: int, weights: Weights) -> tuple[Manifest, Route]:

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
 from rondel.core.errors import LawError
-from rondel.core.protocols import Engine, Tensors, Trainer, Transport, Weights
+from rondel.core.protocols import RolloutEngine, Tensors, Trainer, Transport, Weights
 from rondel.core.types import Manifest, Route
 
 
-class Several:
-    """The driver's end of them all: `Several({"policy": FromIpc(), "critic": FromIpc()})`, which are of one kind.
+class MultiPolicyTransport:
+    """The driver's end of them all: `MultiPolicyTransport({"policy": FromIpc(), "critic": FromIpc()})`, which are of one kind.
 
     A route carries {policy: its route}. The trainers' and the engines' ends are their own, of one policy each.
     """
@@ -29,7 +29,7 @@ class Several:
     def names(self) -> Literal["module", "checkpoint"]:
         return next(iter(self.each.values())).names
 
-    async def route(self, trainer: Trainer, engines: list[Engine]) -> Route:
+    async def route(self, trainer: Trainer, engines: list[RolloutEngine]) -> Route:
         """Of the policies that these engines have: `trainer` and `engines` are several,
         too, and have their parts in `each`.
         """

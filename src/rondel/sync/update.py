@@ -23,7 +23,7 @@ import numpy as np
 
 from rondel.core.errors import SyncError
 from rondel.core.events import Synced, Warned, emit, stalled
-from rondel.core.protocols import Engine, Interrupt, Trainer, Transport
+from rondel.core.protocols import Interrupt, RolloutEngine, Trainer, Transport
 from rondel.core.types import POLICY, Abort, Begin, Commit, EngineStatus, Manifest, Message, Request, Route
 
 # so many times the noise is a movement that an engine with the same weights shows, at least by half
@@ -69,7 +69,7 @@ class Update:
             tuple[str, str], tuple[int, np.ndarray, np.ndarray]
         ] = {}  # version, trainer's and engine's logprobs it last followed at
 
-    async def __call__(self, trainer: Trainer, *engines: Engine) -> int:
+    async def __call__(self, trainer: Trainer, *engines: RolloutEngine) -> int:
         async with self._one:
             began = time.perf_counter()
             manifest, route = await self._published(trainer, engines)
@@ -83,7 +83,7 @@ class Update:
             emit(Synced(manifest.version, manifest.root, time.perf_counter() - began, copied, gap, paused))
         return manifest.version
 
-    async def catch_up(self, engine: Engine) -> int:
+    async def catch_up(self, engine: RolloutEngine) -> int:
         """An engine that comes late takes what was published last from where it lies, or
         has it sent once more. -> its version.
         """
@@ -96,33 +96,33 @@ class Update:
             await self._deliver(manifest, route, [engine], holds=self.transport.holds, send=trainer.send)
         return manifest.version
 
-    async def join(self, engine: Engine, manifest: Manifest, route: Route) -> int:
+    async def join(self, engine: RolloutEngine, manifest: Manifest, route: Route) -> int:
         """The same for an engine that no trainer knows: `join(engine, *newest(folder))`."""
         async with self._one:
             await self._deliver(manifest, route, [engine], holds="commit")
         return manifest.version
 
-    async def _published(self, trainer: Trainer, engines: Sequence[Engine]) -> tuple[Manifest, Route]:
+    async def _published(self, trainer: Trainer, engines: Sequence[RolloutEngine]) -> tuple[Manifest, Route]:
         (route,) = await self._together(
             {"an engine": self.transport.route(trainer, list(engines))}, "how many they are"
         )
         return (await self._together({"the trainer": trainer.publish(route)}, "publish"))[0]
 
-    async def _statuses(self, engines: Sequence[Engine]) -> list[EngineStatus]:
+    async def _statuses(self, engines: Sequence[RolloutEngine]) -> list[EngineStatus]:
         return await self._together({f"engine {i}": engine.status() for i, engine in enumerate(engines)}, "its status")
 
     async def _deliver(
         self,
         manifest: Manifest,
         route: Route,
-        engines: Sequence[Engine],
+        engines: Sequence[RolloutEngine],
         *,
         holds: str,
         send: Callable[[Route], Awaitable[None]] | None = None,
         probe: Sequence[int] = (),
     ) -> tuple[float, float]:
         """-> seconds in which the engines stood still, and the gap on the probe."""
-        parked: list[Engine] = []
+        parked: list[RolloutEngine] = []
         since = paused = gap = 0.0
         try:
             if holds == "begin":
@@ -149,7 +149,7 @@ class Update:
             paused = await self._resume(parked, since) if parked else paused
         return paused, gap
 
-    async def _park(self, engines: Sequence[Engine]) -> list[Engine]:
+    async def _park(self, engines: Sequence[RolloutEngine]) -> list[RolloutEngine]:
         """-> those that were decoding, between two steps now."""
         serving = [
             engine
@@ -161,12 +161,12 @@ class Update:
         )
         return serving
 
-    async def _resume(self, parked: Sequence[Engine], since: float) -> float:
+    async def _resume(self, parked: Sequence[RolloutEngine], since: float) -> float:
         await self._together({f"engine {i}": engine.resume() for i, engine in enumerate(parked)}, "its resumption")
         return time.perf_counter() - since if parked else 0.0
 
     async def _tell(
-        self, engines: Sequence[Engine], message: Message, also: dict[str, Awaitable[Any]] | None = None
+        self, engines: Sequence[RolloutEngine], message: Message, also: dict[str, Awaitable[Any]] | None = None
     ) -> list[int]:
         """The same message to every engine at once. -> the version that each serves."""
         waits = {f"engine {i}": engine.receive(message) for i, engine in enumerate(engines)}
@@ -205,7 +205,7 @@ class Update:
         if not self.moved() and manifest.root != self.root:
             raise SyncError("no update was applied, but the published weights changed")
 
-    async def _probe_gap(self, engine: Engine, manifest: Manifest, policy: str = POLICY) -> float:
+    async def _probe_gap(self, engine: RolloutEngine, manifest: Manifest, policy: str = POLICY) -> float:
         whose = "" if policy == POLICY else f" of '{policy}'"
         both = {
             "the engine": engine.score(Request(list(self.probe), policy=policy)),

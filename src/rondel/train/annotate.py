@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rondel.core.errors import TrainError
-from rondel.models.attention import PackedLayout, Segment
+from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.head import Head
 from rondel.models.routing_tape import Tape
 from rondel.train.logprobs import logprob_and_entropy, logprob_entropy_and_kl
@@ -109,7 +109,7 @@ def logprobs_of(loaded: Loaded, tokens: list[int]) -> list[float]:
 
     def work(head: Head) -> Tensor:
         hidden = loaded.hidden(
-            ids, torch.arange(len(ids), device=loaded.device), PackedLayout([Segment(0, len(ids))], loaded.device)
+            ids, torch.arange(len(ids), device=loaded.device), PackedLayout([PackedSegment(0, len(ids))], loaded.device)
         )
         return logprob_and_entropy(hidden[:-1], ids[1:], head)[0]
 

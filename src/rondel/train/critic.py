@@ -26,7 +26,7 @@ from rondel.train.parallel import ALONE, Alone
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
     from rondel.models.load import Loaded
-    from rondel.train.step import Settings
+    from rondel.train.step import TrainSettings
     from rondel.train.step_metrics import Sums
 
 
@@ -38,7 +38,7 @@ class Critic:
     follows   start as the policy is at the critic's first step (after a supervised phase, say), and not as `loaded` was
     """
 
-    def __init__(self, loaded: Loaded, settings: Settings, *, follows: bool = True, ranks: Alone = ALONE) -> None:
+    def __init__(self, loaded: Loaded, settings: TrainSettings, *, follows: bool = True, ranks: Alone = ALONE) -> None:
         backbone = loaded.copied()
         model = backbone.model
         value = nn.Linear(loaded.head.weight.shape[1], 1, device=loaded.device, dtype=torch.float32)
@@ -73,7 +73,7 @@ class Critic:
         return self.loaded.within(work)
 
     @torch.no_grad()
-    def annotate(self, batch: Batch, settings: Settings) -> None:
+    def annotate(self, batch: Batch, settings: TrainSettings) -> None:
         """Write the values into every sample's notes."""
         done: list[int] = []
         for packed in self._cut(batch, settings):
@@ -84,7 +84,7 @@ class Critic:
         self.ranks.exchange(batch, done, "values")
 
     def accumulate(
-        self, batch: Batch, row: Algorithm, settings: Settings, sums: Sums, *, weight: float = 1.0
+        self, batch: Batch, row: Algorithm, settings: TrainSettings, sums: Sums, *, weight: float = 1.0
     ) -> Tensor:
         """The gradient of sum_t w_t·m_t over an update, every weight fixed before its
         first micro-batch (law 3). -> its norm.
@@ -106,7 +106,7 @@ class Critic:
         if norm > 0:
             self.weights.step(lr=lr, clip=clip, norm=norm)
 
-    def _cut(self, batch: Batch, settings: Settings) -> Iterator[Packed]:
+    def _cut(self, batch: Batch, settings: TrainSettings) -> Iterator[Packed]:
         return micro_batches(
             batch,
             settings.micro_tokens,

@@ -20,7 +20,7 @@ from rondel.train.pack import Batch, micro_batches
 
 if TYPE_CHECKING:
     from rondel.models.load import Loaded
-    from rondel.train.step import Settings
+    from rondel.train.step import TrainSettings
 
 
 class DraftTrainer:
@@ -30,7 +30,7 @@ class DraftTrainer:
         self.loaded, self.lr = loaded, lr
         self.weights = MasterWeights(loaded.model, betas=(0.9, 0.99), weight_decay=0.0)
 
-    def step(self, batch: Batch, policy: Settings) -> dict[str, float]:
+    def step(self, batch: Batch, policy: TrainSettings) -> dict[str, float]:
         """One move on a batch of the policy, at the temperature of its samples; on the device's thread."""
         if not batch.total_tokens:
             return {}

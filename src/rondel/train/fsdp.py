@@ -36,7 +36,7 @@ from rondel.train.optim import MasterWeights
 from rondel.train.parallel import Alone
 
 
-class Meeting:
+class Rendezvous:
     """Where ranks find each other: the first one opens it, at that address only, on a port that the system chooses."""
 
     def __init__(self, host: str, port: int = 0, *, opens: bool = True) -> None:
@@ -47,7 +47,7 @@ class Meeting:
         self.address = (host, port)
 
     @classmethod
-    def at(cls, address: tuple[str, int]) -> Meeting:
+    def at(cls, address: tuple[str, int]) -> Rendezvous:
         return cls(*address, opens=False)
 
 
@@ -58,7 +58,7 @@ class Sharded(Alone):
     """
 
     def __init__(
-        self, rank: int, size: int, meeting: Meeting | None, *, device: str = "cpu", patience: float = 600.0
+        self, rank: int, size: int, meeting: Rendezvous | None, *, device: str = "cpu", patience: float = 600.0
     ) -> None:
         self.rank, self.size, self.patience = rank, size, patience
         if meeting is not None:

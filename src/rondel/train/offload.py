@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from rondel.core.errors import TrainError
-from rondel.models.host import Host
+from rondel.models.host import HostMemory
 
 if TYPE_CHECKING:
     from rondel.core.protocols import Claim
@@ -44,7 +44,7 @@ class Offload:
         self, policy: Loaded, owners: list[MasterWeights], beside: dict[str, Loaded | None], claim: Claim | None
     ) -> None:
         self.policy, self.owners, self.beside, self.claim = policy, owners, beside, claim
-        self.host, self.asleep, self.high = Host(), False, 0
+        self.host, self.asleep, self.high = HostMemory(), False, 0
         if claim is not None:
             for name, model in beside.items():
                 if name != "critic":

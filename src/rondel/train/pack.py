@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from rondel.algos.mixture import Mixture
-from rondel.algos.scored_samples import Scored
+from rondel.algos.scored_samples import ScoredSamples
 from rondel.core import media
-from rondel.core.media import Image, Placed
+from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import GREEDY, POLICY, Group, Score, Trajectory
-from rondel.models.attention import PackedLayout, Segment
-from rondel.models.vision import Seen
+from rondel.models.attention import PackedLayout, PackedSegment
+from rondel.models.vision import VisionFeatures
 from rondel.train.balance import Families, balanced, in_order
 from rondel.train.sampling_mask import Kept
 
@@ -60,7 +60,7 @@ class Sample:
     support: list[np.ndarray | None] | None = None  # [m] the ids that a token was drawn from, where others were cut
     # [m,D] each: a teacher's last hidden states, by its place among the teachers
     hidden: dict[int, Tensor] = field(default_factory=dict)
-    media: list[Placed] = field(default_factory=list)  # the pictures that it reads
+    media: list[ImagePlaceholder] = field(default_factory=list)  # the pictures that it reads
     keys: np.ndarray = field(init=False)  # [t] what siblings must have in common to share it
     notes: dict[str, np.ndarray] = field(
         default_factory=dict
@@ -129,12 +129,12 @@ class Batch:
         return torch.tensor([len(s.trainable) for s in self.samples], dtype=torch.int64)
 
     @property
-    def scored(self) -> Scored:
+    def scored(self) -> ScoredSamples:
         """What advantages are made of."""
         names = dict.fromkeys(name for s in self.samples for name in s.parts)
         sides = {side: i for i, side in enumerate(dict.fromkeys((s.group, s.agent) for s in self.samples))}
         greedy = [s.baseline for s in self.samples if s.baseline is not None]
-        return Scored(
+        return ScoredSamples(
             torch.tensor([s.reward for s in self.samples], dtype=torch.float64),
             torch.tensor([sides[s.group, s.agent] for s in self.samples], dtype=torch.int64),
             self.lengths_N,
@@ -211,10 +211,12 @@ class Packed:
     looks: Looks | None = None
     idle: bool = False  # another rank computes it: only the pass counts
 
-    def seen(self, loaded: Loaded) -> Seen | None:
+    def seen(self, loaded: Loaded) -> VisionFeatures | None:
         """What this model sees there."""
         return (
-            None if self.looks is None else Seen(self.looks.rows, loaded.look(self.looks.images).rows(self.looks.cells))
+            None
+            if self.looks is None
+            else VisionFeatures(self.looks.rows, loaded.look(self.looks.images).rows(self.looks.cells))
         )
 
 
@@ -269,11 +271,11 @@ def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.d
     """Lay the chosen samples out in one row, as trees of what they share: what groups begin
     with, each group's prompt, its samples.
     """
-    segments: list[Segment] = []
+    segments: list[PackedSegment] = []
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     routes: list[np.ndarray] = []
-    looked: list[tuple[int, Placed, int, int]] = []  # (row, picture, its cells from, to)
+    looked: list[tuple[int, ImagePlaceholder, int, int]] = []  # (row, picture, its cells from, to)
     pictured = any(batch.samples[i].media for i in chosen)
     at = 0
 
@@ -284,7 +286,7 @@ def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.d
         piece = sample.tokens[first:end]
         if not len(piece):  # a completion of one token is predicted by the prompt alone
             return above
-        segments.append(Segment(at, len(piece), above.segment))
+        segments.append(PackedSegment(at, len(piece), above.segment))
         tokens.append(piece)
         positions.append(
             media.positions(end, sample.media)[:, first:] if pictured else np.arange(first, first + len(piece))
@@ -334,7 +336,7 @@ def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.d
     )
 
 
-def _looks(looked: list[tuple[int, Placed, int, int]], device: torch.device | str) -> Looks:
+def _looks(looked: list[tuple[int, ImagePlaceholder, int, int]], device: torch.device | str) -> Looks:
     images = {place.image.digest: place.image for _, place, _, _ in looked}
     ends = np.cumsum([image.tokens for image in images.values()])
     begins = {digest: end - image.tokens for (digest, image), end in zip(images.items(), ends)}

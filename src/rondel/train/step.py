@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class TrainSettings:
     """What the recipe says about training; `temperature` is the sampler's, because it is part of the policy."""
 
     lr: float
@@ -69,7 +69,7 @@ class Settings:
     mismatch_bound: float = 1e-2  # K3 of fresh tokens, in nats a token, above which the run warns
     start_probe: int = 8  # samples a step on which the KL to the starting weights is measured; 0 switches it off
 
-    def at_rest(self) -> Settings:
+    def at_rest(self) -> TrainSettings:
         """The same with lr = 0: a step that must change nothing."""
         return replace(
             self,
@@ -109,14 +109,14 @@ class LocalTrainer:
     def __init__(
         self,
         loaded: Loaded,
-        settings: Settings,
+        settings: TrainSettings,
         *,
         run: Callable[..., Awaitable[Any]],
         needs: frozenset[str] = frozenset(),
         draft: DraftTrainer | None = None,
         critic: Critic | None = None,
         teachers: Sequence[Teacher] = (),
-        warmup: Settings | None = None,
+        warmup: TrainSettings | None = None,
         ranks: Alone = ALONE,
         transport: Transport | None = None,
         claim: Claim | None = None,
@@ -151,7 +151,7 @@ class LocalTrainer:
         self._held: list[tuple[str, Tensor]] = []  # gathered for a publication, and still to be sent
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> TrainSettings:
         """Those of the step that comes: a supervised phase has its own."""
         return self.warmup if self.warmup is not None and self.step_number < self.main.first_step else self.main
 

@@ -13,7 +13,7 @@ from rondel.algos import kl, table
 from rondel.algos.gae import Gae, Returns
 from rondel.algos.objective import explain, objective
 from rondel.algos.reward_transforms import ClipReward
-from rondel.algos.scored_samples import Scored
+from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.value import ClippedValue, explained_variance
 from rondel.core.errors import ConfigError
 
@@ -21,10 +21,10 @@ LENGTHS = [3, 0, 7, 1, 10, 5, 2, 300]
 REWARDS = [1.0, 0.5, -8.0, 1.0, 6.0, 2.0, 0.7, 0.0]
 
 
-def a_step(seed: int = 0) -> Scored:
+def a_step(seed: int = 0) -> ScoredSamples:
     draw, total = torch.Generator().manual_seed(seed), sum(LENGTHS)
     values, behavior, ref, extra = (torch.randn(total, generator=draw, dtype=F64) for _ in range(4))
-    scored = Scored(
+    scored = ScoredSamples(
         tensor(*REWARDS),
         torch.arange(len(LENGTHS)) // 2,
         torch.tensor(LENGTHS),
@@ -40,7 +40,7 @@ def estimate(kind: str, x: float) -> float:
     return {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[kind]
 
 
-def naive(row, scored: Scored) -> tuple[list[float], list[float]]:
+def naive(row, scored: ScoredSamples) -> tuple[list[float], list[float]]:
     """(advantages, returns) before whitening."""
     advantages, returns, first = [], [], 0
     for n, length in enumerate(LENGTHS):
@@ -158,12 +158,12 @@ def test_whitening_is_that_of_the_step_and_total():
     scored = a_step()
     found = table.PPO.advantages_T(scored)
     assert abs(float(found.mean())) < 1e-12 and float(found.var()) == pytest.approx(1.0)
-    one = Scored(tensor(2.0), torch.tensor([0]), torch.tensor([1]), values_T=tensor(0.5))
+    one = ScoredSamples(tensor(2.0), torch.tensor([0]), torch.tensor([1]), values_T=tensor(0.5))
     assert table.PPO.advantages_T(one).tolist() == [0.0] and table.PPO.returns_T(one).tolist() == [2.0]
     plain = replace(table.REINFORCE_PP, kl=kl.Kl())
-    none = Scored(tensor(), torch.zeros(0).long(), torch.zeros(0).long(), values_T=tensor())
+    none = ScoredSamples(tensor(), torch.zeros(0).long(), torch.zeros(0).long(), values_T=tensor())
     assert table.PPO.advantages_T(none).shape == plain.advantages_T(none).shape == (0,)
-    same = Scored(tensor(1, 1), torch.tensor([0, 1]), torch.tensor([2, 2]))
+    same = ScoredSamples(tensor(1, 1), torch.tensor([0, 1]), torch.tensor([2, 2]))
     assert plain.advantages_T(same).tolist() == [0.0] * 4
 
 

@@ -25,7 +25,7 @@ from typing import Any, Protocol, get_args
 
 from rondel.core.errors import EngineError, SyncError, UserError, boundary
 from rondel.core.events import stalled
-from rondel.core.media import Placed
+from rondel.core.media import ImagePlaceholder
 from rondel.core.protocols import Interrupt, Tags
 from rondel.core.types import (
     Abort,
@@ -38,16 +38,16 @@ from rondel.core.types import (
     Request,
     Route,
     Sampling,
-    Scored,
+    TokenScores,
 )
 
-Media = Sequence[Placed]
+Media = Sequence[ImagePlaceholder]
 ROUNDING = 1e-3  # nats by which a log-probability may lie above 0
 AGAIN = 0.5  # seconds after which an interruption is repeated: a request may have been on its way
 
 
 @dataclass(slots=True)
-class Piece:
+class DrawnTokens:
     """What the server drew at once. `version` is the one that it says it drew with; None if it says nothing."""
 
     tokens: list[int]
@@ -73,7 +73,7 @@ class Server(Protocol):
     def open(self, sampling: Sampling) -> int: ...  # check once what can be checked -> the most tokens of a request
     async def draw(
         self, tokens: list[int], media: Media, sampling: Sampling, seed: int, deadline: float | None
-    ) -> Piece: ...
+    ) -> DrawnTokens: ...
     async def score(self, tokens: list[int], media: Media) -> list[float]: ...  # raw logprob of each; the first is 0
     async def interrupt(self) -> None: ...  # whatever runs returns what it has
     async def load(self, folder: str, version: str) -> None: ...  # and forget what older weights have cached
@@ -153,7 +153,7 @@ class ForeignEngine:
                     f"{self.server.name} cut a request that nobody here interrupted; it had {len(done.tokens)} tokens"
                 )
 
-    async def _draw(self, request: Request, done: Completion) -> Piece:
+    async def _draw(self, request: Request, done: Completion) -> DrawnTokens:
         s, n = request.sampling, len(done.tokens)
         if n and s.penalised:
             raise EngineError(
@@ -299,12 +299,12 @@ class ForeignEngine:
         async with self._moves:
             self._moves.notify_all()
 
-    async def score(self, request: Request) -> Scored:
+    async def score(self, request: Request) -> TokenScores:
         self._refuse_if_broken()
         self._check_images(request)
         version = self.version
         logprobs = await self.server.score(request.tokens, request.media)
-        return Scored(checked(self._called, request.tokens, logprobs, request.media), version)
+        return TokenScores(checked(self._called, request.tokens, logprobs, request.media), version)
 
     def _check(self, request: Request) -> None:
         self._refuse_if_broken()
@@ -328,7 +328,7 @@ class ForeignEngine:
                 f'{self.server.name} is sent no images: {self.server.blind}. engine.kind = "builtin" and "sglang" see them'
             )
         try:
-            Placed.agree(request.tokens, request.media)
+            ImagePlaceholder.agree(request.tokens, request.media)
         except ValueError as error:
             raise EngineError(
                 f"{self.server.name} tells images by their placeholders alone, and the policy has drawn one or lacks one: {error}"

@@ -76,7 +76,9 @@ class Link:
 
     def _read(self, path: str, reply: Any) -> Any:
         if reply.status_code != 200:
-            raise Refused(f"{self.url}{path} answered {reply.status_code}: {_short(reply.text)}", reply.status_code)
+            raise ServerRefusal(
+                f"{self.url}{path} answered {reply.status_code}: {_short(reply.text)}", reply.status_code
+            )
         if not reply.content:
             return {}
         try:
@@ -90,7 +92,7 @@ class Link:
             self._client = None
 
 
-class Refused(EngineError):
+class ServerRefusal(EngineError):
     """The server answered, and said no."""
 
     def __init__(self, message: str, status: int = 0) -> None:

@@ -15,9 +15,20 @@ from dataclasses import replace
 from typing import Any
 
 from rondel.core.errors import EngineError, SyncError
-from rondel.core.protocols import Engine, Interrupt, Tags
+from rondel.core.protocols import Interrupt, RolloutEngine, Tags
 from rondel.core.registry import nearest
-from rondel.core.types import Abort, Begin, Commit, Completion, EngineStatus, Manifest, Message, Request, Route, Scored
+from rondel.core.types import (
+    Abort,
+    Begin,
+    Commit,
+    Completion,
+    EngineStatus,
+    Manifest,
+    Message,
+    Request,
+    Route,
+    TokenScores,
+)
 
 STATES = ("serving", "held", "asleep", "refusing")  # of several, the first that one of them is in
 
@@ -25,7 +36,9 @@ STATES = ("serving", "held", "asleep", "refusing")  # of several, the first that
 class Policies:
     """`Policies({"policy": e0, "critic": e1}, frozen=["rival"])`, of which every name has an engine."""
 
-    def __init__(self, engines: Mapping[str, Engine], *, frozen: Mapping[str, Engine] | None = None) -> None:
+    def __init__(
+        self, engines: Mapping[str, RolloutEngine], *, frozen: Mapping[str, RolloutEngine] | None = None
+    ) -> None:
         self.trained, self.frozen = dict(engines), dict(frozen or {})
         self.each: dict[str, Any] = self.trained | self.frozen
         self._version = 0
@@ -52,11 +65,11 @@ class Policies:
             done = replace(done, versions=[version] * len(done.tokens), stints=())
         return done
 
-    async def score(self, request: Request) -> Scored:
+    async def score(self, request: Request) -> TokenScores:
         scored = await self._of(request).score(request)
         return replace(scored, version=self._version) if request.policy in self.frozen else scored
 
-    def _of(self, request: Request) -> Engine:
+    def _of(self, request: Request) -> RolloutEngine:
         if request.policy not in self.each:
             raise EngineError(
                 f"a request for the policy '{request.policy}', which this run does not "

@@ -22,8 +22,8 @@ import numpy as np
 
 from rondel.core.errors import EngineError, LawError, StalledError, WorkerError
 from rondel.core.events import Advised, Warned, emit, stalled
-from rondel.core.protocols import Engine, Interrupt, Tags
-from rondel.core.types import Abort, Begin, Commit, Completion, EngineStatus, Message, Request, Scored
+from rondel.core.protocols import Interrupt, RolloutEngine, Tags
+from rondel.core.types import Abort, Begin, Commit, Completion, EngineStatus, Message, Request, TokenScores
 from rondel.generate.engine.concurrency import Concurrency
 
 REMEMBERED = 10_000  # groups whose replica is known
@@ -31,7 +31,7 @@ STATES = ("serving", "held", "asleep", "refusing")  # of several, the first that
 
 
 @dataclass(eq=False, slots=True)
-class Replica:
+class EngineReplica:
     """
     load     requests that it has, never more than the cap
     fault    why it refuses; a commit heals it
@@ -39,7 +39,7 @@ class Replica:
     """
 
     name: str
-    engine: Engine
+    engine: RolloutEngine
     load: int = 0
     fault: str = ""
     leaving: bool = False
@@ -47,11 +47,11 @@ class Replica:
 
 
 @dataclass(eq=False, slots=True)
-class Waiting:
+class QueuedRequest:
     """A request's place in the queue; what it waits for is a replica, or None when everything is aborted."""
 
     group: Any
-    place: asyncio.Future[Replica | None]
+    place: asyncio.Future[EngineReplica | None]
 
 
 class Router:
@@ -67,7 +67,7 @@ class Router:
 
     def __init__(
         self,
-        engines: Mapping[str, Engine],
+        engines: Mapping[str, RolloutEngine],
         *,
         max_inflight: int,
         concurrency: Concurrency | None = None,
@@ -77,16 +77,16 @@ class Router:
         patience: float = 30.0,
         deadline: float = 600.0,
     ) -> None:
-        self.replicas = {name: Replica(name, engine) for name, engine in engines.items()}
+        self.replicas = {name: EngineReplica(name, engine) for name, engine in engines.items()}
         self.concurrency, self._ended = concurrency, time.perf_counter()
         self._most, self.lean, self.apart, self.patience, self.deadline = max_inflight, lean, apart, patience, deadline
         self.version = version
         self.lost: dict[str, str] = {}  # who died, and of what
-        self._homes: OrderedDict[Any, Replica] = OrderedDict()
-        self._queue: deque[Waiting] = deque()
+        self._homes: OrderedDict[Any, EngineReplica] = OrderedDict()
+        self._queue: deque[QueuedRequest] = deque()
         self._still = asyncio.Condition()
         self._busy: set[str] = set()  # "update", "pause", "sleep": nobody joins meanwhile
-        self._members: list[Replica] = []  # of the update that is on its way
+        self._members: list[EngineReplica] = []  # of the update that is on its way
 
     @property
     def max_inflight(self) -> int:
@@ -128,7 +128,7 @@ class Router:
             if found := self.concurrency.told():
                 emit(Advised(self.version, *found))
 
-    async def _ask(self, replica: Replica, request: Request) -> Completion | None:
+    async def _ask(self, replica: EngineReplica, request: Request) -> Completion | None:
         """-> None if the replica is no longer there to answer."""
         task = asyncio.ensure_future(replica.engine.generate(request))
         replica.tasks.add(task)
@@ -147,12 +147,12 @@ class Router:
                 raise
             return None
 
-    async def score(self, request: Request) -> Scored:
+    async def score(self, request: Request) -> TokenScores:
         """Log-probabilities of all replicas, who must agree: what one of them alone gets wrong
         would go unseen (law 6).
         """
         asked = self._healthy()
-        told: list[Scored] = await self._all(lambda engine: engine.score(request), asked)
+        told: list[TokenScores] = await self._all(lambda engine: engine.score(request), asked)
         for other in told[1:]:
             gap = float(np.abs(np.subtract(other.logprobs, told[0].logprobs)).mean()) if request.tokens else 0.0
             if other.version != told[0].version or not gap <= self.apart:
@@ -164,10 +164,10 @@ class Router:
 
     # -- who gets a request ----------------------------------------------------------------------
 
-    async def _place(self, group: Any, *, first: bool) -> Replica | None:
+    async def _place(self, group: Any, *, first: bool) -> EngineReplica | None:
         """A replica with room, whose load already counts this request. `first`: it had one before."""
         self._refuse_if_alone()
-        mine = Waiting(group, asyncio.get_running_loop().create_future())
+        mine = QueuedRequest(group, asyncio.get_running_loop().create_future())
         self._queue.appendleft(mine) if first else self._queue.append(mine)
         self._assign()
         try:
@@ -193,7 +193,7 @@ class Router:
                 replica.load += 1
                 mine.place.set_result(replica)
 
-    def _choose(self, group: Any) -> Replica | None:
+    def _choose(self, group: Any) -> EngineReplica | None:
         able = [r for r in self._healthy() if not r.leaving and r.load < self.max_inflight]
         if not able:
             return None
@@ -210,12 +210,12 @@ class Router:
             self._homes.popitem(last=False)
         return chosen
 
-    def _healthy(self) -> list[Replica]:
+    def _healthy(self) -> list[EngineReplica]:
         return [replica for replica in self.replicas.values() if not replica.fault]
 
     # -- join, leave, die ------------------------------------------------------------------------
 
-    async def join(self, name: str, engine: Engine, bring: Callable[[Engine], Awaitable[int]]) -> None:
+    async def join(self, name: str, engine: RolloutEngine, bring: Callable[[RolloutEngine], Awaitable[int]]) -> None:
         """`bring` gives it the weights that serve, and says which; it is admitted between
         updates, at the version of all others.
         """
@@ -230,10 +230,10 @@ class Router:
             waits = ", ".join(sorted(self._busy)) or f"version {self.version}"
             raise stalled(f"replica '{name}' waits to join since {self.deadline:g} s: {waits}") from error
         self.lost.pop(name, None)
-        self.replicas[name] = Replica(name, engine)
+        self.replicas[name] = EngineReplica(name, engine)
         self._assign()
 
-    async def leave(self, name: str, patience: float = 0.0) -> Engine:
+    async def leave(self, name: str, patience: float = 0.0) -> RolloutEngine:
         """It gets nothing new; what it has not ended after `patience` seconds is sent
         elsewhere. -> the engine, with nothing to do.
         """
@@ -248,7 +248,7 @@ class Router:
                 task.cancel()
         return replica.engine
 
-    async def _serves(self, replica: Replica, error: BaseException) -> bool:
+    async def _serves(self, replica: EngineReplica, error: BaseException) -> bool:
         """Whether an error concerns one request, or the replica: one that refuses stays, one that is silent goes."""
         if self.replicas.get(replica.name) is not replica:
             return False
@@ -328,7 +328,7 @@ class Router:
             self._fail_if_alone()
         return not replica.fault
 
-    def _drop(self, replica: Replica, why: str) -> None:
+    def _drop(self, replica: EngineReplica, why: str) -> None:
         if self.replicas.get(replica.name) is replica:
             del self.replicas[replica.name]
             self.lost[replica.name] = why
@@ -422,7 +422,7 @@ class Router:
         async with self._still:
             self._still.notify_all()
 
-    async def _all(self, ask: Callable[[Engine], Awaitable[Any]], replicas: list[Replica]) -> list[Any]:
+    async def _all(self, ask: Callable[[RolloutEngine], Awaitable[Any]], replicas: list[EngineReplica]) -> list[Any]:
         """The answers of those who live. A fault of a living one is everyone's; the dead
         are dropped, until none is left.
         """
@@ -439,7 +439,7 @@ class Router:
             self._refuse_if_alone()
         return good
 
-    async def _lives(self, replica: Replica, error: BaseException) -> bool:
+    async def _lives(self, replica: EngineReplica, error: BaseException) -> bool:
         await self._serves(replica, error)
         return self.replicas.get(replica.name) is replica
 

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from rondel.core.errors import EngineError
 from rondel.core.types import FinishReason, Sampling
-from rondel.generate.engine.foreign import Media, Piece, common
+from rondel.generate.engine.foreign import DrawnTokens, Media, common
 from rondel.generate.engine.http import DEADLINE, Link
 from rondel.generate.pictures import beside, url_of
 
@@ -42,7 +42,7 @@ class Sglang:
 
     async def draw(
         self, tokens: list[int], media: Media, sampling: Sampling, seed: int, deadline: float | None
-    ) -> Piece:
+    ) -> DrawnTokens:
         body = {"sampling_params": params(sampling, seed), "return_logprob": True, "rid": uuid4().hex}
         return piece(await self._generate(tokens, media, body, deadline))
 
@@ -104,11 +104,11 @@ def params(s: Sampling, seed: int) -> dict[str, Any]:
     }
 
 
-def piece(reply: dict[str, Any]) -> Piece:
+def piece(reply: dict[str, Any]) -> DrawnTokens:
     """`output_token_logprobs` has every drawn token, the end token too: (logprob, token, text or null)."""
     meta = reply["meta_info"]
     rows = meta.get("output_token_logprobs") or []  # none, if it was aborted before its first token
-    return Piece(
+    return DrawnTokens(
         tokens=[token for _, token, *_ in rows],
         logprobs=[logprob for logprob, *_ in rows],
         finish=FINISH[(meta["finish_reason"] or {"type": "abort"})["type"]],

@@ -16,8 +16,8 @@ from typing import Any
 
 from rondel.core.errors import ConfigError, EngineError
 from rondel.core.types import FinishReason, Sampling
-from rondel.generate.engine.foreign import Media, Piece, common
-from rondel.generate.engine.http import Link, Refused
+from rondel.generate.engine.foreign import DrawnTokens, Media, common
+from rondel.generate.engine.http import Link, ServerRefusal
 
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 PROCESSED = "processed_logprobs"
@@ -43,7 +43,7 @@ class Vllm:
     def open(self, sampling: Sampling) -> int:
         try:
             config = self.link.now("/server_info?config_format=json")["vllm_config"]
-        except Refused as error:
+        except ServerRefusal as error:
             raise ConfigError(
                 f"engine.url = '{self.link.url}': weights change only through the endpoints of vLLM's development mode, "
                 f""
@@ -178,7 +178,7 @@ class Vllm:
 
     async def draw(
         self, tokens: list[int], media: Media, sampling: Sampling, seed: int, deadline: float | None
-    ) -> Piece:
+    ) -> DrawnTokens:
         body = {
             "model": self.model,
             "prompt": tokens,
@@ -225,10 +225,10 @@ def params(s: Sampling, seed: int) -> dict[str, Any]:
     return {**common(s), "top_k": 0, "max_tokens": s.max_tokens, "min_tokens": s.min_tokens, "seed": seed}
 
 
-def piece(choice: dict[str, Any]) -> Piece:
+def piece(choice: dict[str, Any]) -> DrawnTokens:
     """`token_ids` has every drawn token, the end token too, each with its logprob."""
     told = choice.get("logprobs") or {"token_logprobs": []}
-    return Piece(
+    return DrawnTokens(
         tokens=choice["token_ids"] or [],
         logprobs=told["token_logprobs"],
         finish=FINISH[choice["finish_reason"]],

@@ -33,7 +33,7 @@ PROMPT = "prompt"  # in `says`: what task.data's "prompt" or "messages" ask
 
 
 @dataclass(frozen=True)
-class Turn:
+class AgentTurn:
     """`says` is what the agent reads then: fields of the task and what other turns were answered, in braces."""
 
     agent: str
@@ -83,7 +83,7 @@ class Agents:
         ended = {turn.turn: asyncio.Event() for turn in self.list}
         said: dict[str, str] = {}
 
-        async def one(turn: Turn) -> None:
+        async def one(turn: AgentTurn) -> None:
             for name in self.waits[turn.turn]:
                 await ended[name].wait()
             own = chats[turn.agent]
@@ -113,7 +113,7 @@ class Agents:
             last[turn.agent] = turn.turn
         return waits
 
-    def _heard(self, turn: Turn, task: Task, said: dict[str, str], new: set[str]) -> Messages:
+    def _heard(self, turn: AgentTurn, task: Task, said: dict[str, str], new: set[str]) -> Messages:
         """The messages of one turn. `new`: agents that have not spoken yet, who get their system message."""
         begins = turn.agent in new
         system = turn.system if turn.system is not None else self.system
@@ -123,7 +123,7 @@ class Agents:
         words = {"role": "user", "content": turn.says.format(**values) + self.suffix}
         return [{"role": "system", "content": system}, words] if begins and system is not None else [words]
 
-    def _field(self, turn: Turn, task: Task, name: str) -> Any:
+    def _field(self, turn: AgentTurn, task: Task, name: str) -> Any:
         if name == PROMPT:
             return "\n".join(worded(m["content"]) for m in opening(task))
         if name not in task.data:
@@ -135,13 +135,13 @@ class Agents:
         return task.data[name]
 
 
-def _read(number: int, given: dict[str, Any]) -> Turn:
+def _read(number: int, given: dict[str, Any]) -> AgentTurn:
     where = f"task.agents[{number}]"
     for key in given.keys() - {"agent", "says", "turn", "system"}:
         raise ConfigError(f"{where} has no setting '{key}'.{nearest(key, ['agent', 'says', 'turn', 'system'])}")
     if not all(isinstance(given.get(key), str) and given[key] for key in ("agent", "says")):
         raise ConfigError(f'{where} needs agent = "a name" and says = "what it reads: {{prompt}}"')
-    turn = Turn(given["agent"], given["says"], given.get("turn", given["agent"]), given.get("system"))
+    turn = AgentTurn(given["agent"], given["says"], given.get("turn", given["agent"]), given.get("system"))
     try:
         odd = next((name for name in turn.reads if not name.isidentifier()), None)
     except ValueError as error:

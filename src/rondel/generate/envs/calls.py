@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rondel.core.errors import DataError
-from rondel.generate.envs.dialects import Call, Dialect, given, spoken
+from rondel.generate.envs.dialects import Dialect, ToolCall, given, spoken
 
 NAME, KEY, VALUE = "probe_name", "probe_key", "probe value"
 PROBE: dict[str, Any] = {
@@ -167,12 +167,12 @@ class JsonCalls:
     ends: ClassVar = ""
     BETWEEN: ClassVar = re.compile(r"[; \n\t,]*+")
 
-    def read(self, text: str) -> list[Call]:
+    def read(self, text: str) -> list[ToolCall]:
         """The calls in what the policy wrote, in order; one that is begun and cannot be read is a call with a fault."""
         if not self.opens:
             begins = text.strip()
             return self._objects(begins) if begins.startswith("{") and '"name"' in begins else []
-        calls: list[Call] = []
+        calls: list[ToolCall] = []
         for piece in text.split(self.opens)[1:]:
             calls += self._objects(piece.split(self.closes)[0] if self.closes else piece)
         return calls
@@ -184,21 +184,21 @@ class JsonCalls:
         at = text.find(self.opens)
         return len(text) if at < 0 else at
 
-    def _objects(self, text: str) -> list[Call]:
-        found: list[Call] = []
+    def _objects(self, text: str) -> list[ToolCall]:
+        found: list[ToolCall] = []
         text, at = text.strip(), 0
         while at < len(text) and (not found or text[at] in "{["):
             try:
                 value, end = json.JSONDecoder().raw_decode(text, at)
             except (ValueError, RecursionError) as error:
-                return found or [Call("", {}, f"the call is not valid JSON: {error}")]
+                return found or [ToolCall("", {}, f"the call is not valid JSON: {error}")]
             found += [self._call(one) for one in (value if isinstance(value, list) else [value])]
             at = self.BETWEEN.match(text, end).end()  # type: ignore[union-attr]  # it matches nothing, too
-        return found or [Call("", {}, "the call is empty")]
+        return found or [ToolCall("", {}, "the call is empty")]
 
-    def _call(self, value: Any) -> Call:
+    def _call(self, value: Any) -> ToolCall:
         if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
-            return Call("", {}, f'a call is a JSON object with "name" and "{self.arguments}"')
+            return ToolCall("", {}, f'a call is a JSON object with "name" and "{self.arguments}"')
         arguments = value.get(self.arguments, value.get("arguments", {}))
         if isinstance(arguments, str):  # some write the object as a string
             try:
@@ -206,8 +206,8 @@ class JsonCalls:
             except (ValueError, RecursionError):
                 arguments = None
         if not isinstance(arguments, dict):
-            return Call(name, {}, f'"{self.arguments}" of {name} is not a JSON object')
-        return Call(name, arguments)
+            return ToolCall(name, {}, f'"{self.arguments}" of {name} is not a JSON object')
+        return ToolCall(name, arguments)
 
 
 class TaggedCalls:
@@ -217,10 +217,10 @@ class TaggedCalls:
     FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
     PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?")
 
-    def read(self, text: str) -> list[Call]:
+    def read(self, text: str) -> list[ToolCall]:
         """As JsonCalls.read."""
-        calls = [Call(name.strip(), self._arguments(body)) for name, body in self.FUNCTION.findall(text)]
-        return calls or ([Call("", {}, "the call names no <function=...>")] if "<tool_call>" in text else [])
+        calls = [ToolCall(name.strip(), self._arguments(body)) for name, body in self.FUNCTION.findall(text)]
+        return calls or ([ToolCall("", {}, "the call names no <function=...>")] if "<tool_call>" in text else [])
 
     def _arguments(self, body: str) -> dict[str, Any]:
         found = {}

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rondel.core.errors import DataError, EnvError
-from rondel.core.media import Placed, Sight, worded
+from rondel.core.media import ImagePlaceholder, Sight, worded
 from rondel.core.types import POLICY, Completion, FinishReason, Request, Sampling, Trajectory, Turn
-from rondel.generate.envs.calls import Call
+from rondel.generate.envs.calls import ToolCall
 from rondel.generate.envs.template import Messages, Schemas, Template
 from rondel.generate.pictures import parted, placed, seen
 from rondel.system.clock import now
@@ -120,7 +120,7 @@ class TokenChat:
             )
         return plain, sources
 
-    def _placed(self, tokens: list[int], sources: list[Any]) -> tuple[list[int], list[Placed]]:
+    def _placed(self, tokens: list[int], sources: list[Any]) -> tuple[list[int], list[ImagePlaceholder]]:
         if self.sight is None:
             return tokens, []
         sight = self.sight
@@ -187,13 +187,13 @@ class TokenChat:
         self.trajectory.finish_reason = done.finish_reason
         return done
 
-    def calls(self, done: Completion) -> list[Call]:
+    def calls(self, done: Completion) -> list[ToolCall]:
         """The tools that a reply asks for, as the template writes calls; what it only thought of is not asked for."""
         found = self.template.calls.read(
             self.tokenizer.decode(done.tokens, skip_special_tokens=False).rpartition("</think>")[2]
         )
         # JSON may spell half a character
-        return [Call(valid(call.name), valid(call.arguments), valid(call.fault)) for call in found]
+        return [ToolCall(valid(call.name), valid(call.arguments), valid(call.fault)) for call in found]
 
     def write(self, text: str, *, version: int = 0, split_special_tokens: bool = True) -> None:
         """Put words into the policy's mouth, for supervised phases: mask 1, logprob 0, then the tokenizer's end token.

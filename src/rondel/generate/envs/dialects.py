@@ -25,7 +25,7 @@ NESTED = "its arguments are nested too deeply"
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """`fault` says why it cannot be carried out; it is what the policy then reads."""
 
     name: str
@@ -55,9 +55,9 @@ class KeyedCalls:
     told, ends = False, "</tool_call>"
     TAG = re.compile(r"</?(?:tool_call|arg_key|arg_value)>")
 
-    def read(self, text: str) -> list[Call]:
+    def read(self, text: str) -> list[ToolCall]:
         """The calls in what the policy wrote, in order."""
-        calls: list[Call] = []
+        calls: list[ToolCall] = []
         inside, name, key, begins = "", "", "", 0
         arguments: dict[str, Any] = {}
         for tag in self.TAG.finditer(text):
@@ -84,7 +84,7 @@ class KeyedCalls:
                     continue
                 case _:
                     calls.append(
-                        Call(
+                        ToolCall(
                             name if inside != "name" else piece.strip(),
                             {},
                             f"in the call {kind} stands where it cannot",
@@ -94,10 +94,10 @@ class KeyedCalls:
                     begins, arguments = tag.end(), {}
                     continue
             if kind == "</tool_call>":
-                calls.append(Call(name, arguments) if name else Call("", {}, "the call names no function"))
+                calls.append(ToolCall(name, arguments) if name else ToolCall("", {}, "the call names no function"))
             begins = tag.end()
         if inside:
-            calls.append(Call(name if inside != "name" else "", {}, "the call has no end: </tool_call>"))
+            calls.append(ToolCall(name if inside != "name" else "", {}, "the call has no end: </tool_call>"))
         return calls
 
     def begins(self, text: str) -> int:
@@ -218,9 +218,9 @@ class ScannedCalls:
     quote: str = ""
     told: ClassVar = False
 
-    def read(self, text: str) -> list[Call]:
+    def read(self, text: str) -> list[ToolCall]:
         """The calls in what the policy wrote, in order."""
-        calls: list[Call] = []
+        calls: list[ToolCall] = []
         scan = Scanner(text, quote=self.quote)
         while (begin := text.find(self.opens, scan.at)) >= 0:
             scan.at = begin + len(self.opens)
@@ -228,14 +228,14 @@ class ScannedCalls:
                 calls += self._calls(scan)
                 scan.need(self.closes)
             except Unread as error:
-                calls.append(Call("", {}, f"the call cannot be read: {error}"))
+                calls.append(ToolCall("", {}, f"the call cannot be read: {error}"))
         return calls
 
     def begins(self, text: str) -> int:
         """Where the first call begins; the text's length where there is none."""
         return _found(text, self.opens)
 
-    def _calls(self, scan: Scanner) -> list[Call]:
+    def _calls(self, scan: Scanner) -> list[ToolCall]:
         raise NotImplementedError
 
 
@@ -247,19 +247,19 @@ class PythonCalls(ScannedCalls):
     def __init__(self) -> None:
         super().__init__("<|tool_call_start|>", "<|tool_call_end|>")
 
-    def _calls(self, scan: Scanner) -> list[Call]:
+    def _calls(self, scan: Scanner) -> list[ToolCall]:
         return scan.rows("]", lambda: self._one(scan)) if scan.take("[") else [self._one(scan)]
 
-    def _one(self, scan: Scanner) -> Call:
+    def _one(self, scan: Scanner) -> ToolCall:
         scan.skip()
         if scan.text.startswith("{", scan.at):
             value = scan.value()
             if not isinstance(value.get("name"), str) or not isinstance(value.get("arguments", {}), dict):
                 raise Unread('a call is an object with "name" and "arguments"')
-            return Call(value["name"], value.get("arguments", {}))
+            return ToolCall(value["name"], value.get("arguments", {}))
         name = scan.word()
         scan.need("(")
-        return Call(name, dict(scan.rows(")", lambda: scan.pair("="))))
+        return ToolCall(name, dict(scan.rows(")", lambda: scan.pair("="))))
 
 
 class BracedCalls(ScannedCalls):
@@ -269,11 +269,11 @@ class BracedCalls(ScannedCalls):
     def ends(self) -> str:
         return self.closes
 
-    def _calls(self, scan: Scanner) -> list[Call]:
+    def _calls(self, scan: Scanner) -> list[ToolCall]:
         scan.need("call:")
         name = scan.word()
         scan.need("{")
-        return [Call(name, dict(scan.rows("}", lambda: scan.pair(":"))))]
+        return [ToolCall(name, dict(scan.rows("}", lambda: scan.pair(":"))))]
 
 
 # -- gpt-oss ---------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class ChannelCalls:
     MARK = re.compile(r"<\|(?:start|message|end|call|return)\|>")
     TO = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
-    def read(self, text: str) -> list[Call]:
+    def read(self, text: str) -> list[ToolCall]:
         """The calls in what the policy wrote, in order."""
         return [call for _, call in self._found(text)]
 
@@ -296,8 +296,8 @@ class ChannelCalls:
         """Where the message of the first call begins; the text's length where there is none."""
         return next((at for at, _ in self._found(text)), len(text))
 
-    def _found(self, text: str) -> list[tuple[int, Call]]:
-        found: list[tuple[int, Call]] = []
+    def _found(self, text: str) -> list[tuple[int, ToolCall]]:
+        found: list[tuple[int, ToolCall]] = []
         begins, to, body = 0, "", -1  # of the message, whom it is for, of its body
         for mark in [*self.MARK.finditer(text), None]:
             kind, at, end = ("", len(text), len(text)) if mark is None else (mark.group(), mark.start(), mark.end())
@@ -310,15 +310,15 @@ class ChannelCalls:
                 begins, to, body = at if kind == "<|start|>" else end, "", -1
         return found
 
-    def _call(self, name: str, body: str) -> Call:
+    def _call(self, name: str, body: str) -> ToolCall:
         try:
             arguments = json.loads(body) if body.strip() else {}
         except (ValueError, RecursionError) as error:
-            return Call(name, {}, f"the call's body is not valid JSON: {error}")
+            return ToolCall(name, {}, f"the call's body is not valid JSON: {error}")
         return (
-            Call(name, arguments)
+            ToolCall(name, arguments)
             if isinstance(arguments, dict)
-            else Call(name, {}, "the call's body is not a JSON object")
+            else ToolCall(name, {}, "the call's body is not a JSON object")
         )
 
 

@@ -32,7 +32,7 @@ BEGINS = 30.0  # seconds until a server must have introduced itself
 ASKED_WRONGLY = (-32601, -32602)  # JSON-RPC: no such method, invalid parameters
 
 
-class Session:
+class McpSession:
     """One connection, in a task of its own: what it is made of wants to be ended by whoever began it."""
 
     def __init__(self, where: str) -> None:
@@ -87,7 +87,7 @@ class Mcp:
 
     def __init__(self, entry: str) -> None:
         kind, _, self.where = entry.partition(":")
-        self.shared: Session | None = None
+        self.shared: McpSession | None = None
         self.is_shared = kind == "mcp+shared"
         try:
             import mcp  # noqa: F401
@@ -108,7 +108,7 @@ class Episode:
 
     def __init__(self, server: Mcp) -> None:
         self.server, self._closed = server, False
-        self._session: Session | None = None
+        self._session: McpSession | None = None
         self.tools = [Listed(self, one) for one in server.listed]
 
     def close(self) -> None:
@@ -151,10 +151,10 @@ class Episode:
                 pieces.append(piece)
         return pieces
 
-    def _opened(self) -> Session:
+    def _opened(self) -> McpSession:
         held = self.server.shared if self.server.is_shared else self._session
         if held is None or (self.server.is_shared and not held.alive):
-            held = Session(self.server.where)
+            held = McpSession(self.server.where)
         if self.server.is_shared:
             self.server.shared = held
         self._session = held
@@ -216,7 +216,7 @@ def _now(where: str) -> list[dict[str, Any]]:
     async def ask() -> list[dict[str, Any]]:
         from mcp.types import PaginatedRequestParams
 
-        session, tools, cursor = Session(where), [], None
+        session, tools, cursor = McpSession(where), [], None
         try:
             async with asyncio.timeout(BEGINS):
                 while True:

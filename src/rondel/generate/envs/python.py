@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rondel.core.errors import EnvError, SandboxError
-from rondel.core.protocols import Boxes, Cell
+from rondel.core.protocols import Boxes, SandboxCell
 from rondel.core.sandbox_types import Limits
 from rondel.core.types import Task
 
@@ -26,7 +26,7 @@ class Interpreter:
     """One box with an interpreter that waits for text."""
 
     def __init__(self, sandbox: Boxes) -> None:
-        self.cell: Cell = sandbox.cell(LIMITS)
+        self.cell: SandboxCell = sandbox.cell(LIMITS)
         asks, answers, none = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDWR)
         try:
             self.cell.begin(

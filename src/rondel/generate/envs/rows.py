@@ -16,8 +16,8 @@ from rondel.core.errors import DataError, boundary, refusal
 from rondel.core.registry import located, nearest, places
 
 
-class Row(NamedTuple):
-    """`Row("train.jsonl:17", "train", {"prompt": "3 + 4 =", "answer": "7"})`. `content`
+class DatasetRow(NamedTuple):
+    """`DatasetRow("train.jsonl:17", "train", {"prompt": "3 + 4 =", "answer": "7"})`. `content`
     replaces the question in the hold-out.
     """
 
@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
 def reasoning_gym(
     name: str, size: int = 500, seed: int = 0, args: dict[str, Any] | None = None, levels: list[int] | None = None
-) -> Iterator[Row]:
+) -> Iterator[DatasetRow]:
     """A generated data set of reasoning-gym; `args` are its own settings. The entry is kept for its scorer.
 
     levels: of its curriculum, each with its share of the rows, which have it as `level`; 0 is the easiest
@@ -49,7 +49,7 @@ def reasoning_gym(
             fields = {"prompt": entry["question"], "answer": entry["answer"], "entry": entry} | (
                 {"level": level} if levels else {}
             )
-            yield Row(f"{name}, entry {number}", name, fields, str(entry["metadata"].get("expression", "")))
+            yield DatasetRow(f"{name}, entry {number}", name, fields, str(entry["metadata"].get("expression", "")))
 
 
 def _entries(gym: Any, name: str, settings: dict[str, Any], level: int | None) -> Iterable[dict[str, Any]]:
@@ -81,16 +81,16 @@ def _entries(gym: Any, name: str, settings: dict[str, Any], level: int | None) -
         ) from error
 
 
-def gym(name: str, n: int = 100, seed: int = 0, args: dict[str, Any] | None = None) -> Iterator[Row]:
+def gym(name: str, n: int = 100, seed: int = 0, args: dict[str, Any] | None = None) -> Iterator[DatasetRow]:
     """n seeds of a world with Gymnasium's verbs, for `env = "gym"`; `eval_seed` holds
     others out. `args` are the world's own.
     """
     for number in range(seed, seed + n):
         fields = {"prompt": f"{name}, seed {number}", "answer": "", "world": name, "seed": number, "args": args or {}}
-        yield Row(f"{name}, seed {number}", name.partition(":")[2] or name, fields)
+        yield DatasetRow(f"{name}, seed {number}", name.partition(":")[2] or name, fields)
 
 
-def jsonl(path: str | list[str]) -> Iterator[Row]:
+def jsonl(path: str | list[str]) -> Iterator[DatasetRow]:
     """One JSON object a line, of a file or of several one behind the other, plain or as gzip;
     blank lines are skipped.
     """
@@ -100,7 +100,7 @@ def jsonl(path: str | list[str]) -> Iterator[Row]:
     name = Path(path.removesuffix(".gz")).stem
     for number, line in enumerate(_lines(_existing(path), path), 1):
         if line.strip():
-            yield Row(f"{path}:{number}", name, _fields(line, f"{path}:{number}"))
+            yield DatasetRow(f"{path}:{number}", name, _fields(line, f"{path}:{number}"))
 
 
 def _lines(file: Path, path: str) -> Iterator[bytes]:
@@ -176,7 +176,7 @@ def _refuse_constant(word: str) -> Any:
     raise ValueError(f"{word} is no number of JSON")
 
 
-def parquet(path: str | list[str]) -> Iterator[Row]:
+def parquet(path: str | list[str]) -> Iterator[DatasetRow]:
     """A parquet file, or several one behind the other; a row a task."""
     if isinstance(path, list):
         yield from itertools.chain.from_iterable(map(parquet, path))
@@ -187,10 +187,10 @@ def parquet(path: str | list[str]) -> Iterator[Row]:
     with boundary(DataError, f"reading {path} as parquet (kind = 'jsonl' reads JSON lines)"):
         rows = format.read_table(file).to_pylist()
     for number, fields in enumerate(rows, 1):
-        yield Row(f"{path}, row {number}", Path(path).stem, fields)
+        yield DatasetRow(f"{path}, row {number}", Path(path).stem, fields)
 
 
-def datasets(name: str, split: str = "train", subset: str | None = None) -> Iterator[Row]:
+def datasets(name: str, split: str = "train", subset: str | None = None) -> Iterator[DatasetRow]:
     """A data set of the Hugging Face hub, or a folder written by `save_to_disk`."""
     try:
         import datasets as hub
@@ -204,32 +204,32 @@ def datasets(name: str, split: str = "train", subset: str | None = None) -> Iter
         if isinstance(rows, hub.DatasetDict):
             rows = rows[split]
     for number, fields in enumerate(rows, 1):
-        yield Row(f"{name}[{split}], row {number}", Path(name).name, fields)
+        yield DatasetRow(f"{name}[{split}], row {number}", Path(name).name, fields)
 
 
-def verifiers(name: str, split: str = "train", args: dict[str, Any] | None = None) -> Iterator[Row]:
+def verifiers(name: str, split: str = "train", args: dict[str, Any] | None = None) -> Iterator[DatasetRow]:
     """The examples of an environment of verifiers; `eval_split = "eval"` holds its own evaluation data out."""
     from rondel.generate.envs.verifiers import examples
 
     for number, example in enumerate(examples(name, split, args or {}), 1):
         fields = {"prompt": example["prompt"], "answer": example.get("answer") or "", "example": example}
-        yield Row(f"{name}, example {number}", name.partition(":")[2] or name, fields)
+        yield DatasetRow(f"{name}, example {number}", name.partition(":")[2] or name, fields)
 
 
-def inline(rows: list[dict[str, Any]]) -> Iterator[Row]:
+def inline(rows: list[dict[str, Any]]) -> Iterator[DatasetRow]:
     """Rows written in the recipe."""
     for number, fields in enumerate(rows, 1):
-        yield Row(f"task.data.rows[{number}]", "list", fields)
+        yield DatasetRow(f"task.data.rows[{number}]", "list", fields)
 
 
-def digits() -> Iterator[Row]:
+def digits() -> Iterator[DatasetRow]:
     """All 100 sums of two digits, "3+4=" -> "7": what a model of a million parameters learns in a minute."""
     for a in range(10):
         for b in range(10):
-            yield Row(f"{a}+{b}", "digits", {"prompt": f"{a}+{b}=", "answer": str(a + b)})
+            yield DatasetRow(f"{a}+{b}", "digits", {"prompt": f"{a}+{b}=", "answer": str(a + b)})
 
 
-def quadrants(size: int = 160, seed: int = 0, pixels: int = 56) -> Iterator[Row]:
+def quadrants(size: int = 160, seed: int = 0, pixels: int = 56) -> Iterator[DatasetRow]:
     """Pictures of noise of which one quarter is light; the answer is its number, 1 to
     4, as one reads. For models that look.
     """
@@ -243,14 +243,14 @@ def quadrants(size: int = 160, seed: int = 0, pixels: int = 56) -> Iterator[Row]
         y, x = divmod(quarter, 2)
         picture[y * half : (y + 1) * half, x * half : (x + 1) * half] += np.uint8(rng.integers(120, 190))
         said = [{"type": "image", "image": picture}, {"type": "text", "text": "light?"}]
-        yield Row(
+        yield DatasetRow(
             f"quadrants, picture {number + 1}",
             "quadrants",
             {"messages": [{"role": "user", "content": said}], "answer": str(quarter + 1)},
         )
 
 
-KINDS: dict[str, Callable[..., Iterable[Row]]] = {
+KINDS: dict[str, Callable[..., Iterable[DatasetRow]]] = {
     "reasoning_gym": reasoning_gym,
     "jsonl": jsonl,
     "parquet": parquet,

@@ -20,7 +20,7 @@ from rondel.core.media import worded
 from rondel.core.registry import find, located, nearest
 from rondel.core.types import Task
 from rondel.generate.envs.holdout import GRAM, content_key, hold_out, overlapping
-from rondel.generate.envs.rows import KINDS, Row
+from rondel.generate.envs.rows import KINDS, DatasetRow
 from rondel.generate.pictures import is_image, is_picture, shown, source_of, stored
 from rondel.text.special_tokens import SPLIT, SpecialTokens
 from rondel.text.unicode import valid
@@ -30,7 +30,7 @@ Found = dict[str, tuple[str, Task]]  # task id -> (content, task)
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class DatasetColumns:
     """Which fields of a row a recipe names; None: it does not say."""
 
     prompt: str | None
@@ -83,7 +83,7 @@ def load_tasks(data: dict[str, Any], *, env: str) -> TaskSet:
     kind = settings.pop("kind", None)
     holdout = settings.pop("holdout", 0)
     gram = _whole(settings.pop("ngram", GRAM), "ngram")
-    columns = Columns(*(_column(settings, name) for name in ("prompt", "answer", "image")))
+    columns = DatasetColumns(*(_column(settings, name) for name in ("prompt", "answer", "image")))
     _whole(settings.get("seed", 0), "seed")
     split = settings.pop(SPLIT, True)
     if not isinstance(split, bool):
@@ -191,7 +191,7 @@ def _mixed(settings: dict[str, Any], env: str) -> TaskSet:
     )
 
 
-def _read(kind: str, settings: dict[str, Any], env: str, columns: Columns) -> tuple[Found, int]:
+def _read(kind: str, settings: dict[str, Any], env: str, columns: DatasetColumns) -> tuple[Found, int]:
     """The different tasks of a kind, and how many rows repeated a question."""
     settings = dict(settings)
     found: Found = {}
@@ -212,7 +212,7 @@ def _read(kind: str, settings: dict[str, Any], env: str, columns: Columns) -> tu
     return found, kept - len(found)
 
 
-def _fits(row: Row, wanted: dict[str, Any]) -> bool:
+def _fits(row: DatasetRow, wanted: dict[str, Any]) -> bool:
     if not isinstance(wanted, dict):
         raise ConfigError(f"task.data.where = {wanted!r}; it is a table: where = {{ level = [2, 4] }}")
     for field, rule in wanted.items():
@@ -234,7 +234,7 @@ def _fits(row: Row, wanted: dict[str, Any]) -> bool:
     return True
 
 
-def _rows(kind: str, settings: dict[str, Any]) -> Iterator[Row]:
+def _rows(kind: str, settings: dict[str, Any]) -> Iterator[DatasetRow]:
     source: Callable[..., Iterable[Any]] = find("task.data.kind", kind, KINDS)
     known = _parameters(source)
     if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
@@ -254,7 +254,7 @@ def _rows(kind: str, settings: dict[str, Any]) -> Iterator[Row]:
     name, number = kind.partition(":")[2], 0
     try:
         for number, row in enumerate(source(**settings), 1):
-            yield row if isinstance(row, Row) else Row(f"{kind}, row {number}", name, row)
+            yield row if isinstance(row, DatasetRow) else DatasetRow(f"{kind}, row {number}", name, row)
     except RondelError:
         raise
     except Exception as error:
@@ -283,7 +283,7 @@ def _check(source: Callable[..., Any], settings: dict[str, Any]) -> None:
             raise ConfigError(f"task.data.{key} = {value!r:.80}: {error.errors()[0]['msg'].lower()}") from error
 
 
-def _task(row: Row, env: str, folder: Path, columns: Columns) -> tuple[str, Task]:
+def _task(row: DatasetRow, env: str, folder: Path, columns: DatasetColumns) -> tuple[str, Task]:
     """(content, task) of one row; all other fields of the row stay in task.data."""
     prompt, answer, image = columns.prompt, "answer" if columns.answer is None else columns.answer, columns.image or ""
     if not isinstance(row.fields, dict):
@@ -312,7 +312,7 @@ def _task(row: Row, env: str, folder: Path, columns: Columns) -> tuple[str, Task
     return content_key(row.content or question), Task(f"{row.name}/{digest}", env, fields)
 
 
-def _refuse_unseen(row: Row, fields: dict[str, Any]) -> None:
+def _refuse_unseen(row: DatasetRow, fields: dict[str, Any]) -> None:
     """A picture that a recipe says nothing of would be left out of the question without a word."""
     if name := next((name for name in ("image", "images") if fields.get(name)), None):
         raise DataError(
@@ -322,7 +322,7 @@ def _refuse_unseen(row: Row, fields: dict[str, Any]) -> None:
         )
 
 
-def _with_images(row: Row, asked: Any, fields: dict[str, Any], folder: Path, column: str) -> Any:
+def _with_images(row: DatasetRow, asked: Any, fields: dict[str, Any], folder: Path, column: str) -> Any:
     """The question with the images of its row, and those that its messages name, as task.data can hold them."""
     if isinstance(asked, list) and not all(map(_is_message, asked)):
         return asked
@@ -370,7 +370,7 @@ def spelled(task: Task, special: SpecialTokens) -> list[str]:
     return special.spelled(f"{asked(task)}\n{task.data.get('answer', '')}")
 
 
-def _question(row: Row, asked: Any) -> str:
+def _question(row: DatasetRow, asked: Any) -> str:
     if isinstance(asked, str) and asked.strip():
         return asked
     if isinstance(asked, list) and asked and all(map(_is_message, asked)):
@@ -388,7 +388,7 @@ def _is_message(node: Any) -> bool:
     return isinstance(content, str) or (isinstance(content, list) and all(isinstance(part, dict) for part in content))
 
 
-def _missing(row: Row, column: str, key: str) -> DataError:
+def _missing(row: DatasetRow, column: str, key: str) -> DataError:
     has = list(row.fields)
     none = ", or answer = '' if the reward needs none" if key == "answer" else ""
     if column in has:

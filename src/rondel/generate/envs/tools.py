@@ -29,7 +29,7 @@ from rondel.core.media import worded
 from rondel.core.protocols import Chat
 from rondel.core.sandbox_types import BoxFileError
 from rondel.core.types import Task, Trajectory
-from rondel.generate.envs.calls import Call
+from rondel.generate.envs.calls import ToolCall
 from rondel.generate.envs.single_turn import opening
 from rondel.generate.envs.template import Messages, Schemas
 from rondel.generate.pictures import observed
@@ -154,18 +154,18 @@ class Tools:
                 ends.callback(made[-1].close)
         return _named([*self.shared.values(), *(tool for one in made for tool in offered(one))])
 
-    def _readable(self, call: Call, result: Any, tools: dict[str, Tool], chat: Chat) -> Any:
+    def _readable(self, call: ToolCall, result: Any, tools: dict[str, Tool], chat: Chat) -> Any:
         """A server's images are told by name to a policy that reads text alone: nobody could have left them out."""
         blind = getattr(chat, "sight", None) is None
         return worded(result) if blind and call.name in tools and tools[call.name].foreign else result
 
-    async def _timed(self, call: Call, tools: dict[str, Tool], of: Trajectory) -> str | list[dict[str, Any]]:
+    async def _timed(self, call: ToolCall, tools: dict[str, Tool], of: Trajectory) -> str | list[dict[str, Any]]:
         began = now()
         result = await self.carry_out(call, tools)
         of.laps.append((call.name or "?", began, now() - began, 0, 0))
         return result
 
-    async def carry_out(self, call: Call, tools: dict[str, Tool] | None = None) -> str | list[dict[str, Any]]:
+    async def carry_out(self, call: ToolCall, tools: dict[str, Tool] | None = None) -> str | list[dict[str, Any]]:
         """-> what the policy reads: a text, or parts with images where it returned a PIL image,
         an array of pixels, or a list with one.
         """

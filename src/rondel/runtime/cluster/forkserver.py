@@ -38,7 +38,7 @@ PATIENCE = 120.0  # seconds for the first worker, which waits for the imports
 OURS, BASE = "rondel.", "torch"
 
 
-class Process:
+class ForkedProcess:
     """The part of `subprocess.Popen` that is asked of a worker; its exit code comes from the nursery."""
 
     def __init__(self) -> None:
@@ -72,8 +72,8 @@ class Nursery:
 
     def __init__(self) -> None:
         self.owner, self.lock = os.getpid(), threading.Lock()
-        self.waiting: dict[int, Process] = {}  # by ticket
-        self.living: dict[int, Process] = {}  # by process id
+        self.waiting: dict[int, ForkedProcess] = {}  # by ticket
+        self.living: dict[int, ForkedProcess] = {}  # by process id
         self.tickets = 0
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self.socket, theirs):
@@ -93,11 +93,11 @@ class Nursery:
     def lives(self) -> bool:
         return self.owner == os.getpid() and self.process.poll() is None
 
-    def bear(self, module: str, pipe: int, log: int, environment: dict[str, str]) -> Process:
+    def bear(self, module: str, pipe: int, log: int, environment: dict[str, str]) -> ForkedProcess:
         """`pipe`: the worker's end of its socket pair. OSError if it cannot be asked."""
         with self.lock:
             self.tickets += 1
-            ticket, process = self.tickets, Process()
+            ticket, process = self.tickets, ForkedProcess()
             self.waiting[ticket] = process
             told = pickle.dumps((ticket, module, os.getcwd(), _path(), environment))
             try:
@@ -136,7 +136,7 @@ _nursery: Nursery | None = None
 _guard = threading.Lock()
 
 
-def bear(make: Callable[..., Any], pipe: int, log: int, environment: dict[str, str]) -> Process | None:
+def bear(make: Callable[..., Any], pipe: int, log: int, environment: dict[str, str]) -> ForkedProcess | None:
     """A worker that begins with everything imported; None where it has to be started in the ordinary way."""
     global _nursery
     if sys.platform != "linux" or any(map(os.path.exists, ACCELERATORS)):

@@ -22,7 +22,7 @@ Row = tuple[str, str, str, str]  # what, state, found, fix: as `rondel doctor` p
 
 
 @dataclass
-class Node:
+class ProbedNode:
     """`address` is the one that the others are told; `error`: why nothing could be asked there."""
 
     name: str
@@ -34,8 +34,8 @@ class Node:
 
 
 @dataclass
-class Seen:
-    nodes: list[Node]
+class ProbeResult:
+    nodes: list[ProbedNode]
     links: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     folder: str = ""
     cluster: str = ""
@@ -44,10 +44,10 @@ class Seen:
 
 async def look(
     workers: Mapping[str, tuple[str, Any]], *, folder: str = "", cluster: str = "", asks: bool | None = None
-) -> Seen:
+) -> ProbeResult:
     """`workers`: name -> (address, a Lookout behind a proxy). The first is the one whose versions and clock count."""
-    seen = Seen(
-        [Node(name, address) for name, (address, _) in workers.items()], folder=folder, cluster=cluster, asks=asks
+    seen = ProbeResult(
+        [ProbedNode(name, address) for name, (address, _) in workers.items()], folder=folder, cluster=cluster, asks=asks
     )
     for node in seen.nodes:
         who = workers[node.name][1]
@@ -99,7 +99,7 @@ def _pairs(names: list[str]) -> list[tuple[str, str]]:
 # -- what is wrong ---------------------------------------------------------------------------------
 
 
-def judge(seen: Seen) -> Iterator[Row]:
+def judge(seen: ProbeResult) -> Iterator[Row]:
     there, several = [node for node in seen.nodes if not node.error], len(seen.nodes) > 1
     yield (
         "cluster",
@@ -129,14 +129,14 @@ def judge(seen: Seen) -> Iterator[Row]:
     yield from _links(seen)
 
 
-def _install(node: Node, there: list[Node]) -> str:
+def _install(node: ProbedNode, there: list[ProbedNode]) -> str:
     if "No module named" in node.error or "ModuleNotFoundError" in node.error:
         which = f"=={there[0].facts['versions'].get('rondel', '')}".removesuffix("==") if there else ""
         return f"on {node.name}: pip install 'rondel[cluster]{which}'"
     return f"ray status  (is {node.address} alive? if not, start it again: ray start --address=HEAD:6379)"
 
 
-def _addresses(there: list[Node]) -> Iterator[Row]:
+def _addresses(there: list[ProbedNode]) -> Iterator[Row]:
     """On one machine everybody may be called 127.0.0.1."""
     if len({node.facts["host"] for node in there}) < 2:
         return
@@ -150,7 +150,7 @@ def _addresses(there: list[Node]) -> Iterator[Row]:
             yield f"name of {node.name}", "note", found, fix
 
 
-def _versions(there: list[Node]) -> Iterator[Row]:
+def _versions(there: list[ProbedNode]) -> Iterator[Row]:
     if not there:
         return
     first, wrong = there[0].facts["versions"], False
@@ -177,7 +177,7 @@ def _versions(there: list[Node]) -> Iterator[Row]:
         yield "versions", "ok", ", ".join(f"{name} {number}" for name, number in first.items()), ""
 
 
-def _gpus(there: list[Node]) -> Iterator[Row]:
+def _gpus(there: list[ProbedNode]) -> Iterator[Row]:
     counts = {node.name: node.facts["gpus"] for node in there}
     if len(set(counts.values())) <= 1:
         yield "GPUs", "ok", f"{next(iter(counts.values()), 0)} a node", ""
@@ -192,7 +192,7 @@ def _gpus(there: list[Node]) -> Iterator[Row]:
         )
 
 
-def _folder(seen: Seen, there: list[Node]) -> Iterator[Row]:
+def _folder(seen: ProbeResult, there: list[ProbedNode]) -> Iterator[Row]:
     blind = [node.name for node in there if node.sees is False]
     if blind:
         found = f"{seen.folder} of {there[0].name} is not there on {', '.join(blind)}"
@@ -206,7 +206,7 @@ def _folder(seen: Seen, there: list[Node]) -> Iterator[Row]:
         yield "shared folder", "ok", f"{seen.folder} is the same everywhere", ""
 
 
-def _links(seen: Seen) -> Iterator[Row]:
+def _links(seen: ProbeResult) -> Iterator[Row]:
     good = {pair: link for pair, link in seen.links.items() if "error" not in link}
     for (a, b), link in seen.links.items():
         if "error" in link:

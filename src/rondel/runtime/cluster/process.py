@@ -30,7 +30,7 @@ from typing import IO, Any
 
 from rondel.core.errors import SilentError
 from rondel.runtime.cluster import forkserver
-from rondel.runtime.cluster.worker import PULSE, Worker
+from rondel.runtime.cluster.worker import PULSE, RemoteWorker
 from rondel.runtime.stacks import SIGNAL
 from rondel.system.files import make_folder, writing
 
@@ -81,7 +81,7 @@ class ProcessCluster:
             worker.close()
 
 
-class ProcessWorker(Worker):
+class ProcessWorker(RemoteWorker):
     """A child of this process behind a pair of sockets."""
 
     def __init__(
@@ -228,6 +228,6 @@ def _opened(log: Path) -> IO[bytes]:
         return log.open("ab")
 
 
-def _end(process: subprocess.Popen | forkserver.Process) -> None:
+def _end(process: subprocess.Popen | forkserver.ForkedProcess) -> None:
     process.kill()
     process.wait()

@@ -30,8 +30,8 @@ ELSEWHERE = (
 )  # places of the source that wait for others, each with a deadline
 
 
-class Progress:
-    """`Progress().sign()` differs from the last one if anything advanced meanwhile.
+class WorkerProgress:
+    """`WorkerProgress().sign()` differs from the last one if anything advanced meanwhile.
     Made in the thread of the event loop.
     """
 

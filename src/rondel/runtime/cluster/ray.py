@@ -33,8 +33,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from rondel.core.errors import ConfigError, SilentError, WorkerError
 from rondel.core.events import Warned, emit, subscribe
-from rondel.runtime.cluster.progress import Progress
-from rondel.runtime.cluster.worker import START, Worker
+from rondel.runtime.cluster.progress import WorkerProgress
+from rondel.runtime.cluster.worker import START, RemoteWorker
 from rondel.runtime.cluster.worker_main import portable
 from rondel.system.signals import ENDING
 
@@ -104,7 +104,7 @@ class RayCluster:
     ) -> RayWorker:
         """`cores` are this machine's and mean nothing on another: Ray places by its own count."""
         bundle = self._order[self._bundles.setdefault(name, len(self._bundles))]
-        actor = ray.remote(Host).options(
+        actor = ray.remote(WorkerActor).options(
             name=f"rondel-{os.getpid()}-{name}-{len(self.workers)}",
             num_cpus=self.cpus,
             num_gpus=self.gpus,
@@ -163,7 +163,9 @@ class EveryNode:
             where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             name = f"node-{i}"
             actor = (
-                ray.remote(Host).options(num_cpus=0, scheduling_strategy=where, max_concurrency=64).remote(name, False)
+                ray.remote(WorkerActor)
+                .options(num_cpus=0, scheduling_strategy=where, max_concurrency=64)
+                .remote(name, False)
             )
             self.workers[name] = (
                 node["NodeManagerAddress"],
@@ -252,12 +254,12 @@ def ordered(bundles: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
     return sorted(range(len(bundles)), key=lambda i: (known[bundles[i][0]], bundles[i][0], list(bundles[i][1]), i))
 
 
-class Host:
+class WorkerActor:
     """The actor: one object, the calls on it, and what it tells."""
 
     def __init__(self, name: str, tells: bool) -> None:
         self.name, self.object = name, None
-        self.progress: Progress | None = None
+        self.progress: WorkerProgress | None = None
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()  # events come from any thread of the object
         if tells:
             subscribe(self.told.put)
@@ -272,7 +274,7 @@ class Host:
     async def ping(self) -> Any:
         """A sign that differs from the last one if anything advanced."""
         if self.progress is None:
-            self.progress = Progress()
+            self.progress = WorkerProgress()
             self.turning = asyncio.get_running_loop().create_task(self.progress.turn())
         return self.progress.sign()
 
@@ -303,7 +305,7 @@ class Host:
             return "error", portable(error, self.name, verb or "build")
 
 
-class RayWorker(Worker):
+class RayWorker(RemoteWorker):
     """An actor."""
 
     def __init__(

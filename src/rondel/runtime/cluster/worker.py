@@ -19,7 +19,7 @@ PULSE = 1.0  # seconds between two signs of life
 START = 120.0  # seconds that a worker may be silent while it imports and loads
 
 
-class Worker:
+class RemoteWorker:
     """An object elsewhere: every public name is an awaitable verb of it. `ask` and
     `now` are for code without an event loop.
 

@@ -21,7 +21,7 @@ from typing import Any
 from rondel.core.errors import RondelError, WorkerError
 from rondel.core.events import WorkerTime, subscribe
 from rondel.runtime import stacks
-from rondel.runtime.cluster.progress import Progress
+from rondel.runtime.cluster.progress import WorkerProgress
 from rondel.runtime.cluster.worker import PULSE
 from rondel.system.signals import leave_to_controller
 
@@ -50,7 +50,7 @@ class Child:
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
-        self.progress = Progress()
+        self.progress = WorkerProgress()
         turning = loop.create_task(self.progress.turn())
         subscribe(lambda event: self.put(0, "event", event) if self.tells or isinstance(event, WorkerTime) else None)
         for work in (self._send, self._pulse):

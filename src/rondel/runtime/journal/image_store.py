@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rondel.core.errors import CheckpointError
-from rondel.core.media import Image, Placed
+from rondel.core.media import Image, ImagePlaceholder
 from rondel.system.files import make_folder, replace_file
 
 KEPT = re.compile(r"media:([0-9a-f]{32})\.([a-z]+)")
@@ -28,7 +28,7 @@ class Album:
         self.folder = folder / "media"
         self._known: dict[str, Image] = {}
 
-    def keep(self, media: list[Placed]) -> list[list[Any]]:
+    def keep(self, media: list[ImagePlaceholder]) -> list[list[Any]]:
         """-> [start, digest, cell] of each; `placed` is the inverse."""
         for place in media:
             if not (path := self._path(place.image.digest)).exists():
@@ -37,8 +37,8 @@ class Album:
                 self._write(path, out.getvalue())
         return [[place.start, place.image.digest, place.image.cell] for place in media]
 
-    def placed(self, rows: list[list[Any]]) -> list[Placed]:
-        return [Placed(start, self._image(digest, cell)) for start, digest, cell in rows]
+    def placed(self, rows: list[list[Any]]) -> list[ImagePlaceholder]:
+        return [ImagePlaceholder(start, self._image(digest, cell)) for start, digest, cell in rows]
 
     def without(self, data: Any) -> Any:
         """A task's data with the names of files instead of data: URLs; `whole` is the inverse."""

@@ -25,7 +25,7 @@ from typing import Any
 
 from rondel.core.registry import one_of
 from rondel.core.sandbox_types import Limits, Ran
-from rondel.runtime.sandbox.cell import Cell
+from rondel.runtime.sandbox.cell import NamespaceCell
 from rondel.runtime.sandbox.images import container, machine, micro
 from rondel.runtime.sandbox.probe import isolation
 
@@ -34,9 +34,9 @@ STANDARD = Limits()
 
 def process(
     limits: Limits, *, folder: str | Path | None = None, wall: str = "auto", lock: int | None = None, **more: Any
-) -> Cell:
+) -> NamespaceCell:
     """Behind the strongest wall of this machine, or none: a SandboxError."""
-    return Cell(limits, isolation(wall).wall, folder=folder, lock=lock, **more)
+    return NamespaceCell(limits, isolation(wall).wall, folder=folder, lock=lock, **more)
 
 
 SUBSTRATES: dict[str, Callable[..., Any]] = {

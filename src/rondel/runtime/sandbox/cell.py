@@ -38,7 +38,7 @@ ENV = {"HOME": HOME, "TMPDIR": "/tmp", "PATH": f"{PREFIX}/bin:/usr/local/bin:/us
        "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
 
 
-class Cell:
+class NamespaceCell:
     """One box behind a wall ("native" or "bubblewrap"). `folder` is of the host and
     becomes its home; else its home is in memory.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rondel.core.errors import SandboxError
 from rondel.core.sandbox_types import Limits
-from rondel.runtime.sandbox.cell import Cell
+from rondel.runtime.sandbox.cell import NamespaceCell
 
 # in this order: ours also holds the number of files and hides the kernel's pages of /proc
 WALLS = ("native", "bubblewrap")
@@ -93,7 +93,7 @@ def tried(wall: str) -> Isolation:
         raise SandboxError(f"{sys.platform} has no namespaces; use Linux, or a container as the substrate")
     if wall == "bubblewrap" and shutil.which("bwrap") is None:
         raise SandboxError("bwrap is not installed")
-    cell = Cell(Limits(wall=10), wall)
+    cell = NamespaceCell(Limits(wall=10), wall)
     try:
         with tempfile.NamedTemporaryFile() as file, socket.create_server(("127.0.0.1", 0)) as server:
             os.chmod(file.name, 0o644)

@@ -54,7 +54,7 @@ class Log:
         os.fsync(self.fd)
 
 
-class Session:
+class SandboxSession:
     """`run` and `write` as of a Box; each has the next number of the log. Made by `opened`."""
 
     def __init__(self, box: Box, log: Log) -> None:
@@ -233,7 +233,7 @@ class Session:
 @asynccontextmanager
 async def opened(
     sandbox: Sandbox, folder: str | Path, limits: Limits | None = None, *, resume: bool = False, patience: float = 20.0
-) -> AsyncIterator[Session]:
+) -> AsyncIterator[SandboxSession]:
     """A session in `folder`: a new one, or with `resume` the one that is there."""
     folder = Path(folder)
     if (folder / "log.jsonl").exists() and not resume:
@@ -245,7 +245,7 @@ async def opened(
         log = Log(folder / "log.jsonl")
         try:
             async with sandbox.open(limits or Limits(), folder=folder / "box", lock=lock) as box:
-                yield Session(box, log)
+                yield SandboxSession(box, log)
         finally:
             os.close(log.fd)
 

@@ -21,13 +21,13 @@ GAIN = 1.1  # of the loop that is worth a change
 
 
 @dataclass(frozen=True)
-class Advice:
+class RuntimeAdvice:
     message: str
     gain: float
 
 
 @dataclass(frozen=True)
-class Place:
+class PlacementFacts:
     """What of the recipe decides who can work beside whom."""
 
     split: bool
@@ -36,14 +36,14 @@ class Place:
     staleness: int
 
     @classmethod
-    def of(cls, job: Mapping[str, Any]) -> Place:
+    def of(cls, job: Mapping[str, Any]) -> PlacementFacts:
         place, loop = job.get("place", {}), job.get("loop", {})
         return cls(
             place.get("kind") == "split", place.get("engines", 1), place.get("ranks", 1), loop.get("max_staleness", 0)
         )
 
 
-def advise(phases: Mapping[str, float], idle: float, place: Place) -> Advice | None:
+def advise(phases: Mapping[str, float], idle: float, place: PlacementFacts) -> RuntimeAdvice | None:
     """`phases`: seconds of the learner by name; `idle`: share of their time in which engines
     had nothing to do. None where all is well.
     """
@@ -80,8 +80,8 @@ def advise(phases: Mapping[str, float], idle: float, place: Place) -> Advice | N
     return None
 
 
-def _worth(gain: float, message: str) -> Advice | None:
-    return Advice(f"{message} (about {gain:.1f}x as fast)", gain) if gain >= GAIN else None
+def _worth(gain: float, message: str) -> RuntimeAdvice | None:
+    return RuntimeAdvice(f"{message} (about {gain:.1f}x as fast)", gain) if gain >= GAIN else None
 
 
 class Advisor:
@@ -91,7 +91,7 @@ class Advisor:
 
     EVERY = 20
 
-    def __init__(self, place: Place, after: int = 0) -> None:
+    def __init__(self, place: PlacementFacts, after: int = 0) -> None:
         self.place, self.after = place, after
         self.steps = 0
         self.phases: defaultdict[str, float] = defaultdict(float)

@@ -61,7 +61,7 @@ COLUMNS = {  # title -> (metric, format)
 SUPERVISED = {"loss": ("train/loss", "{:.3f}"), "entropy": COLUMNS["entropy"]}
 
 
-class Progress:
+class ProgressPrinter:
     """A reader of events, and a context: `with Progress(steps=40) as progress: subscribe(progress.read)`.
 
     steps    how many the run will do
@@ -81,7 +81,7 @@ class Progress:
         self._supervised = False  # the last step
         self._share = True  # no reward outside [0, 1] was seen
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressPrinter:
         if self.live:
             self._status = self.console.status("starting")
             self._status.start()

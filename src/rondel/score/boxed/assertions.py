@@ -25,7 +25,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 UNCALLED = "nothing gives {} its arguments, for fixtures and parametrize are not run: call it in the text"
 
 
-class Counted(ast.NodeTransformer):
+class AssertionCounter(ast.NodeTransformer):
     """Adds the counts to a tree; `found` says how many."""
 
     def __init__(self) -> None:
@@ -71,12 +71,12 @@ class Counted(ast.NodeTransformer):
 
 def counted(test: str) -> Any:
     """The test as a tree with counts."""
-    return Counted().visit(ast.parse(test))
+    return AssertionCounter().visit(ast.parse(test))
 
 
 def asserts(*statements: ast.stmt) -> bool:
     """Whether anything is asserted there. The statements are changed."""
-    counting = Counted()
+    counting = AssertionCounter()
     for statement in statements:
         counting.visit(statement)
     return counting.found > 0

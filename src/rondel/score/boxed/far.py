@@ -120,11 +120,11 @@ class Gone(BaseException):
     """The other end answers no more, or nonsense."""
 
 
-class Refused(TypeError):
+class UncrossableValue(TypeError):
     """A value that cannot cross."""
 
 
-class Shared:
+class SharedContainer:
     def __init__(self, value: Any) -> None:
         self.value, self.key, self.items = value, named(type(value), CONTAINERS), None
 
@@ -225,7 +225,7 @@ class End:
 
     def __init__(self, reads: Any, writes: Any, proxy: type[Proxy], first: int) -> None:
         self.reads, self.writes, self.proxy = reads, writes, proxy
-        self.shared: dict[int, Shared] = {}
+        self.shared: dict[int, SharedContainer] = {}
         self.share_numbers: dict[int, int] = {}  # by id
         self.free = itertools.count(first, 2)
         self.objects: list[Any] = []  # of this end, by the number that the other one knows
@@ -410,7 +410,7 @@ class End:
     # -- shared containers -----------------------------------------------------------------------
 
     def share(self, number: int, value: Any) -> None:
-        self.shared[number] = Shared(value)
+        self.shared[number] = SharedContainer(value)
         self.share_numbers[id(value)] = number
 
     def drop(self, number: int) -> None:

@@ -22,7 +22,7 @@ from numbers import Number
 from typing import Any
 
 from rondel.score.boxed.compare import same
-from rondel.score.boxed.far import BASES, BINARY, CONTAINERS, ORDER, End, Gone, Proxy, Refused
+from rondel.score.boxed.far import BASES, BINARY, CONTAINERS, ORDER, End, Gone, Proxy, UncrossableValue
 from rondel.score.boxed.plain import VALUES, named, unpack
 from rondel.score.boxed.suite import Suite, is_theirs
 
@@ -140,7 +140,7 @@ def is_plain(value: Any) -> bool:
     )
 
 
-class Line(End):
+class TestsEnd(End):
     """The end of the tests."""
 
     def __init__(self) -> None:
@@ -242,7 +242,7 @@ class Line(End):
         )
         if not self.asked:
             self.fault = self.fault or reason
-        raise Refused(reason)
+        raise UncrossableValue(reason)
 
     def allow(self, what: str, args: list[Any]) -> None:
         on = args[0]
@@ -270,7 +270,7 @@ def judge(
              if the module has no such attributes
     """
 
-    def run(line: Line) -> int:
+    def run(line: TestsEnd) -> int:
         given = {name: importlib.import_module(module) for name, module, _ in modules}
         theirs = [name for name, _, attributes in modules if not all(hasattr(given[name], one) for one in attributes)]
         found = {}
@@ -297,7 +297,7 @@ def judge(
 def judge_call(code: str, name: str, args: list[Any], expected: Any) -> None:
     """The verdict of one call, whose result is compared as a copy. `args`, `expected`: packed."""
 
-    def run(line: Line) -> int:
+    def run(line: TestsEnd) -> int:
         return PASSED if same(line.copied({"plain": name, "args": args}), unpack(expected)) else WRONG
 
     _ended(code, run)
@@ -305,7 +305,7 @@ def judge_call(code: str, name: str, args: list[Any], expected: Any) -> None:
 
 def _ended(code: str, run: Any) -> None:
     """Runs it beside the candidate, and ends the process with the verdict."""
-    verdict, line = BROKEN, Line()
+    verdict, line = BROKEN, TestsEnd()
     try:
         line.order({"code": code})
         verdict = run(line)

@@ -33,7 +33,7 @@ from rondel.models.vocabulary import same_words
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.runner import Runner
-    from rondel.generate.engine.builtin.scheduler import Plan
+    from rondel.generate.engine.builtin.scheduler import StepPlan
     from rondel.models.load import Loaded
 
 GUESS, COIN, AGAIN = 1, 2, 3  # the numbers of a token, beside 0
@@ -65,7 +65,7 @@ class Draft:
 
     # -- on the device's thread ------------------------------------------------------------------
 
-    def propose(self, runner: Runner, plan: Plan) -> None:
+    def propose(self, runner: Runner, plan: StepPlan) -> None:
         """A guess for every page that was reserved ahead; none, if its numbers overflow: the model needs no guesses."""
         began = time.perf_counter()
         for live, n in plan.chunks:

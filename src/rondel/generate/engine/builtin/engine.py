@@ -33,12 +33,12 @@ from rondel.core.types import (
     Message,
     Request,
     Route,
-    Scored,
+    TokenScores,
 )
 from rondel.generate.engine.builtin.channels import open_channels
 from rondel.generate.engine.builtin.grammar import Grammars
 from rondel.generate.engine.builtin.memory_release import Resting
-from rondel.generate.engine.builtin.pages import Layers, Pages
+from rondel.generate.engine.builtin.pages import Layers, PageAllocator
 from rondel.generate.engine.builtin.request import Heard, Live
 from rondel.generate.engine.builtin.runner import Runner
 from rondel.generate.engine.builtin.scheduler import Scheduler
@@ -86,7 +86,7 @@ class BuiltinEngine:
         """
         self.loaded, self._run, self.claim = loaded, run, claim
         self.arrivals = Arrivals(loaded, transports or {})
-        self.pages = Pages(kv_pages)
+        self.pages = PageAllocator(kv_pages)
         self.scheduler = Scheduler(self.pages, max_running=max_running, prefill_tokens=prefill_tokens)
         self.concurrency = concurrency
         if concurrency is not None:
@@ -185,7 +185,7 @@ class BuiltinEngine:
             live.routes = np.concatenate(pieces).astype(np.int16)
         return reason
 
-    async def score(self, request: Request) -> Scored:
+    async def score(self, request: Request) -> TokenScores:
         self._refuse_if_broken()
         if self.arrivals.overwrites:
             raise EngineError("new weights are arriving: score before the update begins or after its commit")
@@ -201,7 +201,7 @@ class BuiltinEngine:
         version = self.version
         self.account.turn("generate" if self._pump is not None else "score")
         try:
-            return Scored(await self._run(self.runner.score, request.tokens, Gaze.of(request)), version)
+            return TokenScores(await self._run(self.runner.score, request.tokens, Gaze.of(request)), version)
         finally:
             self.account.turn(self._doing)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rondel.core.protocols import Tags
 from rondel.models import linear
-from rondel.models.host import Host
+from rondel.models.host import HostMemory
 
 if TYPE_CHECKING:
     from rondel.models.compilation import Compiled
@@ -28,7 +28,7 @@ class Resting:
 
     def __init__(self, loaded: Loaded, compiled: Compiled | Graphs | None, *, owns: bool) -> None:
         self.loaded, self.compiled, self.owns = loaded, compiled, owns
-        self.host = Host()
+        self.host = HostMemory()
         self.moves = owns and loaded.device.type != "cpu"
         self.tensors = [*loaded.model.parameters(), *loaded.model.buffers()]
 

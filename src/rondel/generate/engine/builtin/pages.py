@@ -71,7 +71,7 @@ def _mapping(size: int) -> mmap.mmap:
     return memory
 
 
-class Pages:
+class PageAllocator:
     """The allocator and the memory behind it."""
 
     def __init__(self, count: int) -> None:

@@ -18,11 +18,11 @@ Root = tuple[int, str, str]
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class RadixNode:
     tokens: list[int]
     pages: list[int]
-    parent: Node | None
-    children: dict[int, Node] = field(default_factory=dict)  # by first token
+    parent: RadixNode | None
+    children: dict[int, RadixNode] = field(default_factory=dict)  # by first token
     locks: int = 0
     used: int = 0
     queued: bool = False  # has an entry in the heap of leaves
@@ -31,21 +31,21 @@ class Node:
 
 class RadixTree:
     def __init__(self) -> None:
-        self.roots: dict[Root, Node] = {}
+        self.roots: dict[Root, RadixNode] = {}
         self.cached = 0  # pages in the tree
         self.held = 0  # those of them on locked paths; all others can be evicted
         self._clock = 0
         self._leaves: list[
-            tuple[int, int, Node]
+            tuple[int, int, RadixNode]
         ] = []  # a heap: last use when it was entered, a number, a node that was an unlocked leaf then
         self._numbers, self._dead = count(), 0  # entries of nodes that are gone
 
-    def match(self, root: Root, tokens: list[int]) -> tuple[Node, list[int]]:
+    def match(self, root: Root, tokens: list[int]) -> tuple[RadixNode, list[int]]:
         """The deepest node that covers a prefix of `tokens`, and the pages of that
         prefix. Splits a node matched in part.
         """
         self._clock += 1
-        node, at, pages = self.roots.setdefault(root, Node([], [], None)), 0, []
+        node, at, pages = self.roots.setdefault(root, RadixNode([], [], None)), 0, []
         while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
             n = _common(child.tokens, tokens, at)
             if n < len(child.tokens):
@@ -63,14 +63,14 @@ class RadixTree:
             node, at = child if n == len(child.tokens) else None, at + n
         return at
 
-    def insert(self, root: Root, tokens: list[int], pages: list[int]) -> tuple[Node, list[int], list[int]]:
+    def insert(self, root: Root, tokens: list[int], pages: list[int]) -> tuple[RadixNode, list[int], list[int]]:
         """Store `pages` of `tokens`. -> (node, the tree's pages for these tokens, those
         of `pages` that were duplicates).
         """
         node, known = self.match(root, tokens)
         rest = len(known)
         if rest < len(tokens):
-            child = Node(tokens[rest:], pages[rest:], node, used=self._clock)
+            child = RadixNode(tokens[rest:], pages[rest:], node, used=self._clock)
             node.children[tokens[rest]] = child
             self.cached += len(child.pages)
             self._queue(child)
@@ -78,13 +78,13 @@ class RadixTree:
         duplicates = [mine for mine, theirs in zip(pages, known) if mine != theirs]
         return node, known + pages[rest:], duplicates
 
-    def lock(self, node: Node | None) -> None:
+    def lock(self, node: RadixNode | None) -> None:
         while node is not None:
             self.held += 0 if node.locks else len(node.pages)
             node.locks += 1
             node = node.parent
 
-    def unlock(self, node: Node | None) -> None:
+    def unlock(self, node: RadixNode | None) -> None:
         while node is not None:
             node.locks -= 1
             assert node.locks >= 0, "a cache path was unlocked twice"
@@ -119,23 +119,23 @@ class RadixTree:
                 del self.roots[name]
         return freed
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[RadixNode]:
         """Every node below a root."""
         for root in self.roots.values():
             yield from _below(root)
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _split(self, node: Node, n: int) -> Node:
+    def _split(self, node: RadixNode, n: int) -> RadixNode:
         """The first n tokens of `node` become its new parent; locks hold for both halves."""
         assert node.parent is not None
-        upper = Node(node.tokens[:n], node.pages[:n], node.parent, locks=node.locks, used=node.used)
+        upper = RadixNode(node.tokens[:n], node.pages[:n], node.parent, locks=node.locks, used=node.used)
         node.parent.children[upper.tokens[0]] = upper
         node.tokens, node.pages, node.parent = node.tokens[n:], node.pages[n:], upper
         upper.children[node.tokens[0]] = node
         return upper
 
-    def _remove(self, leaf: Node) -> list[int]:
+    def _remove(self, leaf: RadixNode) -> list[int]:
         assert leaf.locks == 0 and not leaf.children and leaf.parent is not None
         del leaf.parent.children[leaf.tokens[0]]
         self.cached -= len(leaf.pages)
@@ -148,14 +148,14 @@ class RadixTree:
         self._queue(leaf.parent)
         return leaf.pages
 
-    def _queue(self, node: Node) -> None:
+    def _queue(self, node: RadixNode) -> None:
         """Enter an unlocked leaf into the heap, once."""
         if node.parent is not None and not (node.queued or node.children or node.locks or node.gone):
             node.queued = True
             heappush(self._leaves, (node.used, next(self._numbers), node))
 
 
-def _below(root: Node) -> Iterator[Node]:
+def _below(root: RadixNode) -> Iterator[RadixNode]:
     """The nodes under `root`, parents before their children."""
     stack = [*root.children.values()]
     while stack:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rondel.core.types import Completion, FinishReason, Request, Stint
-from rondel.generate.engine.builtin.radix import Node, Root
+from rondel.generate.engine.builtin.radix import RadixNode, Root
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.channels import Channels
@@ -41,7 +41,7 @@ class Live:
     guess: list[int] = field(default_factory=list)
     ahead: list[int] = field(default_factory=list)
     shared: int = 0
-    node: Node | None = None
+    node: RadixNode | None = None
     root: Root | None = None  # the namespace its pages were computed under; None once they mix versions
     row: int = -1  # its line in the page table while it runs
     noted: int = 0  # how many of its pages stand in that line

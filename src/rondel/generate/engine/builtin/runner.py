@@ -16,10 +16,10 @@ from torch import Tensor
 
 from rondel.generate.engine.builtin.channels import Channels, note_raw
 from rondel.generate.engine.builtin.logits_processors import shape
-from rondel.generate.engine.builtin.pages import Layers, Pages
+from rondel.generate.engine.builtin.pages import Layers, PageAllocator
 from rondel.generate.engine.builtin.request import Live
 from rondel.generate.engine.builtin.sampler import choose, uniform, weights
-from rondel.generate.engine.builtin.scheduler import Plan
+from rondel.generate.engine.builtin.scheduler import StepPlan
 from rondel.generate.engine.builtin.speculative import agreeing
 from rondel.generate.engine.builtin.vision_encoder import Eyes, Gaze
 from rondel.models.attention import Chunk, Decoding, PagedLayout
@@ -46,7 +46,7 @@ class Runner:
     def __init__(
         self,
         loaded: Loaded,
-        pages: Pages,
+        pages: PageAllocator,
         rows: int,
         *,
         records: bool = False,
@@ -61,7 +61,7 @@ class Runner:
         self.eyes = Eyes(loaded)
 
     @torch.inference_mode()
-    def step(self, plan: Plan) -> list[tuple[Live, int, float]]:
+    def step(self, plan: StepPlan) -> list[tuple[Live, int, float]]:
         """Compute the plan. -> (request, token, logprob) for those whose prompt is complete or
         that decode, in order of their tokens.
         """
@@ -150,7 +150,7 @@ class Runner:
             out += logprobs.gather(1, ids[rows.start + 1 : rows.stop + 1, None])[:, 0].tolist()
         return out
 
-    def _forward(self, plan: Plan) -> tuple[Tensor, list[tuple[Live, int]]]:
+    def _forward(self, plan: StepPlan) -> tuple[Tensor, list[tuple[Live, int]]]:
         """Hidden states of the step's new tokens, and the first of the rows from which a
         request's tokens are drawn: 1 + its guesses.
         """

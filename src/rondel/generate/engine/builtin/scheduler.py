@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, islice, takewhile
 
 from rondel.core.errors import LawError
-from rondel.generate.engine.builtin.pages import Pages
+from rondel.generate.engine.builtin.pages import PageAllocator
 from rondel.generate.engine.builtin.radix import RadixTree, Root
 from rondel.generate.engine.builtin.request import Live
 
@@ -24,7 +24,7 @@ AHEAD = 16  # decode tokens for which room is wanted before another prompt is ad
 
 
 @dataclass(slots=True)
-class Plan:
+class StepPlan:
     """One engine step: chunks are (request, how many of its tokens), decoding requests
     take one token each, and their guesses.
     """
@@ -38,7 +38,7 @@ class Plan:
 
 
 class Scheduler:
-    def __init__(self, pages: Pages, *, max_running: int, prefill_tokens: int) -> None:
+    def __init__(self, pages: PageAllocator, *, max_running: int, prefill_tokens: int) -> None:
         self.pages, self.tree = pages, RadixTree()
         self.max_running, self.prefill_tokens = max_running, prefill_tokens
         self.limit = max_running  # of those, how many may run now
@@ -62,7 +62,7 @@ class Scheduler:
 
     # -- before the step -------------------------------------------------------------------------
 
-    def plan(self, version: int, *, fresh: bool = True) -> Plan:
+    def plan(self, version: int, *, fresh: bool = True) -> StepPlan:
         """Reserve pages for one step. `fresh` False admits only requests that have written
         something: the engine is being drained.
         """
@@ -94,7 +94,7 @@ class Scheduler:
             budget -= n
             if live.leads:
                 leaders.append(live)
-        return Plan(chunks, decoding)
+        return StepPlan(chunks, decoding)
 
     def _queue(self, version: int, budget: int) -> list[Live]:
         """Those that wait: first those whose prompt is cached for the most part, each kind in the order of arrival.
@@ -182,7 +182,7 @@ class Scheduler:
 
     # -- after the step --------------------------------------------------------------------------
 
-    def computed(self, plan: Plan) -> None:
+    def computed(self, plan: StepPlan) -> None:
         """Keys and values of the plan exist now: prompts become shareable."""
         for live, n in plan.chunks:
             self.prefilled += n
@@ -190,7 +190,7 @@ class Scheduler:
                 self._store(live, live.prompt)
         self.decoded += sum(1 + len(live.ahead) for live in plan.decoding)
 
-    def roll_back(self, plan: Plan) -> None:
+    def roll_back(self, plan: StepPlan) -> None:
         """After delivery: the pages of guesses that did not come true are free again."""
         for live in plan.decoding:
             self._give_ahead(live)

@@ -29,7 +29,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.draft import Draft
     from rondel.generate.engine.builtin.request import Live
-    from rondel.generate.engine.builtin.scheduler import Plan, Scheduler
+    from rondel.generate.engine.builtin.scheduler import Scheduler, StepPlan
     from rondel.models.load import Loaded
 
 LONGEST, SHORTEST = 4, 2  # tokens that must have occurred before
@@ -175,7 +175,7 @@ class Speculation:
         if self.draft is not None:
             self.draft.open(loaded, pages)
 
-    def propose(self, plan: Plan, scheduler: Scheduler) -> None:
+    def propose(self, plan: StepPlan, scheduler: Scheduler) -> None:
         """Reserve pages for guesses where there is room for nothing more urgent; look-ups are
         made here, a draft's guesses on its device.
         """
@@ -200,7 +200,7 @@ class Speculation:
             n = scheduler.reserve_ahead(live, min(k, most))
             live.guess = guess[:n]
 
-    def note(self, plan: Plan, drawn: list[tuple[Live, int, float]], seconds: float) -> None:
+    def note(self, plan: StepPlan, drawn: list[tuple[Live, int, float]], seconds: float) -> None:
         """What the step brought, before it is delivered."""
         came: dict[Live, int] = {}
         for live, _, _ in drawn:

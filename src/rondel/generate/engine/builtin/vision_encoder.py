@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from rondel.core.errors import UserError
-from rondel.core.media import Image, Placed, keyed, positions, shift
-from rondel.models.vision import Features, Seen
+from rondel.core.media import Image, ImagePlaceholder, keyed, positions, shift
+from rondel.models.vision import Features, VisionFeatures
 
 if TYPE_CHECKING:
     from rondel.core.types import Request
@@ -33,7 +33,7 @@ class Gaze:
     positions  [3,P]  of its prompt; a token behind it stands at its index + shift
     """
 
-    media: Sequence[Placed]
+    media: Sequence[ImagePlaceholder]
     keys: list[int]
     positions: np.ndarray
     shift: int
@@ -79,7 +79,7 @@ class Eyes:
         """Other weights serve, or the memory is wanted."""
         self._known.clear()
 
-    def seen(self, fed: Sequence[tuple[int, int, Gaze | None]]) -> Seen | None:
+    def seen(self, fed: Sequence[tuple[int, int, Gaze | None]]) -> VisionFeatures | None:
         """What is seen by tokens that are fed: (first, how many, gaze) of each run, in the order
         of the packed row. On the device's thread.
         """
@@ -100,7 +100,7 @@ class Eyes:
             features[image.digest].rows(torch.arange(begin, end, device=self.loaded.device))
             for image, begin, end in cells
         ]
-        return Seen(torch.from_numpy(np.concatenate(rows)).to(self.loaded.device), Features.joined(parts))
+        return VisionFeatures(torch.from_numpy(np.concatenate(rows)).to(self.loaded.device), Features.joined(parts))
 
     def _look(self, wanted: dict[str, Image]) -> dict[str, Features]:
         """The features of these pictures; those that nobody has asked for in a while go when there is no room."""

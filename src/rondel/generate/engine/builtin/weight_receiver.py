@@ -42,7 +42,7 @@ class Arrivals:
         self._awaited: dict[str, TensorInfo] = {}
         self._beside: dict[str, Tensor] = {}  # by the module's name
         # where each of the checkpoint's tensors lies in one of the module's
-        self._parts: Mapping[str, tuple[str, names.Piece]] = {}
+        self._parts: Mapping[str, tuple[str, names.TensorSlice]] = {}
 
     @property
     def kinds(self) -> set[str]:

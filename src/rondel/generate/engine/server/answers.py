@@ -66,7 +66,7 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-class Piece(NamedTuple):
+class AnswerDelta(NamedTuple):
     """What is new in an answer: text, and tokens from `first` up to `last`. `ends` at its last piece."""
 
     answer: Answer
@@ -82,7 +82,7 @@ class Samples:
     def __init__(self, engine: Any, pairs: list[tuple[Answer, Request]]) -> None:
         self.engine, self.pairs = engine, pairs
         self.answers = [answer for answer, _ in pairs]
-        self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        self._pieces: asyncio.Queue[AnswerDelta | None] = asyncio.Queue()
 
     async def _one(self, answer: Answer, request: Request) -> None:
         reader = answer.reader
@@ -92,10 +92,10 @@ class Samples:
 
         def heard(token: int, logprob: float, version: int, top: list[tuple[int, float]] | None) -> None:
             text, at = answer.add(reader, token, logprob, version, top), len(answer.tokens)
-            self._pieces.put_nowait(Piece(answer, text, at - 1, at))
+            self._pieces.put_nowait(AnswerDelta(answer, text, at - 1, at))
 
         rest = answer.end(await self.engine.generate(request, on_token=heard))
-        self._pieces.put_nowait(Piece(answer, rest, len(answer.tokens), len(answer.tokens), ends=True))
+        self._pieces.put_nowait(AnswerDelta(answer, rest, len(answer.tokens), len(answer.tokens), ends=True))
 
     async def whole(self) -> list[Answer]:
         tasks = [asyncio.create_task(self._one(*pair)) for pair in self.pairs]
@@ -108,7 +108,7 @@ class Samples:
             self._pieces.put_nowait(None)
         return self.answers
 
-    async def pieces(self) -> AsyncGenerator[Piece]:
+    async def pieces(self) -> AsyncGenerator[AnswerDelta]:
         """As they come; the last of each answer `ends` it. Left early, everything ends."""
         work = asyncio.create_task(self.whole())
         try:

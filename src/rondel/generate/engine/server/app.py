@@ -22,9 +22,9 @@ from starlette.routing import Route
 from rondel.core.errors import StalledError
 from rondel.generate.engine.server import broadcast, control, native, openai, weights
 from rondel.generate.engine.server.answers import Samples
-from rondel.generate.engine.server.errors import GONE, Refusal, refusal
+from rondel.generate.engine.server.errors import GONE, RequestRefusal, refusal
 from rondel.generate.engine.server.fields import read_fields
-from rondel.generate.engine.server.service import Asked, Service
+from rondel.generate.engine.server.service import GenerationRequest, Service
 from rondel.system.http import from_a_web_page
 
 Handler = Callable[[Service, Request], Awaitable[Any]]
@@ -56,7 +56,7 @@ OPEN = frozenset({"/health"})  # without a key: whoever watches the process has 
 PROBE_SECONDS = 20.0
 
 
-def build(service: Service) -> Door:
+def build(service: Service) -> ServerAuth:
     """The ASGI application."""
     born = int(time.time())
 
@@ -65,7 +65,7 @@ def build(service: Service) -> Door:
 
     async def one_model(request: Request) -> dict[str, Any]:
         if request.path_params["name"] != service.name:
-            raise Refusal(
+            raise RequestRefusal(
                 404,
                 f"no model '{request.path_params['name'][:200]}' here; this server serves '{service.name}'",
                 code="model_not_found",
@@ -102,19 +102,19 @@ def build(service: Service) -> Door:
     there = ", ".join(r.path for r in routes if "{" not in r.path)
 
     async def not_found(request: Request, error: Exception) -> Response:
-        return Refusal(
+        return RequestRefusal(
             404, f"nothing is at {request.scope['path'][:200]}; this server has {there}", code="not_found"
         ).response()
 
     async def not_allowed(request: Request, error: Any) -> Response:
-        return Refusal(
+        return RequestRefusal(
             405,
             f"{request.method} is not for {request.scope['path']}",
             code="method_not_allowed",
             headers=error.headers,
         ).response()
 
-    return Door(
+    return ServerAuth(
         service,
         Starlette(routes=routes, exception_handlers={404: not_found, 405: not_allowed}),
         {r.path for r in routes},
@@ -136,7 +136,7 @@ def _safely(
     return endpoint
 
 
-def told(service: Service, error: Exception) -> Refusal:
+def told(service: Service, error: Exception) -> RequestRefusal:
     said = refusal(error, refusing=service.engine.state == "refusing")
     if said.status == 500:
         traceback.print_exception(error, file=sys.stderr)
@@ -158,7 +158,7 @@ def _generating(read: Callable[..., Any], harmless: frozenset[str]) -> Handler:
 class Answering:
     """An ASGI response that writes answers while it watches whether anybody is still there."""
 
-    def __init__(self, service: Service, reply: Any, asked: Asked) -> None:
+    def __init__(self, service: Service, reply: Any, asked: GenerationRequest) -> None:
         self.service, self.reply, self.asked = service, reply, asked
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -240,22 +240,22 @@ async def health(service: Service, request: Request) -> Any:
 async def health_generate(service: Service, request: Request) -> Any:
     """One token, really drawn. A paused engine draws none."""
     if service.engine.state != "serving":
-        raise Refusal(503, f"the engine is {service.engine.state}", code="not_serving")
-    asked = Asked(prompts=[[0]], max_tokens=1, draw={"temperature": 0.0}, id="health")
+        raise RequestRefusal(503, f"the engine is {service.engine.state}", code="not_serving")
+    asked = GenerationRequest(prompts=[[0]], max_tokens=1, draw={"temperature": 0.0}, id="health")
     with service.admit(1):
         samples = await service.samples(asked)
         try:
             async with asyncio.timeout(PROBE_SECONDS):
                 answers = await samples.whole()
         except TimeoutError:
-            raise Refusal(503, f"no token within {PROBE_SECONDS:g} s", code="not_serving") from None
+            raise RequestRefusal(503, f"no token within {PROBE_SECONDS:g} s", code="not_serving") from None
     return {"status": service.engine.state, "tokens": answers[0].tokens, "weight_version": str(service.engine.version)}
 
 
 # -- the door --------------------------------------------------------------------------------------
 
 
-class Door:
+class ServerAuth:
     """Who may come in; and every answer that goes out is counted."""
 
     def __init__(self, service: Service, app: Starlette, paths: set[str]) -> None:
@@ -281,18 +281,20 @@ class Door:
             path = scope["path"] if scope["path"] in self.paths else "other"
             self.service.metrics.requests.labels(path, str(status)).inc()
 
-    def _turned_away(self, request: Request) -> Refusal | None:
+    def _turned_away(self, request: Request) -> RequestRefusal | None:
         if self.service.api_key:
             if request.scope["path"] in OPEN or self._has_key(request):
                 return None
-            return Refusal(
+            return RequestRefusal(
                 401,
                 "this server wants its key: Authorization: Bearer KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
         if from_a_web_page(request):
-            return Refusal(403, "a web page asks, and this server has no key: start it with --api-key", code="browser")
+            return RequestRefusal(
+                403, "a web page asks, and this server has no key: start it with --api-key", code="browser"
+            )
         return None
 
     def _has_key(self, request: Request) -> bool:

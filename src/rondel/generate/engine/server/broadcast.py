@@ -26,8 +26,8 @@ from torch import Tensor
 
 from rondel.core.errors import StalledError, SyncError
 from rondel.generate.engine.builtin import staged_update
-from rondel.generate.engine.server.errors import Refusal
-from rondel.generate.engine.server.fields import Fields
+from rondel.generate.engine.server.errors import RequestRefusal
+from rondel.generate.engine.server.fields import RequestFields
 from rondel.generate.engine.server.told import done, fields_of, here, refusing, served, updating, version_of
 from rondel.models import names
 from rondel.system import sockets
@@ -41,7 +41,7 @@ MOST = 1 << 16  # tensors of one call
 
 
 @dataclass(slots=True)
-class Group:
+class WeightGroup:
     """What has been joined (None until then), and what came through it since the last commit."""
 
     group: Any
@@ -57,18 +57,18 @@ async def init_weights_update_group(service: Service, request: Request) -> dict[
     f.end()
     device = service.engine.loaded.device.type
     if not host or port is None or size is None:
-        raise Refusal(400, "a group needs master_address, master_port and world_size", param="master_address")
+        raise RequestRefusal(400, "a group needs master_address, master_port and world_size", param="master_address")
     if name is None:
-        raise Refusal(400, "a group needs a group_name", param="group_name")
+        raise RequestRefusal(400, "a group needs a group_name", param="group_name")
     if rank >= size:
         raise f.wrong("rank_offset", f"of {size} members the last one is {size - 1}")
     if backend != (fits := "nccl" if device == "cuda" else "gloo"):
         raise f.wrong("backend", f"the weights of this server lie on a {device}: {fits}")
     if name in service.groups:
-        raise Refusal(
+        raise RequestRefusal(
             409, f"group '{name}' is there already, or is being joined; /destroy_weights_update_group ends it"
         )
-    service.groups[name] = Group(None, device)  # nothing moves while it is joined: updates by other ways go on
+    service.groups[name] = WeightGroup(None, device)  # nothing moves while it is joined: updates by other ways go on
     try:
         async with refusing(service), here(request):
             end = time.monotonic() + wait
@@ -123,8 +123,8 @@ async def destroy_weights_update_group(service: Service, request: Request) -> di
     name = f.text("group_name", NAME)
     f.end()
     async with updating(service):
-        if service.groups.get(str(name), Group(None, "")).group is None:
-            raise Refusal(400, f"there is no group '{name}'", param="group_name")
+        if service.groups.get(str(name), WeightGroup(None, "")).group is None:
+            raise RequestRefusal(400, f"there is no group '{name}'", param="group_name")
         del service.groups[str(name)]
     return done(f"group '{name}' is left")
 
@@ -140,10 +140,12 @@ async def update_weights_from_distributed(service: Service, request: Request) ->
     version, keep, abort = version_of(service, f), not f.flag("flush_cache", True), f.flag("abort_all_requests")
     f.end()
     if (group := service.groups.get(str(name))) is None or group.group is None:
-        raise Refusal(400, f"there is no group '{name}': /init_weights_update_group makes one", param="group_name")
+        raise RequestRefusal(
+            400, f"there is no group '{name}': /init_weights_update_group makes one", param="group_name"
+        )
     if twice := sorted(group.arrived.keys() & {row[0] for row in rows}):
         group.arrived.clear()
-        raise Refusal(
+        raise RequestRefusal(
             400, f"{twice[0]} came twice before all tensors had come; what had come is forgotten", param="names"
         )
     async with updating(service):
@@ -155,7 +157,7 @@ async def update_weights_from_distributed(service: Service, request: Request) ->
         wanted = names.served(service.engine.loaded.model, {*group.arrived, *came})
         if strangers := sorted(group.arrived.keys() - wanted.keys()):
             group.arrived.clear()
-            raise Refusal(
+            raise RequestRefusal(
                 400,
                 f"{strangers[0]} is the module's name, and others are the checkpoint's: all of one update have one "
                 f"kind",
@@ -172,30 +174,32 @@ async def update_weights_from_distributed(service: Service, request: Request) ->
         return await served(service, deliver, abort=abort)
 
 
-def _rows(service: Service, f: Fields) -> list[tuple[str, torch.dtype, list[int]]]:
+def _rows(service: Service, f: RequestFields) -> list[tuple[str, torch.dtype, list[int]]]:
     """Announced as this model has them, so that nothing is waited for that could not be taken."""
     found, dtypes, shapes = f.texts("names", MOST), f.texts("dtypes", MOST), f.take("shapes", [])
     if not found or not isinstance(shapes, list) or not len(found) == len(dtypes) == len(shapes):
-        raise Refusal(400, "names, dtypes and shapes are lists of one length, with a tensor each", param="names")
+        raise RequestRefusal(400, "names, dtypes and shapes are lists of one length, with a tensor each", param="names")
     if len(set(found)) < len(found):
         raise f.wrong("names", "each tensor comes once")
     mine = names.served(service.engine.loaded.model, found)
     rows = []
     for name, dtype, shape in zip(found, dtypes, shapes):
         if name not in mine:
-            raise Refusal(400, f"this model has no tensor '{name[:200]}'", param="names")
+            raise RequestRefusal(400, f"this model has no tensor '{name[:200]}'", param="names")
         if shape != list(mine[name].shape):
-            raise Refusal(
+            raise RequestRefusal(
                 400, f"{name} has shape {list(mine[name].shape)} here, and not {str(shape)[:80]}", param="shapes"
             )
         kind = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(kind, torch.dtype) or kind.is_floating_point != mine[name].is_floating_point():
-            raise Refusal(400, f"{name} is {mine[name].dtype} here, and cannot come as '{dtype[:80]}'", param="dtypes")
+            raise RequestRefusal(
+                400, f"{name} is {mine[name].dtype} here, and cannot come as '{dtype[:80]}'", param="dtypes"
+            )
         rows.append((name, kind, shape))
     return rows
 
 
-def _receive(group: Group, rows: list[tuple[str, torch.dtype, list[int]]], flat: bool) -> dict[str, Tensor]:
+def _receive(group: WeightGroup, rows: list[tuple[str, torch.dtype, list[int]]], flat: bool) -> dict[str, Tensor]:
     """On a thread of its own: the device goes on decoding while the other side sends."""
     tensors = {name: torch.empty(shape, dtype=kind, device=group.device) for name, kind, shape in rows}
     sizes = [t.numel() * t.element_size() for t in tensors.values()]

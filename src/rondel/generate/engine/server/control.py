@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from rondel.core.errors import RondelError
-from rondel.generate.engine.server.errors import Refusal
-from rondel.generate.engine.server.fields import Fields
+from rondel.generate.engine.server.errors import RequestRefusal
+from rondel.generate.engine.server.fields import RequestFields
 from rondel.generate.engine.server.told import done, fields_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ async def abort_request(service: Service, request: Request) -> dict[str, Any]:
     rid, everything = f.text("rid"), f.flag("abort_all")
     f.end()
     if not (rid or everything):
-        raise Refusal(400, "say which: rid = the request's id, or abort_all = true", param="rid")
+        raise RequestRefusal(400, "say which: rid = the request's id, or abort_all = true", param="rid")
     n = await service.engine.abort(lambda r: everything or r.id == rid)
     return done(f"{n} answers end here", aborted=n)
 
@@ -68,13 +68,13 @@ async def _refused(status: int, work: Any) -> Any:
     try:
         return await work
     except RondelError as error:
-        raise Refusal(status, str(error)) from error
+        raise RequestRefusal(status, str(error)) from error
 
 
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def _tags(f: Fields) -> tuple[str, ...]:
+def _tags(f: RequestFields) -> tuple[str, ...]:
     tags = f.take("tags")
     f.end()
     if tags is None:

@@ -18,8 +18,8 @@ TYPES = {
 GONE = 499  # the client closed the connection: nobody reads this
 
 
-class Refusal(Exception):
-    """`Refusal(400, "n = 0; at least 1 sample", param="n")`. `param` is the field at
+class RequestRefusal(Exception):
+    """`RequestRefusal(400, "n = 0; at least 1 sample", param="n")`. `param` is the field at
     fault, `code` what a program can match.
     """
 
@@ -46,21 +46,21 @@ class Refusal(Exception):
         return JSONResponse({**also, **self.body}, self.status, headers=self.headers)
 
 
-def refusal(error: Exception, *, refusing: bool = False) -> Refusal:
+def refusal(error: Exception, *, refusing: bool = False) -> RequestRefusal:
     """How an error of the engine is told over HTTP. One that serves others has an
     error only for what this request asked.
     """
     match error:
-        case Refusal():
+        case RequestRefusal():
             return error
         case UserError():
-            return Refusal(400, str(error))
+            return RequestRefusal(400, str(error))
         case StalledError():
-            return Refusal(504, str(error), code="deadline")
+            return RequestRefusal(504, str(error), code="deadline")
         case EngineError() if not refusing:
-            return Refusal(422, str(error), code="not_possible")
+            return RequestRefusal(422, str(error), code="not_possible")
         case EngineError():
-            return Refusal(503, str(error), code="engine_refuses", headers={"Retry-After": "5"})
+            return RequestRefusal(503, str(error), code="engine_refuses", headers={"Retry-After": "5"})
         case RondelError():
-            return Refusal(500, str(error))
-    return Refusal(500, f"{type(error).__name__}; this is a bug of ours, the server's stderr has its traceback")
+            return RequestRefusal(500, str(error))
+    return RequestRefusal(500, f"{type(error).__name__}; this is a bug of ours, the server's stderr has its traceback")

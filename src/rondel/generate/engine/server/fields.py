@@ -14,14 +14,14 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from rondel.core.registry import nearest
-from rondel.generate.engine.server.errors import GONE, Refusal
+from rondel.generate.engine.server.errors import GONE, RequestRefusal
 
 READING = 60.0  # seconds in which a body must have arrived
 
 
 async def read_body(request: Request, limit: int) -> bytes:
     """The whole body; more than `limit` bytes are refused before they are held."""
-    too_large = Refusal(
+    too_large = RequestRefusal(
         413,
         f"the body is larger than {limit} bytes, this server's limit (rondel serve --max-body)",
         code="body_too_large",
@@ -37,21 +37,21 @@ async def read_body(request: Request, limit: int) -> bytes:
                 if len(body) > limit:
                     raise too_large
     except TimeoutError:
-        raise Refusal(408, f"the body did not arrive within {READING:g} s") from None
+        raise RequestRefusal(408, f"the body did not arrive within {READING:g} s") from None
     except ClientDisconnect:
-        raise Refusal(GONE, "the client left while it was sending") from None
+        raise RequestRefusal(GONE, "the client left while it was sending") from None
     return bytes(body)
 
 
-async def read_fields(request: Request, limit: int, *, ignored: Collection[str] = ()) -> Fields:
+async def read_fields(request: Request, limit: int, *, ignored: Collection[str] = ()) -> RequestFields:
     """An empty body is {}: SGLang's clients call some control endpoints without one."""
     body = await read_body(request, limit)
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if body and kind != "application/json" and not kind.endswith("+json"):
-        raise Refusal(
+        raise RequestRefusal(
             415, f"the body is '{kind or 'of no type'}'; send JSON with the header Content-Type: application/json"
         )
-    return Fields(parse(body) if body.strip() else {}, ignored=ignored)
+    return RequestFields(parse(body) if body.strip() else {}, ignored=ignored)
 
 
 def parse(body: bytes) -> dict[str, Any]:
@@ -60,13 +60,13 @@ def parse(body: bytes) -> dict[str, Any]:
         value = json.loads(body.decode("utf-8"), parse_constant=_not_a_number, parse_float=_finite)
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
-        raise Refusal(400, "the body is nested too deeply") from None
+        raise RequestRefusal(400, "the body is nested too deeply") from None
     except UnicodeError:
-        raise Refusal(400, "the body is not valid UTF-8") from None
+        raise RequestRefusal(400, "the body is not valid UTF-8") from None
     except ValueError as error:
-        raise Refusal(400, f"the body is not JSON: {str(error)[:200]}") from None
+        raise RequestRefusal(400, f"the body is not JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
-        raise Refusal(400, f"the body is a JSON {type(value).__name__}; it must be an object")
+        raise RequestRefusal(400, f"the body is a JSON {type(value).__name__}; it must be an object")
     return value
 
 
@@ -85,7 +85,7 @@ def shown(value: Any) -> str:
     return text if len(text) < 80 else text[:77] + "..."
 
 
-class Fields:
+class RequestFields:
     """`f.whole("n", 1, 1, 128)`: the value if it is given and right, the default if it is
     missing or null, else a refusal that names it.
     """
@@ -97,8 +97,8 @@ class Fields:
         self._known.add(name)
         return self._body.get(name, default)
 
-    def wrong(self, name: str, rule: str) -> Refusal:
-        return Refusal(
+    def wrong(self, name: str, rule: str) -> RequestRefusal:
+        return RequestRefusal(
             400, f"{self._within}{name} = {shown(self._body.get(name))}; {rule}", param=f"{self._within}{name}"
         )
 
@@ -144,11 +144,11 @@ class Fields:
             raise self.wrong(name, f"it must be a list of at most {most} whole numbers")
         return tuple(value)
 
-    def object(self, name: str) -> Fields:
+    def object(self, name: str) -> RequestFields:
         value = self.take(name, {})
         if not isinstance(value, dict):
             raise self.wrong(name, "it must be an object")
-        return Fields(value, within=f"{self._within}{name}.")
+        return RequestFields(value, within=f"{self._within}{name}.")
 
     def only(self, name: str, *allowed: Any) -> None:
         """A field that this server knows and does not offer: a value that would change nothing passes."""
@@ -164,7 +164,7 @@ class Fields:
         """Every field has been asked for, or the request is refused by the first that has not."""
         if unknown := sorted(self._body.keys() - self._known):
             name = f"{self._within}{unknown[0][:80]}"
-            raise Refusal(
+            raise RequestRefusal(
                 400,
                 f"no field '{name}' here.{nearest(unknown[0][:80], sorted(self._known))}",
                 param=name,

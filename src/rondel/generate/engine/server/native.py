@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from rondel.generate.engine.server.answers import Answer, Piece
-from rondel.generate.engine.server.errors import Refusal
-from rondel.generate.engine.server.fields import Fields, shown
+from rondel.generate.engine.server.answers import Answer, AnswerDelta
+from rondel.generate.engine.server.errors import RequestRefusal
+from rondel.generate.engine.server.fields import RequestFields, shown
 from rondel.generate.engine.server.sampling_fields import BIGGEST, read_draw, read_prompts, read_seed
-from rondel.generate.engine.server.service import Asked, Service
+from rondel.generate.engine.server.service import GenerationRequest, Service
 from rondel.text.special_tokens import SPLIT
 
 HARMLESS = frozenset(
@@ -24,10 +24,10 @@ NAMED = "image_data"
 BASE64 = re.compile(r"[A-Za-z0-9+/]{16,}={0,2}")
 
 
-def read_generate(f: Fields, service: Service) -> Native:
+def read_generate(f: RequestFields, service: Service) -> Native:
     text, ids = f.take("text"), f.take("input_ids")
     if (text is None) == (ids is None):
-        raise Refusal(400, "give either text or input_ids", param="text")
+        raise RequestRefusal(400, "give either text or input_ids", param="text")
     name, given = ("text", text) if ids is None else ("input_ids", ids)
     prompts = read_prompts(f, given, name)
     many = isinstance(given, list) and not isinstance(given[0], int)
@@ -46,7 +46,7 @@ def read_generate(f: Fields, service: Service) -> Native:
     rid = f.take("rid")
     if rid is not None and not isinstance(rid, str):
         raise f.wrong("rid", "it must be a string; samples and prompts of one request share it")
-    asked = Asked(
+    asked = GenerationRequest(
         prompts=prompts,
         images=_images(f, len(prompts), many=many),
         split=f.flag(SPLIT, True),
@@ -71,7 +71,7 @@ def read_generate(f: Fields, service: Service) -> Native:
     return Native(service, asked, logprobs, many or asked.n > 1)
 
 
-def _images(f: Fields, prompts: int, *, many: bool) -> list[list[str]]:
+def _images(f: RequestFields, prompts: int, *, many: bool) -> list[list[str]]:
     """`image_data`: one image or a list of them, of several prompts a list for each;
     each is a data: URL, or base64 alone.
     """
@@ -80,7 +80,7 @@ def _images(f: Fields, prompts: int, *, many: bool) -> list[list[str]]:
         return []
     rows = given if many else [given]
     if not isinstance(rows, list) or len(rows) != prompts:
-        raise Refusal(
+        raise RequestRefusal(
             400,
             f"image_data of {prompts} prompts must be a list of {prompts}, each an image, a list of images or null",
             param=NAMED,
@@ -92,7 +92,7 @@ def _url(image: Any) -> str:
     url = image.get("url") if isinstance(image, dict) else image
     if not isinstance(url, str) or not (url.startswith("data:image/") or BASE64.fullmatch(url[:100])):
         said = f"image_data has {shown(url) if not isinstance(url, str) else repr(url[:60])}"
-        raise Refusal(
+        raise RequestRefusal(
             400, f"{said}; an image is sent whole, as data:image/png;base64,... or its base64 alone", param=NAMED
         )
     return url if url.startswith("data:") else f"data:image/png;base64,{url}"
@@ -101,7 +101,7 @@ def _url(image: Any) -> str:
 @dataclass(slots=True)
 class Native:
     service: Service
-    asked: Asked
+    asked: GenerationRequest
     logprobs: bool
     many: bool
 
@@ -112,7 +112,7 @@ class Native:
     def begin(self, answers: list[Answer]) -> Iterator[dict[str, Any]]:
         return iter(())
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
+    def chunk(self, piece: AnswerDelta) -> dict[str, Any]:
         a = piece.answer
         return self._row(a, a.text, piece.last, ends=piece.ends) | ({"index": a.index} if self.many else {})
 

@@ -14,11 +14,11 @@ from uuid import uuid4
 
 from rondel.core.errors import DataError
 from rondel.generate.engine.builtin.text import HALF
-from rondel.generate.engine.server.answers import Answer, Piece
-from rondel.generate.engine.server.errors import Refusal
-from rondel.generate.engine.server.fields import Fields, shown
+from rondel.generate.engine.server.answers import Answer, AnswerDelta
+from rondel.generate.engine.server.errors import RequestRefusal
+from rondel.generate.engine.server.fields import RequestFields, shown
 from rondel.generate.engine.server.sampling_fields import BIGGEST, read_draw, read_prompts, read_seed
-from rondel.generate.engine.server.service import Asked, Service
+from rondel.generate.engine.server.service import GenerationRequest, Service
 from rondel.generate.pictures import sent
 from rondel.text.special_tokens import SPLIT
 
@@ -28,7 +28,7 @@ HARMLESS = frozenset(
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def read_completion(f: Fields, service: Service) -> Reply:
+def read_completion(f: RequestFields, service: Service) -> CompletionReply:
     """OpenAI's text completion: `prompt` is a string, token ids, or a list of either. Control
     tokens that a string spells are text, unless it says split_special_tokens = false."""
     prompt = f.take("prompt")
@@ -41,7 +41,7 @@ def read_completion(f: Fields, service: Service) -> Reply:
     return _reply(f, service, asked, chat=False, logprobs=top is not None, top=top or 0)
 
 
-def read_chat(f: Fields, service: Service) -> Reply:
+def read_chat(f: RequestFields, service: Service) -> CompletionReply:
     """OpenAI's chat: messages go through the model's own template, `tools` with them."""
     messages = _messages(f, f.take("messages"))
     asked = _common(f, service, default_tokens=None)
@@ -63,10 +63,10 @@ def read_chat(f: Fields, service: Service) -> Reply:
     return _reply(f, service, asked, chat=True, logprobs=logprobs, top=top)
 
 
-def _common(f: Fields, service: Service, *, default_tokens: int | None) -> Asked:
+def _common(f: RequestFields, service: Service, *, default_tokens: int | None) -> GenerationRequest:
     model = f.text("model", service.name)
     if model != service.name:
-        raise Refusal(
+        raise RequestRefusal(
             404,
             f"no model '{str(model)[:200]}' here; this server serves '{service.name}'",
             param="model",
@@ -77,7 +77,7 @@ def _common(f: Fields, service: Service, *, default_tokens: int | None) -> Asked
     old, new = f.whole("max_tokens", None, 1, BIGGEST), f.whole("max_completion_tokens", None, 1, BIGGEST)
     if None not in (old, new) and old != new:
         raise f.wrong("max_tokens", f"max_completion_tokens says {new}; give one of the two")
-    return Asked(
+    return GenerationRequest(
         draw=draw,
         max_tokens=new or old or default_tokens,
         n=f.whole("n", 1, 1, service.limits.samples),
@@ -87,7 +87,7 @@ def _common(f: Fields, service: Service, *, default_tokens: int | None) -> Asked
     )
 
 
-def _grammar(f: Fields) -> dict[str, Any] | None:
+def _grammar(f: RequestFields) -> dict[str, Any] | None:
     """OpenAI's response_format as Sampling's grammar."""
     wanted = f.object("response_format")
     kind = wanted.text("type", "text")
@@ -107,7 +107,7 @@ def _grammar(f: Fields) -> dict[str, Any] | None:
     return {"json_schema": {"type": "object"}} if kind == "json_object" else None
 
 
-def _messages(f: Fields, given: Any) -> list[dict[str, Any]]:
+def _messages(f: RequestFields, given: Any) -> list[dict[str, Any]]:
     """Contents as plain text, a list of text parts joined; or as parts, where a user or a tool shows an image."""
     if not isinstance(given, list) or not given or not all(isinstance(m, dict) for m in given):
         raise f.wrong("messages", "it must be a list of objects with role and content, at least one")
@@ -115,7 +115,7 @@ def _messages(f: Fields, given: Any) -> list[dict[str, Any]]:
     for i, message in enumerate(given):
         where, content = f"messages[{i}]", message.get("content")
         if message.get("role") not in ROLES:
-            raise Refusal(400, f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
+            raise RequestRefusal(400, f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
         if content is None and message.get("tool_calls"):
             content = ""
         out.append(
@@ -129,7 +129,9 @@ def _content(content: Any, where: str, *, images: bool) -> str | list[dict[str, 
         return content
     kinds = ("text", "image_url") if images else ("text",)
     if not isinstance(content, list) or not all(isinstance(p, dict) and p.get("type") in kinds for p in content):
-        raise Refusal(400, f"{where} must be a string or a list of parts of type {' or '.join(kinds)}", param=where)
+        raise RequestRefusal(
+            400, f"{where} must be a string or a list of parts of type {' or '.join(kinds)}", param=where
+        )
     parts = []
     for part in content:
         if part["type"] == "image_url":
@@ -137,7 +139,7 @@ def _content(content: Any, where: str, *, images: bool) -> str | list[dict[str, 
         elif isinstance(part.get("text"), str):
             parts.append({"type": "text", "text": part["text"]})
         else:
-            raise Refusal(400, f"{where} has a part of type text without a text", param=where)
+            raise RequestRefusal(400, f"{where} has a part of type text without a text", param=where)
     return parts if any(p["type"] == "image" for p in parts) else "".join(p["text"] for p in parts)
 
 
@@ -145,14 +147,16 @@ def _image(part: dict[str, Any], where: str) -> dict[str, Any]:
     url = part.get("image_url")
     if isinstance(url, dict) and url.get("detail") not in (None, "auto", "high"):
         rule = "an image is shown as large as the model takes it; leave it out, or send a smaller image"
-        raise Refusal(400, f"{where} has an image with detail = {shown(url['detail'])}; {rule}", param=where)
+        raise RequestRefusal(400, f"{where} has an image with detail = {shown(url['detail'])}; {rule}", param=where)
     try:
         return sent(part, where)
     except DataError as error:
-        raise Refusal(400, str(error), param=where, code="invalid_image") from None
+        raise RequestRefusal(400, str(error), param=where, code="invalid_image") from None
 
 
-def _reply(f: Fields, service: Service, asked: Asked, *, chat: bool, logprobs: bool, top: int) -> Reply:
+def _reply(
+    f: RequestFields, service: Service, asked: GenerationRequest, *, chat: bool, logprobs: bool, top: int
+) -> CompletionReply:
     options = f.object("stream_options")
     usage = options.flag("include_usage")
     options.end()
@@ -160,15 +164,15 @@ def _reply(f: Fields, service: Service, asked: Asked, *, chat: bool, logprobs: b
     f.end()
     asked.top = top
     asked.id = asked.id or f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
-    return Reply(service, asked, chat, logprobs, token_ids, usage)
+    return CompletionReply(service, asked, chat, logprobs, token_ids, usage)
 
 
 @dataclass(slots=True)
-class Reply:
+class CompletionReply:
     """What is answered to one request, at once or in chunks."""
 
     service: Service
-    asked: Asked
+    asked: GenerationRequest
     chat: bool
     logprobs: bool
     token_ids: bool
@@ -182,7 +186,9 @@ class Reply:
                 if self.chat
                 else {"text": a.text}
             )
-            choices.append({"index": a.index, **said, **self._tokens(Piece(a, a.text, 0, len(a.tokens), ends=True))})
+            choices.append(
+                {"index": a.index, **said, **self._tokens(AnswerDelta(a, a.text, 0, len(a.tokens), ends=True))}
+            )
         prompts = {"prompt_token_ids": answers[0].prompt} if self.token_ids else {}
         return {**self._head(chunk=False), **prompts, "choices": choices, "usage": self._usage(answers)}
 
@@ -199,7 +205,7 @@ class Reply:
                 }
                 yield {**self._head(), **prompts, "choices": [role]}
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
+    def chunk(self, piece: AnswerDelta) -> dict[str, Any]:
         said: dict[str, Any] = (
             {"delta": {"content": piece.text} if piece.text or not piece.ends else {}}
             if self.chat
@@ -221,7 +227,7 @@ class Reply:
             "weight_version": self.service.engine.version,
         }
 
-    def _tokens(self, piece: Piece) -> dict[str, Any]:
+    def _tokens(self, piece: AnswerDelta) -> dict[str, Any]:
         a, part = piece.answer, slice(piece.first, piece.last)
         out: dict[str, Any] = {
             "finish_reason": a.completion.finish_reason if piece.ends and a.completion else None,

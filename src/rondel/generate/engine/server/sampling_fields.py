@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from rondel.generate.engine.server.fields import Fields
+from rondel.generate.engine.server.fields import RequestFields
 
 COLDEST = 1e-3  # below it the logits of a float overflow; 0 is greedy
 BIGGEST = 1 << 30
 
 
-def read_draw(f: Fields, *, hottest: float = 2.0) -> dict[str, Any]:
+def read_draw(f: RequestFields, *, hottest: float = 2.0) -> dict[str, Any]:
     """Keyword arguments of Sampling."""
     temperature = f.number("temperature", 1.0, 0.0, hottest)
     if 0 < temperature < COLDEST:
@@ -31,7 +31,7 @@ def read_draw(f: Fields, *, hottest: float = 2.0) -> dict[str, Any]:
     }
 
 
-def _bias(f: Fields) -> dict[int, float]:
+def _bias(f: RequestFields) -> dict[int, float]:
     """JSON's keys are texts."""
     given = f.take("logit_bias", {})
     if not isinstance(given, dict) or len(given) > 1024:
@@ -46,13 +46,13 @@ def _bias(f: Fields) -> dict[int, float]:
     return {int(key): float(value) for key, value in given.items()}
 
 
-def read_seed(f: Fields, name: str = "seed") -> int:
+def read_seed(f: RequestFields, name: str = "seed") -> int:
     """A request without one gets its own, so that two of them are not the same."""
     seed = f.whole(name, None, -(1 << 63), (1 << 64) - 1)
     return secrets.randbits(63) if seed is None else seed
 
 
-def read_prompts(f: Fields, prompt: Any, name: str = "prompt") -> list[str | list[int]]:
+def read_prompts(f: RequestFields, prompt: Any, name: str = "prompt") -> list[str | list[int]]:
     def is_ids(value: Any) -> bool:
         return isinstance(value, list) and bool(value) and all(type(t) is int and 0 <= t < BIGGEST for t in value)
 

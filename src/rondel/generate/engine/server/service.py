@@ -14,11 +14,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rondel.core.errors import DataError
-from rondel.core.media import Image, Placed, Sight
+from rondel.core.media import Image, ImagePlaceholder, Sight
 from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.engine.builtin.text import Reader, split_stops
 from rondel.generate.engine.server.answers import Answer, Samples
-from rondel.generate.engine.server.errors import Refusal
+from rondel.generate.engine.server.errors import RequestRefusal
 from rondel.generate.engine.server.metrics import Metrics
 from rondel.generate.pictures import TooLarge, all_seen, parted, placed
 from rondel.text.special_tokens import special_tokens
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """What one client may cost the others.
 
     body      bytes of a request; 0 is 4 MiB, and 64 MiB for a model that sees images
@@ -44,7 +44,7 @@ class Limits:
 
 
 @dataclass(slots=True, kw_only=True)
-class Asked:
+class GenerationRequest:
     """What one request wants, whichever API it came by. `draw` are Sampling's fields but
     max_tokens: None is all the room there is.
 
@@ -76,7 +76,7 @@ class Service:
         *,
         run: Callable[..., Awaitable[Any]],
         name: str,
-        limits: Limits,
+        limits: RequestLimits,
         api_key: str = "",
         segment: Callable[[str, int, int], Any] | None = None,
     ) -> None:
@@ -113,13 +113,13 @@ class Service:
     def admit(self, n: int) -> Iterator[None]:
         """A place in the queue for n answers."""
         if n > min(self.limits.samples, self.limits.queue):
-            raise Refusal(
+            raise RequestRefusal(
                 400,
                 f"prompts x n = {n} answers; this server gives at most {self.limits.samples} to one request",
                 param="n",
             )
         if self.open + n > self.limits.queue:
-            raise Refusal(
+            raise RequestRefusal(
                 429,
                 f"{self.open} answers are being written or wait, {self.limits.queue} are this server's limit: come back "
                 f""
@@ -251,7 +251,7 @@ class Service:
         finally:
             self.open -= n
 
-    async def samples(self, asked: Asked) -> Samples:
+    async def samples(self, asked: GenerationRequest) -> Samples:
         """Prompts as tokens, checked against the room there is; nothing runs yet."""
         if asked.messages is None:
             sources = asked.images or [[] for _ in asked.prompts]
@@ -277,9 +277,9 @@ class Service:
             try:
                 sampling = Sampling(**asked.draw, max_tokens=max_tokens)
             except ValueError as error:
-                raise Refusal(400, str(error)) from None
+                raise RequestRefusal(400, str(error)) from None
             if asked.top and not _plain(sampling):
-                raise Refusal(
+                raise RequestRefusal(
                     400,
                     "the likeliest tokens are told under the model alone, the drawn one under what it was drawn from: to have both in one "
                     "scale, ask with temperature 1 or 0 and without top_k, top_p, min_p, penalties, logit_bias, min_tokens or a schema",
@@ -295,7 +295,7 @@ class Service:
                 pairs.append((answer, request))
         return Samples(self.engine, pairs)
 
-    async def _placed(self, tokens: list[int], sources: list[Any]) -> tuple[list[int], tuple[Placed, ...]]:
+    async def _placed(self, tokens: list[int], sources: list[Any]) -> tuple[list[int], tuple[ImagePlaceholder, ...]]:
         """Its images at their placeholders: one for each, or as many as it has cells."""
         sight = self.sight
         try:
@@ -313,12 +313,12 @@ class Service:
             return whole, tuple(media)
         except DataError as error:
             code = "context_length_exceeded" if isinstance(error, TooLarge) else "invalid_image"
-            raise Refusal(400, str(error), param="image", code=code) from None
+            raise RequestRefusal(400, str(error), param="image", code=code) from None
 
     def _max_tokens(self, prompt: int, wanted: int | None) -> int:
         left = self.room - prompt
         if left < (wanted or 1):
-            raise Refusal(
+            raise RequestRefusal(
                 400,
                 f"{prompt} prompt tokens + max_tokens {wanted or 1} exceed the {self.room} that this server holds for one request",
                 param="max_tokens" if left > 0 else "prompt",
@@ -329,7 +329,7 @@ class Service:
     async def _tokens(self, text: str, meant: set[str], *, split: bool) -> list[int]:
         """Of a prompt's text; the control tokens `meant` stand for its images."""
         if len(text) > self._longest * self.room:  # found out before it costs the tokenizer's time
-            raise Refusal(
+            raise RequestRefusal(
                 400,
                 f"a prompt of {len(text)} characters; {self.room} tokens cannot hold it",
                 code="context_length_exceeded",
@@ -347,7 +347,9 @@ class Service:
         """The model's chat template, of messages in which no control token is meant. What it
         raises is the client's to read: it knows which roles and orders it takes."""
         if self.plain:
-            raise Refusal(400, f"'{self.name}' has no chat template: use /v1/completions", code="no_chat_template")
+            raise RequestRefusal(
+                400, f"'{self.name}' has no chat template: use /v1/completions", code="no_chat_template"
+            )
 
         messages, tools = self.special.cover(messages), self.special.cover(tools)
 
@@ -357,19 +359,19 @@ class Service:
         try:
             text = render(tools=tools) if tools else render()
             if tools and text == render():
-                raise Refusal(
+                raise RequestRefusal(
                     400, f"the chat template of '{self.name}' does not show tools to the model", param="tools"
                 )
-        except Refusal:
+        except RequestRefusal:
             raise
         except Exception as error:
-            raise Refusal(
+            raise RequestRefusal(
                 400,
                 f"the chat template refuses these messages: {type(error).__name__}: {str(error)[:300]}",
                 param="messages",
             ) from None
         if (size := len(self.special.uncover(text))) > self._longest * self.room:
-            raise Refusal(
+            raise RequestRefusal(
                 400,
                 f"messages of {size} characters; {self.room} tokens cannot hold them",
                 code="context_length_exceeded",
@@ -377,13 +379,13 @@ class Service:
         return self.special.encode(text)
 
 
-def _where(tokens: list[int], images: list[Image], sight: Sight) -> tuple[Placed, ...]:
+def _where(tokens: list[int], images: list[Image], sight: Sight) -> tuple[ImagePlaceholder, ...]:
     """The images among tokens that have a placeholder for each of their cells."""
-    media: list[Placed] = []
+    media: list[ImagePlaceholder] = []
     try:
         for image in images:
-            media.append(Placed(tokens.index(sight.placeholder, media[-1].end if media else 0), image))
-        Placed.agree(tokens, media)
+            media.append(ImagePlaceholder(tokens.index(sight.placeholder, media[-1].end if media else 0), image))
+        ImagePlaceholder.agree(tokens, media)
     except ValueError as error:
         raise DataError(str(error)) from error
     return tuple(media)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from rondel.core.errors import RondelError
-from rondel.generate.engine.server.errors import GONE, Refusal
-from rondel.generate.engine.server.fields import Fields, read_fields
+from rondel.generate.engine.server.errors import GONE, RequestRefusal
+from rondel.generate.engine.server.fields import RequestFields, read_fields
 
 if TYPE_CHECKING:
     from rondel.generate.engine.server.service import Service
@@ -21,11 +21,11 @@ def done(message: str, **more: Any) -> dict[str, Any]:
     return {"success": True, "message": message, **more}
 
 
-async def fields_of(service: Service, request: Request) -> Fields:
+async def fields_of(service: Service, request: Request) -> RequestFields:
     return await read_fields(request, service.limits.body)
 
 
-def version_of(service: Service, f: Fields) -> int:
+def version_of(service: Service, f: RequestFields) -> int:
     """SGLang's is a string; ours counts, so that staleness can be measured. An older one is
     refused: it is late, unless `rollback` says it is meant.
     """
@@ -35,7 +35,7 @@ def version_of(service: Service, f: Fields) -> int:
     if type(given) is not int or not 0 <= given < 1 << 53:
         raise f.wrong("weight_version", "it must be a whole number; left out it is the next one")
     if not f.flag("rollback") and given < service.engine.version:
-        raise Refusal(
+        raise RequestRefusal(
             409,
             f"weight_version = {given}, and {service.engine.version} serves: who goes back to an older version says so "
             f"with rollback = true",
@@ -48,7 +48,7 @@ def version_of(service: Service, f: Fields) -> int:
 async def updating(service: Service) -> AsyncIterator[None]:
     """One at a time; what goes wrong is told with what serves now."""
     if service.updating.locked():
-        raise Refusal(409, "another update is on its way; ask again when it is done")
+        raise RequestRefusal(409, "another update is on its way; ask again when it is done")
     async with service.updating, refusing(service):
         yield
 
@@ -60,7 +60,7 @@ async def refusing(service: Service) -> AsyncIterator[None]:
         yield
     except RondelError as error:
         old = service.engine.state != "refusing"
-        raise Refusal(
+        raise RequestRefusal(
             400 if old else 500, f"{error}{f'; version {service.engine.version} goes on serving' if old else ''}"
         ) from error
 
@@ -83,7 +83,7 @@ async def here(request: Request) -> AsyncIterator[None]:
         if not left.done():
             raise  # by somebody else
         task.uncancel()
-        raise Refusal(GONE, "the client left") from None
+        raise RequestRefusal(GONE, "the client left") from None
     finally:
         left.cancel()
 

@@ -16,15 +16,15 @@ from starlette.requests import Request
 
 from rondel.core.types import Manifest, Route
 from rondel.generate.engine.builtin import staged_update
-from rondel.generate.engine.server.errors import Refusal
-from rondel.generate.engine.server.fields import Fields, parse, read_body
+from rondel.generate.engine.server.errors import RequestRefusal
+from rondel.generate.engine.server.fields import RequestFields, parse, read_body
 from rondel.generate.engine.server.told import fields_of, served, updating, version_of
 
 if TYPE_CHECKING:
     from rondel.generate.engine.server.service import Service
 
 
-async def _update(service: Service, f: Fields, deliver: Callable[..., Awaitable[int]]) -> dict[str, Any]:
+async def _update(service: Service, f: RequestFields, deliver: Callable[..., Awaitable[int]]) -> dict[str, Any]:
     """`deliver(keep=...)` -> the version served."""
     keep, abort = not f.flag("flush_cache", True), f.flag("abort_all_requests")
     f.end()
@@ -61,7 +61,7 @@ async def update_weights_from_tensor(service: Service, request: Request) -> dict
     if kind == "application/octet-stream":
         asked = request.query_params
         back = asked.get("rollback")
-        f = Fields(
+        f = RequestFields(
             {
                 "weight_version": asked.get("weight_version"),
                 "rollback": back == "true" if back in ("true", "false") else back,
@@ -69,12 +69,12 @@ async def update_weights_from_tensor(service: Service, request: Request) -> dict
         )
         return await _update(service, f, _from_bytes(service, body, version_of(service, f)))
     if kind != "application/json":
-        raise Refusal(415, f"the body is '{kind or 'of no type'}'; send application/octet-stream, or JSON")
-    f = Fields(parse(body))
+        raise RequestRefusal(415, f"the body is '{kind or 'of no type'}'; send application/octet-stream, or JSON")
+    f = RequestFields(parse(body))
     parts = f.texts("serialized_named_tensors", 1)
     f.only("load_format", "safetensors")
     if len(parts) != 1:
-        raise Refusal(
+        raise RequestRefusal(
             400,
             "serialized_named_tensors must be one base64 text of a safetensors file (pickle is never read); "
             "or send the file itself as application/octet-stream",
@@ -83,7 +83,7 @@ async def update_weights_from_tensor(service: Service, request: Request) -> dict
     try:
         blob = base64.b64decode(parts[0], validate=True)
     except (binascii.Error, ValueError):
-        raise Refusal(400, "serialized_named_tensors is not base64", param="serialized_named_tensors") from None
+        raise RequestRefusal(400, "serialized_named_tensors is not base64", param="serialized_named_tensors") from None
     return await _update(service, f, _from_bytes(service, blob, version_of(service, f)))
 
 
@@ -105,7 +105,7 @@ async def update_weights_from_ipc(service: Service, request: Request) -> dict[st
             "what comes that way is pickled, and pickle is never read: send manifest and segment of shared memory",
         )
     if (segment := service.segment) is None:
-        raise Refusal(
+        raise RequestRefusal(
             501, "this server maps no memory of others; use /update_weights_from_disk", code="not_implemented"
         )
     at = f.object("segment")

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from rondel.generate.envs.gateway.errors import Refusal
-from rondel.generate.envs.gateway.fields import Fields, event, functions
+from rondel.generate.envs.gateway.errors import GatewayRefusal
+from rondel.generate.envs.gateway.fields import ChatFields, event, functions
 from rondel.generate.envs.gateway.messages import Messages, call_of, content_of, text_of
 
 if TYPE_CHECKING:
-    from rondel.generate.envs.gateway.session import Session
+    from rondel.generate.envs.gateway.session import GatewaySession
 
 THOUGHTS = ("thinking", "redacted_thinking")  # of another model: the policy has written none
 
@@ -23,11 +23,11 @@ def read_messages(system: Any, given: list[Any]) -> Messages:
     for i, message in enumerate(given):
         where = f"messages[{i}]"
         if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
-            raise Refusal(400, f"{where}.role must be user or assistant")
+            raise GatewayRefusal(400, f"{where}.role must be user or assistant")
         role, content = message["role"], message.get("content")
         blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
         if not all(isinstance(block, dict) for block in blocks):
-            raise Refusal(400, f"{where}.content must be a text or a list of blocks")
+            raise GatewayRefusal(400, f"{where}.content must be a text or a list of blocks")
         calls = [
             call_of(b.get("id"), b.get("name"), b.get("input") or {}) for b in blocks if b.get("type") == "tool_use"
         ]
@@ -44,7 +44,7 @@ def read_messages(system: Any, given: list[Any]) -> Messages:
             }
             out.append({**read, "tool_calls": calls} if calls and role == "assistant" else read)
     if out and out[-1]["role"] == "assistant":
-        raise Refusal(
+        raise GatewayRefusal(
             400, "the last message is the assistant's: the policy begins its answers itself; end with a user's message"
         )
     return out
@@ -79,15 +79,15 @@ def function_of(tool: dict[str, Any]) -> dict[str, Any]:
     return {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
 
 
-async def count_tokens(session: Session, f: Fields) -> dict[str, Any]:
+async def count_tokens(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
     """Of a conversation as if it were new; nothing is asked of the policy."""
     said = read_messages(f.take("system", (str, list)), f.take("messages", list, []))
     if not said:
-        raise Refusal(400, "there is nothing to count")
+        raise GatewayRefusal(400, "there is nothing to count")
     return {"input_tokens": await session.size(said, functions(f.take("tools", list, []), function_of))}
 
 
-async def messages(session: Session, f: Fields) -> dict[str, Any]:
+async def messages(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
     said = read_messages(f.take("system", (str, list)), f.take("messages", list, []))
     tools = functions(f.take("tools", list, []), function_of)
     (reply,) = await session.replies(f.asked(said, tools, limit=("max_tokens",), stop="stop_sequences"))

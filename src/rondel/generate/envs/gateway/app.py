@@ -12,13 +12,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rondel.generate.envs.gateway import anthropic, openai, responses
-from rondel.generate.envs.gateway.errors import Refusal, refusal
-from rondel.generate.envs.gateway.fields import Fields, parse
+from rondel.generate.envs.gateway.errors import GatewayRefusal, refusal
+from rondel.generate.envs.gateway.fields import ChatFields, parse
 
 if TYPE_CHECKING:
-    from rondel.generate.envs.gateway.session import Session
+    from rondel.generate.envs.gateway.session import GatewaySession
 
-    Answer = Callable[[Session, Fields], Awaitable[dict[str, Any]]]
+    Answer = Callable[[GatewaySession, ChatFields], Awaitable[dict[str, Any]]]
     Chunks = Callable[[dict[str, Any], dict[str, Any]], Iterator[bytes]]
 SHARED = {  # by what Anthropic's clients append, to their own base_url or to OpenAI's
     "messages": (anthropic.messages, anthropic.chunks),
@@ -34,15 +34,15 @@ LARGEST = 64 << 20  # bytes of a body
 LEFT = 499  # nobody reads this
 
 
-def build(sessions: dict[str, Session], warn: Callable[[str, str], None]) -> Starlette:
+def build(sessions: dict[str, GatewaySession], warn: Callable[[str, str], None]) -> Starlette:
     """The ASGI application over the sessions that are open."""
 
-    def session_of(request: Request) -> Session:
+    def session_of(request: Request) -> GatewaySession:
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         keys = [given.strip()] * (kind.lower() == "bearer") + [request.headers.get("x-api-key", "")]
         key = next((key for key in keys if key in sessions), None)  # some clients send a word of their own as the other
         if key is None:
-            raise Refusal(
+            raise GatewayRefusal(
                 401,
                 "no episode has this API key: it is the one that the agent was given, and ends with its episode",
                 "invalid_api_key",
@@ -64,7 +64,7 @@ def build(sessions: dict[str, Session], warn: Callable[[str, str], None]) -> Sta
         async def handler(request: Request) -> Response:
             session = session_of(request)
             body = parse(await _body(request))
-            fields = Fields(body, session.chat.sampling, warn)
+            fields = ChatFields(body, session.chat.sampling, warn)
             options = fields.take("stream_options", dict, {})
             whole = await _while_it_waits(request, session, answer(session, fields))
             if not body.get("stream"):
@@ -87,7 +87,7 @@ def build(sessions: dict[str, Session], warn: Callable[[str, str], None]) -> Sta
         return JSONResponse(openai.model(name) if name else listed)
 
     async def nothing(request: Request) -> Response:
-        raise Refusal(
+        raise GatewayRefusal(
             404,
             f"nothing is at {request.url.path[:200]}; this gateway has {', '.join([*ENDPOINTS][:4])} and /v1/models",
         )
@@ -108,13 +108,13 @@ async def _body(request: Request) -> bytes:
         async for chunk in request.stream():
             body += chunk
             if len(body) > LARGEST:
-                raise Refusal(413, f"the body is larger than {LARGEST} bytes")
+                raise GatewayRefusal(413, f"the body is larger than {LARGEST} bytes")
     except ClientDisconnect:
-        raise Refusal(LEFT, "the agent left while it was sending") from None
+        raise GatewayRefusal(LEFT, "the agent left while it was sending") from None
     return bytes(body)
 
 
-async def _while_it_waits(request: Request, session: Session, answer: Any) -> dict[str, Any]:
+async def _while_it_waits(request: Request, session: GatewaySession, answer: Any) -> dict[str, Any]:
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
@@ -129,8 +129,8 @@ async def _while_it_waits(request: Request, session: Session, answer: Any) -> di
         await asyncio.wait([work, left])
     if work.cancelled():
         raise (
-            Refusal(401, "the episode is over", "invalid_api_key")
+            GatewayRefusal(401, "the episode is over", "invalid_api_key")
             if session.closed
-            else Refusal(LEFT, "the agent left")
+            else GatewayRefusal(LEFT, "the agent left")
         )
     return work.result()

@@ -9,7 +9,7 @@ from rondel.core.types import Completion
 
 
 @dataclass(slots=True)
-class Asked:
+class ChatRequest:
     """What an agent wants of the policy.
 
     said        messages, or a text, or token ids, to go on from
@@ -25,7 +25,7 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Reply:
+class ChatReply:
     """`calls`: (id, name, arguments). `stopped`: the client's stop string that ended it, which is not in `text`."""
 
     text: str

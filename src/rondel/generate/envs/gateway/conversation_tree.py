@@ -20,7 +20,7 @@ from rondel.generate.envs.chat import Mark, TokenChat
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
+class AnsweredTurn:
     """One of the policy that has been answered with. length: of the branch's `said` up
     to its end; tail: its stop string.
     """
@@ -37,7 +37,7 @@ class Branch:
     chat: TokenChat
     said: Any
     tools: list[dict[str, Any]]
-    turns: list[Turn]
+    turns: list[AnsweredTurn]
     busy: bool = False
 
     def knows(self, said: Any, tools: list[dict[str, Any]]) -> int:

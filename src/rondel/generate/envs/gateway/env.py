@@ -14,7 +14,7 @@ from rondel.core.events import Warned, emit
 from rondel.core.types import Task, Trajectory
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.gateway.agent import Agent, score_of
-from rondel.generate.envs.gateway.session import Session
+from rondel.generate.envs.gateway.session import GatewaySession
 from rondel.generate.envs.single_turn import opening
 from rondel.generate.envs.template import Messages, Schemas
 
@@ -44,7 +44,7 @@ class Gateway:
         """One trajectory, or one for each branch: the first opened comes first, and has
         the score if the agent says one.
         """
-        session, failed, returned = Session(chat), None, None
+        session, failed, returned = GatewaySession(chat), None, None
         async with self.listening.to(session) as (url, key):
             try:
                 async with asyncio.timeout(self.timeout) as limit:

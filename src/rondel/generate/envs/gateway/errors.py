@@ -10,8 +10,8 @@ OPENAI = {401: "authentication_error", 404: "not_found_error", 500: "server_erro
 ANTHROPIC = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "api_error"}
 
 
-class Refusal(Exception):
-    """`Refusal(400, "n = 0; at least 1", code="...")`."""
+class GatewayRefusal(Exception):
+    """`GatewayRefusal(400, "n = 0; at least 1", code="...")`."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -27,7 +27,7 @@ class Refusal(Exception):
         return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
 
 
-class TooLong(Refusal):
+class TooLong(GatewayRefusal):
     """The conversation has outgrown the context: said in words that agents look for in both APIs."""
 
     def __init__(self, most: int) -> None:
@@ -35,10 +35,10 @@ class TooLong(Refusal):
         super().__init__(400, text, "context_length_exceeded")
 
 
-def refusal(error: Exception) -> Refusal:
+def refusal(error: Exception) -> GatewayRefusal:
     """Whatever else went wrong, as an answer: what a template cannot write is the
     request's fault, the rest is this side's.
     """
-    if isinstance(error, Refusal):
+    if isinstance(error, GatewayRefusal):
         return error
-    return Refusal(400 if isinstance(error, UserError) else 500, f"{type(error).__name__}: {error}")
+    return GatewayRefusal(400 if isinstance(error, UserError) else 500, f"{type(error).__name__}: {error}")

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rondel.core.types import Sampling
-from rondel.generate.envs.gateway.chat_request import Asked
-from rondel.generate.envs.gateway.errors import Refusal
+from rondel.generate.envs.gateway.chat_request import ChatRequest
+from rondel.generate.envs.gateway.errors import GatewayRefusal
 from rondel.text.unicode import read_json
 
 # What says nothing about the answer.
@@ -49,13 +49,13 @@ def parse(raw: bytes) -> dict[str, Any]:
     try:
         body = read_json(raw)
     except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"the body is not JSON: {error}") from None
+        raise GatewayRefusal(400, f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
-        raise Refusal(400, f"the body is a JSON {type(body).__name__}; it must be an object")
+        raise GatewayRefusal(400, f"the body is a JSON {type(body).__name__}; it must be an object")
     return body
 
 
-class Fields:
+class ChatFields:
     """`f.take("max_tokens", int)`: the value, the default if it is missing or null, or a refusal that names it."""
 
     def __init__(self, body: dict[str, Any], sampling: Sampling, warn: Callable[[str, str], None]) -> None:
@@ -68,26 +68,26 @@ class Fields:
             return default
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
             expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            raise Refusal(400, f"{name} = {json.dumps(value)[:80]}; it must be of type {expected}")
+            raise GatewayRefusal(400, f"{name} = {json.dumps(value)[:80]}; it must be of type {expected}")
         return value
 
     def count(self, *names: str) -> int | None:
         """The first of them that is given."""
         given = [value for name in names if (value := self.take(name, int)) is not None]
         if given and given[0] < 1:
-            raise Refusal(400, f"{names[0]} = {given[0]}; it must be at least 1")
+            raise GatewayRefusal(400, f"{names[0]} = {given[0]}; it must be at least 1")
         return given[0] if given else None
 
     def stops(self, name: str) -> tuple[str, ...]:
         given = self.take(name, (str, list), [])
         listed = [given] if isinstance(given, str) else given
         if not all(isinstance(stop, str) for stop in listed):
-            raise Refusal(400, f"{name} must be a text or a list of texts")
+            raise GatewayRefusal(400, f"{name} must be a text or a list of texts")
         return tuple(dict.fromkeys(stop for stop in listed if stop))
 
     def asked(
         self, said: Any, tools: list[dict[str, Any]] | None = None, *, limit: tuple[str, ...], stop: str = "stop"
-    ) -> Asked:
+    ) -> ChatRequest:
         """What the APIs have in common. Called last: what nobody has taken by now is told to the
         person who runs this.
         """
@@ -96,11 +96,11 @@ class Fields:
         if choice not in NOTHING and not off:
             self.warn("tool_choice", "the policy chooses for itself whether it calls a tool")
         if not said:
-            raise Refusal(400, "there is nothing to answer")
+            raise GatewayRefusal(400, "there is nothing to answer")
         n = self.count("n") or 1
         if n > 128:
-            raise Refusal(400, f"n = {n}; at most 128")
-        asked = Asked(said, tools or [], self.count(*limit), self.stops(stop), n, not off)
+            raise GatewayRefusal(400, f"n = {n}; at most 128")
+        asked = ChatRequest(said, tools or [], self.count(*limit), self.stops(stop), n, not off)
         for name in self.body.keys() - self._known:
             value, own = self.body[name], getattr(self.sampling, name, None)
             if not any(value == nothing for nothing in NOTHING) and not (
@@ -117,12 +117,12 @@ def functions(tools: list[Any], read: Callable[[dict[str, Any]], dict[str, Any]]
     for tool in tools:
         if not isinstance(tool, dict) or tool.get("type", "function") not in ("function", "custom"):
             kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
-            raise Refusal(
+            raise GatewayRefusal(
                 400, f"a tool of type '{kind}'; only functions of the agent's own can be offered to the policy"
             )
         given = read(tool)
         if not isinstance(given, dict) or not isinstance(given.get("name"), str):
-            raise Refusal(400, "a tool without a name")
+            raise GatewayRefusal(400, "a tool without a name")
         out.append({"type": "function", "function": {k: v for k, v in given.items() if v is not None}})
     return out
 

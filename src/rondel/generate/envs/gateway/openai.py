@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from rondel.generate.envs.gateway.chat_request import Asked, Reply
-from rondel.generate.envs.gateway.errors import Refusal
-from rondel.generate.envs.gateway.fields import Fields, event, functions
+from rondel.generate.envs.gateway.chat_request import ChatReply, ChatRequest
+from rondel.generate.envs.gateway.errors import GatewayRefusal
+from rondel.generate.envs.gateway.fields import ChatFields, event, functions
 from rondel.generate.envs.gateway.messages import ROLES, Messages, call_of, content_of, text_of
 
 if TYPE_CHECKING:
-    from rondel.generate.envs.gateway.session import Session
+    from rondel.generate.envs.gateway.session import GatewaySession
 
 
 def read_messages(given: list[Any]) -> Messages:
@@ -23,7 +23,7 @@ def read_messages(given: list[Any]) -> Messages:
         where = f"messages[{i}]"
         role = ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
         if role is None:
-            raise Refusal(400, f"{where}.role must be one of {', '.join(ROLES)}")
+            raise GatewayRefusal(400, f"{where}.role must be one of {', '.join(ROLES)}")
         read: dict[str, Any] = {
             "role": role,
             "content": text_of(message.get("content"), where)
@@ -43,7 +43,7 @@ def _calls(given: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in given
     ):
-        raise Refusal(400, f"{where}.tool_calls must be a list of objects, each with a function")
+        raise GatewayRefusal(400, f"{where}.tool_calls must be a list of objects, each with a function")
     return [call_of(call.get("id"), call["function"].get("name"), call["function"].get("arguments")) for call in given]
 
 
@@ -52,7 +52,7 @@ def function_of(tool: dict[str, Any]) -> dict[str, Any]:
     return {k: given.get(k) for k in ("name", "description", "parameters")} if isinstance(given, dict) else {}
 
 
-async def chat(session: Session, f: Fields) -> dict[str, Any]:
+async def chat(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
     said = read_messages(f.take("messages", list, []))
     tools = functions(f.take("tools", list, []), function_of)
     logprobs = f.take("logprobs", bool, False)
@@ -106,7 +106,7 @@ def chat_chunks(whole: dict[str, Any], options: dict[str, Any]) -> Iterator[byte
     yield b"data: [DONE]\n\n"
 
 
-async def completion(session: Session, f: Fields) -> dict[str, Any]:
+async def completion(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
     prompt = f.take("prompt", (str, list), "")
     prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
     size = len(session.chat.tokenizer)
@@ -114,10 +114,10 @@ async def completion(session: Session, f: Fields) -> dict[str, Any]:
         if not isinstance(one, str) and not (
             isinstance(one, list) and all(type(t) is int and 0 <= t < size for t in one)
         ):
-            raise Refusal(400, f"prompt must be a text, a list of token ids below {size}, or a list of either")
+            raise GatewayRefusal(400, f"prompt must be a text, a list of token ids below {size}, or a list of either")
     logprobs = f.take("logprobs", int)
     asked = f.asked(prompts and prompts[0], limit=("max_tokens",))
-    families = [await session.replies(Asked(one, [], asked.max_tokens, asked.stop, asked.n)) for one in prompts]
+    families = [await session.replies(ChatRequest(one, [], asked.max_tokens, asked.stop, asked.n)) for one in prompts]
     replies = [reply for family in families for reply in family]
     choices = []
     for i, reply in enumerate(replies):
@@ -154,12 +154,12 @@ def model(name: str) -> dict[str, Any]:
     } | {"owned_by": "rondel"}
 
 
-def tokens(session: Session, reply: Reply) -> list[tuple[str, float]]:
+def tokens(session: GatewaySession, reply: ChatReply) -> list[tuple[str, float]]:
     """What was drawn, with the log-probability it was drawn with."""
     return [(session.chat.tokenizer.decode([t]), lp) for t, lp in zip(reply.done.tokens, reply.done.logprobs)]
 
 
-def usage(replies: list[Reply]) -> dict[str, Any]:
+def usage(replies: list[ChatReply]) -> dict[str, Any]:
     """A prompt counts once however many answers it gets."""
     prompt, written = replies[0].prompt, sum(len(reply.done.tokens) for reply in replies)
     cached = min(reply.done.cached_tokens for reply in replies)
@@ -171,7 +171,7 @@ def usage(replies: list[Reply]) -> dict[str, Any]:
     }
 
 
-def _head(prefix: str, kind: str, f: Fields) -> dict[str, Any]:
+def _head(prefix: str, kind: str, f: ChatFields) -> dict[str, Any]:
     return {
         "id": f"{prefix}-{uuid4().hex}",
         "object": kind,

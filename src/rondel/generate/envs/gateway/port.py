@@ -15,7 +15,7 @@ from rondel.generate.envs.gateway.app import build
 from rondel.system.http import Connection
 
 if TYPE_CHECKING:
-    from rondel.generate.envs.gateway.session import Session
+    from rondel.generate.envs.gateway.session import GatewaySession
 
 LAST = 2  # seconds for answers on their way when the port closes
 
@@ -23,7 +23,7 @@ LAST = 2  # seconds for answers on their way when the port closes
 class Port:
     """One server in the event loop of the run."""
 
-    def __init__(self, sessions: dict[str, Session], warn: Callable[[str, str], None]) -> None:
+    def __init__(self, sessions: dict[str, GatewaySession], warn: Callable[[str, str], None]) -> None:
         # asyncio turns Nagle's delay off only where it reads TCP, and what accept() returns
         # says what its listener says: 40 ms a turn
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -54,12 +54,12 @@ class Listening:
     """`async with listening.to(session) as (url, key)`: the key is known for as long."""
 
     def __init__(self, warn: Callable[[str, str], None]) -> None:
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, GatewaySession] = {}
         self.warn = warn
         self.port: Port | None = None
 
     @asynccontextmanager
-    async def to(self, session: Session) -> AsyncIterator[tuple[str, str]]:
+    async def to(self, session: GatewaySession) -> AsyncIterator[tuple[str, str]]:
         key = f"rondel-{secrets.token_urlsafe(24)}"
         port = self.port = self.port or Port(self.sessions, self.warn)
         port.users += 1

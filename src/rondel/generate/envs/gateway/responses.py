@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from rondel.generate.envs.gateway.errors import Refusal
-from rondel.generate.envs.gateway.fields import Fields, event, functions
+from rondel.generate.envs.gateway.errors import GatewayRefusal
+from rondel.generate.envs.gateway.fields import ChatFields, event, functions
 from rondel.generate.envs.gateway.messages import ROLES, Messages, call_of, content_of, text_of
 
 if TYPE_CHECKING:
-    from rondel.generate.envs.gateway.session import Session
+    from rondel.generate.envs.gateway.session import GatewaySession
 
 
 def read_items(given: str | list[Any]) -> Messages:
@@ -33,7 +33,7 @@ def read_items(given: str | list[Any]) -> Messages:
             case "message":
                 role = ROLES.get(str(item.get("role")))
                 if role is None:
-                    raise Refusal(400, f"{where}.role must be one of {', '.join(ROLES)}")
+                    raise GatewayRefusal(400, f"{where}.role must be one of {', '.join(ROLES)}")
                 out.append(
                     {"role": role, "content": (content_of if role == "user" else text_of)(item.get("content"), where)}
                 )
@@ -51,17 +51,17 @@ def read_items(given: str | list[Any]) -> Messages:
             case "reasoning":  # of another model: the policy has written none
                 pass
             case _:
-                raise Refusal(
+                raise GatewayRefusal(
                     400, f"{where} is of type '{kind}'; the policy reads messages, function calls and their outputs"
                 )
     return out
 
 
-async def response(session: Session, f: Fields) -> dict[str, Any]:
+async def response(session: GatewaySession, f: ChatFields) -> dict[str, Any]:
     said = read_items(f.take("input", (str, list), []))
     if before := f.take("previous_response_id", str):
         if before not in session.stored:
-            raise Refusal(
+            raise GatewayRefusal(
                 400, f"previous_response_id = '{before[:80]}' is none of this episode's", "previous_response_not_found"
             )
         said = [*session.stored[before], *said]

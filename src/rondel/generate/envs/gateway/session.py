@@ -14,15 +14,15 @@ from typing import Any
 
 from rondel.core.types import Completion
 from rondel.generate.envs.chat import TokenChat
-from rondel.generate.envs.gateway.chat_request import Asked, Reply
-from rondel.generate.envs.gateway.conversation_tree import Forest, Turn
-from rondel.generate.envs.gateway.errors import Refusal, TooLong
+from rondel.generate.envs.gateway.chat_request import ChatReply, ChatRequest
+from rondel.generate.envs.gateway.conversation_tree import AnsweredTurn, Forest
+from rondel.generate.envs.gateway.errors import GatewayRefusal, TooLong
 from rondel.generate.envs.gateway.messages import canonical, key_of
 from rondel.generate.envs.template import Messages
 from rondel.generate.pictures import TooLarge, beside, cells, looked, parted
 
 
-class Session:
+class GatewaySession:
     """`chat` is the episode's own, which every branch begins as a copy of. `fault` is the
     engine's: no agent can be blamed for it.
     """
@@ -42,7 +42,7 @@ class Session:
         task.add_done_callback(self._work.discard)
         return task
 
-    async def replies(self, asked: Asked) -> list[Reply]:
+    async def replies(self, asked: ChatRequest) -> list[ChatReply]:
         """One, or n branches from the same place. If one of them fails, none is kept waiting."""
         tasks = [self.begin(self._reply(asked)) for _ in range(asked.n)]
         try:
@@ -67,7 +67,7 @@ class Session:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
 
-    async def _reply(self, asked: Asked) -> Reply:
+    async def _reply(self, asked: ChatRequest) -> ChatReply:
         messages, said = _spelled(asked.said)
         branch = self.forest.open(said, asked.tools)
         branch.busy = True
@@ -84,10 +84,12 @@ class Session:
             branch.said = [*said, key_of(canonical([reply.message])[0])]
         else:
             branch.said = said + reply.text if isinstance(said, str) else list(branch.chat.trajectory.tokens)
-        branch.turns = [*branch.turns, Turn(len(branch.said), branch.chat.mark, reply.stopped)]
+        branch.turns = [*branch.turns, AnsweredTurn(len(branch.said), branch.chat.mark, reply.stopped)]
         return reply
 
-    async def _turn(self, chat: TokenChat, turns: list[Turn], messages: Messages, said: Any, asked: Asked) -> Reply:
+    async def _turn(
+        self, chat: TokenChat, turns: list[AnsweredTurn], messages: Messages, said: Any, asked: ChatRequest
+    ) -> ChatReply:
         """Gives what is new, and lets the policy write."""
         known = turns[-1].length if turns else 0
         number, self._asked = self._asked, self._asked + 1
@@ -110,10 +112,10 @@ class Session:
             done = await chat.reply()
         except Exception as error:
             self.fault = self.fault or error
-            raise Refusal(500, f"the engine could not serve this: {error}") from error
+            raise GatewayRefusal(500, f"the engine could not serve this: {error}") from error
         return self._read(done, chat, asked, prompt)
 
-    def _plain(self, said: str | list[int], turns: list[Turn]) -> list[int]:
+    def _plain(self, said: str | list[int], turns: list[AnsweredTurn]) -> list[int]:
         """New text as tokens. An agent that stops at a string writes that string again;
         the policy has written it already.
         """
@@ -122,7 +124,7 @@ class Session:
         said = said.removeprefix(turns[-1].tail) if turns else said
         return self.chat.template.special.encode_text(said, add_special_tokens=not turns)
 
-    def _read(self, done: Completion, chat: TokenChat, asked: Asked, prompt: int) -> Reply:
+    def _read(self, done: Completion, chat: TokenChat, asked: ChatRequest, prompt: int) -> ChatReply:
         """Tokens as an API tells them: text before the first call, and the calls. One that cannot be read is text."""
         tokenizer = chat.tokenizer
         whole = tokenizer.decode(done.tokens, skip_special_tokens=True)
@@ -132,7 +134,7 @@ class Session:
         )
         calls = chat.calls(done) if asked.tools and asked.calls and done.finish_reason == "stop" else []
         if not calls or any(call.fault for call in calls):
-            return Reply(text, [], done, prompt, stopped)
+            return ChatReply(text, [], done, prompt, stopped)
         raw = tokenizer.decode(done.tokens, skip_special_tokens=False)
         thought = len(raw) - len(raw.rpartition("</think>")[2])
         text = raw[: thought + chat.template.calls.begins(raw[thought:])].strip()
@@ -140,7 +142,7 @@ class Session:
         for call in calls:
             self._called += 1
             named.append((f"call_{self._called:06d}", call.name, call.arguments))
-        return Reply(text, named, done, prompt, stopped)
+        return ChatReply(text, named, done, prompt, stopped)
 
 
 @contextmanager
@@ -151,7 +153,7 @@ def _writing() -> Iterator[None]:
     except TooLarge:
         raise
     except Exception as error:  # a template refuses what it cannot write by raising whatever it likes
-        raise Refusal(400, f"these messages cannot be written as tokens: {error}") from error
+        raise GatewayRefusal(400, f"these messages cannot be written as tokens: {error}") from error
 
 
 def _spelled(said: Messages | str | list[int]) -> tuple[Messages, Any]:

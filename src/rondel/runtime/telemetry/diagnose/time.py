@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rondel.runtime.telemetry.accounts import CONTROLLER, shares
-from rondel.runtime.telemetry.advice import Place, advise, idle_share
+from rondel.runtime.telemetry.advice import PlacementFacts, advise, idle_share
 from rondel.runtime.telemetry.diagnose.finding import Finding
 from rondel.runtime.telemetry.diagnose.story import LEAST, Story
 
@@ -21,7 +21,7 @@ def starved(story: Story) -> Iterator[Finding]:
         for kind, seconds in account.items() if worker.startswith("engine") else ():
             engines[kind] = engines.get(kind, 0.0) + seconds
     phases = {name: s for name, s in story.accounts.get(CONTROLLER, {}).items() if name != "milestone"}
-    if len(story.steps) < LEAST or not (told := advise(phases, idle_share(engines), Place.of(story.job))):
+    if len(story.steps) < LEAST or not (told := advise(phases, idle_share(engines), PlacementFacts.of(story.job))):
         return
     wait = shares(phases).get("wait", 0.0)
     yield Finding(
