@@ -41,7 +41,8 @@ def main(argv: list[str] | None = None) -> None:
     from rondel.algos.table import resolve
     from rondel.models.load import load
     from rondel.train.pack import Batch, Sample
-    from rondel.train.step import LocalTrainer, TrainSettings
+    from rondel.train.settings import TrainSettings
+    from rondel.train.step import LocalTrainer
     from rondel.train.step_metrics import Sums
 
     device = Device("cpu", a.threads or None)

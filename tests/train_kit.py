@@ -18,7 +18,8 @@ from rondel.models.load import Loaded, load
 from rondel.train.advantages import credit
 from rondel.train.critic import Critic
 from rondel.train.pack import Batch, batch_of
-from rondel.train.step import LocalTrainer, TrainSettings
+from rondel.train.settings import TrainSettings
+from rondel.train.step import LocalTrainer
 from rondel.train.teachers import Teacher
 
 torch.set_num_threads(1)

@@ -24,7 +24,8 @@ from rondel.runtime.journal import store
 from rondel.runtime.telemetry.metrics import from_guesses
 from rondel.train.checkpoint import bytes_needed, load_trainer, save_trainer
 from rondel.train.draft import DraftTrainer
-from rondel.train.step import LocalTrainer, TrainSettings
+from rondel.train.settings import TrainSettings
+from rondel.train.step import LocalTrainer
 
 SMALL = {"random": "llama", **LITTLE, "hidden_size": 32, "intermediate_size": 32, "seed": 2}
 

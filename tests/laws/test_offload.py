@@ -24,7 +24,8 @@ from rondel.runtime.devices import OneAtATime, SharedDevice
 from rondel.sync.from_tensor import FromTensor
 from rondel.train.critic import Critic
 from rondel.train.draft import DraftTrainer
-from rondel.train.step import LocalTrainer, TrainSettings
+from rondel.train.settings import TrainSettings
+from rondel.train.step import LocalTrainer
 from rondel.train.teachers import Teacher
 
 ALL = row("ppo", kl={"coef": 0.1}, distill={"coef": 0.1})

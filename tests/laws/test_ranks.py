@@ -27,7 +27,8 @@ from rondel.train.advantages import credit
 from rondel.train.critic import Critic
 from rondel.train.fsdp import Rendezvous, Sharded
 from rondel.train.parallel import ALONE
-from rondel.train.step import LocalTrainer, TrainSettings
+from rondel.train.settings import TrainSettings
+from rondel.train.step import LocalTrainer
 from rondel.train.step_metrics import Sums
 from rondel.train.teachers import Teacher
 

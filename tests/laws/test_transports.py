@@ -48,7 +48,8 @@ from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
 from rondel.sync.update import Update
 from rondel.train.parallel import Alone
-from rondel.train.step import LocalTrainer, TrainSettings
+from rondel.train.settings import TrainSettings
+from rondel.train.step import LocalTrainer
 
 KINDS = ["tensor", "ipc", "named", "disk", "delta", "distributed"]
 BESIDE = ["ipc", "named", "disk", "delta"]

@@ -43,7 +43,8 @@ from rondel.train.fsdp import Rendezvous, Sharded
 from rondel.train.mismatch import bound_of
 from rondel.train.pack import Batch
 from rondel.train.parallel import ALONE, Alone
-from rondel.train.step import LocalTrainer, TrainSettings
+from rondel.train.settings import TrainSettings
+from rondel.train.step import LocalTrainer
 from rondel.train.teachers import Teacher
 
 

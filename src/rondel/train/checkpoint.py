@@ -22,7 +22,7 @@ import shutil
 import zlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -36,8 +36,25 @@ from rondel.models.save import readable, save
 from rondel.system.files import checkpoints_in, make_folder, numbered, step_of, sync_folder, sync_tree, writing
 
 if TYPE_CHECKING:
+    from rondel.models.load import Loaded
+    from rondel.train.critic import Critic
+    from rondel.train.draft import DraftTrainer
     from rondel.train.optim import MasterWeights
-    from rondel.train.step import LocalTrainer
+    from rondel.train.parallel import Alone
+
+
+class TrainerState(Protocol):
+    """What a checkpoint holds of a trainer."""
+
+    loaded: Loaded
+    weights: MasterWeights
+    ranks: Alone
+    critic: Critic | None
+    draft: DraftTrainer | None
+    steered: dict[str, float]
+    step_number: int
+    version: int
+    bad_steps: int
 
 
 MODEL = "model.safetensors"
@@ -46,7 +63,7 @@ MODEL = "model.safetensors"
 # -- the trainer's part --------------------------------------------------------------------------
 
 
-def save_trainer(trainer: LocalTrainer, folder: Path) -> None:
+def save_trainer(trainer: TrainerState, folder: Path) -> None:
     """Model and optimizer into `folder`, then read back what can be checked cheaply."""
     weights, loaded = trainer.weights, trainer.loaded
     file, state = (
@@ -121,7 +138,7 @@ def _load_moments(weights: MasterWeights, saved: dict[str, Tensor]) -> None:
             weights.adamw.state[master] = {k: v.to(master.device, copy=True) for k, v in moments.items()}
 
 
-def _tensors(trainer: LocalTrainer) -> dict[str, Tensor]:
+def _tensors(trainer: TrainerState) -> dict[str, Tensor]:
     """Parameters, frozen ones too, and persistent buffers; a tied tensor once, under its first name."""
     model = trainer.loaded.model
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -129,7 +146,7 @@ def _tensors(trainer: LocalTrainer) -> dict[str, Tensor]:
     return {name: t.detach().cpu().contiguous() for name, t in [*trainer.ranks.whole(model), *buffers.items()]}
 
 
-def load_trainer(trainer: LocalTrainer, folder: Path) -> None:
+def load_trainer(trainer: TrainerState, folder: Path) -> None:
     """Masters, moments, step numbers; the compute copy is written in place, so an engine that shares it sees it too."""
     weights = trainer.weights
     with boundary(CheckpointError, f"reading {folder}"):
@@ -170,7 +187,7 @@ def _load_draft(weights: MasterWeights, path: Path) -> None:
     _load_moments(weights, saved)
 
 
-def bytes_needed(trainer: LocalTrainer) -> int:
+def bytes_needed(trainer: TrainerState) -> int:
     """Size of one checkpoint: compute copy, masters, two moments; masters and moments of a draft and of a critic."""
     beside = sum(
         m.numel() * 12 for other in (trainer.draft, trainer.critic) if other is not None for m in other.weights.masters

@@ -20,7 +20,7 @@ from rondel.train.pack import Batch, micro_batches
 
 if TYPE_CHECKING:
     from rondel.models.load import Loaded
-    from rondel.train.step import TrainSettings
+    from rondel.train.settings import TrainSettings
 
 
 class DraftTrainer:

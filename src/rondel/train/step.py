@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from rondel.train.offload import Offload
 from rondel.train.optim import learning_rate
 from rondel.train.pack import Batch, Packed, micro_batches
 from rondel.train.parallel import ALONE, Alone
+from rondel.train.settings import TrainSettings
 from rondel.train.step_metrics import Sums
 from rondel.train.teachers import Teacher, Teachers, said
 
@@ -43,44 +44,6 @@ if TYPE_CHECKING:
     from rondel.models.load import Loaded
     from rondel.train.critic import Critic
     from rondel.train.draft import DraftTrainer
-
-
-@dataclass(frozen=True, slots=True)
-class TrainSettings:
-    """What the recipe says about training; `temperature` is the sampler's, because it is part of the policy."""
-
-    lr: float
-    temperature: float = 1.0
-    schedule: str = "constant"
-    warmup_steps: int = 0
-    steps: int = 1
-    first_step: int = 0  # where the schedule starts counting
-    clip: float = 1.0
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.99)
-    micro_tokens: int = 4096
-    updates_per_step: int = 1
-    epochs: int = 1  # passes over the batch, all against the same proximal logprobs and the same advantages
-    share_prompts: bool = True
-    max_bad_steps: int = 3
-    replay_routes: bool = False
-    critic_lr: float = 1e-5
-    critic_warmup: int = 0  # first steps of the critic, in which the policy stays bit for bit as it is
-    mismatch_bound: float = 1e-2  # K3 of fresh tokens, in nats a token, above which the run warns
-    start_probe: int = 8  # samples a step on which the KL to the starting weights is measured; 0 switches it off
-
-    def at_rest(self) -> TrainSettings:
-        """The same with lr = 0: a step that must change nothing."""
-        return replace(
-            self,
-            lr=0.0,
-            critic_lr=0.0,
-            critic_warmup=0,
-            weight_decay=0.0,
-            schedule="constant",
-            warmup_steps=0,
-            first_step=0,
-        )
 
 
 # functions -> kinds of a time account

@@ -1,0 +1,43 @@
+"""Settings of a trainer, as numbers: what a recipe's sections trainer, loop, algo and engine.sampling mean for one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """What the recipe says about training; `temperature` is the sampler's, because it is part of the policy."""
+
+    lr: float
+    temperature: float = 1.0
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    steps: int = 1
+    first_step: int = 0  # where the schedule starts counting
+    clip: float = 1.0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.99)
+    micro_tokens: int = 4096
+    updates_per_step: int = 1
+    epochs: int = 1  # passes over the batch, all against the same proximal logprobs and the same advantages
+    share_prompts: bool = True
+    max_bad_steps: int = 3
+    replay_routes: bool = False
+    critic_lr: float = 1e-5
+    critic_warmup: int = 0  # first steps of the critic, in which the policy stays bit for bit as it is
+    mismatch_bound: float = 1e-2  # K3 of fresh tokens, in nats a token, above which the run warns
+    start_probe: int = 8  # samples a step on which the KL to the starting weights is measured; 0 switches it off
+
+    def at_rest(self) -> TrainSettings:
+        """The same with lr = 0: a step that must change nothing."""
+        return replace(
+            self,
+            lr=0.0,
+            critic_lr=0.0,
+            critic_warmup=0,
+            weight_decay=0.0,
+            schedule="constant",
+            warmup_steps=0,
+            first_step=0,
+        )
