@@ -11,7 +11,8 @@ import torch
 from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.models.head import Head
-from rondel.models.load import Loaded, load
+from rondel.models.load import load
+from rondel.models.loaded_model import Loaded
 
 torch.set_num_threads(1)
 

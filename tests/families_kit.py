@@ -14,7 +14,8 @@ from vision_kit import EYES
 
 from rondel.core.errors import ModelError
 from rondel.models.attention import PackedLayout, PackedSegment
-from rondel.models.load import Loaded, load
+from rondel.models.load import load
+from rondel.models.loaded_model import Loaded
 from rondel.models.routing_tape import Tape
 
 HEAD, EXPERTS, WINDOW = {"head_dim": 16}, {"num_experts_per_tok": 2}, {"sliding_window": 8}

@@ -14,7 +14,8 @@ import torch
 from rondel.algos.table import Algorithm, resolve
 from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.generate.envs.episode import joined, rooted
-from rondel.models.load import Loaded, load
+from rondel.models.load import load
+from rondel.models.loaded_model import Loaded
 from rondel.train.advantages import credit
 from rondel.train.critic import Critic
 from rondel.train.pack import Batch, batch_of

@@ -14,7 +14,8 @@ from engine_kit import SIZE
 from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import Group, Request, Sampling, Score, Task, Trajectory
 from rondel.models import vision
-from rondel.models.load import Loaded, load
+from rondel.models.load import load
+from rondel.models.loaded_model import Loaded
 
 torch.set_num_threads(1)
 EYES = {

@@ -20,7 +20,8 @@ from rondel.core.errors import ConfigError, EngineError, ModelError, SyncError
 from rondel.models import adapters, linear, names
 from rondel.models.aligned_numerics import align
 from rondel.models.compilation import Compiled
-from rondel.models.load import Loaded, load
+from rondel.models.load import load
+from rondel.models.loaded_model import Loaded
 from rondel.models.merge import merge
 from rondel.models.save import save as save_model
 from rondel.sync.from_tensor import FromTensor

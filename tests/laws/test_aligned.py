@@ -20,7 +20,8 @@ from rondel.generate.engine.builtin.draft import Draft
 from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.models.aligned_numerics import align
 from rondel.models.attention import PackedLayout, PackedSegment
-from rondel.models.load import Loaded, load
+from rondel.models.load import load
+from rondel.models.loaded_model import Loaded
 from rondel.train.annotate import annotate
 
 WIDE = SIZE | {"head_dim": 16}

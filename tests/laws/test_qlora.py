@@ -26,7 +26,8 @@ from rondel.models import adapters, names, nf4
 from rondel.models.aligned_numerics import align
 from rondel.models.compilation import Compiled
 from rondel.models.head import Head
-from rondel.models.load import Loaded, load
+from rondel.models.load import load
+from rondel.models.loaded_model import Loaded
 from rondel.models.merge import merge
 from rondel.models.save import save as save_model
 from rondel.planner.shapes import ModelShape, shape

@@ -20,7 +20,7 @@ from vision_kit import model as looking
 from rondel.algos.table import TABLE
 from rondel.core.types import Route, Score
 from rondel.models import adapters, names
-from rondel.models.load import Loaded
+from rondel.models.loaded_model import Loaded
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.sync.from_tensor import FromTensor
 from rondel.train.advantages import credit

@@ -18,7 +18,8 @@ from rondel.core.errors import LawError, ModelError, TrainError, UserError
 from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.head import Head
-from rondel.models.load import Loaded, load
+from rondel.models.load import load
+from rondel.models.loaded_model import Loaded
 from rondel.models.routing_tape import Tape
 from rondel.train import annotate
 from rondel.train.pack import batch_of, micro_batches

@@ -13,7 +13,7 @@ from rondel.assemble.components import longest
 from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_deaf_template, refuse_idle_split
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.types import Sampling, Task
-from rondel.driver.rollouts import Shown
+from rondel.driver.demonstration_stream import Shown
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, load_tasks

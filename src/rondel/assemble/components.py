@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rondel.algos.mixture import Mixture
 from rondel.algos.table import Algorithm
-from rondel.assemble.deployment import ENGINES, TOLERANCE, Deployment, place
+from rondel.assemble.deployment import ENGINES, TOLERANCE, place
+from rondel.assemble.placement import Deployment
 from rondel.assemble.refusals import (
     refuse,
     refuse_idle_evaluation,
@@ -22,17 +22,19 @@ from rondel.assemble.refusals import (
     refuse_unplayed,
 )
 from rondel.assemble.rows import AlgorithmRows, refuse_unknown_sources, rows_beside, rows_of
-from rondel.assemble.workers import Known, mismatch_bound, replays
+from rondel.assemble.run_components import Parts
+from rondel.assemble.workers import Known
 from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_deaf_template, refuse_idle_split
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError, DataError, SandboxError, TemplateError, boundary
 from rondel.core.events import Warned, emit
 from rondel.core.registry import find, one_of, refuse_uncallable
 from rondel.core.types import POLICY, Completion, Group, Request, Sampling, Task, Trajectory, Verdict
+from rondel.driver.demonstration_stream import Shown
 from rondel.driver.failure_budget import Failures
-from rondel.driver.remote_teachers import Served, served
+from rondel.driver.remote_teachers import served
 from rondel.driver.replay_buffer import Returning
-from rondel.driver.rollouts import Shown, shown_of
+from rondel.driver.rollouts import shown_of
 from rondel.filter import FILTERS, chain
 from rondel.filter.complete import Complete
 from rondel.generate.envs.agents import Agents
@@ -71,62 +73,6 @@ TOOLS: dict[str, Any] = {"calculator": calculator, "python": python_tool(Sandbox
 EXAMINED = 2000  # tasks that are looked at before a run: all, or so many evenly among them
 LENDS = {"sandbox": "rondel.runtime.sandbox.box:Sandbox"}  # by name: a worker that wants none imports none
 PROBE = 24  # tokens of the first prompt that are scored on both sides after every sync
-
-
-@dataclass
-class Parts:
-    """Everything one process needs for one run."""
-
-    job: Job
-    rows: AlgorithmRows
-    tasks: TaskSet
-    order: Admissions
-    sampling: Sampling
-    pool: RewardPool
-    placed: Deployment
-    sync: Update
-    judge: Callable[[Group], Verdict]
-    env: Any
-    resolved: dict[str, str]
-    shown: list[Shown]
-    teachers: Served | None
-    returning: Returning | None
-    close: Callable[[], None]
-    failures: Failures
-
-    @property
-    def algo(self) -> Algorithm | Mixture:
-        """What the loop trains: the row, or a mixture of it, of those that sources have, and of
-        what is shown beside.
-        """
-        streams = self.rows.of | {s.stream: (s.row, s.weight) for s in self.shown}
-        return Mixture(self.row, streams) if streams else self.row
-
-    @property
-    def row(self) -> Algorithm:
-        return self.rows.main
-
-    @property
-    def known(self) -> Known:
-        return self.placed.known
-
-    @property
-    def engine(self) -> Any:
-        return self.placed.engine
-
-    @property
-    def trainer(self) -> Any:
-        return self.placed.trainer
-
-    @property
-    def routes(self) -> bool:
-        """Whether the trainer replays the engine's choice of experts."""
-        return replays(self.job, self.known)
-
-    @property
-    def mismatch_bound(self) -> float:
-        """K3 of fresh tokens, in nats a token, above which trainer and engine disagree."""
-        return mismatch_bound(self.job, self.known)
 
 
 def build(job: Job, folder: Path | None = None) -> Parts:

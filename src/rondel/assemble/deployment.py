@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from rondel.assemble.placement import Deployment
 from rondel.assemble.refusals import refuse_routes_of, refuse_unrepeatable
 from rondel.assemble.remote_workers import RemoteEngine, RemoteTrainer
 from rondel.assemble.workers import (
@@ -37,7 +38,7 @@ from rondel.assemble.workers import (
     trainer_of,
 )
 from rondel.core.config import Job
-from rondel.core.errors import ConfigError, UserError, WorkerError
+from rondel.core.errors import ConfigError, UserError
 from rondel.core.protocols import Cluster, Transport
 from rondel.core.registry import find
 from rondel.core.types import POLICY, Sampling
@@ -45,7 +46,6 @@ from rondel.driver.multi_policy import joined
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.concurrency import Concurrency
 from rondel.generate.engine.foreign import ForeignEngine
-from rondel.generate.engine.multi_policy import Policies
 from rondel.generate.engine.router import Router
 from rondel.generate.engine.sglang import Sglang
 from rondel.generate.engine.vllm import Vllm
@@ -55,9 +55,8 @@ from rondel.runtime.cluster import torchrun
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device, OneAtATime, SharedDevice, Split, pick_device
 from rondel.sync import transport_of
-from rondel.sync.update import Update
 from rondel.train.checkpoint import bytes_needed
-from rondel.train.multi_policy import FOLDER, Trainers
+from rondel.train.multi_policy import FOLDER
 
 ENGINES = {"builtin": BuiltinEngine, "sglang": Sglang, "vllm": Vllm}
 # mean nats a token of what two sides score
@@ -74,55 +73,6 @@ def bytes_sent(job: Job) -> int:
         return of_recipe(job.model.path, hub_cache()).parameters * (2 if job.model.dtype == "bfloat16" else 4)
     except UserError:
         return 0
-
-
-async def _nobody() -> None:
-    """A trainer in this process is there as long as we are."""
-
-
-@dataclass
-class Deployment:
-    """Engine and trainer as the loop calls them, wherever they are."""
-
-    known: Known
-    engine: Any
-    trainer: Any
-    devices: SharedDevice | Split
-    resolved: dict[str, str]
-    where: str
-    checkpoint_bytes: int
-    transport: Transport
-    remotes: dict[str, RemoteEngine] = field(default_factory=dict)  # engines that may end and be started again
-    reach: Callable[[str], ForeignEngine] | None = None  # an engine of others by its address, if it can carry this run
-    lost: Callable[[], Awaitable[WorkerError | None]] = _nobody  # a rank of the trainer that has ended
-    dump: Callable[[], None] = lambda: None  # makes the workers write their stacks
-    pids: Callable[[], dict[str, int]] = dict  # of those on this machine
-    close: Callable[[], None] = lambda: None
-    others: dict[str, Known] = field(default_factory=dict)  # policies beside the main one
-
-    @property
-    def trainers(self) -> dict[str, Any]:
-        """That of each policy that is trained."""
-        return self.trainer.each if isinstance(self.trainer, Trainers) else {POLICY: self.trainer}
-
-    def catches_up(self, worker: str, sync: Update) -> Callable[[Any], Awaitable[int]] | None:
-        """What brings an engine that was started again the weights that serve: of several
-        policies those of its own, if they are trained.
-        """
-        if not isinstance(self.engine, Policies):
-            return sync.catch_up
-        [name] = [name for name, engine in self.engine.each.items() if engine is self.remotes[worker]]
-        return (lambda fresh: sync.catch_up(Policies({name: fresh}))) if name in self.engine.trained else None
-
-    async def heal(self) -> bool:
-        """Start again the engines that have ended; one that a router has lost joins again. -> was there any?"""
-        healed = False
-        for name, remote in self.remotes.items():
-            healed |= await remote.whole()
-            if isinstance(self.engine, Router) and name in self.engine.lost:
-                await self.engine.join(name, remote, remote.caught_up)
-                healed = True
-        return healed
 
 
 @dataclass

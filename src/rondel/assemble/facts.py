@@ -22,7 +22,7 @@ from rondel.runtime.cluster import torchrun
 from rondel.runtime.journal.log import encode
 
 if TYPE_CHECKING:
-    from rondel.assemble.components import Parts
+    from rondel.assemble.run_components import Parts
 
 
 def facts_of(parts: Parts) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from rondel.generate.engine.concurrency import Concurrency
 from rondel.models import adapters, names, nf4, vision
 from rondel.models.aligned_numerics import align
 from rondel.models.cuda_graphs import serving_pass
-from rondel.models.load import Loaded, load
+from rondel.models.load import load
+from rondel.models.loaded_model import Loaded
 from rondel.models.vocabulary import same_words
 from rondel.planner import resolve as planner
 from rondel.runtime.cluster import torchrun

@@ -7,8 +7,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from rondel.assemble.components import TOOLS, Parts, build
+from rondel.assemble.components import TOOLS, build
 from rondel.assemble.facts import batch_line
+from rondel.assemble.run_components import Parts
 from rondel.checks.self_test import self_test
 from rondel.checks.special_token_check import all_tasks, read_as_text
 from rondel.core.config import Job

@@ -13,7 +13,7 @@ from rondel.score.preflight import CheckFinding
 from rondel.train.multi_policy import named
 
 if TYPE_CHECKING:
-    from rondel.assemble.components import Parts
+    from rondel.assemble.run_components import Parts
     from rondel.train.step import LocalTrainer
 
 STEPS = 3

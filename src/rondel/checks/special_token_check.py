@@ -6,7 +6,7 @@ from typing import Any
 
 from rondel.core.errors import ConfigError, TemplateError
 from rondel.core.types import Task
-from rondel.driver.rollouts import Shown
+from rondel.driver.demonstration_stream import Shown
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.gym import Gym
 from rondel.generate.envs.sources import TaskSet, spelled

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rondel.assemble.components import Parts, build
+from rondel.assemble.components import build
+from rondel.assemble.run_components import Parts
 from rondel.core.config import Job
 from rondel.core.errors import UserError
 from rondel.core.events import Evaluated

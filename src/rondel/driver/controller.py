@@ -13,9 +13,10 @@ from typing import Any
 import tomli_w
 from filelock import FileLock, Timeout
 
-from rondel.assemble.components import Parts, build, sampling_of, with_steps
+from rondel.assemble.components import build, sampling_of, with_steps
 from rondel.assemble.facts import facts_of
 from rondel.assemble.rows import rows_of
+from rondel.assemble.run_components import Parts
 from rondel.assemble.workers import follow
 from rondel.core.config import ORIGIN, EvaluationConfig, Job, WarmupConfig
 from rondel.core.errors import CheckpointError, ConfigError, StalledError, WorkerError

@@ -23,7 +23,7 @@ from rondel.sync.multi_policy import MultiPolicyTransport
 from rondel.train.multi_policy import Trainers
 
 if TYPE_CHECKING:
-    from rondel.assemble.deployment import Deployment
+    from rondel.assemble.placement import Deployment
     from rondel.assemble.workers import Known
 
 

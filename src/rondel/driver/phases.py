@@ -31,7 +31,7 @@ from rondel.train.checkpoint import Checkpoints
 from rondel.train.pack import Batch
 
 if TYPE_CHECKING:
-    from rondel.assemble.components import Parts
+    from rondel.assemble.run_components import Parts
 
 
 WAIT = 1800.0  # seconds without any change in the buffer after which a wait is an error (law 10)

@@ -33,6 +33,7 @@ from rondel.core.types import (
     Trajectory,
     sample_key,
 )
+from rondel.driver.demonstration_stream import Shown
 from rondel.generate.engine.resumption import resumed
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.demonstrations import Demonstrate
@@ -45,7 +46,7 @@ from rondel.train.pack import Batch, batch_of
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
-    from rondel.assemble.components import Parts
+    from rondel.assemble.run_components import Parts
 
 
 @dataclass
@@ -176,19 +177,6 @@ class Demonstrations(Rollouts):
         [trajectory] = await self._demonstrated(slot, policy)
         trajectory.score = Score(1.0)
         return [trajectory]
-
-
-@dataclass(frozen=True)
-class Shown:
-    """Demonstrations beside the samples of every step."""
-
-    stream: str
-    tasks: list[Task]
-    row: Algorithm
-    weight: float
-    groups: int  # a step
-    suffix: str
-    examples: list[dict[str, str]]
 
 
 def shown_of(job: Job, tasks: TaskSet, rows: list[Algorithm]) -> list[Shown]:

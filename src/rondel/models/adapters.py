@@ -14,9 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,70 +27,15 @@ from transformers.pytorch_utils import Conv1D
 from rondel.core.errors import ConfigError, ModelError, boundary
 from rondel.core.registry import nearest
 from rondel.models import linear, names, nf4
+from rondel.models.adapter_state import NAME, ModelAdapter
 from rondel.models.attention import PackedLayout, PackedSegment
 
 if TYPE_CHECKING:
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
 
 ALL = "all-linear"
 WEIGHTS, CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"
-NAME = "default"  # peft's name of the only adapter
 BLOCK = 256  # rows of one float32 copy on a CPU
-
-
-@dataclass(slots=True, eq=False)
-class ModelAdapter:
-    """What is trained of an adapted model, and the switch that all of its layers ask.
-
-    config   peft's LoraConfig, as it is stored
-    layers   {"model.layers.0.self_attn.q_proj": peft's layer, ...}
-    off      True computes the base alone
-    exact    True takes products whose rows do not depend on each other (aligned numerics), else the fastest
-    """
-
-    config: Any
-    layers: dict[str, Any]
-    off: bool = False
-    exact: bool = False
-
-    @property
-    def fresh(self) -> bool:
-        """Whether it changes nothing yet."""
-        return not any(bool(layer.lora_B[NAME].weight.any()) for layer in self.layers.values())
-
-    @property
-    def numbers(self) -> int:
-        """sum of r (I + O) over its layers."""
-        return sum(m.weight.numel() for layer in self.layers.values() for m in (layer.lora_A[NAME], layer.lora_B[NAME]))
-
-
-@contextmanager
-def switched(adapter: ModelAdapter | None, *, off: bool, exact: bool) -> Iterator[None]:
-    """For one forward pass."""
-    if adapter is None:
-        yield
-        return
-    before = adapter.off, adapter.exact
-    adapter.off, adapter.exact = off, exact
-    try:
-        yield
-    finally:
-        adapter.off, adapter.exact = before
-
-
-@contextmanager
-def stirred(adapter: ModelAdapter | None) -> Iterator[None]:
-    """A fresh adapter adds exact zeros, with which nothing can be proven of it: inside, B holds noise."""
-    tensors = [layer.lora_B[NAME].weight for layer in adapter.layers.values()] if adapter is not None else []
-    kept, generator = [t.detach().clone() for t in tensors], torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for t in tensors:
-            t.copy_(0.05 * torch.randn(t.shape, generator=generator))
-        try:
-            yield
-        finally:
-            for t, old in zip(tensors, kept):
-                t.copy_(old)
 
 
 # -- making one ----------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from rondel.models.attention import PackedLayout, PackedSegment, PagedLayout, Sl
 from rondel.models.head import chosen
 
 if TYPE_CHECKING:
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
 
 BLOCK = 64
 BUDGET = 1 << 24  # entries of keys that are gathered at once

@@ -28,7 +28,7 @@ from rondel.models import linear
 from rondel.models.attention import AttentionLayout, PackedLayout, PackedSegment, attending, outside
 
 if TYPE_CHECKING:
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
 
 REMEDY = "leave engine.compile = false"
 # mean logprob difference to the model as it is

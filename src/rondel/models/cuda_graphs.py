@@ -24,7 +24,7 @@ from rondel.models.attention import AttentionLayout
 from rondel.models.compilation import REMEDY, TOLERANCE, Compiled, refuse
 
 if TYPE_CHECKING:
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
     from rondel.models.paged_attention import FedLayout
 
 

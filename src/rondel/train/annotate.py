@@ -19,7 +19,7 @@ from rondel.train.sampling_mask import Kept
 from rondel.train.teacher_distributions import Taught
 
 if TYPE_CHECKING:
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
 
 
 def forward(

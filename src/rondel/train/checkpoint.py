@@ -36,7 +36,7 @@ from rondel.models.save import readable, save
 from rondel.system.files import checkpoints_in, make_folder, numbered, step_of, sync_folder, sync_tree, writing
 
 if TYPE_CHECKING:
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
     from rondel.train.critic import Critic
     from rondel.train.draft import DraftTrainer
     from rondel.train.optim import MasterWeights

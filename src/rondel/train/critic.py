@@ -25,7 +25,7 @@ from rondel.train.parallel import ALONE, Alone
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
     from rondel.train.settings import TrainSettings
     from rondel.train.step_metrics import Sums
 

@@ -19,7 +19,7 @@ from rondel.train.optim import MasterWeights
 from rondel.train.pack import Batch, micro_batches
 
 if TYPE_CHECKING:
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
     from rondel.train.settings import TrainSettings
 
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from rondel.core.errors import StalledError
 from rondel.models import linear, names, vision
 from rondel.models.head import Head
-from rondel.models.load import Loaded
+from rondel.models.loaded_model import Loaded
 from rondel.system import sockets
 from rondel.train.optim import MasterWeights
 from rondel.train.parallel import Alone

@@ -24,7 +24,7 @@ from rondel.models.host import HostMemory
 
 if TYPE_CHECKING:
     from rondel.core.protocols import Claim
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
     from rondel.train.optim import MasterWeights
 
 

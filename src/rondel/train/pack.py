@@ -29,7 +29,7 @@ from rondel.train.sampling_mask import Kept
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
 
 
 @dataclass(slots=True)

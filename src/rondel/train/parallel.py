@@ -19,7 +19,7 @@ from rondel.models import names
 from rondel.train.optim import MasterWeights
 
 if TYPE_CHECKING:
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
     from rondel.train.pack import Batch
 
 

@@ -41,7 +41,7 @@ from rondel.train.teachers import Teacher, Teachers, said
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
     from rondel.core.protocols import Claim, Transport
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
     from rondel.train.critic import Critic
     from rondel.train.draft import DraftTrainer
 

@@ -17,7 +17,7 @@ from rondel.train.pack import Batch, Packed, Sample
 from rondel.train.teacher_distributions import Opinion, Taught
 
 if TYPE_CHECKING:
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.builtin.speculative import Speculation
 from rondel.models.aligned_numerics import align
 from rondel.models.cuda_graphs import serving_pass
-from rondel.models.load import Loaded, load
+from rondel.models.load import load
+from rondel.models.loaded_model import Loaded
 from rondel.text.special_tokens import special_tokens
 from rondel.text.unicode import valid
 

@@ -34,7 +34,7 @@ from rondel.models.vocabulary import same_words
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.runner import Runner
     from rondel.generate.engine.builtin.scheduler import StepPlan
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
 
 GUESS, COIN, AGAIN = 1, 2, 3  # the numbers of a token, beside 0
 FEW = 8  # tokens of one request up to which they are fed row by row, not as a prompt's chunk

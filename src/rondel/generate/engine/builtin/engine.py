@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from rondel.generate.engine.builtin.draft import Draft
     from rondel.models.compilation import Compiled
     from rondel.models.cuda_graphs import Graphs
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
     from rondel.runtime.journal.wal import Drawn, Routes, TokenLog
 
 HEARTBEAT = 0.5

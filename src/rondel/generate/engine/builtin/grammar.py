@@ -26,7 +26,7 @@ from torch import Tensor
 from rondel.core.errors import EngineError, UserError
 
 if TYPE_CHECKING:
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
 
 # JSON allows any run of them, and a model may never leave it; a schema's own x-guidance comes first
 SPACES = {"whitespace_pattern": " ?"}

@@ -20,7 +20,7 @@ from rondel.models.host import HostMemory
 if TYPE_CHECKING:
     from rondel.models.compilation import Compiled
     from rondel.models.cuda_graphs import Graphs
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
 
 
 class Resting:

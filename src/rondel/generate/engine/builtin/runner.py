@@ -30,7 +30,7 @@ from rondel.models.routing_tape import Tape
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.draft import Draft
     from rondel.models.cuda_graphs import Graphs
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
     from rondel.models.paged_attention import Fed, Lines
 
 # of the keys that whole contexts would read; beyond it the bookkeeping of families costs more than it saves

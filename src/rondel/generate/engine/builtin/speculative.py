@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rondel.generate.engine.builtin.draft import Draft
     from rondel.generate.engine.builtin.request import Live
     from rondel.generate.engine.builtin.scheduler import Scheduler, StepPlan
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
 
 LONGEST, SHORTEST = 4, 2  # tokens that must have occurred before
 MEMORY = 0.99  # what a step's measurement keeps of its weight one step later

@@ -23,7 +23,7 @@ from rondel.models import adapters, names
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.engine import BuiltinEngine
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
 
 FLOATS = {"F64", "F32", "F16", "BF16"}  # as safetensors calls what can be served without a scale beside it
 LOOKS = {

@@ -20,7 +20,7 @@ from rondel.models.vision import Features, VisionFeatures
 
 if TYPE_CHECKING:
     from rondel.core.types import Request
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
 
 ROOM = 1 << 28  # bytes of features that are kept
 

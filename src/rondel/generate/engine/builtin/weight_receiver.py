@@ -22,7 +22,7 @@ from rondel.models import names
 
 if TYPE_CHECKING:
     from rondel.core.protocols import Transport
-    from rondel.models.load import Loaded
+    from rondel.models.loaded_model import Loaded
 
 SLICE = 0.005  # seconds that the device takes tensors in before it looks for a step to do
 

@@ -1,0 +1,70 @@
+"""Where engine and trainer of a run are, as its driver calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rondel.assemble.remote_workers import RemoteEngine
+from rondel.assemble.workers import (
+    Known,
+)
+from rondel.core.errors import WorkerError
+from rondel.core.protocols import Transport
+from rondel.core.types import POLICY
+from rondel.generate.engine.foreign import ForeignEngine
+from rondel.generate.engine.multi_policy import Policies
+from rondel.generate.engine.router import Router
+from rondel.runtime.devices import SharedDevice, Split
+from rondel.sync.update import Update
+from rondel.train.multi_policy import Trainers
+
+
+async def _nobody() -> None:
+    """A trainer in this process is there as long as we are."""
+
+
+@dataclass
+class Deployment:
+    """Engine and trainer as the loop calls them, wherever they are."""
+
+    known: Known
+    engine: Any
+    trainer: Any
+    devices: SharedDevice | Split
+    resolved: dict[str, str]
+    where: str
+    checkpoint_bytes: int
+    transport: Transport
+    remotes: dict[str, RemoteEngine] = field(default_factory=dict)  # engines that may end and be started again
+    reach: Callable[[str], ForeignEngine] | None = None  # an engine of others by its address, if it can carry this run
+    lost: Callable[[], Awaitable[WorkerError | None]] = _nobody  # a rank of the trainer that has ended
+    dump: Callable[[], None] = lambda: None  # makes the workers write their stacks
+    pids: Callable[[], dict[str, int]] = dict  # of those on this machine
+    close: Callable[[], None] = lambda: None
+    others: dict[str, Known] = field(default_factory=dict)  # policies beside the main one
+
+    @property
+    def trainers(self) -> dict[str, Any]:
+        """That of each policy that is trained."""
+        return self.trainer.each if isinstance(self.trainer, Trainers) else {POLICY: self.trainer}
+
+    def catches_up(self, worker: str, sync: Update) -> Callable[[Any], Awaitable[int]] | None:
+        """What brings an engine that was started again the weights that serve: of several
+        policies those of its own, if they are trained.
+        """
+        if not isinstance(self.engine, Policies):
+            return sync.catch_up
+        [name] = [name for name, engine in self.engine.each.items() if engine is self.remotes[worker]]
+        return (lambda fresh: sync.catch_up(Policies({name: fresh}))) if name in self.engine.trained else None
+
+    async def heal(self) -> bool:
+        """Start again the engines that have ended; one that a router has lost joins again. -> was there any?"""
+        healed = False
+        for name, remote in self.remotes.items():
+            healed |= await remote.whole()
+            if isinstance(self.engine, Router) and name in self.engine.lost:
+                await self.engine.join(name, remote, remote.caught_up)
+                healed = True
+        return healed

@@ -1,0 +1,79 @@
+"""Everything one process needs for one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rondel.algos.mixture import Mixture
+from rondel.algos.table import Algorithm
+from rondel.assemble.placement import Deployment
+from rondel.assemble.rows import AlgorithmRows
+from rondel.assemble.workers import Known, mismatch_bound, replays
+from rondel.core.config import Job
+from rondel.core.types import Group, Sampling, Verdict
+from rondel.driver.demonstration_stream import Shown
+from rondel.driver.failure_budget import Failures
+from rondel.driver.remote_teachers import Served
+from rondel.driver.replay_buffer import Returning
+from rondel.generate.envs.order import Admissions
+from rondel.generate.envs.sources import TaskSet
+from rondel.score.pool import RewardPool
+from rondel.sync.update import Update
+
+
+@dataclass
+class Parts:
+    """Everything one process needs for one run."""
+
+    job: Job
+    rows: AlgorithmRows
+    tasks: TaskSet
+    order: Admissions
+    sampling: Sampling
+    pool: RewardPool
+    placed: Deployment
+    sync: Update
+    judge: Callable[[Group], Verdict]
+    env: Any
+    resolved: dict[str, str]
+    shown: list[Shown]
+    teachers: Served | None
+    returning: Returning | None
+    close: Callable[[], None]
+    failures: Failures
+
+    @property
+    def algo(self) -> Algorithm | Mixture:
+        """What the loop trains: the row, or a mixture of it, of those that sources have, and of
+        what is shown beside.
+        """
+        streams = self.rows.of | {s.stream: (s.row, s.weight) for s in self.shown}
+        return Mixture(self.row, streams) if streams else self.row
+
+    @property
+    def row(self) -> Algorithm:
+        return self.rows.main
+
+    @property
+    def known(self) -> Known:
+        return self.placed.known
+
+    @property
+    def engine(self) -> Any:
+        return self.placed.engine
+
+    @property
+    def trainer(self) -> Any:
+        return self.placed.trainer
+
+    @property
+    def routes(self) -> bool:
+        """Whether the trainer replays the engine's choice of experts."""
+        return replays(self.job, self.known)
+
+    @property
+    def mismatch_bound(self) -> float:
+        """K3 of fresh tokens, in nats a token, above which trainer and engine disagree."""
+        return mismatch_bound(self.job, self.known)

@@ -1,0 +1,71 @@
+"""What is trained of an adapted model, and the switch that all of its layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    pass
+
+
+NAME = "default"  # peft's name of the only adapter
+
+
+@dataclass(slots=True, eq=False)
+class ModelAdapter:
+    """What is trained of an adapted model, and the switch that all of its layers ask.
+
+    config   peft's LoraConfig, as it is stored
+    layers   {"model.layers.0.self_attn.q_proj": peft's layer, ...}
+    off      True computes the base alone
+    exact    True takes products whose rows do not depend on each other (aligned numerics), else the fastest
+    """
+
+    config: Any
+    layers: dict[str, Any]
+    off: bool = False
+    exact: bool = False
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it changes nothing yet."""
+        return not any(bool(layer.lora_B[NAME].weight.any()) for layer in self.layers.values())
+
+    @property
+    def numbers(self) -> int:
+        """sum of r (I + O) over its layers."""
+        return sum(m.weight.numel() for layer in self.layers.values() for m in (layer.lora_A[NAME], layer.lora_B[NAME]))
+
+
+@contextmanager
+def switched(adapter: ModelAdapter | None, *, off: bool, exact: bool) -> Iterator[None]:
+    """For one forward pass."""
+    if adapter is None:
+        yield
+        return
+    before = adapter.off, adapter.exact
+    adapter.off, adapter.exact = off, exact
+    try:
+        yield
+    finally:
+        adapter.off, adapter.exact = before
+
+
+@contextmanager
+def stirred(adapter: ModelAdapter | None) -> Iterator[None]:
+    """A fresh adapter adds exact zeros, with which nothing can be proven of it: inside, B holds noise."""
+    tensors = [layer.lora_B[NAME].weight for layer in adapter.layers.values()] if adapter is not None else []
+    kept, generator = [t.detach().clone() for t in tensors], torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for t in tensors:
+            t.copy_(0.05 * torch.randn(t.shape, generator=generator))
+        try:
+            yield
+        finally:
+            for t, old in zip(tensors, kept):
+                t.copy_(old)
