@@ -21,17 +21,10 @@ from rondel.core.errors import ConfigError
 from rondel.core.events import Warned, subscribe
 from rondel.core.types import Begin, Commit, Route, Sampling, sample_key
 from rondel.generate.engine.builtin.draft import Draft
+from rondel.generate.engine.builtin.ngrams import Grams
+from rondel.generate.engine.builtin.rejection import accepts, agreeing, leftover
 from rondel.generate.engine.builtin.sampler import choose, uniform
-from rondel.generate.engine.builtin.speculative import (
-    PROBE,
-    Grams,
-    Pays,
-    Speculation,
-    accepts,
-    agreeing,
-    expected,
-    leftover,
-)
+from rondel.generate.engine.builtin.speculative import PROBE, Pays, Speculation, expected
 from rondel.models import names
 
 MODEL = tiny()

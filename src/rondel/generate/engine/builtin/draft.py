@@ -16,7 +16,7 @@ thrown away before anything looked at it.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -25,19 +25,30 @@ from torch import Tensor
 
 from rondel.core.errors import ConfigError, EngineError
 from rondel.core.events import Warned, emit
+from rondel.generate.engine.builtin.feed import Feed
 from rondel.generate.engine.builtin.pages import Layers
+from rondel.generate.engine.builtin.rejection import accepts, leftover
 from rondel.generate.engine.builtin.request import Live
 from rondel.generate.engine.builtin.sampler import choose, uniform, weights
-from rondel.generate.engine.builtin.speculative import accepts, leftover
 from rondel.models.vocabulary import same_words
 
 if TYPE_CHECKING:
-    from rondel.generate.engine.builtin.runner import Runner
-    from rondel.generate.engine.builtin.scheduler import StepPlan
+    from rondel.generate.engine.builtin.step_plan import StepPlan
+    from rondel.models.attention import PagedLayout
     from rondel.models.loaded_model import Loaded
 
 GUESS, COIN, AGAIN = 1, 2, 3  # the numbers of a token, beside 0
 FEW = 8  # tokens of one request up to which they are fed row by row, not as a prompt's chunk
+
+
+class PassBuilder(Protocol):
+    """What a draft asks of the runner: the model that it guesses for, and the layout of a pass."""
+
+    loaded: Loaded
+
+    def lay(
+        self, chunks: list[Feed], single: list[Feed], keys: Layers, values: Layers
+    ) -> tuple[Tensor, Tensor, PagedLayout, list[int]]: ...
 
 
 class Draft:
@@ -65,7 +76,7 @@ class Draft:
 
     # -- on the device's thread ------------------------------------------------------------------
 
-    def propose(self, runner: Runner, plan: StepPlan) -> None:
+    def propose(self, runner: PassBuilder, plan: StepPlan) -> None:
         """A guess for every page that was reserved ahead; none, if its numbers overflow: the model needs no guesses."""
         began = time.perf_counter()
         for live, n in plan.chunks:
@@ -84,9 +95,8 @@ class Draft:
             emit(Warned(f"the draft '{self.loaded.name}' guesses nothing until it gets new weights: {error}"))
         self.seconds = time.perf_counter() - began
 
-    def _one_more(self, lives: list[Live], i: int, vocab: int, runner: Runner) -> None:
+    def _one_more(self, lives: list[Live], i: int, vocab: int, runner: PassBuilder) -> None:
         """Guess i of each, after feeding what the draft has not seen."""
-        from rondel.generate.engine.builtin.runner import Feed
 
         starts = [live.computed + i - 1 if i else self._unknown(live) for live in lives]
         feeds = [Feed(live, first, live.computed + i - first) for live, first in zip(lives, starts)]

@@ -15,7 +15,7 @@ from rondel.generate.engine.builtin.radix import RadixNode, Root
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.channels import Channels
     from rondel.generate.engine.builtin.grammar import Constraint
-    from rondel.generate.engine.builtin.speculative import Grams
+    from rondel.generate.engine.builtin.ngrams import Grams
     from rondel.generate.engine.builtin.text import Reader
     from rondel.generate.engine.builtin.vision_encoder import Gaze
 

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from rondel.generate.engine.builtin.channels import Channels, note_raw
+from rondel.generate.engine.builtin.feed import Feed
 from rondel.generate.engine.builtin.logits_processors import shape
 from rondel.generate.engine.builtin.pages import Layers, PageAllocator
+from rondel.generate.engine.builtin.rejection import agreeing
 from rondel.generate.engine.builtin.request import Live
 from rondel.generate.engine.builtin.sampler import choose, uniform, weights
-from rondel.generate.engine.builtin.scheduler import StepPlan
-from rondel.generate.engine.builtin.speculative import agreeing
+from rondel.generate.engine.builtin.step_plan import StepPlan
 from rondel.generate.engine.builtin.vision_encoder import Eyes, Gaze
 from rondel.models.attention import Chunk, Decoding, PagedLayout
 from rondel.models.compilation import Compiled
@@ -258,25 +259,6 @@ class Runner:
             self.table = torch.cat([self.table, torch.zeros_like(self.table)], 1)
         self.table.numpy()[live.row, live.noted : upto] = _cut(live.pages, live.ahead, live.noted, upto)
         live.noted = upto
-
-
-@dataclass(slots=True, eq=False)
-class Feed:
-    """Tokens [first, first + n) of what a request has and guesses, on their way through a model."""
-
-    live: Live
-    first: int
-    n: int
-
-    @property
-    def where(self) -> np.ndarray:
-        """[3, n] positions, in a step in which someone sees a picture."""
-        end = self.first + self.n
-        return (
-            np.broadcast_to(np.arange(self.first, end), (3, self.n))
-            if self.live.gaze is None
-            else self.live.gaze.where(self.first, end)
-        )
 
 
 def lines_of(loaded: Loaded, rows: int, pages: int) -> Lines | None:

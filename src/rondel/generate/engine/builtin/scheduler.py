@@ -9,32 +9,18 @@ waiting ──admit──> prefilling ──last chunk──> decoding ──don
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from itertools import chain, islice, takewhile
 
 from rondel.core.errors import LawError
 from rondel.generate.engine.builtin.pages import PageAllocator
 from rondel.generate.engine.builtin.radix import RadixTree, Root
 from rondel.generate.engine.builtin.request import Live
+from rondel.generate.engine.builtin.step_plan import StepPlan
 
 # waiting requests among which the cached ones go first; how many may be admitted before one that came earlier
 LOOKED, OVERTAKEN = 32, 16
 CACHED = 0.75  # of a prompt
 AHEAD = 16  # decode tokens for which room is wanted before another prompt is admitted
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One engine step: chunks are (request, how many of its tokens), decoding requests
-    take one token each, and their guesses.
-    """
-
-    chunks: list[tuple[Live, int]]
-    decoding: list[Live]
-
-    @property
-    def tokens(self) -> int:
-        return sum(n for _, n in self.chunks) + sum(1 + len(live.ahead) for live in self.decoding)
 
 
 class Scheduler:

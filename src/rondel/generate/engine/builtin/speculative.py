@@ -19,20 +19,18 @@ The stored logprob is always log p (law 4). V vocabulary · R rows · k guesses 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from rondel.generate.engine.builtin.ngrams import Grams
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.draft import Draft
     from rondel.generate.engine.builtin.request import Live
-    from rondel.generate.engine.builtin.scheduler import Scheduler, StepPlan
+    from rondel.generate.engine.builtin.scheduler import Scheduler
+    from rondel.generate.engine.builtin.step_plan import StepPlan
     from rondel.models.loaded_model import Loaded
 
-LONGEST, SHORTEST = 4, 2  # tokens that must have occurred before
 MEMORY = 0.99  # what a step's measurement keeps of its weight one step later
 PROBE = 32  # steps after which the other choice is tried once
 
@@ -40,62 +38,7 @@ PROBE = 32  # steps after which the other choice is tried once
 # -- guesses without a model ---------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Grams:
-    """Where each run of 2 to 4 tokens was last followed by something: {(a, b): place of what followed}.
-
-    Runs that end with the newest token are not in it yet, so a look-up finds an earlier occurrence.
-    """
-
-    follows: dict[tuple[int, ...], int] = field(default_factory=dict)
-    read: int = 1  # tokens whose predecessors are in it
-
-    def guess(self, tokens: list[int], k: int) -> list[int]:
-        """k tokens, or none. Only tokens that are new since the last call are read.
-
-        >>> Grams().guess([7, 8, 9, 5, 7, 8], 3)
-        [9, 5, 7]
-        """
-        for at in range(self.read, len(tokens)):
-            for n in range(SHORTEST, min(LONGEST, at) + 1):
-                self.follows[tuple(tokens[at - n : at])] = at
-        self.read = max(self.read, len(tokens))
-        for n in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
-            at = self.follows.get(tuple(tokens[-n:]), 0)
-            if at:
-                break
-        else:
-            return []
-        out = tokens[at : at + k]
-        while len(out) < k:  # the occurrences overlap: a period goes on
-            out.append(out[len(out) - (len(tokens) - at)])
-        return out
-
-
 # -- which guesses stay --------------------------------------------------------------------------
-
-
-def agreeing(drawn: Sequence[int], guess: Sequence[int]) -> int:
-    """How many guesses are what was drawn in their place, up to the first that is not."""
-    return next((i for i, (a, b) in enumerate(zip(drawn, guess)) if a != b), len(guess))
-
-
-def accepts(p: Tensor, q: Tensor, guess: Tensor, coin: Tensor) -> Tensor:
-    """coin < min(1, p(x) / q(x)), row by row. p, q [R, V] weights, not normalised; guess, coin [R] -> [R] bool."""
-    mine, theirs = (
-        w.gather(1, guess[:, None])[:, 0].double() / w.sum(-1, dtype=torch.float64) for w in (p, q)
-    )  # fmt: skip
-    return coin * theirs < mine
-
-
-def leftover(p: Tensor, q: Tensor) -> Tensor:
-    """(p - q)+ of normalised weights, what a rejected row draws from. [R, V], [R, V] -> [R, V] double.
-
-    Where rounding leaves nothing, p and q are the same and it is p.
-    """
-    p, q = (w.double() / w.sum(-1, keepdim=True, dtype=torch.float64) for w in (p, q))
-    rest = (p - q).clamp_min_(0)
-    return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
 
 def expected(alpha: float, k: int) -> float:

@@ -1,0 +1,32 @@
+"""What one pass reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rondel.generate.engine.builtin.request import Live
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(slots=True, eq=False)
+class Feed:
+    """Tokens [first, first + n) of what a request has and guesses, on their way through a model."""
+
+    live: Live
+    first: int
+    n: int
+
+    @property
+    def where(self) -> np.ndarray:
+        """[3, n] positions, in a step in which someone sees a picture."""
+        end = self.first + self.n
+        return (
+            np.broadcast_to(np.arange(self.first, end), (3, self.n))
+            if self.live.gaze is None
+            else self.live.gaze.where(self.first, end)
+        )
