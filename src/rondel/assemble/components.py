@@ -13,6 +13,7 @@ from typing import Any
 
 from rondel.algos.table import Algorithm
 from rondel.assemble.deployment import ENGINES, TOLERANCE, place
+from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.placement import Deployment
 from rondel.assemble.refusals import (
     refuse,
@@ -22,8 +23,7 @@ from rondel.assemble.refusals import (
     refuse_unplayed,
 )
 from rondel.assemble.rows import AlgorithmRows, refuse_unknown_sources, rows_beside, rows_of
-from rondel.assemble.run_components import Parts
-from rondel.assemble.workers import Known
+from rondel.assemble.run_components import Components
 from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_deaf_template, refuse_idle_split
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError, DataError, SandboxError, TemplateError, boundary
@@ -75,7 +75,7 @@ LENDS = {"sandbox": "rondel.runtime.sandbox.box:Sandbox"}  # by name: a worker t
 PROBE = 24  # tokens of the first prompt that are scored on both sides after every sync
 
 
-def build(job: Job, folder: Path | None = None) -> Parts:
+def build(job: Job, folder: Path | None = None) -> Components:
     """Every fault that can be known before the model is loaded is raised before. `folder`: of
     a run that may be continued after a crash.
     """
@@ -135,7 +135,7 @@ def build(job: Job, folder: Path | None = None) -> Parts:
         sync = sync_of(job, placed)
         for name, remote in placed.remotes.items():
             remote.catch_up = placed.catches_up(name, sync)
-        return Parts(
+        return Components(
             job,
             rows,
             tasks,
@@ -415,7 +415,7 @@ def _prompt_counter(
     return count
 
 
-def encoded(job: Job, tasks: TaskSet, shown: list[Shown], env: Any, known: Known, sampling: Sampling) -> int:
+def encoded(job: Job, tasks: TaskSet, shown: list[Shown], env: Any, known: ModelInfo, sampling: Sampling) -> int:
     """What is wrong with the tasks or the chat template as tokens is said here, before
     the weights are loaded. -> `longest`.
     """
@@ -427,7 +427,7 @@ def encoded(job: Job, tasks: TaskSet, shown: list[Shown], env: Any, known: Known
     return longest(job, tasks, env, known, sampling)
 
 
-def longest(job: Job, tasks: TaskSet, env: Any, known: Known, sampling: Sampling) -> int:
+def longest(job: Job, tasks: TaskSet, env: Any, known: ModelInfo, sampling: Sampling) -> int:
     """Tokens of the longest conversation. Renders the prompts that look longest: one that
     leaves no room for its answer is an error now, not at step 120."""
 

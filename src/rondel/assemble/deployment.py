@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
+from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.placement import Deployment
 from rondel.assemble.refusals import refuse_routes_of, refuse_unrepeatable
 from rondel.assemble.remote_workers import RemoteEngine, RemoteTrainer
 from rondel.assemble.workers import (
     EngineHost,
-    Known,
     TrainerHost,
     collective_patience,
     engine_of,
@@ -93,7 +93,7 @@ class DeploymentPlan:
     job: Job
     needs: frozenset[str]
     sampling: Sampling
-    longest: Callable[[Known], int]
+    longest: Callable[[ModelInfo], int]
     folder: Path | None
     policy: str = POLICY
     frozen: bool = False
@@ -157,7 +157,7 @@ def place(
     job: Job,
     needs: frozenset[str],
     sampling: Sampling,
-    longest: Callable[[Known], int],
+    longest: Callable[[ModelInfo], int],
     folder: Path | None,
     reward: Any = None,
 ) -> Deployment:
@@ -213,7 +213,11 @@ def _shared(plan: DeploymentPlan) -> Deployment:
     if plan.beside is None:
         plan.ends.callback(device.close)
     loaded = device.call(policy_of, job, plan.device)
-    known, speculation, transport = Known.of(loaded), device.call(speculation_of, job, plan.device), plan.transport()
+    known, speculation, transport = (
+        ModelInfo.of(loaded),
+        device.call(speculation_of, job, plan.device),
+        plan.transport(),
+    )
     draft = speculation.draft if speculation else None
     claim = OneAtATime("engine") if job.trainer.offload else None
     engine, ours = engine_of(
@@ -375,7 +379,7 @@ def _alone_here(plan: DeploymentPlan) -> Deployment:
         plan.ends.callback(device.close)
     loaded = device.call(policy_of, plan.job, device.name)
     speculation = device.call(speculation_of, plan.job, device.name)
-    known = Known.of(loaded)
+    known = ModelInfo.of(loaded)
     engine, resolved = engine_of(plan.job, loaded, device, plan.longest(known), speculation, transports={})
     return Deployment(known, engine, None, Split(), resolved, f"an engine on {device.name}", 0, plan.transport())
 
@@ -460,7 +464,7 @@ def _reach(job: Job, sampling: Sampling, longest: int, url: str) -> ForeignEngin
     return ForeignEngine(server)
 
 
-def _routed(engines: Mapping[str, Any], job: Job, known: Known) -> Router:
+def _routed(engines: Mapping[str, Any], job: Job, known: ModelInfo) -> Router:
     auto = job.engine.concurrency == "auto" and job.engine.kind != "builtin"  # ours find it themselves
     concurrency = Concurrency(job.engine.max_running) if auto else None
     return Router(

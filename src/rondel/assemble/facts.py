@@ -22,10 +22,10 @@ from rondel.runtime.cluster import torchrun
 from rondel.runtime.journal.log import encode
 
 if TYPE_CHECKING:
-    from rondel.assemble.run_components import Parts
+    from rondel.assemble.run_components import Components
 
 
-def facts_of(parts: Parts) -> dict[str, Any]:
+def facts_of(parts: Components) -> dict[str, Any]:
     """What the run card says about the machine and the software, as measured or read."""
     from importlib.metadata import version
 
@@ -75,7 +75,7 @@ def facts_of(parts: Parts) -> dict[str, Any]:
     }
 
 
-def policies_of(parts: Parts) -> dict[str, dict[str, Any]]:
+def policies_of(parts: Components) -> dict[str, dict[str, Any]]:
     """Who plays whom, with which weights."""
     job = parts.job
     told: dict[str, dict[str, Any]] = {}

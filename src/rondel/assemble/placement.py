@@ -6,10 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.remote_workers import RemoteEngine
-from rondel.assemble.workers import (
-    Known,
-)
 from rondel.core.errors import WorkerError
 from rondel.core.protocols import Transport
 from rondel.core.types import POLICY
@@ -29,7 +27,7 @@ async def _nobody() -> None:
 class Deployment:
     """Engine and trainer as the loop calls them, wherever they are."""
 
-    known: Known
+    known: ModelInfo
     engine: Any
     trainer: Any
     devices: SharedDevice | Split
@@ -43,7 +41,7 @@ class Deployment:
     dump: Callable[[], None] = lambda: None  # makes the workers write their stacks
     pids: Callable[[], dict[str, int]] = dict  # of those on this machine
     close: Callable[[], None] = lambda: None
-    others: dict[str, Known] = field(default_factory=dict)  # policies beside the main one
+    others: dict[str, ModelInfo] = field(default_factory=dict)  # policies beside the main one
 
     @property
     def trainers(self) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from typing import Any
 
 from rondel.algos.mixture import Mixture
 from rondel.algos.table import Algorithm
+from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.placement import Deployment
 from rondel.assemble.rows import AlgorithmRows
-from rondel.assemble.workers import Known, mismatch_bound, replays
+from rondel.assemble.workers import mismatch_bound, replays
 from rondel.core.config import Job
 from rondel.core.types import Group, Sampling, Verdict
 from rondel.driver.demonstration_stream import Shown
@@ -24,7 +25,7 @@ from rondel.sync.update import Update
 
 
 @dataclass
-class Parts:
+class Components:
     """Everything one process needs for one run."""
 
     job: Job
@@ -57,7 +58,7 @@ class Parts:
         return self.rows.main
 
     @property
-    def known(self) -> Known:
+    def known(self) -> ModelInfo:
         return self.placed.known
 
     @property

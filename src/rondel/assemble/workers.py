@@ -8,13 +8,14 @@ split     EngineHost and TrainerHost: a device and weights of their own, in this
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.refusals import refuse_without_routes
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError
@@ -47,35 +48,6 @@ from rondel.train.parallel import ALONE, Alone
 from rondel.train.settings import TrainSettings
 from rondel.train.step import LocalTrainer
 from rondel.train.teachers import Teacher
-
-
-@dataclass(frozen=True)
-class Known:
-    """What a process without the weights knows of the model."""
-
-    name: str
-    tokenizer: Any
-    max_context: int
-    routers: int
-    sight: Sight | None  # how it looks at pictures
-    parameters: int
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return self.parameters * self.dtype.itemsize
-
-    @classmethod
-    def of(cls, loaded: Loaded) -> Known:
-        return cls(
-            loaded.name,
-            loaded.tokenizer,
-            loaded.max_context,
-            loaded.routers,
-            loaded.sight,
-            loaded.numbers,
-            loaded.dtype,
-        )
 
 
 def engine_of(
@@ -176,8 +148,8 @@ class EngineHost:
         self.job, self.device, self.transports, self.log = job, Device(device, threads), transports, log
         self.loaded = self.device.call(policy_of, job, device)
 
-    def known(self) -> Known:
-        return Known.of(self.loaded)
+    def known(self) -> ModelInfo:
+        return ModelInfo.of(self.loaded)
 
     def open(self, longest: int) -> dict[str, str]:
         """Ready for requests of at most `longest` tokens. -> what was resolved."""
@@ -237,9 +209,9 @@ class TrainerHost:
 
     def join(
         self, rank: int = 0, size: int = 1, address: tuple[str, int] | None = None
-    ) -> tuple[Known, dict[str, str], int]:
+    ) -> tuple[ModelInfo, dict[str, str], int]:
         """Returns when all ranks have. -> facts of the model, what was resolved, and the size of a checkpoint."""
-        known = Known.of(self.loaded)
+        known = ModelInfo.of(self.loaded)
         if size > 1:
             # None: torchrun has joined them
             meeting = None if address is None else self.meeting if rank == 0 else Rendezvous.at(address)
@@ -341,7 +313,7 @@ def adapter_fact(loaded: Loaded) -> str:
     )
 
 
-def replays(job: Job, loaded: Loaded | Known) -> bool:
+def replays(job: Job, loaded: Loaded | ModelInfo) -> bool:
     """Whether the trainer sends every token to the experts that the engine sent it to."""
     wanted = job.trainer.routing_replay
     if wanted is True and not loaded.routers:
@@ -385,7 +357,7 @@ def speculation_fact(job: Job, draft: Draft | None) -> str:
     )
 
 
-def mismatch_bound(job: Job, loaded: Loaded | Known) -> float:
+def mismatch_bound(job: Job, loaded: Loaded | ModelInfo) -> float:
     return bound_of(loaded.dtype, mixture=bool(loaded.routers), foreign=job.engine.kind != "builtin")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rondel.assemble.components import TOOLS, build
 from rondel.assemble.facts import batch_line
-from rondel.assemble.run_components import Parts
+from rondel.assemble.run_components import Components
 from rondel.checks.self_test import self_test
 from rondel.checks.special_token_check import all_tasks, read_as_text
 from rondel.core.config import Job
@@ -50,7 +50,7 @@ def check(job: Job, *, asked: bool = False) -> list[CheckFinding]:
         parts.close()
 
 
-def _policy(parts: Parts, name: str) -> str:
+def _policy(parts: Components, name: str) -> str:
     """Who plays it, and what becomes of it."""
     agents = ", ".join(agent for agent, plays in parts.job.cast.items() if plays == name)
     lr = parts.job.of_policy(name).trainer.lr
@@ -59,7 +59,7 @@ def _policy(parts: Parts, name: str) -> str:
     )
 
 
-def _tasks(parts: Parts) -> CheckFinding:
+def _tasks(parts: Components) -> CheckFinding:
     t = parts.tasks
     dropped = {
         f"duplicate{'s' * (t.duplicates != 1)}": t.duplicates,
@@ -105,7 +105,7 @@ def _python_tool() -> CheckFinding:
     )
 
 
-async def _live(parts: Parts, *, asked: bool) -> list[CheckFinding]:
+async def _live(parts: Components, *, asked: bool) -> list[CheckFinding]:
     rewards = await check_reward(parts.pool, parts.tasks.train)
     found = [CheckFinding(f"reward: {f.what}", f.ok, f.message, f.remedy) for f in rewards]
     await parts.sync(parts.trainer, parts.engine)
@@ -121,7 +121,7 @@ async def _live(parts: Parts, *, asked: bool) -> list[CheckFinding]:
     return [*found, *_signal(parts, groups), *await self_test(parts, groups, prepare, asked=asked)]
 
 
-def _signal(parts: Parts, groups: list[Group]) -> list[CheckFinding]:
+def _signal(parts: Components, groups: list[Group]) -> list[CheckFinding]:
     answers = [t for g in groups for t in g.trajectories]
     silent = parts.job.policies.keys() - {t.policy for t in answers}
     failed = [t.score for t in answers if isinstance(t.score, Failed)]
@@ -164,7 +164,7 @@ def _signal(parts: Parts, groups: list[Group]) -> list[CheckFinding]:
     return found
 
 
-def _memory(parts: Parts) -> CheckFinding:
+def _memory(parts: Components) -> CheckFinding:
     trainers = parts.placed.trainers.values()
     owners = [owner for t in trainers for owner in (t.weights, *([t.critic.weights] if t.critic else []))]
     held = parts.trainer.offload.memory()
@@ -179,7 +179,7 @@ def _memory(parts: Parts) -> CheckFinding:
     return CheckFinding("memory", needed < free, message, "a smaller model, or a machine with more memory")
 
 
-def _disk(parts: Parts) -> CheckFinding:
+def _disk(parts: Components) -> CheckFinding:
     folder = Path(parts.job.run.folder)
     existing = next((p for p in [folder, *folder.parents] if p.is_dir()), Path(tempfile.gettempdir()))
     needed = parts.placed.checkpoint_bytes

@@ -13,7 +13,7 @@ from rondel.score.preflight import CheckFinding
 from rondel.train.multi_policy import named
 
 if TYPE_CHECKING:
-    from rondel.assemble.run_components import Parts
+    from rondel.assemble.run_components import Components
     from rondel.train.step import LocalTrainer
 
 STEPS = 3
@@ -24,7 +24,7 @@ WATCHED = ("train/ratio_max_deviation", "train/clip_fraction", "train/grad_norm"
 
 
 async def self_test(
-    parts: Parts, groups: list[Group], prepare: Callable[[list[Group]], Awaitable[Any]], *, asked: bool
+    parts: Components, groups: list[Group], prepare: Callable[[list[Group]], Awaitable[Any]], *, asked: bool
 ) -> list[CheckFinding]:
     """One finding each: the ratio is 1, nothing is clipped, every weight keeps its bits, trainer and engine agree."""
     known, scored = {POLICY: parts.known, **parts.placed.others}, [g for g in groups if g.rewards]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rondel.assemble.components import build
-from rondel.assemble.run_components import Parts
+from rondel.assemble.run_components import Components
 from rondel.core.config import Job
 from rondel.core.errors import UserError
 from rondel.core.events import Evaluated
@@ -73,7 +73,7 @@ def _with_policies(job: Job, model: str, start: Callable[[], str | dict[str, Any
 
 
 @contextmanager
-def _opened(model_or_run: str, recipe: str | None, overrides: dict[str, Any]) -> Iterator[tuple[Parts, int]]:
+def _opened(model_or_run: str, recipe: str | None, overrides: dict[str, Any]) -> Iterator[tuple[Components, int]]:
     """The parts of a run with these weights, and the step they are of."""
     keep_memory()
     folder, step, model = Path(model_or_run), 0, model_or_run

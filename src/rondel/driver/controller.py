@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from rondel.assemble.components import build, sampling_of, with_steps
 from rondel.assemble.facts import facts_of
 from rondel.assemble.rows import rows_of
-from rondel.assemble.run_components import Parts
+from rondel.assemble.run_components import Components
 from rondel.assemble.workers import follow
 from rondel.core.config import ORIGIN, EvaluationConfig, Job, WarmupConfig
 from rondel.core.errors import CheckpointError, ConfigError, StalledError, WorkerError
@@ -54,7 +54,7 @@ READ_BY_THE_LOOP = {
 
 
 def train(
-    job: Job, *, quiet: bool = False, built: Callable[[Parts], Any] | None = None, schedule: Schedule | None = None
+    job: Job, *, quiet: bool = False, built: Callable[[Components], Any] | None = None, schedule: Schedule | None = None
 ) -> dict[str, Any]:
     """Run the recipe, or continue its folder. -> the run card. `built` sees the parts
     before the first step; a schedule is followed.
@@ -71,7 +71,7 @@ def train(
 
 
 def _train(
-    job: Job, folder: Path, quiet: bool, built: Callable[[Parts], Any] | None, schedule: Schedule | None, why: str
+    job: Job, folder: Path, quiet: bool, built: Callable[[Components], Any] | None, schedule: Schedule | None, why: str
 ) -> dict[str, Any]:
     """`why`: the arithmetic of loop.steps where the recipe says passes."""
     _same_recipe(job, folder)

@@ -23,8 +23,8 @@ from rondel.sync.multi_policy import MultiPolicyTransport
 from rondel.train.multi_policy import Trainers
 
 if TYPE_CHECKING:
+    from rondel.assemble.model_info import ModelInfo
     from rondel.assemble.placement import Deployment
-    from rondel.assemble.workers import Known
 
 
 def joined(job: Job, each: dict[str, Deployment], device: str) -> Deployment:
@@ -80,7 +80,7 @@ def _name(policy: str, one: Deployment) -> None:
         one.trainer.whose = f" of '{policy}'"
 
 
-def _refuse_others(name: str, other: Known, main: Known) -> None:
+def _refuse_others(name: str, other: ModelInfo, main: ModelInfo) -> None:
     """What one conversation of an episode cannot carry beside another."""
     where = f"policies.{name}.model = '{other.name}'"
     same_words(

@@ -31,7 +31,7 @@ from rondel.train.checkpoint import Checkpoints
 from rondel.train.pack import Batch
 
 if TYPE_CHECKING:
-    from rondel.assemble.run_components import Parts
+    from rondel.assemble.run_components import Components
 
 
 WAIT = 1800.0  # seconds without any change in the buffer after which a wait is an error (law 10)
@@ -45,7 +45,7 @@ class RunPhases:
     def __init__(
         self,
         job: Job,
-        parts: Parts,
+        parts: Components,
         folder: Path,
         checkpoints: Checkpoints,
         rollouts: RolloutStore,

@@ -46,14 +46,14 @@ from rondel.train.pack import Batch, batch_of
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
-    from rondel.assemble.run_components import Parts
+    from rondel.assemble.run_components import Components
 
 
 @dataclass
 class Rollouts:
     """Generate and Score for one phase."""
 
-    parts: Parts
+    parts: Components
     group_size: int
     guides: int = 0
     greedy: bool = False
@@ -162,7 +162,7 @@ class Rollouts:
             trajectory.score = placed(trajectory.score, trajectory)
 
 
-def rollouts_of(parts: Parts) -> Rollouts:
+def rollouts_of(parts: Components) -> Rollouts:
     """Of the loop itself: samples, and what the row wants beside them."""
     return Rollouts(parts, parts.job.algo.group_size, parts.job.algo.guides, "greedy" in parts.row.needs)
 
@@ -211,7 +211,7 @@ async def prepare(groups: list[Group]) -> Batch:
     return batch_of(groups)
 
 
-def prepare_of(parts: Parts) -> Callable[[list[Group]], Awaitable[Batch]]:
+def prepare_of(parts: Components) -> Callable[[list[Group]], Awaitable[Batch]]:
     """The same with groups that come back, what is shown beside, and what teachers elsewhere say of it. The step's
     first number chooses what is shown, so that a step done again, or replayed, gets the same."""
     rollouts = rollouts_of(parts)

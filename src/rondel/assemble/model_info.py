@@ -1,0 +1,40 @@
+"""Facts of a loaded model that a driver needs without its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rondel.core.media import Sight
+from rondel.models.loaded_model import Loaded
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a process without the weights knows of the model."""
+
+    name: str
+    tokenizer: Any
+    max_context: int
+    routers: int
+    sight: Sight | None  # how it looks at pictures
+    parameters: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.parameters * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, loaded: Loaded) -> ModelInfo:
+        return cls(
+            loaded.name,
+            loaded.tokenizer,
+            loaded.max_context,
+            loaded.routers,
+            loaded.sight,
+            loaded.numbers,
+            loaded.dtype,
+        )
