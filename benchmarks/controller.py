@@ -136,9 +136,9 @@ def made(rollouts: int, tokens: int) -> tuple[SimpleNamespace, Any]:
     from rondel.assemble.rows import rows_of
     from rondel.core.config import Job
     from rondel.core.types import Score
-    from rondel.driver.failure_budget import Failures
-    from rondel.generate.engine.router import Router
-    from rondel.generate.envs.order import Shuffled, stream
+    from rondel.driver.failure_budget import FailureBudget
+    from rondel.generate.engine.router import EngineRouter
+    from rondel.generate.envs.order import ShuffledOrder, stream
     from rondel.generate.envs.single_turn import SingleTurn
     from rondel.generate.envs.sources import load_tasks
     from rondel.models.load import load
@@ -157,10 +157,10 @@ def made(rollouts: int, tokens: int) -> tuple[SimpleNamespace, Any]:
 
     engines = {f"engine-{i}": Later(i, tokens) for i in range(ENGINES)}
     return SimpleNamespace(
-        job=job, sampling=sampling_of(job), env=SingleTurn(), routes=False, failures=Failures(), judge=judge_of(job, rows_of(job)), engines=engines,
-        engine=Router(engines, max_inflight=2 * rollouts // ENGINES), pool=SimpleNamespace(score=score),
+        job=job, sampling=sampling_of(job), env=SingleTurn(), routes=False, failures=FailureBudget(), judge=judge_of(job, rows_of(job)), engines=engines,
+        engine=EngineRouter(engines, max_inflight=2 * rollouts // ENGINES), pool=SimpleNamespace(score=score),
         known=SimpleNamespace(tokenizer=loaded.tokenizer, max_context=loaded.max_context, sight=None),
-    ), stream(Shuffled(load_tasks(job.task.data, env=job.task.env).train, seed=0))  # fmt: skip
+    ), stream(ShuffledOrder(load_tasks(job.task.data, env=job.task.env).train, seed=0))  # fmt: skip
 
 
 async def drive(
@@ -170,11 +170,11 @@ async def drive(
     from rondel import loop as house
     from rondel.buffer import Buffer
     from rondel.driver.phases import per_token
-    from rondel.driver.rollouts import Rollouts, prepare
+    from rondel.driver.rollouts import GroupRollouts, prepare
 
     groups = max(1, rollouts // (GROUP * (STALENESS + 1)))
     buffer = Buffer(groups_per_step=groups, max_staleness=STALENESS)
-    work, clock = Rollouts(parts, GROUP), cast(VirtualLoop, asyncio.get_running_loop())
+    work, clock = GroupRollouts(parts, GROUP), cast(VirtualLoop, asyncio.get_running_loop())
 
     async def sync(trainer: Any, engine: Any) -> int:
         await asyncio.sleep(SYNC)
@@ -198,12 +198,12 @@ async def drive(
         while clock.time() < seconds:
             yield (step := step + 1)
 
-    from rondel.runtime.devices import Split
+    from rondel.runtime.devices import SplitDevices
 
     readings = asyncio.create_task(reading())
     await house.run(
         tasks, buffer, attempt=work.attempt, score=work.score, judge=parts.judge, prepare=prepare, trainer=Trainer(),
-        engine=parts.engine, devices=Split(), sync=sync, algo=None, steps=steps(), milestone=milestone,
+        engine=parts.engine, devices=SplitDevices(), sync=sync, algo=None, steps=steps(), milestone=milestone,
     )  # fmt: skip
     readings.cancel()
     return buffer

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from rondel.core.types import Request, Sampling, sample_key
     from rondel.generate.engine.builtin.engine import BuiltinEngine
-    from rondel.models.cuda_graphs import Graphs
+    from rondel.models.cuda_graphs import DecodeGraphs
 
     device, loaded = opened(a.model or {"random": "qwen2", "seed": 0, **SIZES[a.size]}, a.dtype, 0)
     gpu = loaded.device.type == "cuda"
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     engine = BuiltinEngine(loaded, run=device.run, kv_pages=pages, max_running=max(sizes), prefill_tokens=8192)
     passes = {"plain": loaded.hidden}
     if gpu:
-        passes["graph"] = device.call(Graphs, loaded, max(sizes)).hidden
+        passes["graph"] = device.call(DecodeGraphs, loaded, max(sizes)).hidden
     element, weights = torch.finfo(loaded.dtype).bits // 8, sum(multiplications(loaded.model))
     config = loaded.model.config.get_text_config()
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -40,10 +40,10 @@ def main(argv: list[str] | None = None) -> None:
 
     from rondel.algos.table import resolve
     from rondel.models.load import load
-    from rondel.train.pack import Batch, Sample
+    from rondel.train.pack import TrainBatch, TrainSample
     from rondel.train.settings import TrainSettings
     from rondel.train.step import LocalTrainer
-    from rondel.train.step_metrics import Sums
+    from rondel.train.step_metrics import StepMetricSums
 
     device = Device("cpu", a.threads or None)
     loaded = device.call(lambda: load(a.model, dtype=a.dtype))
@@ -51,23 +51,23 @@ def main(argv: list[str] | None = None) -> None:
     rng = np.random.default_rng(0)
     vocab = loaded.head.weight.shape[0]
 
-    def sample(group: int, index: int, prompt: np.ndarray) -> Sample:
+    def sample(group: int, index: int, prompt: np.ndarray) -> TrainSample:
         tokens = np.concatenate([prompt, rng.integers(0, vocab, a.completion)])
         trainable = np.arange(a.prompt, a.prompt + a.completion)
         behavior = np.full(a.completion, -1.0, np.float32)
         advantages = np.full(a.completion, rng.normal(), np.float32)
-        return Sample(
+        return TrainSample(
             group, index, tokens, trainable, behavior, np.zeros(a.completion, np.int64), 0.0, advantages=advantages
         )
 
     prompts = [rng.integers(0, vocab, a.prompt) for _ in range(a.groups)]
-    batch = Batch([sample(g, i, prompts[g]) for g in range(a.groups) for i in range(a.group)])
+    batch = TrainBatch([sample(g, i, prompts[g]) for g in range(a.groups) for i in range(a.group)])
     trainer = device.call(lambda: LocalTrainer(loaded, TrainSettings(lr=0.0, start_probe=0), run=device.run))
 
     def gradient(share: bool) -> tuple[float, int, torch.Tensor]:
         trainer.main = replace(trainer.main, share_prompts=share)
         trainer.weights.zero_grad()
-        sums, began = Sums(), time.perf_counter()
+        sums, began = StepMetricSums(), time.perf_counter()
         trainer._accumulate(batch, row, sums, proximal_noted=False)
         spent = time.perf_counter() - began
         return spent, sums.packed, torch.cat([m.grad.flatten() for m in trainer.weights.masters])

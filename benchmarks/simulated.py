@@ -101,14 +101,14 @@ def real(a: argparse.Namespace, folder: str, staleness: int, groups: int) -> Non
 
 
 def compared(folders: list[str], staleness: int, groups: int, ahead: Any) -> dict[str, Any]:
-    from rondel.simulate import World, simulate
+    from rondel.simulate import SimulatedWorld, simulate
     from rondel.simulate.costs import Timers, costs_of
     from rondel.simulate.lengths import recorded
 
     first = FIRST + staleness
     seen = [Timers(folder, first) for folder in folders]
     rate = sum(run.samples for run in seen) / sum(run.seconds for run in seen)
-    bare = World(
+    bare = SimulatedWorld(
         engines=1,
         places=512,
         beat=[],

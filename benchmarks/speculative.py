@@ -66,9 +66,9 @@ def main(argv: list[str] | None = None) -> None:
     from _work import median, opened, report
 
     from rondel.core.types import Request, Sampling, sample_key
-    from rondel.generate.engine.builtin.draft import Draft
+    from rondel.generate.engine.builtin.draft import DraftModel
     from rondel.generate.engine.builtin.engine import BuiltinEngine
-    from rondel.generate.engine.builtin.speculative import Speculation
+    from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
     from rondel.generate.envs.template import Template
     from rondel.models.load import load
 
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in KINDS if a.kind == "all" else (a.kind,):
         kind, heat = KINDS[name]
         for running in map(int, a.running.split(",")):
-            ahead = Speculation(a.k, Draft(other) if other is not None else None, always=a.always)
+            ahead = SpeculativeDecoder(a.k, DraftModel(other) if other is not None else None, always=a.always)
             engines = [
                 BuiltinEngine(loaded, run=device.run, kv_pages=16384, max_running=running, speculation=s)
                 for s in (None, ahead)

@@ -268,7 +268,7 @@ def pause(model: str, updates: int) -> dict[str, float]:
     from rondel.generate.engine.builtin.engine import BuiltinEngine
     from rondel.models import names
     from rondel.sync.from_ipc import FromIpc
-    from rondel.sync.update import Update
+    from rondel.sync.update import WeightUpdate
 
     device, loaded = opened(model, "bfloat16", 0)
     weights = {n: t.clone() for n, t in names.weights(loaded.model)}
@@ -286,7 +286,7 @@ def pause(model: str, updates: int) -> dict[str, float]:
     async def run() -> None:
         engine = BuiltinEngine(loaded, run=device.run, kv_pages=4096, transports={"ipc": FromIpc()})
         trainer = Trainer()
-        sync = Update(trainer.transport, probe=[], score=None, tolerance=0.0, moved=lambda: True)
+        sync = WeightUpdate(trainer.transport, probe=[], score=None, tolerance=0.0, moved=lambda: True)
         wanted = [Request([1 + i], Sampling(max_tokens=400, ignore_eos=True), key=i) for i in range(4)]
         heard: list[float] = []
         jobs = [

@@ -11,7 +11,7 @@ from torch import Tensor
 from rondel.algos.correction import Importance
 from rondel.algos.masked_surrogates import ClipCov, KlCov
 from rondel.algos.objective import objective
-from rondel.algos.precompute import NOTHING, Ahead, ahead, counted, tokens_of
+from rondel.algos.precompute import NOTHING, UpdateMasks, ahead, counted, tokens_of
 from rondel.algos.reward_transforms import Overlong
 from rondel.algos.scored_samples import ScoredSamples
 from rondel.algos.surrogate import Clip
@@ -156,7 +156,7 @@ class Ragged:
                 entropy_T=-(logps.exp() * logps).sum(-1),
                 ref_T=ref_T[here],
                 weight_T=weight_T[here],
-                decided=Ahead(
+                decided=UpdateMasks(
                     **{name: values_T[here] for name, values_T in vars(decided).items() if values_T is not None}
                 ),
                 **{name: values_T[here] for name, values_T in known.items()},

@@ -10,9 +10,9 @@ import torch
 
 from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.engine.builtin.engine import BuiltinEngine
-from rondel.models.head import Head
+from rondel.models.head import LMHead
 from rondel.models.load import load
-from rondel.models.loaded_model import Loaded
+from rondel.models.loaded_model import LoadedModel
 
 torch.set_num_threads(1)
 
@@ -27,7 +27,7 @@ SIZE = dict(
 LLAMA = {"random": "llama", **SIZE, "seed": 3}
 
 
-def tiny(kind: str = "llama", **config) -> Loaded:
+def tiny(kind: str = "llama", **config) -> LoadedModel:
     """Random weights, larger than initialised, so that attention looks somewhere and
     distributions are far from uniform.
     """
@@ -39,10 +39,10 @@ def tiny(kind: str = "llama", **config) -> Loaded:
     return loaded
 
 
-def twin(loaded: Loaded) -> Loaded:
+def twin(loaded: LoadedModel) -> LoadedModel:
     """The same weights in other memory."""
     model = copy.deepcopy(loaded.model)
-    return replace(loaded, model=model, head=Head.of(model))
+    return replace(loaded, model=model, head=LMHead.of(model))
 
 
 async def inline(f, *args):
@@ -50,7 +50,7 @@ async def inline(f, *args):
     return f(*args)
 
 
-def engine(loaded: Loaded, **settings) -> BuiltinEngine:
+def engine(loaded: LoadedModel, **settings) -> BuiltinEngine:
     return BuiltinEngine(
         loaded, **{"run": inline, "kv_pages": 4096, "max_running": 16, "prefill_tokens": 256, **settings}
     )
@@ -70,7 +70,7 @@ async def all_of(e: BuiltinEngine, requests: list[Request]):
 
 
 @torch.no_grad()
-def plain_logits(loaded: Loaded, tokens: list[int]) -> torch.Tensor:
+def plain_logits(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
     """transformers' own eager attention, one sequence, no cache. [T, V]"""
     attention = loaded.model.config._attn_implementation
     loaded.model.set_attn_implementation("eager")
@@ -80,7 +80,7 @@ def plain_logits(loaded: Loaded, tokens: list[int]) -> torch.Tensor:
         loaded.model.set_attn_implementation(attention)
 
 
-def plain_logprobs(loaded: Loaded, tokens: list[int], *, temperature: float = 1.0) -> list[float]:
+def plain_logprobs(loaded: LoadedModel, tokens: list[int], *, temperature: float = 1.0) -> list[float]:
     """log p(token t | tokens before) for t >= 1."""
     logp = (plain_logits(loaded, tokens)[:-1] / temperature).log_softmax(-1)
     return logp.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()

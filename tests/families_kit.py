@@ -15,8 +15,8 @@ from vision_kit import EYES
 from rondel.core.errors import ModelError
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import load
-from rondel.models.loaded_model import Loaded
-from rondel.models.routing_tape import Tape
+from rondel.models.loaded_model import LoadedModel
+from rondel.models.routing_tape import RoutingTape
 
 HEAD, EXPERTS, WINDOW = {"head_dim": 16}, {"num_experts_per_tok": 2}, {"sliding_window": 8}
 ALONE = {k: v for k, v in SIZE.items() if k != "num_key_value_heads"}  # as many key heads as query heads
@@ -167,7 +167,7 @@ NOTES = {  # a key of its config -> what it brings
 
 
 @cache
-def model(kind: str) -> Loaded:
+def model(kind: str) -> LoadedModel:
     return tiny(kind, **FAMILIES[kind])
 
 
@@ -220,10 +220,10 @@ def _generated(fresh: Any, given: list[int]) -> list[int]:
     return out[0, len(given) :].tolist()
 
 
-def _replayed(loaded: Loaded, tokens: torch.Tensor, routes: torch.Tensor, logprobs: list[float]) -> float:
+def _replayed(loaded: LoadedModel, tokens: torch.Tensor, routes: torch.Tensor, logprobs: list[float]) -> float:
     n = len(routes)
     hidden = loaded.hidden(
-        tokens[:n], torch.arange(n), PackedLayout([PackedSegment(0, n)]), Tape(loaded.routers, routes)
+        tokens[:n], torch.arange(n), PackedLayout([PackedSegment(0, n)]), RoutingTape(loaded.routers, routes)
     )
     return _gap(loaded.head.logits(hidden), tokens, logprobs)
 

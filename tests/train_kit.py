@@ -15,10 +15,10 @@ from rondel.algos.table import Algorithm, resolve
 from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.generate.envs.episode import joined, rooted
 from rondel.models.load import load
-from rondel.models.loaded_model import Loaded
+from rondel.models.loaded_model import LoadedModel
 from rondel.train.advantages import credit
 from rondel.train.critic import Critic
-from rondel.train.pack import Batch, batch_of
+from rondel.train.pack import TrainBatch, batch_of
 from rondel.train.settings import TrainSettings
 from rondel.train.step import LocalTrainer
 from rondel.train.teachers import Teacher
@@ -46,7 +46,7 @@ KINDS = {
 
 
 @cache
-def _model(kind: str, dtype: str) -> Loaded:
+def _model(kind: str, dtype: str) -> LoadedModel:
     loaded = load({"random": kind, **SMALL, **KINDS[kind]}, dtype="float32")
     with torch.no_grad():
         for parameter in loaded.model.parameters():  # far from the flat start, where mistakes would cancel
@@ -55,7 +55,7 @@ def _model(kind: str, dtype: str) -> Loaded:
     return loaded
 
 
-def model(kind: str = "llama", dtype: str = "float32") -> Loaded:
+def model(kind: str = "llama", dtype: str = "float32") -> LoadedModel:
     """A fresh copy of a tiny random model."""
     return copy.deepcopy(_model(kind, dtype))
 
@@ -147,7 +147,7 @@ def row(kind: str = "grpo", **knobs: Any) -> Algorithm:
     return resolve({"kind": kind, **knobs}).bounded(8)
 
 
-def batch(groups: list[Group], algo: Algorithm) -> Batch:
+def batch(groups: list[Group], algo: Algorithm) -> TrainBatch:
     """With its advantages, where they are made of rewards alone."""
     b = batch_of(groups)
     if not algo.needs & {"values", "ref_logprobs", "teacher_logprobs"}:
@@ -161,7 +161,11 @@ async def inline(function, *args):
 
 
 def trainer(
-    loaded: Loaded | None = None, algo: Algorithm | None = None, *, teacher: Loaded | None = None, **settings: Any
+    loaded: LoadedModel | None = None,
+    algo: Algorithm | None = None,
+    *,
+    teacher: LoadedModel | None = None,
+    **settings: Any,
 ) -> LocalTrainer:
     loaded, chosen = loaded or model(), TrainSettings(**{"lr": 1e-3, "critic_lr": 1e-3, "start_probe": 0, **settings})
     needs = algo.needs if algo else frozenset()
@@ -175,7 +179,7 @@ def trainer(
     )
 
 
-def step(t: LocalTrainer, b: Batch, algo: Algorithm):
+def step(t: LocalTrainer, b: TrainBatch, algo: Algorithm):
     return asyncio.run(t.step(b, algo))
 
 

@@ -15,7 +15,7 @@ from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import Group, Request, Sampling, Score, Task, Trajectory
 from rondel.models import vision
 from rondel.models.load import load
-from rondel.models.loaded_model import Loaded
+from rondel.models.loaded_model import LoadedModel
 
 torch.set_num_threads(1)
 EYES = {
@@ -40,7 +40,7 @@ def recipe(kind: str = "qwen2_5_vl", **more) -> dict:
 
 
 @cache
-def _model(kind: str) -> Loaded:
+def _model(kind: str) -> LoadedModel:
     """Larger than initialised, so that attention and positions matter."""
     loaded = load({**recipe(kind), "seed": 3}, dtype="float32")
     with torch.no_grad():
@@ -50,21 +50,21 @@ def _model(kind: str) -> Loaded:
     return loaded
 
 
-def model(kind: str = "qwen2_5_vl") -> Loaded:
+def model(kind: str = "qwen2_5_vl") -> LoadedModel:
     """A fresh copy; its tower is frozen, as a run's is."""
     loaded = copy.deepcopy(_model(kind))
     vision.tower(loaded.model).requires_grad_(False)
     return loaded
 
 
-def image(loaded: Loaded, seed: int, rows: int = 2, columns: int = 2) -> Image:
+def image(loaded: LoadedModel, seed: int, rows: int = 2, columns: int = 2) -> Image:
     cell = loaded.sight.cell
     return Image.of(
         np.random.default_rng(seed).integers(0, 256, (rows * cell, columns * cell, 3), dtype=np.uint8), cell
     )
 
 
-def stream(loaded: Loaded, *pieces: int | Image, seed: int = 0) -> tuple[list[int], list[ImagePlaceholder]]:
+def stream(loaded: LoadedModel, *pieces: int | Image, seed: int = 0) -> tuple[list[int], list[ImagePlaceholder]]:
     """Pieces are pictures, and numbers of tokens of text: `stream(m, 3, image(m, 1), 4)`."""
     rng, tokens, media = np.random.default_rng(seed), [], []
     for piece in pieces:
@@ -84,7 +84,7 @@ def ask(tokens: list[int], media: list[ImagePlaceholder], *, key: int = 1, n: in
 
 
 def trajectory(
-    loaded: Loaded, given: tuple[list[int], list[ImagePlaceholder]], written: list[int], logprobs: list[float]
+    loaded: LoadedModel, given: tuple[list[int], list[ImagePlaceholder]], written: list[int], logprobs: list[float]
 ) -> Trajectory:
     t = Trajectory()
     t.extend(given[0], media=given[1])
@@ -93,7 +93,7 @@ def trajectory(
 
 
 @torch.no_grad()
-def own_logprobs(loaded: Loaded, rows: list[tuple[list[int], list[ImagePlaceholder]]]) -> list[list[float]]:
+def own_logprobs(loaded: LoadedModel, rows: list[tuple[list[int], list[ImagePlaceholder]]]) -> list[list[float]]:
     """log p(token t | before) for t >= 1 by transformers' own eager pass, all rows in one
     padded batch, positions its own affair.
     """

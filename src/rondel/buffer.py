@@ -30,7 +30,7 @@ from typing import Any
 from rondel.buffer_state import decode, encode
 from rondel.core.errors import LawError, RewardError, UserError
 from rondel.core.events import Admitted, Warned, emit, stalled
-from rondel.core.protocols import Order
+from rondel.core.protocols import BufferOrder
 from rondel.core.types import Group, Slot, Task
 
 LATE = "late"
@@ -75,7 +75,7 @@ class Buffer:
         version: int = 0,
         max_refills: int = 20,
         patience: float = 1800.0,
-        order: Order | None = None,
+        order: BufferOrder | None = None,
     ) -> None:
         if window is not None and not 1 <= window <= max_staleness * groups_per_step + 1:
             raise UserError(
@@ -86,7 +86,7 @@ class Buffer:
         self.groups_per_step, self.max_staleness, self.window = groups_per_step, max_staleness, window
         self.version, self.max_refills, self.patience = version, max_refills, patience
         self.oversample, self.retry = oversample, retry
-        self.order: Order = order or AnyOrder()
+        self.order: BufferOrder = order or AnyOrder()
         self.admitted = 0  # also the next admission number
         self.refunded = 0
         self.trained = 0

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from rondel.buffer import Buffer
 from rondel.core.events import GroupFinished, GroupsTaken, StepDone, emit
 from rondel.core.types import Failed, Group, Slot, Task, Verdict
-from rondel.runtime.telemetry.spans import Laps
+from rondel.runtime.telemetry.spans import PhaseTimer
 
 
 async def feed(tasks: AsyncIterator[Task], buffer: Buffer) -> None:
@@ -39,7 +39,7 @@ async def roll(
 
 async def learn(buffer, prepare, trainer, engine, devices, sync, algo, steps: Iterable[int], milestone) -> None:
     """Train -> Sync, once for each step."""
-    clock = Laps()
+    clock = PhaseTimer()
     for step in steps:
         groups = await buffer.take()
         clock.lap("wait")

@@ -21,7 +21,7 @@ import pytest
 
 from rondel.cli import VERBS, main
 from rondel.core.config import OF_GROUPS, Job, parse_overrides
-from rondel.core.sandbox_types import Ran
+from rondel.core.sandbox_types import CommandResult
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -305,7 +305,7 @@ class NoBoxes:
         return self
 
     def call(self, code, **how):
-        return Ran(0, 0, b"", b"")
+        return CommandResult(0, 0, b"", b"")
 
 
 # -- commands and snippets -------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from copy import deepcopy
 import pytest
 
 from rondel.cli import main
-from rondel.runtime.cluster.cluster_check import Lookout
+from rondel.runtime.cluster.cluster_check import ClusterProbe
 from rondel.runtime.cluster.node_probe import ProbedNode, ProbeResult, judge, look
 
 FACTS = {
@@ -121,7 +121,7 @@ class Near:
     """A Lookout in this process, as a proxy calls it."""
 
     def __init__(self, ahead=0.0):
-        self.real, self.ahead = Lookout(), ahead
+        self.real, self.ahead = ClusterProbe(), ahead
 
     async def ready(self): ...
 
@@ -143,9 +143,9 @@ def test_it_looks_through_sockets_clocks_and_files(tmp_path):
         all(link["bandwidth"] > 1e6 and 0 < link["latency"] < 5 for link in seen.links.values())
         and len(seen.links) == 2
     )
-    assert Lookout().reach("127.0.0.1", 9)["error"]
+    assert ClusterProbe().reach("127.0.0.1", 9)["error"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Lookout, "sees", lambda self, path: False)
+        patch.setattr(ClusterProbe, "sees", lambda self, path: False)
         seen = asyncio.run(look({"a": ("127.0.0.1", Near())}, folder=str(tmp_path)))
     assert seen.nodes[0].sees is False
 

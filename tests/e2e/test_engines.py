@@ -16,12 +16,12 @@ from rondel.core.errors import ConfigError, EngineError, SyncError
 from rondel.core.events import StepDone, subscribe
 from rondel.core.types import TensorInfo
 from rondel.generate.engine.foreign import ForeignEngine
-from rondel.generate.engine.sglang import Sglang
+from rondel.generate.engine.sglang import SglangServer
 from rondel.models import linear, names
 from rondel.models import load as loading
 from rondel.models.save import save
 from rondel.sync.from_disk import FromDisk
-from rondel.sync.update import Update
+from rondel.sync.update import WeightUpdate
 
 pytestmark = pytest.mark.slow
 
@@ -121,8 +121,8 @@ def test_tokens_logprobs_and_versions_over_http_are_those_of_the_model(url, fold
 
     async def work():
         trainer = Trainer(folder, tmp_path / "weights")
-        e, moved = ForeignEngine(Sglang(url)), [False]
-        update = Update(
+        e, moved = ForeignEngine(SglangServer(url)), [False]
+        update = WeightUpdate(
             trainer.disk, probe=prompt(1, 12), score=trainer.logprobs, tolerance=1e-3, moved=lambda: moved[0]
         )
         assert await update(trainer, e) == 1
@@ -156,8 +156,8 @@ def test_a_bad_folder_is_refused_and_a_dead_server_is_named(folder, tmp_path):
     own = serve_kit.Server(folder, tmp_path, "--kv-pages", "1024")
 
     async def work():
-        trainer, e = Trainer(folder, tmp_path / "weights"), ForeignEngine(Sglang(f"http://127.0.0.1:{own.port}"))
-        update = Update(trainer.disk, probe=[], score=trainer.logprobs, tolerance=1e-3)
+        trainer, e = Trainer(folder, tmp_path / "weights"), ForeignEngine(SglangServer(f"http://127.0.0.1:{own.port}"))
+        update = WeightUpdate(trainer.disk, probe=[], score=trainer.logprobs, tolerance=1e-3)
         assert await update(trainer, e) == 1
         publish = trainer.publish
 

@@ -13,7 +13,7 @@ from run_kit import run
 from rondel.core.errors import ConfigError
 from rondel.core.events import Admitted, GroupFinished, GroupsTaken, StepDone, Warned, subscribe
 from rondel.core.types import Group, Score, Task, Trajectory
-from rondel.runtime.telemetry.otel import Traces, traces_of
+from rondel.runtime.telemetry.otel import TraceExporter, traces_of
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 ADDRESSES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -29,7 +29,7 @@ def told(*events, exporter=None):
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     memory = exporter or InMemorySpanExporter()
-    traces = Traces(memory, "runs/x", "tiny")
+    traces = TraceExporter(memory, "runs/x", "tiny")
     for event in events:
         traces.read(event)
     traces.close()
@@ -104,7 +104,7 @@ def test_a_collector_that_fails_is_said_once_and_stops_nothing(how):
     said = []
     end = subscribe(lambda event: said.append(event) if isinstance(event, Warned) else None)
     try:
-        traces = Traces(Broken(), "runs/x", "tiny")
+        traces = TraceExporter(Broken(), "runs/x", "tiny")
         for number in range(3):
             traces.read(Admitted(number, "sum/1", 0))
             traces.read(GroupFinished(number, "sum/1", 0, False, "unanimous", [], []))

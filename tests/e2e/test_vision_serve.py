@@ -23,7 +23,7 @@ from vision_kit import ask, image, model, own_logprobs, stream
 from rondel.core.errors import EngineError
 from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.engine.foreign import ForeignEngine
-from rondel.generate.engine.sglang import Sglang
+from rondel.generate.engine.sglang import SglangServer
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.pictures import url_of
 from rondel.models.save import save
@@ -163,7 +163,7 @@ def test_the_adapter_draws_and_scores_over_http_what_is_drawn_in_process(server)
     ]
 
     async def work():
-        far = ForeignEngine(Sglang(f"http://127.0.0.1:{server.port}"), version=0)
+        far = ForeignEngine(SglangServer(f"http://127.0.0.1:{server.port}"), version=0)
         assert "images" in (await far.status()).capabilities
         for key, (tokens, media) in enumerate(given):
             request = ask(tokens, media, key=key, n=10, temperature=0.7)

@@ -19,9 +19,9 @@ from train_kit import awkward_groups, batch, model, row, step, trainer
 from rondel.core.errors import ConfigError, EngineError, ModelError, SyncError
 from rondel.models import adapters, linear, names
 from rondel.models.aligned_numerics import align
-from rondel.models.compilation import Compiled
+from rondel.models.compilation import CompiledModel
 from rondel.models.load import load
-from rondel.models.loaded_model import Loaded
+from rondel.models.loaded_model import LoadedModel
 from rondel.models.merge import merge
 from rondel.models.save import save as save_model
 from rondel.sync.from_tensor import FromTensor
@@ -37,7 +37,7 @@ FAMILIES = {
 }
 
 
-def noise(loaded: Loaded, seed: int = 0, size: float = 0.1) -> Loaded:
+def noise(loaded: LoadedModel, seed: int = 0, size: float = 0.1) -> LoadedModel:
     """An adapter that changes every layer."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def noise(loaded: Loaded, seed: int = 0, size: float = 0.1) -> Loaded:
     return loaded
 
 
-def adapted(kind: str = "llama", dtype: str = "float32", **how) -> Loaded:
+def adapted(kind: str = "llama", dtype: str = "float32", **how) -> LoadedModel:
     loaded = load({"random": kind, "seed": 3, **FAMILIES[kind]}, dtype=dtype)
     with torch.no_grad():
         for p in loaded.model.parameters():
@@ -57,7 +57,7 @@ def adapted(kind: str = "llama", dtype: str = "float32", **how) -> Loaded:
     return noise(loaded)
 
 
-def merged(loaded: Loaded) -> Loaded:
+def merged(loaded: LoadedModel) -> LoadedModel:
     """The oracle: a plain module in float64 whose weights are W + alpha/r · B A, by hand."""
     plain = load(
         {"random": loaded.model.config.model_type, "seed": 3, **FAMILIES[loaded.model.config.model_type]},
@@ -79,7 +79,7 @@ def merged(loaded: Loaded) -> Loaded:
     return plain
 
 
-def trained(loaded: Loaded, rows: list[list[int]]) -> list[list[float]]:
+def trained(loaded: LoadedModel, rows: list[list[int]]) -> list[list[float]]:
     """Logprobs of whole rows by the trainer's path, of every token after the first."""
     from rondel.core.types import Group, Score, Task, Trajectory
     from rondel.train.pack import batch_of
@@ -158,7 +158,7 @@ def test_the_forward_pass_is_that_of_peft(tmp_path):
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_the_compiled_pass_has_it(kind):
     loaded = noise(adapted(kind), size=0.0)
-    compiled = Compiled(loaded)  # made of a fresh adapter, as in a run
+    compiled = CompiledModel(loaded)  # made of a fresh adapter, as in a run
     for seed in range(2):
         noise(loaded, seed)
         asks = [ask(prompt(g, 5 + 9 * g), key=g, n=5) for g in range(3)]
@@ -191,7 +191,7 @@ def test_the_proof_of_aligned_numerics_sees_a_fresh_adapter(monkeypatch):
 # -- the base never moves --------------------------------------------------------------------------
 
 
-def bits(loaded: Loaded) -> dict[str, torch.Tensor]:
+def bits(loaded: LoadedModel) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in loaded.model.named_parameters()}
 
 
@@ -233,7 +233,7 @@ def test_an_adapter_that_is_trained_on_starts_from_itself():
     assert all((theirs[n] is mine[n]) == (".lora_" not in n) for n in mine)
 
 
-def model_adapted(kind: str = "llama", **how) -> Loaded:
+def model_adapted(kind: str = "llama", **how) -> LoadedModel:
     loaded = model(kind)
     adapters.adapt(loaded, **{"rank": 3, "alpha": 6, **how})
     return loaded
@@ -270,10 +270,10 @@ def test_the_gradient_is_that_of_the_merged_weights(kind):
 
 
 def _accumulate(t, b, algo):
-    from rondel.train.step_metrics import Sums
+    from rondel.train.step_metrics import StepMetricSums
 
     t.weights.zero_grad()
-    t._accumulate(b, algo, Sums(), proximal_noted=False)
+    t._accumulate(b, algo, StepMetricSums(), proximal_noted=False)
 
 
 def test_a_critic_reads_the_same_base_with_an_adapter_of_its_own():
@@ -334,7 +334,7 @@ def test_an_engine_with_a_base_of_its_own_gets_the_adapter():
         assert trained(mine, [prompt(1, 20)]) == trained(theirs, [prompt(1, 20)])
 
 
-def publisher(loaded: Loaded):
+def publisher(loaded: LoadedModel):
     t = trainer(loaded, row())
     t.transport = FromTensor()
     return t
@@ -384,7 +384,7 @@ def test_merged_weights_give_the_same_logits(tmp_path, kind, dtype, lost):
     assert apart < (1e-5 if dtype == "float32" else 0.1)
 
 
-def adapted_from(kind: str) -> Loaded:
+def adapted_from(kind: str) -> LoadedModel:
     """A random base that `load` finds again."""
     loaded = load({"random": kind, "seed": 3, **FAMILIES[kind]}, dtype="float32")
     adapters.adapt(loaded, rank=4, alpha=8)
@@ -420,7 +420,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "a").mkdir()
     adapters.save(loaded, tmp_path / "a")
 
-    def refused(match: str, other: Loaded, error: type[Exception] = ModelError) -> None:
+    def refused(match: str, other: LoadedModel, error: type[Exception] = ModelError) -> None:
         with pytest.raises(error, match=match):
             adapters.read(other, tmp_path / "a")
 

@@ -19,8 +19,8 @@ from train_kit import row as row_of
 from rondel.algos import advantage, aggregate, correction, gae, kl, table
 from rondel.algos.entropy import EntropyBonus
 from rondel.core.errors import ConfigError
-from rondel.train.pack import Batch, batch_of
-from rondel.train.step_metrics import Sums
+from rondel.train.pack import TrainBatch, batch_of
+from rondel.train.step_metrics import StepMetricSums
 
 AGGREGATES = [aggregate.TokenMean(), aggregate.SeqMeanTokenMean(), aggregate.SeqMeanTokenSum(), aggregate.FixedNorm(9)]
 COMPARING = [
@@ -277,7 +277,7 @@ def step_gradient(kind, cut, **knobs):
         b.samples[i].truncated = True
     t = trainer(model(), algo, lr=0.0, clip=1e9)
     t._known(b, algo, [b], set())
-    t._move(b, algo, Sums(), defaultdict(float), more=set(), critic=None, frozen=False)
+    t._move(b, algo, StepMetricSums(), defaultdict(float), more=set(), critic=None, frozen=False)
     return torch.cat([p.grad.flatten() for p in t.loaded.model.parameters()]), b
 
 
@@ -292,7 +292,7 @@ def test_a_masked_answer_gives_no_gradient_and_keeps_its_place_in_the_baseline(k
     for i in cut:
         b.samples[i].advantages[:] = 0
     t.weights.zero_grad()
-    t._accumulate(b, algo, Sums(), proximal_noted=False)
+    t._accumulate(b, algo, StepMetricSums(), proximal_noted=False)
     zeroed = torch.cat([p.grad.flatten() for p in t.loaded.model.parameters()])
     lengths = [len(s.trainable) for s in b.samples]
     scale = sum(lengths) / (sum(lengths) - sum(lengths[i] for i in cut)) if kind == "token_mean" else 1.0
@@ -304,10 +304,10 @@ def test_a_masked_answer_pays_no_kl_and_no_entropy_either_and_a_step_of_masked_a
     knobs = {"kl": {"coef": 0.1}, "entropy": {"coef": 0.05, "top": 0.5}, "aggregate": {"kind": "token_mean"}}
     cut = [i for i in range(14) if i not in (4, 5)]
     masked, b = step_gradient("grpo", cut, mask_truncated=True, **knobs)
-    algo, own = row_of("grpo", **knobs), Batch([b.samples[i] for i in (4, 5)])
+    algo, own = row_of("grpo", **knobs), TrainBatch([b.samples[i] for i in (4, 5)])
     t = trainer(model(), algo)
     t.weights.zero_grad()
-    t._accumulate(own, algo, Sums(), proximal_noted=True)
+    t._accumulate(own, algo, StepMetricSums(), proximal_noted=True)
     alone = torch.cat([p.grad.flatten() for p in t.loaded.model.parameters()])
     assert float((masked - alone).norm()) <= 1e-5 * float(alone.norm()) and float(alone.norm()) > 0
     algo, b = row_of("ppo", mask_truncated=True), batch_of(awkward_groups())

@@ -16,12 +16,12 @@ from train_kit import batch, row
 
 from rondel.core.errors import ConfigError
 from rondel.core.types import Group, Score, Task, Trajectory
-from rondel.generate.engine.builtin.draft import Draft
-from rondel.generate.engine.builtin.speculative import Speculation
+from rondel.generate.engine.builtin.draft import DraftModel
+from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models.aligned_numerics import align
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import load
-from rondel.models.loaded_model import Loaded
+from rondel.models.loaded_model import LoadedModel
 from rondel.train.annotate import annotate
 
 WIDE = SIZE | {"head_dim": 16}
@@ -35,7 +35,7 @@ FAMILIES = {
 DTYPES = ["float32", "bfloat16"]
 
 
-def model(kind: str, dtype: str) -> Loaded:
+def model(kind: str, dtype: str) -> LoadedModel:
     loaded = load({"random": kind, "seed": 3, **FAMILIES[kind]}, dtype=dtype)
     with torch.no_grad():
         for p in loaded.model.parameters():
@@ -164,7 +164,7 @@ def test_look_ups_change_no_bit(kind, dtype):
     loaded = model(kind, dtype)
     asks = [ask((prompt(i, 9) * 4)[: 20 + 5 * i], key=i, n=50, temperature=0.05) for i in range(5)]
     plain = asyncio.run(all_of(engine(loaded), asks))
-    e = engine(loaded, speculation=Speculation(4, always=True))
+    e = engine(loaded, speculation=SpeculativeDecoder(4, always=True))
     assert told(asyncio.run(all_of(e, asks))) == told(plain)
     assert 0 < e.speculation.accepted < e.speculation.proposed
 
@@ -174,7 +174,9 @@ def test_a_draft_states_the_trainers_bits():
     asks = [r for r in requests() if r.sampling.max_tokens > 1]
     e = engine(
         loaded,
-        speculation=Speculation(3, Draft(load({"random": "llama", "seed": 4, **SIZE}, dtype="bfloat16")), always=True),
+        speculation=SpeculativeDecoder(
+            3, DraftModel(load({"random": "llama", "seed": 4, **SIZE}, dtype="bfloat16")), always=True
+        ),
     )
     done = asyncio.run(all_of(e, asks))
     assert 0 < e.speculation.accepted < e.speculation.proposed

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from rondel.core.errors import ConfigError, EnvError, SandboxError, UnknownOutcome, UserError
-from rondel.core.sandbox_types import BoxFileError, Limits, Ran
+from rondel.core.sandbox_types import BoxFileError, CommandResult, Limits
 from rondel.core.types import Task
 from rondel.generate.envs.python import python_tool
 from rondel.runtime.sandbox import images, probe, users
@@ -445,7 +445,7 @@ def test_the_same_verbs_by_other_tools(kind, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     settings = {} if kind == "container" else {"kernel": str(program), "root": str(program)}
 
-    async def main() -> list[Ran]:
+    async def main() -> list[CommandResult]:
         async with Sandbox(kind, **settings).open(Limits(wall=20, output=1000)) as box:
             await box.write(str(tmp_path / "x" / "file"), b"abc")
             assert await box.read(str(tmp_path / "x" / "file")) == b"abc"

@@ -13,7 +13,7 @@ from engine_kit import LLAMA, SIZE, ask, engine, idle, plain_logprobs, prompt, t
 from rondel.core.errors import ConfigError
 from rondel.models import compilation as module
 from rondel.models.attention import PackedLayout, PackedSegment
-from rondel.models.compilation import Compiled
+from rondel.models.compilation import CompiledModel
 from rondel.models.load import load
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ def test_tokens_and_logprobs_are_those_of_the_model_before_and_after_an_update(k
     then other weights in the same tensors.
     """
     loaded = tiny(kind, **KINDS[kind])
-    e = engine(loaded, compiled=Compiled(loaded), prefill_tokens=16)
+    e = engine(loaded, compiled=CompiledModel(loaded), prefill_tokens=16)
     for round_ in range(2):
         requests = [ask(prompt(g, 5 + 9 * g), key=10 * g + s, n=3 + 4 * s) for g in range(3) for s in range(3)]
         for request, got in zip(requests, answers(e, requests), strict=True):
@@ -49,7 +49,7 @@ def test_tokens_and_logprobs_are_those_of_the_model_before_and_after_an_update(k
 def test_bfloat16_rounds_where_the_model_rounds():
     """Most results have equal bits; a fused loop that kept float32 between operations would differ in nearly all."""
     loaded = load({**LLAMA}, dtype="bfloat16")
-    compiled = Compiled(loaded)
+    compiled = CompiledModel(loaded)
     tokens, at = torch.tensor(prompt(0, 24)), torch.arange(24)
     layout = PackedLayout([PackedSegment(0, 24)])
     with torch.no_grad():
@@ -59,11 +59,11 @@ def test_bfloat16_rounds_where_the_model_rounds():
 
 def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch):
     with pytest.raises(ConfigError, match="mixture of experts"):
-        Compiled(tiny("mixtral"))
+        CompiledModel(tiny("mixtral"))
     loaded = tiny("llama")
     loaded.aligned = True
     with pytest.raises(ConfigError, match="aligned"):
-        Compiled(loaded)
+        CompiledModel(loaded)
     loaded.aligned = False
 
     def branches(**given):
@@ -71,7 +71,7 @@ def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch):
 
     monkeypatch.setattr(type(loaded.model), "base_model", property(lambda self: branches))
     with pytest.raises(ConfigError, match=r"depend on its numbers.*engine\.compile = false"):
-        Compiled(loaded)
+        CompiledModel(loaded)
 
 
 def test_a_graph_that_computes_something_else_is_refused(monkeypatch):
@@ -79,4 +79,4 @@ def test_a_graph_that_computes_something_else_is_refused(monkeypatch):
     honest = module._compile
     monkeypatch.setattr(module, "_compile", lambda loaded: lambda t, p: honest(loaded)(t, p) * 1.5)
     with pytest.raises(ConfigError, match="differs by"):
-        Compiled(loaded)
+        CompiledModel(loaded)

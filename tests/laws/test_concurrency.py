@@ -9,7 +9,7 @@ import random
 import pytest
 from run_kit import events, run
 
-from rondel.generate.engine.concurrency import WINDOW, Concurrency
+from rondel.generate.engine.concurrency import WINDOW, ConcurrencyController
 
 
 def driven(control, knee, *, room=10**9, windows=400, noise=0.02, felt=lambda window: True, seed=0):
@@ -28,7 +28,7 @@ def driven(control, knee, *, room=10**9, windows=400, noise=0.02, felt=lambda wi
 @pytest.mark.parametrize("knee", [8, 24, 60, 100])
 @pytest.mark.parametrize("seed", range(5))
 def test_it_comes_to_the_knee_and_stays_in_a_band(knee, seed):
-    control = Concurrency(most=128)
+    control = ConcurrencyController(most=128)
     limits = driven(control, knee, seed=seed)
     settled, step = limits[150:], control.step
     assert max(settled) - min(settled) <= 3 * step, "steady"
@@ -39,14 +39,14 @@ def test_it_comes_to_the_knee_and_stays_in_a_band(knee, seed):
 
 
 def test_without_a_knee_it_goes_to_the_most():
-    assert driven(Concurrency(most=64), 10**9)[-1] == 64
+    assert driven(ConcurrencyController(most=64), 10**9)[-1] == 64
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("best", [1, 5, 12])
 def test_it_goes_down_to_where_fewer_are_faster(best, seed):
     """Beyond the best number the rate falls as 1 / sqrt(n): it began at a quarter of the most, and never went below."""
-    control, draw = Concurrency(most=64), random.Random(seed)
+    control, draw = ConcurrencyController(most=64), random.Random(seed)
     limits = []
     for _ in range(120):
         for _ in range(WINDOW):
@@ -60,18 +60,18 @@ def test_it_goes_down_to_where_fewer_are_faster(best, seed):
 
 @pytest.mark.parametrize("room", [3, 20, 50])
 def test_it_halves_where_there_is_no_room_and_comes_back(room):
-    limits = driven(Concurrency(most=128), 10**9, room=room)
+    limits = driven(ConcurrencyController(most=128), 10**9, room=room)
     settled = limits[100:]
     assert min(settled) >= room // 2 and max(settled) <= room + 8
 
 
 def test_where_nobody_waits_nothing_is_learned():
-    control = Concurrency(most=64)
+    control = ConcurrencyController(most=64)
     assert set(driven(control, 10**9, windows=20, felt=lambda window: False)) == {16} and control.told() is None
 
 
 def test_it_says_once_what_it_found_and_the_gain():
-    control, said = Concurrency(most=128, limit=8), []
+    control, said = ConcurrencyController(most=128, limit=8), []
     for _ in range(60):
         driven(control, 40, windows=1, noise=0.0)
         if found := control.told():

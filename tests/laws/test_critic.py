@@ -22,8 +22,8 @@ from rondel.models.save import save
 from rondel.runtime.journal import store
 from rondel.train.advantages import credit, kl_of_samples
 from rondel.train.checkpoint import load_trainer, save_trainer
-from rondel.train.pack import Batch, batch_of
-from rondel.train.step_metrics import Sums
+from rondel.train.pack import TrainBatch, batch_of
+from rondel.train.step_metrics import StepMetricSums
 
 PPO = row("ppo")
 CHARGED = row("ppo", kl={"coef": 0.3}, advantage={"gamma": 0.98, "lam": 0.9})
@@ -46,21 +46,23 @@ def critic_bits(t) -> list[bytes]:
     return bits(t.critic)
 
 
-def gradient(t, b: Batch, algo, *, micro_tokens: int = 10**6, share: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+def gradient(
+    t, b: TrainBatch, algo, *, micro_tokens: int = 10**6, share: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the policy and of the critic, each in one vector; values and returns once for
     all splits, and a step away from them.
     """
     t.main = replace(t.main, micro_tokens=micro_tokens, share_prompts=share)
     t.weights.zero_grad()
-    t._accumulate(b, algo, Sums(), proximal_noted=False)
-    t.critic.accumulate(b, algo, t.settings, Sums())
+    t._accumulate(b, algo, StepMetricSums(), proximal_noted=False)
+    t.critic.accumulate(b, algo, t.settings, StepMetricSums())
     return tuple(
         torch.cat([(torch.zeros_like(m) if m.grad is None else m.grad).flatten() for m in w.masters]).double().clone()
         for w in (t.weights, t.critic.weights)
     )
 
 
-def noted(t, groups, algo) -> Batch:
+def noted(t, groups, algo) -> TrainBatch:
     b = batch_of(groups)
     t._annotate(b, algo.needs)
     credit(b, algo)
@@ -174,7 +176,7 @@ def test_an_observation_changes_no_advantage():
     """The same written tokens, values and rewards, with more or fewer observed tokens between the turns."""
     rng = np.random.default_rng(0)
 
-    def told(observed: list[int]) -> Batch:
+    def told(observed: list[int]) -> TrainBatch:
         ours = np.random.default_rng(1)
         groups = []
         for n, gap in enumerate(observed):
@@ -270,7 +272,7 @@ def test_the_first_mini_batch_is_on_policy_to_the_bit():
     for update in b.updates(3):
         t._annotate(update, PPO.needs | {"proximal_logprobs"})
     credit(b, PPO)
-    sums = Sums()
+    sums = StepMetricSums()
     t._accumulate(first, PPO, sums, proximal_noted=True)
     t.critic.accumulate(first, PPO, t.settings, sums)
     metrics = sums.metrics(1)

@@ -20,8 +20,8 @@ from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.load import load
 from rondel.runtime.journal import store
-from rondel.train.pack import Batch
-from rondel.train.teachers import Teacher, Teachers
+from rondel.train.pack import TrainBatch
+from rondel.train.teachers import Teacher, TeacherEnsemble
 
 V = 7
 
@@ -68,7 +68,7 @@ def rollouts(loaded, number: int) -> list[Group]:
 
 
 @torch.no_grad()
-def reverse_kl(loaded, teacher, b: Batch) -> float:
+def reverse_kl(loaded, teacher, b: TrainBatch) -> float:
     """Exact, over the whole vocabulary, at every context in which the policy wrote."""
     total, count = 0.0, 0
     for sample in b.samples:
@@ -156,13 +156,13 @@ def test_several_teachers_are_heard_by_their_weights_and_each_by_its_source():
     for s in b.samples:
         s.stream = "code" if s.group == 2 else "math"
     t = trainer(loaded, opd, teacher=wise[0])
-    t.teachers = Teachers([Teacher(wise[0], 3.0), Teacher(wise[1], 1.0), Teacher(wise[2], 4.0, "code")])
+    t.teachers = TeacherEnsemble([Teacher(wise[0], 3.0), Teacher(wise[1], 1.0), Teacher(wise[2], 4.0, "code")])
     t._annotate(b, opd.needs)
     for i, s in enumerate(b.samples):
         first, second, third = (told[i] for told in alone)
         wanted = (3 * first + second + 4 * third) / 8 if s.stream == "code" else (3 * first + second) / 4
         np.testing.assert_allclose(s.notes["teacher"], wanted, atol=1e-6)
-    t.teachers = Teachers([Teacher(wise[2], 1.0, "code")])
+    t.teachers = TeacherEnsemble([Teacher(wise[2], 1.0, "code")])
     with pytest.raises(TrainError, match="no teacher of 'fake'"):
         t._annotate(batch(rollouts(loaded, 0), opd), opd.needs)
 

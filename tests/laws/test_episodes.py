@@ -18,7 +18,7 @@ from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.generate.envs.episode import joined, listed, rooted
 from rondel.runtime.journal import store
 from rondel.train.advantages import credit
-from rondel.train.pack import Batch, batch_of
+from rondel.train.pack import TrainBatch, batch_of
 
 TASK = Task("t", "fake", {})
 
@@ -102,7 +102,7 @@ def test_the_gradient_is_that_of_the_walks_one_by_one(kind, kl):
     tree = batch([forked_group(), forked_group(5, number=9)], algo)
     t._annotate(tree, algo.needs | {"proximal_logprobs"})
     credit(tree, algo)
-    walks = Batch([replace(s, group=i, index=0, parent=None, notes={}) for i, s in enumerate(tree.samples)])
+    walks = TrainBatch([replace(s, group=i, index=0, parent=None, notes={}) for i, s in enumerate(tree.samples)])
     t._annotate(walks, algo.needs | {"proximal_logprobs"})
     assert all(
         np.allclose(a.notes["proximal"], b.notes["proximal"], atol=1e-5) for a, b in zip(tree.samples, walks.samples)

@@ -8,7 +8,7 @@ from run_kit import events, run
 from train_kit import awkward_groups, batch, model, row, step, trainer
 
 from rondel.train.advantages import credit
-from rondel.train.step_metrics import Sums
+from rondel.train.step_metrics import StepMetricSums
 
 ROW = {"kl": {"coef": 0.05}, "surrogate": {"high": 0.28}}
 HOW = {"lr": 1e-2, "micro_tokens": 40}
@@ -27,7 +27,7 @@ def test_two_epochs_are_two_passes_written_out(updates):
     credit(b, algo)
     for part in (*parts, *parts):
         written.weights.zero_grad()
-        written._accumulate(part, algo, Sums(), proximal_noted=True)
+        written._accumulate(part, algo, StepMetricSums(), proximal_noted=True)
         written.weights.step(lr=HOW["lr"], clip=written.settings.clip, norm=written.weights.gradient_norm())
     assert all(torch.equal(p, q) for p, q in zip(once.weights.masters, written.weights.masters))
     assert stats.metrics["train/ratio_max_deviation"] > 0, (

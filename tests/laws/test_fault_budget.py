@@ -17,14 +17,14 @@ from rondel.buffer import Buffer
 from rondel.core.errors import ConfigError, RewardError
 from rondel.core.failure_rate import LAST, LEAST
 from rondel.core.types import Failed, Sampling, Score, Slot, Task, Trajectory
-from rondel.driver.failure_budget import Failures
-from rondel.driver.rollouts import Rollouts
+from rondel.driver.failure_budget import FailureBudget
+from rondel.driver.rollouts import GroupRollouts
 from rondel.filter.complete import Complete
 
 RIGHT = 0.3  # a bandit's chance: the mean of its rewards, in closed form
 
 
-class Bandit(Rollouts):
+class Bandit(GroupRollouts):
     """A sample's reward is its own coin; whether the world breaks is another one."""
 
     faults: float = 0.0
@@ -45,13 +45,13 @@ class Bandit(Rollouts):
                     raise RuntimeError("no route to the sandbox")
                 return Trajectory(text=f"{slot.number} {index}", score=Score(float(coin.random() < RIGHT)))
 
-        view = Rollouts(SimpleNamespace(**{**vars(parts), "env": Env()}), self.group_size)
+        view = GroupRollouts(SimpleNamespace(**{**vars(parts), "env": Env()}), self.group_size)
         view.chat = lambda *a, **k: None
         return await view._one(slot, index, policy)
 
 
 def bandit(tmp_path, faults, steps=60, groups=8, size=8):
-    parts = SimpleNamespace(job=run_kit.tiny(Path(tmp_path)), sampling=Sampling(), failures=Failures(), pool=None)
+    parts = SimpleNamespace(job=run_kit.tiny(Path(tmp_path)), sampling=Sampling(), failures=FailureBudget(), pool=None)
     rollouts, trained, trainer = Bandit(parts, size), [], CountingTrainer()
     rollouts.faults = faults
     buffer = Buffer(groups_per_step=groups, max_staleness=1)
@@ -84,7 +84,7 @@ def test_five_percent_faults_leave_the_training_reward_unbiased(tmp_path):
 
 
 def test_the_limit():
-    failures = Failures(0.1)
+    failures = FailureBudget(0.1)
     for _ in range(LEAST - 1):
         failures.count(Failed("timeout"))
         assert not failures.why
@@ -93,11 +93,11 @@ def test_the_limit():
         failures.spent.is_set()
         and failures.why == f"{LEAST} of the last {LEAST} answers have no score, {LEAST - 1} of them: timeout"
     )
-    calm = Failures(0.1)
+    calm = FailureBudget(0.1)
     for n in range(10 * LAST):
         calm.count(Failed("timeout") if n % 10 == 9 else Score(1.0))  # a tenth is not more than a tenth
     assert not calm.why
-    never = Failures(1.0)
+    never = FailureBudget(1.0)
     for _ in range(LAST):
         never.count(Failed("timeout"))
     assert not never.why
@@ -155,7 +155,9 @@ def test_a_run_stops_with_the_cause_and_a_checkpoint_and_goes_on(tmp_path, monke
 
 
 def test_what_was_scored_twice_is_counted_once(tmp_path):
-    parts = SimpleNamespace(job=run_kit.tiny(Path(tmp_path)), sampling=Sampling(), failures=Failures(0.5), pool=None)
+    parts = SimpleNamespace(
+        job=run_kit.tiny(Path(tmp_path)), sampling=Sampling(), failures=FailureBudget(0.5), pool=None
+    )
     rollouts = Bandit(parts, 4)
     rollouts.faults = 1.0
 
@@ -172,7 +174,7 @@ def test_a_pause_ends_when_the_world_mends(tmp_path):
     parts = SimpleNamespace(
         job=run_kit.tiny(Path(tmp_path)),
         sampling=Sampling(),
-        failures=Failures(0.3, patience=60, first=0.001),
+        failures=FailureBudget(0.3, patience=60, first=0.001),
         pool=None,
     )
     rollouts, trainer, asked = Bandit(parts, 8), CountingTrainer(), []
@@ -205,7 +207,7 @@ def test_a_pause_ends_when_the_world_mends(tmp_path):
 
 def test_patience_has_an_end():
     async def down():
-        failures = Failures(0.3, patience=0.05, first=0.01)
+        failures = FailureBudget(0.3, patience=0.05, first=0.01)
         for _ in range(LEAST):
             failures.count(Failed("timeout"))
         assert failures.since is not None and not failures.why
@@ -223,7 +225,7 @@ def test_patience_has_an_end():
 
 def test_who_is_given_up_in_its_turn_leaves_it_to_others():
     async def two():
-        failures = Failures(0.3, patience=60, first=0.01)
+        failures = FailureBudget(0.3, patience=60, first=0.01)
         for _ in range(LEAST):
             failures.count(Failed("timeout"))
         first = asyncio.create_task(failures.again(Failed("timeout")))

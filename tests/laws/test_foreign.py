@@ -20,11 +20,11 @@ from rondel.core.errors import ConfigError, EngineError, StalledError, SyncError
 from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import Abort, Begin, Commit, Manifest, Request, Route, Sampling, TensorInfo
 from rondel.generate.engine.foreign import DrawnTokens, ForeignEngine
-from rondel.generate.engine.http import Link
-from rondel.generate.engine.sglang import Sglang
+from rondel.generate.engine.http import ServerClient
+from rondel.generate.engine.sglang import SglangServer
 from rondel.generate.engine.sglang import params as sglang_params
 from rondel.generate.engine.sglang import piece as sglang_piece
-from rondel.generate.engine.vllm import Vllm
+from rondel.generate.engine.vllm import VllmServer
 from rondel.generate.engine.vllm import piece as vllm_piece
 
 
@@ -311,16 +311,16 @@ def scripted(server, replies):
         status, body = replies[request.url.path]
         return httpx2.Response(status, json=body) if not isinstance(body, str) else httpx2.Response(status, text=body)
 
-    server.link = Link("http://gpu-7:30000", remedy="start it", transport=httpx2.MockTransport(answer))
+    server.link = ServerClient("http://gpu-7:30000", remedy="start it", transport=httpx2.MockTransport(answer))
     return server, asked
 
 
 def test_faults_name_the_address_what_came_back_and_the_remedy():
     async def work():
-        server, _ = scripted(Sglang("http://gpu-7:30000"), {"/get_model_info": (500, "x" * 999)})
+        server, _ = scripted(SglangServer("http://gpu-7:30000"), {"/get_model_info": (500, "x" * 999)})
         with pytest.raises(EngineError, match=r"http://gpu-7:30000/get_model_info answered 500: x{200}\.\.\.$"):
             await server.version()
-        lost = Sglang("http://127.0.0.1:9")
+        lost = SglangServer("http://127.0.0.1:9")
         with pytest.raises(
             EngineError, match=r"http://127\.0\.0\.1:9/get_model_info cannot be reached \(ConnectError.*launch_server"
         ):
@@ -328,12 +328,12 @@ def test_faults_name_the_address_what_came_back_and_the_remedy():
         with pytest.raises(EngineError, match="cannot be reached"):
             lost.open(Sampling())
         with pytest.raises(ConfigError, match=r"engine\.url = 'gpu-7'; it is an address"):
-            Sglang("gpu-7")
+            SglangServer("gpu-7")
         replies = {"/update_weights_from_disk": (200, {"success": False, "message": "no such folder"})}
         body = {"model_path": "/weights/v-1", "weight_version": "1", "flush_cache": True}
         for serves, more in (("default", {}), ("0", {}), ("1", {}), ("2", {"rollback": True})):
             server, asked = scripted(
-                Sglang("http://a"), {**replies, "/get_model_info": (200, {"weight_version": serves})}
+                SglangServer("http://a"), {**replies, "/get_model_info": (200, {"weight_version": serves})}
             )
             with pytest.raises(EngineError, match="no such folder"):
                 await server.load("/weights/v-1", "1")
@@ -353,7 +353,7 @@ def test_images_go_as_they_are_seen_or_not_at_all():
 
     async def work():
         replies = {"/generate": (200, {"text": "x", "meta_info": meta})}
-        server, asked = scripted(Sglang("http://a"), replies)
+        server, asked = scripted(SglangServer("http://a"), replies)
         e = ForeignEngine(server, version=0)
         assert (await e.generate(request)).tokens == [3] and (await e.score(request)).logprobs == [
             0.0,
@@ -380,7 +380,7 @@ def test_images_go_as_they_are_seen_or_not_at_all():
             await e.generate(replace(request, tokens=[1, 9, 9, 2, 9]))
         for blind, why in (
             (ForeignEngine(Fake(), version=0), "it has no eyes"),
-            (ForeignEngine(Vllm("http://a")), "vllm-project/vllm#51472"),
+            (ForeignEngine(VllmServer("http://a")), "vllm-project/vllm#51472"),
         ):
             for verb in (blind.generate, blind.score):
                 with pytest.raises(UserError, match=f"is sent no images: .*{why}"):
@@ -393,7 +393,7 @@ def test_vllm_is_asked_whether_it_can_carry_the_run():
     def opened(temperature, mode="raw_logprobs", dev=200):
         config = {"vllm_config": {"model_config": {"logprobs_mode": mode}, "device_config": {"device": "cuda"}}}
         models = {"data": [{"id": "m", "max_model_len": 512}]}
-        server, _ = scripted(Vllm("http://a"), {"/server_info": (dev, config), "/v1/models": (200, models)})
+        server, _ = scripted(VllmServer("http://a"), {"/server_info": (dev, config), "/v1/models": (200, models)})
         return server.open(Sampling(temperature=temperature))
 
     assert opened(1.0) == opened(0.7, mode="processed_logprobs") == 512
@@ -409,7 +409,7 @@ def test_vllm_takes_weights_in_order_and_forgets_its_cache(tmp_path):
             path: (200, {"success": True})
             for path in ("/collective_rpc", "/reset_prefix_cache", "/update_weight_version")
         }
-        server, asked = scripted(Vllm("http://a"), replies)
+        server, asked = scripted(VllmServer("http://a"), replies)
         await server.load("/weights/v-3", "3")
         assert asked == [
             ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "/weights/v-3"}}),

@@ -25,11 +25,11 @@ from units.chat_kit import Engine, chat, tokenizer
 
 from rondel.core.errors import DataError
 from rondel.core.types import Completion, EnvFault, Failed, Score, Task, Trajectory
-from rondel.driver.rollouts import Rollouts
+from rondel.driver.rollouts import GroupRollouts
 from rondel.generate.engine.server.fields import RequestFields, parse
 from rondel.generate.engine.server.native import read_generate
 from rondel.generate.engine.server.openai import read_chat, read_completion
-from rondel.generate.engine.server.service import RequestLimits, Service
+from rondel.generate.engine.server.service import GenerationService, RequestLimits
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.demonstrations import Demonstrate
 from rondel.generate.envs.gateway.app import build
@@ -172,9 +172,9 @@ def calls(name: str = "add", arguments: str = "{}", id: str = "c1") -> dict[str,
     }
 
 
-def service() -> Service:
+def service() -> GenerationService:
     loaded = SimpleNamespace(tokenizer=tok(), sight=None, max_context=1 << 14)
-    return Service(
+    return GenerationService(
         SimpleNamespace(loaded=loaded, pages=SimpleNamespace(count=1 << 14), version=0, state="serving"),
         run=None,
         name="m",
@@ -500,7 +500,7 @@ def test_no_text_makes_room_for_an_image():
 
 
 def tried(env: Any) -> Trajectory:
-    rollouts = Rollouts(SimpleNamespace(env=env, job=SimpleNamespace(cast={})), 1)  # type: ignore[arg-type]
+    rollouts = GroupRollouts(SimpleNamespace(env=env, job=SimpleNamespace(cast={})), 1)  # type: ignore[arg-type]
     (trajectory,) = asyncio.run(rollouts.tried(Task("t/1", "x", {"prompt": "go"}), lambda: chat(tok(), Policy())))
     return trajectory
 

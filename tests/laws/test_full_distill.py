@@ -12,13 +12,13 @@ from test_distill import TEACHER, reverse_kl, rollouts
 from train_kit import KINDS, SMALL, awkward_groups, batch, model, row, step, trainer
 
 from rondel.core.errors import ConfigError
-from rondel.models.head import Head
+from rondel.models.head import LMHead
 from rondel.models.load import load
 from rondel.train import logprobs
 from rondel.train.advantages import credit
-from rondel.train.step_metrics import Sums
-from rondel.train.teacher_distributions import Opinion, Taught
-from rondel.train.teachers import Teacher, Teachers
+from rondel.train.step_metrics import StepMetricSums
+from rondel.train.teacher_distributions import TeacherDistribution, TeacherOpinion
+from rondel.train.teachers import Teacher, TeacherEnsemble
 
 FULL = {"distill": {"kind": "full", "coef": 1.0}}
 
@@ -33,14 +33,14 @@ def test_it_is_that_of_the_logits_in_value_and_gradient(monkeypatch, temperature
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(11, 8, generator=g), torch.randn(29, 8, generator=g)
     target, pull = torch.randint(29, (11,), generator=g), torch.randn(3, 11, generator=g)
-    heads = [Head(torch.randn(29, width, generator=g), softcap=softcap) for width in (5, 7)]
+    heads = [LMHead(torch.randn(29, width, generator=g), softcap=softcap) for width in (5, 7)]
     seen = [torch.arange(11), torch.tensor([1, 2, 6, 10])]
     kept = [torch.randn(len(at), head.weight.shape[1], generator=g) for at, head in zip(seen, heads)]
     share = [torch.where(torch.isin(seen[0], seen[1]), 0.25, 1.0), torch.full((4,), 0.75)]
-    taught = Taught([Opinion(*parts) for parts in zip(heads, kept, seen, share)], temperature)
+    taught = TeacherDistribution([TeacherOpinion(*parts) for parts in zip(heads, kept, seen, share)], temperature)
 
     h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    told = logprobs.logprob_entropy_and_kl(h, target, Head(w, softcap=softcap), taught, temperature=temperature)
+    told = logprobs.logprob_entropy_and_kl(h, target, LMHead(w, softcap=softcap), taught, temperature=temperature)
     sum((p * t).sum() for p, t in zip(pull, told)).backward()
 
     def logp(x, head):
@@ -59,11 +59,11 @@ def test_it_is_that_of_the_logits_in_value_and_gradient(monkeypatch, temperature
 
 def gradient(algo, b, teachers, **settings) -> torch.Tensor:
     t = trainer(model(), algo, teacher=teachers[0].loaded, **settings)
-    t.teachers = Teachers(teachers)
+    t.teachers = TeacherEnsemble(teachers)
     t._annotate(b, algo.needs)
     credit(b, algo)
     t.weights.zero_grad()
-    t._accumulate(b, algo, Sums(), proximal_noted=False)
+    t._accumulate(b, algo, StepMetricSums(), proximal_noted=False)
     return torch.cat([p.grad.flatten() for p in t.loaded.model.parameters()])
 
 

@@ -15,7 +15,7 @@ from rondel.core.events import Warned, subscribe
 from rondel.core.types import Abort, Begin, Commit, Route
 from rondel.models import names
 from rondel.sync.from_tensor import FromTensor
-from rondel.sync.update import Update
+from rondel.sync.update import WeightUpdate
 
 
 class Publisher:
@@ -40,7 +40,7 @@ class Publisher:
 
 
 def updater():
-    return Update(FromTensor(), probe=[], score=None, tolerance=1e-4, moved=lambda: True)
+    return WeightUpdate(FromTensor(), probe=[], score=None, tolerance=1e-4, moved=lambda: True)
 
 
 async def wrote(e, n):

@@ -13,7 +13,7 @@ from run_kit import events, run
 from rondel.core.errors import WorkerError
 from rondel.core.events import WorkerTime
 from rondel.runtime.memory import ran_out, report
-from rondel.runtime.stacks import Stacks
+from rondel.runtime.stacks import StackDumper
 from rondel.system.process_memory import resident
 
 
@@ -68,7 +68,7 @@ def test_python_s_own_where_it_is_traced():
 
 
 def test_the_tenants_of_workers_without_a_process_are_the_controller_s(tmp_path):
-    stacks = Stacks(tmp_path, pids=lambda: {"engine-0": os.getpid()})
+    stacks = StackDumper(tmp_path, pids=lambda: {"engine-0": os.getpid()})
     stacks.read(WorkerTime("trainer", {}, memory={"rss": 1, "moments": 7_000_000}))
     stacks.read(WorkerTime("engine-0", {}, memory={"rss": 1, "kv_cache": 3_000_000}))
     _, controller, engine = stacks.memory().splitlines()

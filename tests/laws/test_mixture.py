@@ -17,13 +17,13 @@ from rondel.core.types import Group, Score, Trajectory
 from rondel.driver.rollouts import prepare_of
 from rondel.runtime.journal import store
 from rondel.train.advantages import credit
-from rondel.train.pack import Batch
-from rondel.train.step_metrics import Sums
+from rondel.train.pack import TrainBatch
+from rondel.train.step_metrics import StepMetricSums
 
 TOLERANCE = 1e-6
 
 
-def mixed() -> tuple[Batch, Mixture]:
+def mixed() -> tuple[TrainBatch, Mixture]:
     """Groups 3, 7 and 12 are of the main stream, 8 of another environment with its own row, 11 are demonstrations."""
     groups = awkward_groups()
     b = batch(groups, row("grpo"))
@@ -35,14 +35,14 @@ def mixed() -> tuple[Batch, Mixture]:
     )
 
 
-def gradient(b: Batch, algo, **settings) -> torch.Tensor:
+def gradient(b: TrainBatch, algo, **settings) -> torch.Tensor:
     t = trainer(model(), row("grpo", kl={"coef": 0.1}), **settings)
     for r, _, share in b.shares(algo):
         t._annotate(share, r.needs)
         credit(share, r)
     t.weights.zero_grad()
     for r, weight, share in b.shares(algo):
-        t._accumulate(share, r, Sums(), weight=weight, proximal_noted=False)
+        t._accumulate(share, r, StepMetricSums(), weight=weight, proximal_noted=False)
     return torch.cat([p.grad.flatten() for p in t.loaded.model.parameters()])
 
 
@@ -60,8 +60,8 @@ def test_no_stream_changes_the_weight_of_another():
     rest is what it was.
     """
     b, mixture = mixed()
-    rest = Batch([s for s in b.samples if s.stream != "books"])
-    shown = Batch([s for s in b.samples if s.stream == "books"])
+    rest = TrainBatch([s for s in b.samples if s.stream != "books"])
+    shown = TrainBatch([s for s in b.samples if s.stream == "books"])
     together, apart = gradient(b, mixture), gradient(rest, mixture) + gradient(shown, mixture)
     assert (together - apart).norm() <= TOLERANCE * together.norm()
 

@@ -16,14 +16,14 @@ from engine_kit import ask, engine, idle, plain_logprobs, prompt, tiny
 
 from rondel.core.errors import ConfigError
 from rondel.generate.engine.builtin import runner
-from rondel.generate.engine.builtin.draft import Draft
-from rondel.generate.engine.builtin.speculative import Speculation
-from rondel.models.attention import Chunk, Decoding, PagedLayout
-from rondel.models.cuda_graphs import Graphs, sizes_upto
+from rondel.generate.engine.builtin.draft import DraftModel
+from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
+from rondel.models.attention import DecodeBatch, PagedLayout, PrefillChunk
+from rondel.models.cuda_graphs import DecodeGraphs, sizes_upto
 
 pytest.importorskip("triton", reason="pip install triton")
 from rondel.models import paged_attention
-from rondel.models.paged_attention import Fed, Feeds
+from rondel.models.paged_attention import LaunchBatch, TokenRun
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -56,21 +56,21 @@ def test_the_kernel_computes_what_the_layouts_do(heads, shared, size, wide, wind
     keys, values = torch.randn(shared, 160, size, device=DEVICE), torch.randn(shared, 160, wide, device=DEVICE)
 
     q = torch.randn(4, heads, size, device=DEVICE)
-    feeds = Feeds.of(table, [Fed(i, i, 1, n) for i, n in enumerate(lengths)])
-    wanted = Decoding(table[:, :70].long(), torch.tensor(lengths, device=DEVICE)).attend(q, keys, values, **how)
+    feeds = LaunchBatch.of(table, [TokenRun(i, i, 1, n) for i, n in enumerate(lengths)])
+    wanted = DecodeBatch(table[:, :70].long(), torch.tensor(lengths, device=DEVICE)).attend(q, keys, values, **how)
     assert feeds.splits > 1
     torch.testing.assert_close(feeds.attend(q, keys, values, **how), wanted, atol=2e-6, rtol=1e-5)
 
-    fed = [Fed(0, 0, 37, 70), Fed(1, 37, 33, 33), Fed(2, 70, 1, 1), Fed(3, 71, 9, 50)]
+    fed = [TokenRun(0, 0, 37, 70), TokenRun(1, 37, 33, 33), TokenRun(2, 70, 1, 1), TokenRun(3, 71, 9, 50)]
     q = torch.randn(80, heads, size, device=DEVICE)
     plain = PagedLayout(
         Pool(keys),
         Pool(values),
         torch.zeros(0, dtype=torch.int64),
-        [Chunk(f.row, f.new, table[f.line, : f.context].long()) for f in fed],
+        [PrefillChunk(f.row, f.new, table[f.line, : f.context].long()) for f in fed],
     )
     wanted = torch.cat([plain._prefill(chunk, q, keys, values, 0.3, window, softcap) for chunk in plain.chunks])
-    torch.testing.assert_close(Feeds.of(table, fed).attend(q, keys, values, **how), wanted, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(LaunchBatch.of(table, fed).attend(q, keys, values, **how), wanted, atol=2e-6, rtol=1e-5)
 
 
 def test_a_row_has_the_same_bits_in_every_batch():
@@ -82,9 +82,13 @@ def test_a_row_has_the_same_bits_in_every_batch():
         torch.randn(3, 4, 16, device=DEVICE),
     )
     how = {"scale": 0.3, "window": None, "softcap": None}
-    together = Feeds.of(table, [Fed(i, i, 1, n) for i, n in enumerate(lengths)]).attend(q, keys, values, **how)
+    together = LaunchBatch.of(table, [TokenRun(i, i, 1, n) for i, n in enumerate(lengths)]).attend(
+        q, keys, values, **how
+    )
     for i, n in enumerate(lengths):
-        assert torch.equal(Feeds.of(table, [Fed(i, 0, 1, n)]).attend(q[i : i + 1], keys, values, **how)[0], together[i])
+        assert torch.equal(
+            LaunchBatch.of(table, [TokenRun(i, 0, 1, n)]).attend(q[i : i + 1], keys, values, **how)[0], together[i]
+        )
 
 
 @pytest.fixture
@@ -121,7 +125,7 @@ def test_an_engine_on_the_kernel_draws_what_the_other_one_draws(on_gpu, kind):
 def test_guesses_are_rows_of_a_feed(on_gpu):
     """A draft with pools of its own reads the same lines."""
     loaded = tiny("llama")
-    e = engine(loaded, speculation=Speculation(4, Draft(tiny("llama")), always=True))
+    e = engine(loaded, speculation=SpeculativeDecoder(4, DraftModel(tiny("llama")), always=True))
     requests = [ask(prompt(0, 12), key=3, n=9), ask(prompt(1, 9), key=4, n=6)]
     for request, got in zip(requests, answers(e, requests), strict=True):
         wanted = plain_logprobs(loaded, [*request.tokens, *got.tokens])[-len(got.tokens) :]
@@ -144,7 +148,7 @@ class Again:
 
 def test_a_recorded_step_reads_only_its_inputs_and_notices_what_has_moved(on_gpu):
     loaded = tiny("llama")
-    graphs = Graphs(loaded, 4, **({} if DEVICE == "cuda" else {"record": Again}))
+    graphs = DecodeGraphs(loaded, 4, **({} if DEVICE == "cuda" else {"record": Again}))
     e = engine(loaded, compiled=graphs, max_running=4)
     requests = [ask(prompt(g, 4), key=g, n=2 + 2 * g) for g in range(3)]
     for round_ in range(2):
@@ -171,14 +175,14 @@ def test_a_graph_that_computes_something_else_is_refused(on_gpu):
         def replay(self):
             return super().replay() * 1.5
 
-    e = engine(tiny("llama"), compiled=Graphs(tiny("llama"), 4, record=Wrong))
+    e = engine(tiny("llama"), compiled=DecodeGraphs(tiny("llama"), 4, record=Wrong))
     with pytest.raises(ConfigError, match=r"differs by .*engine\.compile = false"):
         answers(e, REQUESTS[:1])
 
 
 def test_what_cannot_be_recorded_is_refused_by_name(on_gpu):
     with pytest.raises(ConfigError, match="mixture of experts"):
-        Graphs(tiny("mixtral"), 4)
+        DecodeGraphs(tiny("mixtral"), 4)
 
     def fails(work):
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -186,7 +190,7 @@ def test_what_cannot_be_recorded_is_refused_by_name(on_gpu):
     with pytest.raises(
         ConfigError, match=r"cannot be recorded as a CUDA graph: operation not permitted.*engine\.compile = false"
     ):
-        answers(engine(tiny("llama"), compiled=Graphs(tiny("llama"), 4, record=fails)), REQUESTS[:1])
+        answers(engine(tiny("llama"), compiled=DecodeGraphs(tiny("llama"), 4, record=fails)), REQUESTS[:1])
 
 
 @pytest.mark.parametrize("most, last", [(1, 1), (3, 4), (64, 64), (65, 80), (257, 288), (600, 608)])

@@ -26,7 +26,7 @@ from rondel.core.config import Job
 from rondel.core.errors import ConfigError, DataError, EngineError, LawError, SyncError
 from rondel.core.types import Commit, Completion, Group, Manifest, Route, Sampling, Score, Task, TensorInfo
 from rondel.driver.checkpoint_evaluation import evaluate_checkpoint
-from rondel.generate.engine.multi_policy import Policies
+from rondel.generate.engine.multi_policy import MultiPolicyEngine
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.episode import joined, rooted
@@ -36,9 +36,9 @@ from rondel.runtime.journal import store
 from rondel.runtime.telemetry.metrics import SCHEMA, meaning
 from rondel.sync.from_disk import FromDisk
 from rondel.sync.multi_policy import MultiPolicyTransport
-from rondel.sync.update import Update
-from rondel.train.multi_policy import Trainers
-from rondel.train.pack import Batch
+from rondel.sync.update import WeightUpdate
+from rondel.train.multi_policy import MultiPolicyTrainer
+from rondel.train.pack import TrainBatch
 
 ROOT = Path(__file__).parents[2]
 ONLY = [{"agent": "only", "says": "{prompt}"}]
@@ -127,7 +127,7 @@ def of(groups: list[Group], policy: str) -> list[Group]:
 @pytest.mark.parametrize("kind", ["grpo", "dapo", "gspo"])
 def test_each_policy_is_trained_as_if_it_were_alone(kind):
     groups, algo = two_sided(), row(kind)
-    together = Trainers({"policy": trainer(model(), algo), "critic": trainer(model("tied"), algo, lr=3e-3)})
+    together = MultiPolicyTrainer({"policy": trainer(model(), algo), "critic": trainer(model("tied"), algo, lr=3e-3)})
     stats = asyncio.run(together.step(batch(groups, algo), algo))
     for name, metric, alone in (
         ("policy", "train", trainer(model(), algo)),
@@ -155,7 +155,7 @@ def test_what_one_agent_wrote_changes_no_other_policy():
         t.score = Score(-t.reward)
     ends = []
     for groups in (plain, other):
-        both = Trainers({"policy": trainer(model(), algo), "critic": trainer(model(), algo)})
+        both = MultiPolicyTrainer({"policy": trainer(model(), algo), "critic": trainer(model(), algo)})
         asyncio.run(both.step(batch(groups, algo), algo))
         ends.append([bits(both.each[name]) for name in ("policy", "critic")])
     assert ends[0][0] == ends[1][0] and ends[0][1] != ends[1][1]
@@ -163,7 +163,7 @@ def test_what_one_agent_wrote_changes_no_other_policy():
 
 def test_a_policy_of_which_nobody_wrote_keeps_its_bits_and_counts_the_version():
     algo = row("grpo")
-    both = Trainers({"policy": trainer(model(), algo), "critic": trainer(model(), algo)})
+    both = MultiPolicyTrainer({"policy": trainer(model(), algo), "critic": trainer(model(), algo)})
     before = bits(both.each["critic"])
     asyncio.run(both.step(batch(of(two_sided(), "policy"), algo), algo))
     assert bits(both.each["critic"]) == before and not both.each["critic"].moved and both.moved
@@ -173,9 +173,9 @@ def test_a_policy_of_which_nobody_wrote_keeps_its_bits_and_counts_the_version():
 def test_a_step_that_one_policy_refuses_is_no_whole_step():
     algo, groups = row("grpo"), two_sided()
     groups[0].trajectories[1].score = Score(float("nan"))
-    both = Trainers({"policy": trainer(model(), algo), "critic": trainer(model(), algo)})
+    both = MultiPolicyTrainer({"policy": trainer(model(), algo), "critic": trainer(model(), algo)})
     before = bits(both.each["critic"])
-    stats = asyncio.run(both.step(Batch(batch(groups, algo).samples), algo))
+    stats = asyncio.run(both.step(TrainBatch(batch(groups, algo).samples), algo))
     assert not stats.stepped and stats.note.startswith("reward of 'critic': ") and bits(both.each["critic"]) == before
 
 
@@ -210,7 +210,7 @@ def test_stale_episodes_have_versions_of_their_own_policies_within_the_limit(tmp
 
 def test_a_token_of_a_version_that_its_policy_never_had_is_a_broken_law():
     algo, groups = row("grpo"), two_sided()
-    both = Trainers({"policy": trainer(model(), algo), "critic": trainer(model(), algo)})
+    both = MultiPolicyTrainer({"policy": trainer(model(), algo), "critic": trainer(model(), algo)})
     both._published = {name: Manifest(3, ()) for name in both.each}
     asyncio.run(both.step(batch(groups, algo), algo))
     groups[1].trajectories[3].versions = [4 if v == 0 else v for v in groups[1].trajectories[3].versions]
@@ -288,8 +288,8 @@ def test_when_one_policy_fails_nothing_is_mixed(tmp_path, at):
     }
     engines = {name: engine(loaded, transports={"disk": FromDisk(tmp_path / name)}) for name, loaded in mine.items()}
     critic = Balking(engines["critic"])
-    both = Policies({"policy": engines["policy"], "critic": critic})
-    trainers = Trainers(
+    both = MultiPolicyEngine({"policy": engines["policy"], "critic": critic})
+    trainers = MultiPolicyTrainer(
         {name: Moving(twin(loaded), transport=FromDisk(tmp_path / name)) for name, loaded in mine.items()}
     )
 
@@ -300,7 +300,7 @@ def test_when_one_policy_fails_nothing_is_mixed(tmp_path, at):
         return logprobs
 
     ways = MultiPolicyTransport({name: FromDisk(tmp_path / name) for name in mine})
-    update = Update(
+    update = WeightUpdate(
         ways,
         probe=prompt(0, 12),
         score=said("policy"),
@@ -340,7 +340,7 @@ def test_when_one_policy_fails_nothing_is_mixed(tmp_path, at):
 
 def test_each_policy_must_move_when_it_was_moved():
     """The digest of all would hide one that stood still."""
-    trainers = Trainers({name: Moving(tiny_model()) for name in ("policy", "critic")})
+    trainers = MultiPolicyTrainer({name: Moving(tiny_model()) for name in ("policy", "critic")})
     route = Route("policies", {name: Route("tensor") for name in trainers.each})
 
     async def main():

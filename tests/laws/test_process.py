@@ -17,7 +17,7 @@ import pytest
 
 from rondel.core.errors import ConfigError, SilentError, StalledError, WorkerError
 from rondel.core.events import Warned, emit, subscribe
-from rondel.core.time_account import Account  # of ours, so made in the nursery
+from rondel.core.time_account import TimeAccount  # of ours, so made in the nursery
 from rondel.runtime.cluster import forkserver
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.runtime.devices import Device
@@ -288,7 +288,7 @@ class TestNursery:
         """Processes of their own, with the controller's folder and path of that moment."""
         monkeypatch.chdir(tmp_path)
         monkeypatch.syspath_prepend(tmp_path / "mine")
-        workers = [cluster.spawn(f"part-{i}", Account, "x") for i in range(2)]
+        workers = [cluster.spawn(f"part-{i}", TimeAccount, "x") for i in range(2)]
         for worker in workers:
             worker.now()
         assert len({worker.pid for worker in workers} | {os.getpid()}) == 3
@@ -299,14 +299,14 @@ class TestNursery:
         assert cluster.spawn("path", forkserver._path).now("copy")[0] == str(tmp_path / "mine")
 
     def test_how_it_ended_is_told(self, cluster):
-        worker = cluster.spawn("part", Account, "x")
+        worker = cluster.spawn("part", TimeAccount, "x")
         worker.now()
         os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(WorkerError, match=rf"worker part \(process {worker.pid}\) was ended by SIGKILL"):
             worker.now("turn", "idle")
 
     def test_a_dead_nursery_takes_its_workers_along_and_the_next_has_another(self, cluster):
-        worker = cluster.spawn("part", Account, "x")
+        worker = cluster.spawn("part", TimeAccount, "x")
         worker.now()
         before = forkserver.pid()
         os.kill(before, signal.SIGKILL)
@@ -319,12 +319,12 @@ class TestNursery:
                 break
             time.sleep(0.05)
         assert not exists(worker.pid)
-        cluster.spawn("next", Account, "x").now()
+        cluster.spawn("next", TimeAccount, "x").now()
         assert forkserver.pid() not in (None, before)
 
     def test_without_one_a_worker_starts_in_the_ordinary_way(self, cluster, monkeypatch):
         monkeypatch.setattr(forkserver, "ACCELERATORS", ("/",))
-        worker = cluster.spawn("part", Account, "x")
+        worker = cluster.spawn("part", TimeAccount, "x")
         worker.now()
         with open(f"/proc/{worker.pid}/cmdline", "rb") as file:
             assert b"rondel.runtime.cluster.worker_main" in file.read()

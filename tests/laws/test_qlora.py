@@ -24,10 +24,10 @@ from rondel.core.config import Job
 from rondel.core.errors import ConfigError, ModelError, SyncError
 from rondel.models import adapters, names, nf4
 from rondel.models.aligned_numerics import align
-from rondel.models.compilation import Compiled
-from rondel.models.head import Head
+from rondel.models.compilation import CompiledModel
+from rondel.models.head import LMHead
 from rondel.models.load import load
-from rondel.models.loaded_model import Loaded
+from rondel.models.loaded_model import LoadedModel
 from rondel.models.merge import merge
 from rondel.models.save import save as save_model
 from rondel.planner.shapes import ModelShape, shape
@@ -46,17 +46,17 @@ NF4 = """-1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28
  1.0"""  # arXiv:2305.14314, appendix E
 
 
-def far(kind: str, dtype: str = "float32", **size) -> Loaded:
+def far(kind: str, dtype: str = "float32", **size) -> LoadedModel:
     """Away from the flat start, and with numbers that bfloat16 has, too."""
     loaded = load({"random": kind, "seed": 3, **(size or FAMILIES[kind])}, dtype="float32")
     with torch.no_grad():
         for p in loaded.model.parameters():
             # and no buffer, of which rotary angles are one
             p.data = (p * 3 if p.dim() > 1 else p).bfloat16().to(getattr(torch, dtype))
-    return replace(loaded, head=Head.of(loaded.model))
+    return replace(loaded, head=LMHead.of(loaded.model))
 
 
-def packed(kind: str = "llama", dtype: str = "float32", size: dict | None = None, **how) -> Loaded:
+def packed(kind: str = "llama", dtype: str = "float32", size: dict | None = None, **how) -> LoadedModel:
     """An adapter with noise over a base in 4 bits."""
     loaded = far(kind, dtype, **FAMILIES.get(kind, {}) | (size or {}))
     nf4.quantise(loaded.model, "cpu")
@@ -64,14 +64,14 @@ def packed(kind: str = "llama", dtype: str = "float32", size: dict | None = None
     return noise(loaded)
 
 
-def decoded(loaded: Loaded) -> Loaded:
+def decoded(loaded: LoadedModel) -> LoadedModel:
     """The same adapter over the same base, whose layers are plain ones."""
     plain = copy.deepcopy(loaded)
     nf4.restore(plain.model, plain.dtype)
     return plain
 
 
-def oracle(loaded: Loaded) -> Loaded:
+def oracle(loaded: LoadedModel) -> LoadedModel:
     """A module in float64 without adapter: W + alpha/r · B A, by hand."""
     kind = loaded.model.config.model_type
     plain, scale = far(kind), loaded.adapter.config.lora_alpha / loaded.adapter.config.r
@@ -203,7 +203,7 @@ def test_aligned_numerics_have_it_with_the_same_bits():
 @pytest.mark.slow
 def test_the_compiled_pass_has_it():
     loaded = packed("llama", size={"num_hidden_layers": 1})
-    compiled = Compiled(loaded)
+    compiled = CompiledModel(loaded)
     asks = [ask(prompt(g, 5 + 9 * g), key=g, n=5) for g in range(3)]
     for a, c in zip(asks, asyncio.run(all_of(engine(loaded, compiled=compiled), asks))):
         own = trained(loaded, [[*a.tokens, *c.tokens]])[0][-len(c.tokens) :]
@@ -259,7 +259,7 @@ def test_a_model_that_bitsandbytes_stored_is_read(tmp_path):
         load(str(tmp_path / "packed"), dtype="float32")
 
 
-def frozen(loaded: Loaded) -> Loaded:
+def frozen(loaded: LoadedModel) -> LoadedModel:
     adapters.adapt(loaded, rank=2, alpha=2)
     return loaded
 
@@ -282,7 +282,7 @@ def test_smollm2_is_that_of_bitsandbytes():
     assert bytes_of(narrow) < 0.42 * 2 * narrow.numbers, "of which 57 MB are the embedding"
 
 
-def bytes_of(loaded: Loaded) -> int:
+def bytes_of(loaded: LoadedModel) -> int:
     return sum(p.numel() * p.element_size() for n, p in loaded.model.named_parameters() if ".lora_" not in n)
 
 

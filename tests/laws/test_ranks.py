@@ -20,22 +20,22 @@ from vision_kit import model as looking
 from rondel.algos.table import TABLE
 from rondel.core.types import Route, Score
 from rondel.models import adapters, names
-from rondel.models.loaded_model import Loaded
+from rondel.models.loaded_model import LoadedModel
 from rondel.runtime.cluster.process import ProcessCluster
 from rondel.sync.from_tensor import FromTensor
 from rondel.train.advantages import credit
 from rondel.train.critic import Critic
-from rondel.train.fsdp import Rendezvous, Sharded
+from rondel.train.fsdp import FsdpRank, Rendezvous
 from rondel.train.parallel import ALONE
 from rondel.train.settings import TrainSettings
 from rondel.train.step import LocalTrainer
-from rondel.train.step_metrics import Sums
+from rondel.train.step_metrics import StepMetricSums
 from rondel.train.teachers import Teacher
 
 MODELS = ("llama", "tied", "qwen3", "gemma3_text")
 
 
-def made(kind: str, dtype: str) -> Loaded:
+def made(kind: str, dtype: str) -> LoadedModel:
     """ "llama", "llama + fresh" with an adapter that changes nothing yet, "llama + used" with one that does."""
     kind, _, adapter = kind.partition(" + ")
     loaded = looking(kind) if kind in EYES else model(kind, dtype)
@@ -62,7 +62,7 @@ class Rank:
         return self.meeting.address
 
     def join(self, address: tuple[str, int]) -> None:
-        self.ranks = Sharded(self.rank, 2, self.meeting if self.rank == 0 else Rendezvous.at(address), patience=60)
+        self.ranks = FsdpRank(self.rank, 2, self.meeting if self.rank == 0 else Rendezvous.at(address), patience=60)
 
     def make(self, kind: str, dtype: str = "float32", algo=None, *, teacher: bool = False, **settings) -> None:
         loaded, chosen = (
@@ -90,7 +90,7 @@ class Rank:
         if not noted:
             t._annotate(b, algo.needs)
             credit(b, algo)
-        t._accumulate(b, algo, Sums(), proximal_noted=noted)
+        t._accumulate(b, algo, StepMetricSums(), proximal_noted=noted)
         t.weights.gradient_norm()
         return self._whole(t.weights)
 

@@ -9,7 +9,7 @@ import pytest
 from rondel.assemble.remote_workers import RemoteEngine
 from rondel.core.errors import StalledError, SyncError, WorkerError
 from rondel.core.types import Completion, EngineStatus, Manifest, Request, Route, TokenScores
-from rondel.sync.update import Update
+from rondel.sync.update import WeightUpdate
 
 
 class Worker:
@@ -79,7 +79,7 @@ async def zeros(tokens) -> list[float]:
     return [0.0] * len(tokens)
 
 
-def made(at: str) -> tuple[RemoteEngine, Update, list[Worker]]:
+def made(at: str) -> tuple[RemoteEngine, WeightUpdate, list[Worker]]:
     started: list[Worker] = []
 
     def start() -> Worker:
@@ -87,7 +87,7 @@ def made(at: str) -> tuple[RemoteEngine, Update, list[Worker]]:
         return started[-1]
 
     engine = RemoteEngine(Worker(at), start, 8)
-    update = Update(Transport(), probe=[1, 2], score=zeros, tolerance=1e-3, deadline=20.0)
+    update = WeightUpdate(Transport(), probe=[1, 2], score=zeros, tolerance=1e-3, deadline=20.0)
     engine.catch_up = update.catch_up
     return engine, update, started
 

@@ -20,7 +20,7 @@ from rondel.generate.engine.resumption import resumed
 from rondel.models.aligned_numerics import align
 from rondel.runtime.journal import store
 from rondel.sync.from_tensor import FromTensor
-from rondel.sync.update import Update
+from rondel.sync.update import WeightUpdate
 
 pytestmark = pytest.mark.slow
 
@@ -158,7 +158,7 @@ def aligned_model():
 
 async def life(e, trainer, requests, *, moments: list[int], how: str, arrive: random.Random):
     """All requests, at random moments; new weights each time that so many steps were computed. -> completions"""
-    sync, asked = Update(FromTensor(), probe=[], score=None, tolerance=1e-4, moved=lambda: True), e.generate
+    sync, asked = WeightUpdate(FromTensor(), probe=[], score=None, tolerance=1e-4, moved=lambda: True), e.generate
     await sync(trainer, e)
     steps = 0
     plain = e._run

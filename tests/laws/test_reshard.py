@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from rondel.core.errors import SyncError
-from rondel.sync.reshard import Cut, join, split
+from rondel.sync.reshard import ShardCut, join, split
 
 H, K, D, E, F, V = 8, 2, 3, 10, 12, 101  # query heads, key heads, head size, inputs, feed-forward, vocabulary
-QKV = Cut(parts=((H * D, Cut(heads=H)), (K * D, Cut(heads=K)), (K * D, Cut(heads=K))))
-GATE_UP = Cut(parts=((F, Cut()), (F, Cut())))
+QKV = ShardCut(parts=((H * D, ShardCut(heads=H)), (K * D, ShardCut(heads=K)), (K * D, ShardCut(heads=K))))
+GATE_UP = ShardCut(parts=((F, ShardCut()), (F, ShardCut())))
 SIZES = {
-    "columns": (Cut(), (F, E)),
-    "bias": (Cut(), (F,)),
-    "rows": (Cut(dim=1), (E, F)),
-    "norm": (Cut(dim=None), (E,)),
-    "q": (Cut(heads=H), (H * D, E)),
-    "k with fewer heads than ranks": (Cut(heads=K), (K * D, E)),
+    "columns": (ShardCut(), (F, E)),
+    "bias": (ShardCut(), (F,)),
+    "rows": (ShardCut(dim=1), (E, F)),
+    "norm": (ShardCut(dim=None), (E,)),
+    "q": (ShardCut(heads=H), (H * D, E)),
+    "k with fewer heads than ranks": (ShardCut(heads=K), (K * D, E)),
     "qkv": (QKV, ((H + 2 * K) * D, E)),
     "gate_up": (GATE_UP, (2 * F, E)),
-    "vocabulary": (Cut(rows=V, multiple=4), (V, E)),
+    "vocabulary": (ShardCut(rows=V, multiple=4), (V, E)),
 }
 
 
@@ -47,7 +47,7 @@ def test_a_sharded_layer_computes_what_the_whole_computes(tp):
     x = torch.randn(5, E, generator=g, dtype=torch.float64)
     gate, up = w["gate_up"].split(F)
     shards = split(w["gate_up"], GATE_UP, tp)
-    downs = split(w["rows"], Cut(dim=1), tp)
+    downs = split(w["rows"], ShardCut(dim=1), tp)
     parts = [((x @ s[: F // tp].T).tanh() * (x @ s[F // tp :].T)) @ d.T for s, d in zip(shards, downs)]
     assert torch.allclose(sum(parts), ((x @ gate.T).tanh() * (x @ up.T)) @ w["rows"].T)
     q, k, _ = w["qkv"].split([H * D, K * D, K * D])
@@ -66,13 +66,13 @@ def test_a_sharded_layer_computes_what_the_whole_computes(tp):
 
 def test_what_cannot_be_cut_is_named():
     with pytest.raises(SyncError, match="10 rows over 4 ranks"):
-        split(torch.zeros(10, 2), Cut(), 4)
+        split(torch.zeros(10, 2), ShardCut(), 4)
     with pytest.raises(SyncError, match="4 ranks over 3 heads"):
-        split(torch.zeros(9, 2), Cut(heads=3), 4)
-    shards = split(torch.randn(4, 2), Cut(heads=2), 4)
+        split(torch.zeros(9, 2), ShardCut(heads=3), 4)
+    shards = split(torch.randn(4, 2), ShardCut(heads=2), 4)
     shards[1] = shards[1] + 1
     with pytest.raises(SyncError, match="copies differ"):
-        join(shards, Cut(heads=2))
+        join(shards, ShardCut(heads=2))
     padded = [torch.ones(4, 2), torch.ones(4, 2)]
     with pytest.raises(SyncError, match="the padding behind row 7"):
-        join(padded, Cut(rows=7, multiple=4))
+        join(padded, ShardCut(rows=7, multiple=4))

@@ -10,7 +10,7 @@ from engine_kit import all_of, ask, engine, idle, prompt, tiny
 
 from rondel.core.errors import EngineError
 from rondel.models import linear
-from rondel.models.cuda_graphs import Graphs
+from rondel.models.cuda_graphs import DecodeGraphs
 from rondel.sync.from_tensor import FromTensor
 
 REQUESTS = [ask(prompt(i, 12), key=i, n=6) for i in range(3)]
@@ -88,7 +88,7 @@ def test_an_engine_in_the_trainers_module_gives_no_weights_away():
 def test_recorded_steps_are_forgotten_by_their_tag():
     pytest.importorskip("triton", reason="pip install triton")
     loaded = tiny()
-    graphs = Graphs(loaded, 2)
+    graphs = DecodeGraphs(loaded, 2)
     e = engine(loaded, compiled=graphs)
     graphs.recorded[1] = object()
     asyncio.run(e.sleep(("kv_cache",)))

@@ -12,7 +12,7 @@ from run_kit import balances, events, run, tiny
 from rondel.assemble import replay
 from rondel.core.errors import ConfigError
 from rondel.core.types import Group, Task
-from rondel.driver.replay_buffer import Returning
+from rondel.driver.replay_buffer import ReplayBuffer
 
 
 def steps_of(p: int, s: int, n: int):
@@ -30,7 +30,7 @@ def steps_of(p: int, s: int, n: int):
 
 @pytest.mark.parametrize("p,s,n", [(p, s, n) for p, s, n in itertools.product((1, 4, 16), (1, 2, 5), (1, 3)) if n <= p])
 def test_each_comes_back_once_and_within_its_bound(p, s, n):
-    again, seen, trained = Returning(n, s, seed=3), [], {}
+    again, seen, trained = ReplayBuffer(n, s, seed=3), [], {}
     for step, groups in steps_of(p, s, 40):
         again.take(step, groups)
         trained |= {group.id: step for group in groups}
@@ -43,7 +43,7 @@ def test_each_comes_back_once_and_within_its_bound(p, s, n):
 
 
 def test_whoever_comes_later_draws_the_same():
-    whole, late, told = Returning(3, 2, seed=1), Returning(3, 2, seed=1), []
+    whole, late, told = ReplayBuffer(3, 2, seed=1), ReplayBuffer(3, 2, seed=1), []
     for step, groups in steps_of(8, 2, 12):
         whole.take(step, groups)
         if step > 5:

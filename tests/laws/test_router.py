@@ -26,9 +26,9 @@ from rondel.core.types import (
     Sampling,
     TokenScores,
 )
-from rondel.generate.engine.router import Router
+from rondel.generate.engine.router import EngineRouter
 from rondel.sync.from_disk import FromDisk
-from rondel.sync.update import Update
+from rondel.sync.update import WeightUpdate
 
 CAP = 3
 WRONG = 999  # the key of a request that no engine can serve
@@ -90,16 +90,16 @@ class Fake:
         return self.version
 
 
-def router(n: int = 3, **settings) -> tuple[Router, dict[str, Fake]]:
+def router(n: int = 3, **settings) -> tuple[EngineRouter, dict[str, Fake]]:
     fakes = {f"e{i}": Fake(i) for i in range(n)}
-    return Router(fakes, **{"max_inflight": CAP, **settings}), fakes
+    return EngineRouter(fakes, **{"max_inflight": CAP, **settings}), fakes
 
 
 def request(key: int, tokens: tuple[int, ...] = (1, 2), **more) -> Request:
     return Request(list(tokens), Sampling(), key=key, **more)
 
 
-async def committed(r: Router, version: int) -> int:
+async def committed(r: EngineRouter, version: int) -> int:
     manifest = Manifest(version, ())
     await r.receive(Begin(manifest, beside=True))
     await r.receive(Route("disk"))
@@ -413,12 +413,12 @@ def test_two_real_engines_draw_what_one_draws_through_a_death_and_an_update(tmp_
 
         b.left = 5
         b.whole.runner.step = counted
-        r = Router({"a": a, "b": b}, max_inflight=8)
+        r = EngineRouter({"a": a, "b": b}, max_inflight=8)
         assert [c.tokens for c in await asyncio.gather(*map(r.generate, requests))] == expected
         assert set(r.replicas) == {"a"} and a.seconds > 0 and b.left < 0
         late = engine(twin(loaded), **disk)
         r.replicas["late"] = type(r.replicas["a"])("late", late)
-        update = Update(
+        update = WeightUpdate(
             FromDisk(tmp_path), probe=prompt(9, 8), score=lambda tokens: a.runner and score(a, tokens), tolerance=1e-3
         )
         assert await update(Trainer(), r) == 3

@@ -17,10 +17,10 @@ from engine_kit import SIZE, all_of, ask, engine, idle, prompt, tiny
 from rondel.core.errors import LawError, ModelError, TrainError, UserError
 from rondel.core.types import Group, Score, Task, Trajectory
 from rondel.models.attention import PackedLayout, PackedSegment
-from rondel.models.head import Head
+from rondel.models.head import LMHead
 from rondel.models.load import load
-from rondel.models.loaded_model import Loaded
-from rondel.models.routing_tape import Tape
+from rondel.models.loaded_model import LoadedModel
+from rondel.models.routing_tape import RoutingTape
 from rondel.train import annotate
 from rondel.train.pack import batch_of, micro_batches
 
@@ -39,18 +39,18 @@ MOES = {
 
 
 @cache
-def model(kind: str) -> Loaded:
+def model(kind: str) -> LoadedModel:
     return tiny(kind, **MOES[kind])
 
 
-def forward(loaded: Loaded, tokens: list[int], tape: Tape | None = None) -> torch.Tensor:
+def forward(loaded: LoadedModel, tokens: list[int], tape: RoutingTape | None = None) -> torch.Tensor:
     n = len(tokens)
     return loaded.hidden(torch.tensor(tokens), torch.arange(n), PackedLayout([PackedSegment(0, n)]), tape)
 
 
 @torch.no_grad()
-def own_routes(loaded: Loaded, tokens: list[int]) -> np.ndarray:
-    tape = Tape(loaded.routers)
+def own_routes(loaded: LoadedModel, tokens: list[int]) -> np.ndarray:
+    tape = RoutingTape(loaded.routers)
     forward(loaded, tokens, tape)
     return tape.recorded.sort(-1).values.numpy()
 
@@ -65,7 +65,7 @@ def group_of(prompt_tokens: list[int], outs) -> Group:
     return Group(0, Task("0", "single_turn", {}), members, 0)
 
 
-def rollout(loaded: Loaded, n: int = 6, **settings):
+def rollout(loaded: LoadedModel, n: int = 6, **settings):
     """A group of n answers to one prompt."""
     given = prompt(3, 21)
     e = engine(loaded, routes=True, **settings)
@@ -107,7 +107,7 @@ def test_replay_closes_the_gap_that_a_rounded_router_opens(kind, rounding):
         for name, p in other.named_parameters():
             if name.endswith("gate.weight"):
                 p.copy_(p.to(rounding).float())
-    rounded = replace(loaded, model=other, head=Head.of(other))
+    rounded = replace(loaded, model=other, head=LMHead.of(other))
     batch = batch_of([group_of(given, outs)])
     gaps, flips = {}, 0.0
     for replay in (False, True):
@@ -126,13 +126,13 @@ def test_replay_closes_the_gap_that_a_rounded_router_opens(kind, rounding):
 def test_replaying_its_own_routes_changes_nothing(kind):
     """Not the output, not a gradient: the model's own scores of the recorded experts pass its own normalisation."""
     loaded, tokens = model(kind), prompt(5, 40)
-    tape = Tape(loaded.routers)
+    tape = RoutingTape(loaded.routers)
     with torch.no_grad():
         plain = forward(loaded, tokens, tape)
     gradients = []
     for routes in (None, tape.recorded):
         loaded.model.zero_grad()
-        out = forward(loaded, tokens, None if routes is None else Tape(loaded.routers, routes))
+        out = forward(loaded, tokens, None if routes is None else RoutingTape(loaded.routers, routes))
         assert torch.equal(out, plain)
         out.pow(2).sum().backward()
         gradients.append({n: p.grad.clone() for n, p in loaded.model.named_parameters() if p.grad is not None})
@@ -146,13 +146,13 @@ def test_every_record_is_used_exactly_once():
     loaded, tokens = model("mixtral"), prompt(5, 9)
     routes = torch.zeros(9, loaded.routers, 2, dtype=torch.int64)
     with pytest.raises(LawError, match="9 tokens, the record 8"):
-        forward(loaded, tokens, Tape(loaded.routers, routes[:8]))
+        forward(loaded, tokens, RoutingTape(loaded.routers, routes[:8]))
     with pytest.raises(LawError, match="exactly once"):
-        tape = Tape(loaded.routers, routes)
+        tape = RoutingTape(loaded.routers, routes)
         forward(loaded, tokens, tape)
         forward(loaded, tokens, tape)
     with pytest.raises(LawError, match="router 2 of 3 left no record"):
-        forward(loaded, tokens, Tape(3, torch.zeros(9, 3, 2, dtype=torch.int64)))
+        forward(loaded, tokens, RoutingTape(3, torch.zeros(9, 3, 2, dtype=torch.int64)))
 
 
 def test_a_token_without_a_route_stops_the_step():

@@ -27,7 +27,7 @@ from transformers.generation import (
 from rondel.core.errors import ConfigError, UserError
 from rondel.core.types import Request, Sampling, sample_key
 from rondel.generate.engine.builtin.logits_processors import shape
-from rondel.generate.engine.builtin.request import Live
+from rondel.generate.engine.builtin.request import SequenceState
 from rondel.generate.engine.builtin.sampler import uniform, weights
 from rondel.generate.engine.builtin.text import open_reader, split_stops
 
@@ -40,10 +40,10 @@ EVERYTHING = dict(
 ALL = frozenset({"raw_logprobs", "top_logprobs:3", "prompt_logprobs", "support"})
 
 
-def standing(sampling: Sampling, given: list[int], own: list[int], *, continued: int = 0) -> Live:
+def standing(sampling: Sampling, given: list[int], own: list[int], *, continued: int = 0) -> SequenceState:
     """A request that has written `own`; the first `continued` of them in an earlier life."""
     request = Request(given + own[:continued], sampling, continuation=continued)
-    live = Live(request, lambda _: None, given + own, len(given) + continued)
+    live = SequenceState(request, lambda _: None, given + own, len(given) + continued)
     live.ends = frozenset({END})
     return live
 

@@ -11,7 +11,7 @@ import pytest
 from engine_kit import ask
 
 from rondel.generate.engine.builtin.pages import PageAllocator
-from rondel.generate.engine.builtin.request import Live
+from rondel.generate.engine.builtin.request import SequenceState
 from rondel.generate.engine.builtin.scheduler import OVERTAKEN, Scheduler
 
 TOKENS = 7  # few, so that strangers share beginnings
@@ -39,7 +39,7 @@ class Machine:
         self.arrived, self.took, self.done = {}, [], []
 
     def add(self, request):
-        live = Live(request, self.done.append, list(request.tokens), len(request.tokens))
+        live = SequenceState(request, self.done.append, list(request.tokens), len(request.tokens))
         self.scheduler.waiting.append(live)
         self.arrived[live], self.truth[live] = self.now, []
         return live

@@ -13,7 +13,7 @@ import pytest
 from rondel.core.errors import UserError
 from rondel.planner import split
 from rondel.planner.workload import what_if
-from rondel.simulate import World, simulate, world_of
+from rondel.simulate import SimulatedWorld, simulate, world_of
 from rondel.simulate.clock import VirtualLoop
 from rondel.simulate.lengths import log_normal, recorded, tailed
 
@@ -25,7 +25,7 @@ PLACES, LENGTH = 16, 100.0
 def flat(engines=8, trainers=8, *, seconds_a_sample=1.0, **more):
     """Equal answers and full engines: R = engines·PLACES/LENGTH samples a second, T = trainers/seconds_a_sample."""
     batch = {"prompts": engines * PLACES // 4, "group": 4}
-    return World(
+    return SimulatedWorld(
         engines=engines, places=PLACES, beat=[1.0] * (PLACES + 1), prefill=0.0, train=seconds_a_sample / trainers / LENGTH,
         lengths=log_normal(LENGTH, 0, LENGTH), **batch, **more,
     )  # fmt: skip
@@ -67,7 +67,7 @@ def test_no_lag_is_more_than_allowed(staleness, shared, in_flight):
 @pytest.mark.parametrize("staleness, measured", [(0, 0.79), (1, 0.58), (2, 0.38), (4, 0.07)])
 def test_tails_idle_as_they_do_in_real_runs(staleness, measured):
     """`rondel bench tails`: 64 places on a shared device, one of ten answers of 16 tokens has 128; twelve steps."""
-    world = World(
+    world = SimulatedWorld(
         engines=1, places=64, beat=[1.0] * 65, prefill=0.0, train=0.001, lengths=tailed(16, 0.1, 8), prompts=16, group=4, shared=True,
         staleness=staleness,
     )  # fmt: skip
@@ -80,7 +80,7 @@ def test_no_step_is_shorter_than_the_longest_answer_allows(staleness, least):
     """An answer of 128 is in time only if S + 1 steps take 128 decode steps: of 64 places
     1 - 27.2·(S + 1)/128 are empty at least.
     """
-    world = World(
+    world = SimulatedWorld(
         engines=1, places=64, beat=[1.0] * 65, prefill=0.0, train=0.001, lengths=tailed(16, 0.1, 8), prompts=16, group=4, shared=True,
         staleness=staleness,
     )  # fmt: skip

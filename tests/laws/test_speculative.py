@@ -20,11 +20,11 @@ from test_routing import MOES, own_routes
 from rondel.core.errors import ConfigError
 from rondel.core.events import Warned, subscribe
 from rondel.core.types import Begin, Commit, Route, Sampling, sample_key
-from rondel.generate.engine.builtin.draft import Draft
-from rondel.generate.engine.builtin.ngrams import Grams
+from rondel.generate.engine.builtin.draft import DraftModel
+from rondel.generate.engine.builtin.ngrams import NgramIndex
 from rondel.generate.engine.builtin.rejection import accepts, agreeing, leftover
 from rondel.generate.engine.builtin.sampler import choose, uniform
-from rondel.generate.engine.builtin.speculative import PROBE, Pays, Speculation, expected
+from rondel.generate.engine.builtin.speculative import PROBE, SpeculationController, SpeculativeDecoder, expected
 from rondel.models import names
 
 MODEL = tiny()
@@ -41,7 +41,7 @@ def quiet(e):
 
 
 def looking_up(model=MODEL, *, k=4, **settings):
-    return watched(engine(model, speculation=Speculation(k, always=True), **settings))
+    return watched(engine(model, speculation=SpeculativeDecoder(k, always=True), **settings))
 
 
 def same(a, b):
@@ -69,19 +69,19 @@ def by_search(tokens, k):
 @pytest.mark.parametrize("seed", range(20))
 def test_the_index_finds_what_a_search_finds(seed):
     rng = np.random.default_rng(seed)
-    tokens, grams, at, found = rng.integers(0, 4, 200).tolist(), Grams(), 0, 0
+    tokens, grams, at, found = rng.integers(0, 4, 200).tolist(), NgramIndex(), 0, 0
     while at < len(tokens):
         at += int(rng.integers(1, 6))
         k = int(rng.integers(1, 7))
         guess = grams.guess(tokens[:at], k)
         assert guess == by_search(tokens[:at], k)
         found += bool(guess)
-    assert found > 5 and Grams().guess([1, 2], 3) == [] and Grams().guess([], 3) == []
+    assert found > 5 and NgramIndex().guess([1, 2], 3) == [] and NgramIndex().guess([], 3) == []
 
 
 def test_a_period_goes_on():
-    assert Grams().guess([5, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
-    assert Grams().guess([9, 9, 9], 4) == [9, 9, 9, 9]
+    assert NgramIndex().guess([5, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
+    assert NgramIndex().guess([9, 9, 9], 4) == [9, 9, 9, 9]
 
 
 def test_agreeing():
@@ -137,7 +137,7 @@ def accepted_run(model, k: int = 4) -> tuple[list[int], list[int], int]:
         given = echoing(seed, 20)
         tokens = asyncio.run(engine(model).generate(ask(given, key=1, n=60, temperature=0.5))).tokens
         for at in range(2, len(tokens)):
-            guess = Grams().guess(given + tokens[:at], k)
+            guess = NgramIndex().guess(given + tokens[:at], k)
             if agreeing(tokens[at:], guess) >= 3 and len(set(guess[:3]) | {tokens[at - 1]}) == 4:
                 return given, tokens, at
     raise AssertionError("no round accepted three guesses: the test shows nothing")
@@ -306,7 +306,7 @@ LITTLE = dict(
 
 
 def drafted(model, draft, *, k=3, always=True, **settings):
-    return watched(engine(model, speculation=Speculation(k, Draft(draft), always=always), **settings))
+    return watched(engine(model, speculation=SpeculativeDecoder(k, DraftModel(draft), always=always), **settings))
 
 
 def exact(model, given: list[int], sampling: Sampling, n: int) -> dict[tuple[int, ...], float]:
@@ -580,21 +580,23 @@ def usual(ks):
 
 
 def test_it_guesses_as_long_as_that_pays():
-    free = served(Pays(4), a=1.0, b=0.0, alpha=0.8)
+    free = served(SpeculationController(4), a=1.0, b=0.0, alpha=0.8)
     assert usual(free) == 4
-    dear = served(Pays(4), a=0.01, b=1.0, alpha=0.5)  # every token costs as much as a step: guesses that fail are lost
+    dear = served(
+        SpeculationController(4), a=0.01, b=1.0, alpha=0.5
+    )  # every token costs as much as a step: guesses that fail are lost
     assert usual(dear) == 0 and sum(map(bool, dear)) <= len(dear) / PROBE + 1
-    useless = served(Pays(4), a=1.0, b=0.02, alpha=0.02)
+    useless = served(SpeculationController(4), a=1.0, b=0.02, alpha=0.02)
     assert usual(useless) == 0
-    slow_draft = served(Pays(4), a=1.0, b=0.01, c=1.0, alpha=0.6)
+    slow_draft = served(SpeculationController(4), a=1.0, b=0.01, c=1.0, alpha=0.6)
     assert usual(slow_draft) == 0
-    between = served(Pays(8), a=1.0, b=0.05, alpha=0.7)
+    between = served(SpeculationController(8), a=1.0, b=0.05, alpha=0.7)
     best = max(range(9), key=lambda k: (4 * expected(0.7, k)) / (1 + 0.05 * 4 * (1 + k)))
     assert 0 < best < 8 and abs(usual(between) - best) <= 1
 
 
 def test_it_notices_when_the_world_changes():
-    pays = Pays(4)
+    pays = SpeculationController(4)
     assert usual(served(pays, a=1.0, b=0.05, alpha=0.02)) == 0
     assert usual(served(pays, a=1.0, b=0.05, alpha=0.95, steps=600)) >= 3
     assert usual(served(pays, a=1.0, b=0.05, alpha=0.02, steps=600)) == 0
@@ -610,14 +612,14 @@ def test_switching_off_changes_no_token():
     """The controller looks at the clock, so it may decide otherwise every time."""
     requests = [ask(echoing(i, 30), key=i, n=60, temperature=0.5) for i in range(6)]
     plain = asyncio.run(all_of(engine(MODEL), requests))
-    e = watched(engine(MODEL, speculation=Speculation(4)))
+    e = watched(engine(MODEL, speculation=SpeculativeDecoder(4)))
     flips = np.random.default_rng(3)
 
-    class Fickle(Pays):
+    class Fickle(SpeculationController):
         def choose(self, running, guessing):
             return int(flips.integers(0, 5))
 
     e.speculation.pays = Fickle(4)
     same(asyncio.run(all_of(e, requests)), plain)
-    same(asyncio.run(all_of(watched(engine(MODEL, speculation=Speculation(4))), requests)), plain)
+    same(asyncio.run(all_of(watched(engine(MODEL, speculation=SpeculativeDecoder(4))), requests)), plain)
     assert e.speculation.accepted > 0

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from rondel.algos.table import TABLE
 from rondel.core.types import Score, Trajectory
 from rondel.train.advantages import credit
-from rondel.train.pack import Batch, batch_of, micro_batches
-from rondel.train.step_metrics import Sums
+from rondel.train.pack import TrainBatch, batch_of, micro_batches
+from rondel.train.step_metrics import StepMetricSums
 
 TOLERANCE = 1e-6
 ROWS = {
@@ -39,7 +39,9 @@ WHOLE = {
 }
 
 
-def gradient(t, b: Batch, algo, *, micro_tokens: int = 10**6, share: bool = True, noted: bool = False) -> torch.Tensor:
+def gradient(
+    t, b: TrainBatch, algo, *, micro_tokens: int = 10**6, share: bool = True, noted: bool = False
+) -> torch.Tensor:
     """All masters' gradients of one update, in one vector; `noted`: its proximal logprobs are with
     the samples already.
     """
@@ -49,7 +51,7 @@ def gradient(t, b: Batch, algo, *, micro_tokens: int = 10**6, share: bool = True
     if not noted:
         t._annotate(b, algo.needs)
         credit(b, algo)
-    t._accumulate(b, algo, Sums(), proximal_noted=noted)
+    t._accumulate(b, algo, StepMetricSums(), proximal_noted=noted)
     return (
         torch.cat([(torch.zeros_like(m) if m.grad is None else m.grad).flatten() for m in t.weights.masters])
         .double()
@@ -61,15 +63,15 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def shuffled(b: Batch, seed: int, *, whole_groups: bool) -> Batch:
+def shuffled(b: TrainBatch, seed: int, *, whole_groups: bool) -> TrainBatch:
     rng, samples = random.Random(seed), list(b.samples)
     if not whole_groups:
         rng.shuffle(samples)
-        return Batch(samples)
+        return TrainBatch(samples)
     groups = {s.group: [x for x in samples if x.group == s.group] for s in samples}
     order = list(groups)
     rng.shuffle(order)
-    return Batch([s for g in order for s in rng.sample(groups[g], len(groups[g]))])
+    return TrainBatch([s for g in order for s in rng.sample(groups[g], len(groups[g]))])
 
 
 @pytest.mark.parametrize(
@@ -260,7 +262,7 @@ def test_denominators_count_the_update_not_the_micro_batch():
     algo = ROWS["grpo"]
     b = batch(awkward_groups(), algo)
     t = trainer(model("llama"), algo)
-    half = Batch(b.samples[:5])
+    half = TrainBatch(b.samples[:5])
     assert apart(gradient(t, half, algo) * 5 / len(b.samples), gradient(t, half, algo)) > 0.1
 
 

@@ -21,9 +21,9 @@ from rondel.buffer import Buffer
 from rondel.core.errors import StalledError, WorkerError
 from rondel.core.events import subscribe
 from rondel.runtime.cluster.process import ProcessCluster
-from rondel.runtime.stacks import SIGNAL, Stacks
+from rondel.runtime.stacks import SIGNAL, StackDumper
 from rondel.runtime.termination import ONE
-from rondel.train.fsdp import Rendezvous, Sharded
+from rondel.train.fsdp import FsdpRank, Rendezvous
 
 
 class Rank:
@@ -34,7 +34,7 @@ class Rank:
         return self.meeting.address
 
     def join(self, rank: int, address: tuple[str, int], patience: float) -> None:
-        self.ranks = Sharded(rank, 2, self.meeting if rank == 0 else Rendezvous.at(address), patience=patience)
+        self.ranks = FsdpRank(rank, 2, self.meeting if rank == 0 else Rendezvous.at(address), patience=patience)
 
     async def total(self, absent: int | None = None) -> float:
         with self.ranks.together("total"):
@@ -52,7 +52,7 @@ class Rank:
 @pytest.fixture
 def cluster(tmp_path):
     made = ProcessCluster(tmp_path / "logs", patience=30.0)
-    stacks = Stacks(tmp_path, made.dump)
+    stacks = StackDumper(tmp_path, made.dump)
     stop = subscribe(stacks.read)
     yield made, stacks
     stop()

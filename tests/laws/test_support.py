@@ -22,11 +22,11 @@ from rondel.assemble.refusals import WIDEST, refuse_untrainable, refuse_wide, re
 from rondel.buffer_state import decode, encode
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.types import DATA, Group, Sampling, Score, Task, Trajectory
-from rondel.models.head import Head
+from rondel.models.head import LMHead
 from rondel.runtime.journal import store
 from rondel.train.annotate import annotate
 from rondel.train.logprobs import LOGITS, logprob_and_entropy
-from rondel.train.sampling_mask import Kept
+from rondel.train.sampling_mask import SupportMask
 
 CUTS = {
     "top-p": {"top_p": 0.8},
@@ -121,13 +121,13 @@ def test_forward_and_backward_across_chunks_equal_autograd(softcap):
     vocab = 1 << 14
     m = 2 * (LOGITS // vocab) + 3
     hidden, target = torch.randn(m, 6).requires_grad_(), torch.randint(0, vocab, (m,))
-    head = Head(torch.nn.Parameter(torch.randn(vocab, 6)), softcap=softcap)
+    head = LMHead(torch.nn.Parameter(torch.randn(vocab, 6)), softcap=softcap)
     rows = [
         None if i % 3 == 0 else np.unique([*np.random.default_rng(i).integers(0, vocab, 1 + i % 9), int(target[i])])
         for i in range(m)
     ]
     counts = [0 if ids is None else len(ids) for ids in rows]
-    kept = Kept(
+    kept = SupportMask(
         torch.tensor(np.concatenate([ids for ids in rows if ids is not None])),
         torch.arange(m).repeat_interleave(torch.tensor(counts)),
     )

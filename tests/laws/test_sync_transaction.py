@@ -17,7 +17,7 @@ from rondel.core.events import Synced, subscribe
 from rondel.core.types import Abort, Begin, Commit, Manifest, Route, TokenScores
 from rondel.models import names
 from rondel.sync.from_tensor import FromTensor
-from rondel.sync.update import Update
+from rondel.sync.update import WeightUpdate
 
 PROBE = prompt(0, 16)
 
@@ -26,7 +26,7 @@ def update(trainer, *, probe=PROBE, score=None, moved=True, tolerance=1e-4):
     async def theirs(tokens):
         return [0.0, *plain_logprobs(trainer.loaded, tokens)]
 
-    return Update(FromTensor(), probe=probe, score=score or theirs, tolerance=tolerance, moved=lambda: moved)
+    return WeightUpdate(FromTensor(), probe=probe, score=score or theirs, tolerance=tolerance, moved=lambda: moved)
 
 
 def equal(a, b):
@@ -301,7 +301,7 @@ def test_a_tensor_that_stays_behind_is_doubted_before_it_is_an_error():
         return [x + at[0] for x in trainer]
 
     async def work():
-        sync = Update(FromTensor(), probe=[1, 2], score=score, tolerance=1e-3)
+        sync = WeightUpdate(FromTensor(), probe=[1, 2], score=score, tolerance=1e-3)
         for version in range(4):
             at[0] = 2e-3 * version
             await sync._probe_gap(Engine(), Manifest(version, ()))
@@ -339,7 +339,7 @@ def probed(moves, follows, *, noise=0.0, tolerance=0.25, versions=40, replicas=N
         return (-3 + at).tolist()
 
     async def work():
-        sync = Update(FromTensor(), probe=list(range(24)), score=score, tolerance=tolerance)
+        sync = WeightUpdate(FromTensor(), probe=list(range(24)), score=score, tolerance=tolerance)
         for version in range(versions):
             await sync._probe_gap(Engine(), Manifest(version, ()))
             at[:] += moves * signs

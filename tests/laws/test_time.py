@@ -7,7 +7,7 @@ import pytest
 from run_kit import events, run
 
 from rondel.core.events import WorkerTime, subscribe
-from rondel.core.time_account import Account
+from rondel.core.time_account import TimeAccount
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ def test_an_account_leaves_no_moment_out():
     heard = []
     end = subscribe(heard.append)
     before = time.perf_counter()
-    account = Account("engine")
+    account = TimeAccount("engine")
     inside = time.perf_counter()
     for kind in ("generate", "held", "generate", "idle"):
         account.turn(kind)

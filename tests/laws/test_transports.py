@@ -38,7 +38,7 @@ from rondel.generate.engine.server import broadcast
 from rondel.generate.engine.server.errors import RequestRefusal
 from rondel.generate.engine.server.fields import RequestFields
 from rondel.models import names
-from rondel.models.compilation import Compiled
+from rondel.models.compilation import CompiledModel
 from rondel.models.load import load
 from rondel.sync import delta, from_disk, from_distributed, from_ipc
 from rondel.sync.delta import Delta
@@ -46,8 +46,8 @@ from rondel.sync.from_disk import FromDisk
 from rondel.sync.from_distributed import FromDistributed
 from rondel.sync.from_ipc import FromIpc
 from rondel.sync.from_tensor import FromTensor
-from rondel.sync.update import Update
-from rondel.train.parallel import Alone
+from rondel.sync.update import WeightUpdate
+from rondel.train.parallel import SingleRank
 from rondel.train.settings import TrainSettings
 from rondel.train.step import LocalTrainer
 
@@ -71,7 +71,7 @@ def ends(kind, folder, loaded, **knobs):
     return (
         trainer,
         e,
-        Update(trainer.transport, probe=[], score=None, tolerance=1e-4, moved=lambda: True, deadline=30.0),
+        WeightUpdate(trainer.transport, probe=[], score=None, tolerance=1e-4, moved=lambda: True, deadline=30.0),
     )
 
 
@@ -134,7 +134,7 @@ def test_two_engines_in_processes_of_their_own(kind, tmp_path):
     before = left_behind()
     route = {"named": "ipc"}.get(kind, kind)
     trainer = Publisher(tiny(), transport=transport(kind, tmp_path))
-    sync = Update(trainer.transport, probe=[], score=None, tolerance=1e-4, moved=lambda: True, deadline=60.0)
+    sync = WeightUpdate(trainer.transport, probe=[], score=None, tolerance=1e-4, moved=lambda: True, deadline=60.0)
     with (
         remote(tiny, route, transport(kind, tmp_path)) as (a, _),
         remote(tiny, route, transport(kind, tmp_path)) as (b, _),
@@ -335,7 +335,7 @@ def test_the_engine_decodes_until_the_commit(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["ipc", "disk"])
 def test_a_compiled_pass_reads_what_the_module_points_to(kind, tmp_path):
     trainer, e, sync = ends(kind, tmp_path, tiny())
-    e.runner.hidden = Compiled(e.loaded).hidden
+    e.runner.hidden = CompiledModel(e.loaded).hidden
 
     async def main():
         before = await e.generate(ask(prompt(4, 12)))
@@ -473,7 +473,7 @@ def test_shards_are_gathered_once_an_update():
     """The second gathering would move the whole model between all ranks again."""
     gathered = []
 
-    class Two(Alone):
+    class Two(SingleRank):
         size = 2
 
         def whole(self, model):
@@ -785,7 +785,7 @@ def test_an_engine_that_never_answers_is_named():
             await asyncio.sleep(60)
 
     trainer = Publisher(tiny())
-    sync = Update(FromTensor(), probe=[], score=None, tolerance=1e-4, deadline=0.2)
+    sync = WeightUpdate(FromTensor(), probe=[], score=None, tolerance=1e-4, deadline=0.2)
     with pytest.raises(StalledError, match=r"engine 0: no answer to begin for 0.2 s"):
         asyncio.run(sync(trainer, Dumb()))
 

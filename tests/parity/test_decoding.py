@@ -12,14 +12,14 @@ import torch
 from rondel.core.types import Request, Sampling
 from rondel.generate.engine.builtin import runner
 from rondel.generate.engine.builtin.engine import BuiltinEngine
-from rondel.models.attention import Decoding
+from rondel.models.attention import DecodeBatch
 from rondel.models.load import load
 
 torch.set_num_threads(1)
 PAGES, K, H, D = 200, 2, 6, 8
 
 
-def laid_out(families: list[tuple[int, list[int]]], seed: int) -> tuple[Decoding, Decoding, torch.Tensor]:
+def laid_out(families: list[tuple[int, list[int]]], seed: int) -> tuple[DecodeBatch, DecodeBatch, torch.Tensor]:
     """[(shared tokens, own tokens of each member)] in shuffled rows. -> (whole, by family, queries)."""
     g = torch.Generator().manual_seed(seed)
     free = iter((torch.randperm(PAGES - 1, generator=g) + 1).tolist())
@@ -37,8 +37,8 @@ def laid_out(families: list[tuple[int, list[int]]], seed: int) -> tuple[Decoding
     width = max(map(len, members))
     place = torch.tensor([f * width + members[f].index(i) for i, (f, _) in enumerate(rows)])
     return (
-        Decoding(padded(whole), torch.tensor([len(x) for x in whole])),
-        Decoding(
+        DecodeBatch(padded(whole), torch.tensor([len(x) for x in whole])),
+        DecodeBatch(
             padded([own for _, own in rows]),
             torch.tensor([len(own) for _, own in rows]),
             padded(above),
@@ -87,7 +87,7 @@ def answers(loaded, share: float, monkeypatch) -> tuple[list[list[int]], list[fl
     monkeypatch.setattr(runner, "SHARE", share)
     engine = BuiltinEngine(loaded, run=here, kv_pages=400, max_running=12)
     used = 0
-    made = runner.Runner._decoding
+    made = runner.ModelRunner._decoding
 
     def counted(self, lives):
         nonlocal used
@@ -95,7 +95,7 @@ def answers(loaded, share: float, monkeypatch) -> tuple[list[list[int]], list[fl
         used += out.prefix is not None
         return out
 
-    monkeypatch.setattr(runner.Runner, "_decoding", counted)
+    monkeypatch.setattr(runner.ModelRunner, "_decoding", counted)
     prompts = [[1 + (i * 7 + 3) % 40 for i in range(n)] for n in (9, 17, 30)]
 
     async def go():

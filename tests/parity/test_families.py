@@ -158,9 +158,9 @@ def test_longrope_carries_the_range_in_which_a_position_means_the_same_in_every_
 
 def test_a_head_that_is_not_carried_is_noticed_at_load(monkeypatch):
     """The proof at load compares logprobs: a final softcap that the head forgot must not pass."""
-    from rondel.models.head import Head
+    from rondel.models.head import LMHead
 
-    whole = Head.of
-    monkeypatch.setattr(Head, "of", lambda m: Head(whole(m).weight, scale=7.0))
+    whole = LMHead.of
+    monkeypatch.setattr(LMHead, "of", lambda m: LMHead(whole(m).weight, scale=7.0))
     with pytest.raises(ModelError, match=re.escape("packed attention differs from the model's own by")):
         load({"random": "llama", **SIZE}, dtype="float32")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rondel.models.head import Head
+from rondel.models.head import LMHead
 from rondel.train import logprobs
 from rondel.train.logprobs import logprob_and_entropy
 
@@ -31,11 +31,11 @@ def setup(m: int, how: str, seed: int = 0):
     torch.manual_seed(seed)
     knobs = dict(HEADS[how])
     bias = nn.Parameter(torch.randn(V)) if knobs.pop("bias", False) else None
-    head = Head(nn.Parameter(torch.randn(V, D) * 0.7), bias, **knobs)
+    head = LMHead(nn.Parameter(torch.randn(V, D) * 0.7), bias, **knobs)
     return torch.randn(m, D, requires_grad=True), torch.randint(0, V, (m,)), head
 
 
-def reference(hidden, target, head: Head, temperature: float):
+def reference(hidden, target, head: LMHead, temperature: float):
     """Full logits in float64, autograd does the rest. -> (logprob, entropy, leaves)."""
     leaves = [x.detach().double().requires_grad_() for x in (hidden, head.weight, head.bias) if x is not None]
     h, w, *b = leaves
@@ -137,7 +137,7 @@ def test_nothing_of_the_size_of_the_logits_is_kept_for_the_backward(m):
 
 def test_bfloat16_head_gives_float32_logprobs_near_the_truth():
     hidden, target, head = setup(300, "plain")
-    half = Head(nn.Parameter(head.weight.detach().bfloat16()))
+    half = LMHead(nn.Parameter(head.weight.detach().bfloat16()))
     h = hidden.detach().bfloat16().requires_grad_()
     logprob, entropy = logprob_and_entropy(h, target, half, temperature=0.9)
     exact, _, leaves = reference(h, target, half, 0.9)

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from rondel.algos.table import resolve
-from rondel.cli.import_ import Table
+from rondel.cli.import_ import RecipeTable
 from rondel.core.config import Job
 from rondel.importing.openrlhf import OPENRLHF
-from rondel.importing.peer import Peer
+from rondel.importing.peer import PeerFormat
 from rondel.importing.read import read
 from rondel.importing.translate import nested, translate
 from rondel.importing.trl import TRL
 from rondel.importing.verl import VERL
 
 
-def installed(peer: Peer) -> Path:
+def installed(peer: PeerFormat) -> Path:
     """The folder of the peer's package, of the very release that the table is of."""
     found = importlib.util.find_spec(peer.name)
     if found is None or importlib.metadata.version(peer.name) != peer.release:
@@ -30,7 +30,7 @@ def installed(peer: Peer) -> Path:
     return Path(str(found.submodule_search_locations[0]))
 
 
-def compare(peer: Peer, theirs: dict[str, Any]) -> None:
+def compare(peer: PeerFormat, theirs: dict[str, Any]) -> None:
     assert len(theirs) > 100 and [key for key in theirs if not peer.knows(peer.canonical(key))] == []
     plain = {
         key: value
@@ -82,7 +82,7 @@ def test_the_whole_config_of_verl_becomes_a_recipe():
     """A printed config names every key: all are known, none is lost, and the run is that of a bare command."""
     text = (installed(VERL) / "trainer" / "config" / "_generated_ppo_trainer.yaml").read_text(encoding="utf-8")
     given = read("verl", text)
-    report, bare = translate(VERL, given, Table()), translate(VERL, {}, Table())
+    report, bare = translate(VERL, given, RecipeTable()), translate(VERL, {}, RecipeTable())
     assert sorted([*report.translated, *report.same, *report.missing]) == sorted(given) and not report.unknown
     whole, short = (Job.parse(nested(r.lines)).tree() for r in (report, bare))
     rows = [

@@ -23,8 +23,8 @@ from rondel.models.load import load
 from rondel.train import annotate as notes
 from rondel.train import pack as packing
 from rondel.train.advantages import credit
-from rondel.train.pack import Batch, batch_of, pack
-from rondel.train.step_metrics import Sums
+from rondel.train.pack import TrainBatch, batch_of, pack
+from rondel.train.step_metrics import StepMetricSums
 
 KINDS = sorted(EYES)
 LIMIT = 1e-4
@@ -251,14 +251,14 @@ def test_a_placeholder_that_the_policy_draws_is_a_token_like_any_other():
 ROW = row("grpo", kl={"coef": 0.1})
 
 
-def gradient(t, batch: Batch, *, budget: int = 10**6, share: bool = True) -> torch.Tensor:
+def gradient(t, batch: TrainBatch, *, budget: int = 10**6, share: bool = True) -> torch.Tensor:
     algo = ROW
     object.__setattr__(t.settings, "micro_tokens", budget)
     object.__setattr__(t.settings, "share_prompts", share)
     t.weights.zero_grad()
     t._annotate(batch, algo.needs)
     credit(batch, algo)
-    t._accumulate(batch, algo, Sums(), proximal_noted=False)
+    t._accumulate(batch, algo, StepMetricSums(), proximal_noted=False)
     return torch.cat(
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in t.weights.masters]
     ).double()

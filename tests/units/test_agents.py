@@ -14,8 +14,8 @@ from run_kit import events, final, run, tiny
 from rondel.core.errors import ConfigError, DataError, EngineError, UserError
 from rondel.core.types import Completion, EnvFault, Sampling, Score, Slot, Task
 from rondel.driver.evaluation import evaluate
-from rondel.driver.failure_budget import Failures
-from rondel.driver.rollouts import Rollouts
+from rondel.driver.failure_budget import FailureBudget
+from rondel.driver.rollouts import GroupRollouts
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.episode import rooted, share
@@ -141,15 +141,16 @@ def test_two_agents_learn_together_from_one_score(tmp_path):
     assert {row["agent"] for row in rows} == {"speaker", "listener"} and all(row["parent"] is None for row in rows)
 
 
-def rollouts(env, engine, folder) -> Rollouts:
+def rollouts(env, engine, folder) -> GroupRollouts:
     """Those of a run whose engine is a function."""
 
-    class Fake(Rollouts):
+    class Fake(GroupRollouts):
         def chat(self, key, *args, **kwargs):
             return TokenChat(tokenizer(), engine, sampling=Sampling(max_tokens=4), key=key, max_context=200)
 
     return Fake(
-        SimpleNamespace(job=tiny(folder), sampling=Sampling(), env=env, pool=None, failures=Failures()), group_size=1
+        SimpleNamespace(job=tiny(folder), sampling=Sampling(), env=env, pool=None, failures=FailureBudget()),
+        group_size=1,
     )
 
 
@@ -206,7 +207,7 @@ def test_an_environment_that_forgets_to_return_is_told_so(tmp_path):
 
 def test_a_broken_environment_in_an_evaluation_is_a_failure_and_no_end(tmp_path, monkeypatch):
     made = rollouts(Crowd(ZeroDivisionError("my own")), fine, tmp_path)
-    monkeypatch.setattr("rondel.driver.rollouts.Rollouts", lambda parts, size: made)
+    monkeypatch.setattr("rondel.driver.rollouts.GroupRollouts", lambda parts, size: made)
     parts = made.parts
     parts.tasks, parts.engine = SimpleNamespace(held_out=[TASK], sources=[]), SimpleNamespace(version=3)
     told = asyncio.run(evaluate(parts, 1))

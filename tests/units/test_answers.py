@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rondel.core.types import Completion
-from rondel.generate.engine.builtin.text import Reader
-from rondel.generate.engine.server.answers import Answer
+from rondel.generate.engine.builtin.text import IncrementalDetokenizer
+from rondel.generate.engine.server.answers import SampleAnswer
 
 BYTES = st.lists(
     st.sampled_from(list("abcé€🎉 ".encode())), max_size=40
@@ -20,8 +20,8 @@ def decode(tokens: list[int]) -> str:
 
 def streamed(tokens: list[int], stops: tuple[str, ...]) -> tuple[list[str], str]:
     """A byte a token, ended as the engine ends a sample -> (pieces, the text of the completion)."""
-    judge, said = Reader(decode, stops), None
-    answer, pieces = Answer(0, [1], stops, Reader(decode, ())), []
+    judge, said = IncrementalDetokenizer(decode, stops), None
+    answer, pieces = SampleAnswer(0, [1], stops, IncrementalDetokenizer(decode, ())), []
     for n, token in enumerate(tokens, 1):
         said = judge.add(tokens[:n])
         pieces.append(answer.add(answer.reader, token, -1.0, 0, None))
@@ -44,6 +44,6 @@ def test_the_pieces_are_the_text(tokens, stops):
 
 def test_a_stop_string_that_is_passed_over_is_given_later():
     """min_tokens: it was complete too early, the sample went on."""
-    answer = Answer(0, [1], ("ab",), Reader(decode, ()))
+    answer = SampleAnswer(0, [1], ("ab",), IncrementalDetokenizer(decode, ()))
     pieces = [answer.add(answer.reader, token, -1.0, 0, None) for token in b"xabcd"]
     assert pieces == ["x", "", "", "abc", "d"]

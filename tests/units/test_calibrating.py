@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from rondel.checks.calibration import LARGE, SMALL, Paced, fitted, job_of, measured, solved
+from rondel.checks.calibration import LARGE, SMALL, PaceMedians, fitted, job_of, measured, solved
 from rondel.planner import cost
 from rondel.planner.hardware import DEVICES
 from rondel.planner.workload import of_job
@@ -30,7 +30,7 @@ def as_predicted(model, **how):
     setting = of_job(job_of(model, 4, **how))
     setting = replace(setting, hardware=TRUE, prompt=1, mean=float(setting.output))
     generated, trained = cost.generation(setting).seconds, cost.train_seconds(setting)
-    return setting, Paced(generated, trained, setting.new_tokens, setting.packed_tokens)
+    return setting, PaceMedians(generated, trained, setting.new_tokens, setting.packed_tokens)
 
 
 def test_what_was_put_in_comes_out():

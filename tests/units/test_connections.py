@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 import uvicorn
 
-from rondel.system.http import Connection, Quiet, bind
+from rondel.system.http import PatientConnection, QuietServer, bind
 
 WHOLE = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -24,10 +24,10 @@ async def app(scope, receive, send):
 async def serving():
     with bind("127.0.0.1", 0, api_key="") as sock:
         config = uvicorn.Config(
-            app, http=Connection, ws="none", lifespan="off", log_level="critical", timeout_graceful_shutdown=60
+            app, http=PatientConnection, ws="none", lifespan="off", log_level="critical", timeout_graceful_shutdown=60
         )
         ready = asyncio.Event()
-        server = Quiet(config, ready.set)
+        server = QuietServer(config, ready.set)
         work = asyncio.create_task(server.serve([sock]))
         await ready.wait()
         try:
@@ -44,7 +44,7 @@ async def closed(reader) -> bytes:
 
 @pytest.mark.parametrize("sent", [b"", b"GET /", b"GET / HTTP/1.1\r\nHost: a\r\nX-Slow: "])
 def test_headers_that_do_not_come_are_not_waited_for(monkeypatch, sent):
-    monkeypatch.setattr(Connection, "HEADERS", 0.3)
+    monkeypatch.setattr(PatientConnection, "HEADERS", 0.3)
 
     async def work():
         async with serving() as (_, _, port):
@@ -61,7 +61,7 @@ def test_headers_that_do_not_come_are_not_waited_for(monkeypatch, sent):
 
 
 def test_a_body_has_its_own_time(monkeypatch):
-    monkeypatch.setattr(Connection, "HEADERS", 0.3)
+    monkeypatch.setattr(PatientConnection, "HEADERS", 0.3)
 
     async def work():
         async with serving() as (_, _, port):

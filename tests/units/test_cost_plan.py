@@ -157,7 +157,7 @@ def test_traffic_of_shards_is_what_fsdp_sends():
 
     from rondel.models.attention import PackedLayout, PackedSegment
     from rondel.planner.shapes import of_config
-    from rondel.train.fsdp import Sharded
+    from rondel.train.fsdp import FsdpRank
     from rondel.train.logprobs import logprob_and_entropy
 
     sent = []
@@ -174,7 +174,7 @@ def test_traffic_of_shards_is_what_fsdp_sends():
     ids = torch.arange(12)
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
-        held = Sharded(0, 4, None).hold(tiny("llama"))
+        held = FsdpRank(0, 4, None).hold(tiny("llama"))
 
         def work(head):
             return logprob_and_entropy(held.hidden(ids, ids, PackedLayout([PackedSegment(0, 12)])), ids, head)[0]

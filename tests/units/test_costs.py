@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rondel.core.errors import DataError
-from rondel.simulate import World, simulate
+from rondel.simulate import SimulatedWorld, simulate
 from rondel.simulate.costs import Timers, costs_of, least
 from rondel.simulate.lengths import recorded
 
@@ -100,7 +100,7 @@ def test_a_simulation_at_these_costs_takes_that_time(tmp_path):
     # the simulator scores whoever ends early while others are written
     folder = journal(tmp_path / "run", 8, steps=60, answer=0.0)
     run, costs = Timers(folder), costs_of([folder])
-    bare = World(
+    bare = SimulatedWorld(
         engines=1, places=64, beat=[], prefill=0.0, train=0.0, lengths=recorded(folder), prompts=8, group=GROUP
     )
     told = simulate(costs.world(bare), steps=100)
@@ -109,7 +109,7 @@ def test_a_simulation_at_these_costs_takes_that_time(tmp_path):
 
 def test_an_answer_costs_the_controller_even_where_nothing_else_does():
     """Synchronous: P·G answers, one after the other."""
-    world = World(
+    world = SimulatedWorld(
         engines=4,
         places=64,
         beat=[1e-3] * 65,

@@ -16,13 +16,13 @@ from rondel.core.errors import ConfigError, DataError
 from rondel.core.events import GroupFinished, StepDone
 from rondel.core.types import Task
 from rondel.generate.envs.curriculum import EasyFirst, admissions, band, priority
-from rondel.generate.envs.order import Mixed, Pure, Shuffled
+from rondel.generate.envs.order import MixedOrder, PureOrder, ShuffledOrder
 from rondel.generate.envs.sources import load_tasks
 
 TASKS = [Task(f"t{i}", "e", {"prompt": f"{i}", "level": (7 * i) % 10}) for i in range(10)]
 
 
-class Counting(Pure):
+class Counting(PureOrder):
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -32,7 +32,7 @@ class Counting(Pure):
 
 @given(st.lists(st.integers(1, 9) | st.floats(0.1, 9), min_size=2, max_size=4), st.integers(1, 2500))
 def test_a_mixture_keeps_its_weights_at_every_moment_and_skips_nothing(weights, n):
-    mixed = Mixed([(w, Counting("abcd"[i])) for i, w in enumerate(weights)])
+    mixed = MixedOrder([(w, Counting("abcd"[i])) for i, w in enumerate(weights)])
     ids = [mixed.nth(i).id for i in range(n)]
     for i, weight in enumerate(weights):
         own = [id for id in ids if id[0] == "abcd"[i]]
@@ -114,7 +114,7 @@ def test_bad_settings_say_what_to_write():
     ]:
         with pytest.raises(ConfigError, match=said):
             admissions(TASKS, 0, spec)
-    assert isinstance(admissions(TASKS, 0, {}), Shuffled)
+    assert isinstance(admissions(TASKS, 0, {}), ShuffledOrder)
 
 
 def source(name: str, prompts: list[str], **more) -> dict:

@@ -18,11 +18,11 @@ from units.synthetic import write_run
 from rondel.core.errors import UserError
 from rondel.core.events import Resident, WorkerTime
 from rondel.dashboard import plan_api, rollouts
-from rondel.dashboard.columns import Grid, MetricColumns, MetricRow
+from rondel.dashboard.columns import MetricColumns, MetricRow, StepGrid
 from rondel.dashboard.pages import DashboardPages, build
 from rondel.dashboard.run import DashboardRun
 from rondel.dashboard.sample import sample
-from rondel.dashboard.tail import Tail, kind_of
+from rondel.dashboard.tail import FileTail, kind_of
 from rondel.dashboard.views import said, state
 from rondel.planner.plan import plan
 from rondel.planner.workload import what_if
@@ -74,7 +74,7 @@ def test_no_verdict_on_half_a_journal(tmp_path, monkeypatch):
     """A run that is complete does not look dead while its journal is being read; the
     badge counts what the findings view lists.
     """
-    monkeypatch.setattr(Tail.lines, "__defaults__", (4096,))
+    monkeypatch.setattr(FileTail.lines, "__defaults__", (4096,))
     write(tmp_path, **FAULTS["held out falls, trained rises"][0])
     run, states = DashboardRun(tmp_path, findings), []
     while run.look():
@@ -157,7 +157,7 @@ def test_a_journal_that_grows_tears_shrinks_and_is_replaced(tmp_path):
 
 def test_a_tail_gives_each_whole_line_once(tmp_path):
     path, given, written = tmp_path / "j", [], b""
-    tail, lines = Tail(path), [b"x" * n for n in (1, 5, 300, 2, 40)] * 3
+    tail, lines = FileTail(path), [b"x" * n for n in (1, 5, 300, 2, 40)] * 3
     for at, line in enumerate(lines):
         written += line + b"\n"
         path.touch()
@@ -194,7 +194,7 @@ def test_a_curve_on_a_grid_is_mean_and_extremes_of_each_cell(points):
     told = {step: rng.normal() for step in range(3, 120) if step % 5}
     for step in range(3, 120):
         columns.add(step, {"b": 1.0} | ({"a": told[step]} if step in told else {}))
-    grid = Grid(1, 130, points)
+    grid = StepGrid(1, 130, points)
     drawn = columns.drawn("a", grid)
     assert len(grid.x()) == grid.cells <= points and columns.drawn("none", grid) is None
     for cell, x in enumerate(grid.x()):

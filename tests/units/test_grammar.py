@@ -19,9 +19,9 @@ from test_behaviour import chi_square, draw
 
 from rondel.core.errors import EngineError, UserError
 from rondel.core.types import Request, Sampling
-from rondel.generate.engine.builtin.grammar import Grammars
+from rondel.generate.engine.builtin.grammar import GrammarCache
 from rondel.generate.engine.builtin.logits_processors import shape
-from rondel.generate.engine.builtin.request import Live
+from rondel.generate.engine.builtin.request import SequenceState
 from rondel.generate.engine.builtin.sampler import uniform
 
 pytest.importorskip("llguidance")
@@ -80,7 +80,7 @@ WORDS = words_model()
 
 def mask(loaded, constraint, drawn):
     """Allowed ids, through the vectorised path."""
-    live = Live(
+    live = SequenceState(
         Request([5, *drawn], Sampling(grammar={"regex": "."}), continuation=len(drawn)),
         lambda _: None,
         [5, *drawn],
@@ -107,7 +107,7 @@ def test_the_mask_is_that_of_brute_force(loaded, kind):
     given = {"regex": "|".join(alternatives)} if kind == "regex" else {"grammar": "start: " + " | ".join(alternatives)}
     spelled = {i: _bytes(loaded, i) for i in range(len(loaded.tokenizer)) if i not in loaded.tokenizer.all_special_ids}
     ends, goals = set(loaded.stop_ids), [s.encode() for s in sentences]
-    grammars, rng, seen = Grammars(loaded), np.random.default_rng(0), 0
+    grammars, rng, seen = GrammarCache(loaded), np.random.default_rng(0), 0
     for _ in range(25):
         constraint, drawn, written = grammars.start(given, []), [], b""
         while True:
@@ -134,10 +134,10 @@ def _bytes(loaded, token):
 
 def test_draws_under_a_grammar_have_the_stated_distribution():
     logits = torch.randn(105, generator=torch.Generator().manual_seed(4)) * 2
-    constraint = Grammars(MODEL).start({"regex": "[a-m]+"}, [])
+    constraint = GrammarCache(MODEL).start({"regex": "[a-m]+"}, [])
     kept = mask(MODEL, constraint, [])
     s, n = Sampling(grammar={"regex": "[a-m]+"}, temperature=0.8, top_p=0.95), 20_000
-    live = Live(Request([5], s), lambda _: None, [5], 1)
+    live = SequenceState(Request([5], s), lambda _: None, [5], 1)
     live.constraint = constraint
     row = logits[None].clone()
     shape(row, [(0, live)])
@@ -206,7 +206,7 @@ def test_the_stated_logprob_is_that_of_what_was_allowed():
     )
     c = asyncio.run(engine(MODEL).generate(request))
     logits = plain_logits(MODEL, request.tokens + c.tokens)[len(request.tokens) - 1 : -1]
-    constraint = Grammars(MODEL).start({"json_schema": SCHEMA}, [])
+    constraint = GrammarCache(MODEL).start({"json_schema": SCHEMA}, [])
     for t, (row, token) in enumerate(zip(logits, c.tokens)):
         allowed = sorted(mask(MODEL, constraint, c.tokens[:t]))
         assert c.support[t] == allowed

@@ -7,11 +7,11 @@ import pytest
 from rondel.core.events import GroupsTaken, StepDone, Warned, subscribe
 from rondel.core.types import Failed, Group, Score, Task, Trajectory
 from rondel.runtime.telemetry.metrics import StepMetrics, meaning
-from rondel.runtime.telemetry.reward_hacking import SPAN, Hacking, from_scored
+from rondel.runtime.telemetry.reward_hacking import SPAN, HackingMonitor, from_scored
 
 
 def warned(rows):
-    heard, hacking = [], Hacking()
+    heard, hacking = [], HackingMonitor()
     end = subscribe(lambda event: heard.append(event.message) if isinstance(event, Warned) else None)
     try:
         for step, row in enumerate(rows):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from rondel.algos.table import FAMILIES, resolve
 from rondel.cli import main
-from rondel.cli.import_ import Table, imported
+from rondel.cli.import_ import RecipeTable, imported
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError
 from rondel.generate.envs.sources import load_tasks
@@ -35,7 +35,7 @@ from rondel.runtime.telemetry.sinks import SINKS as TRACKERS
 
 PEERS = {peer.name: peer for peer in (TRL, VERL, OPENRLHF)}
 EXAMPLES = Path(__file__).parents[2] / "examples" / "peers"
-ROWS = Table()
+ROWS = RecipeTable()
 ALIVE = {
     "trl": {"model_name_or_path": "m"},
     "verl": {},

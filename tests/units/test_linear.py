@@ -14,7 +14,7 @@ from train_kit import awkward_groups, batch, model, row, trainer
 
 from rondel.models import linear
 from rondel.models.attention import PackedLayout, PackedSegment
-from rondel.models.linear import Stack, adopt, matmul, product
+from rondel.models.linear import PackedLinear, adopt, matmul, product
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -81,7 +81,7 @@ def test_a_module_packed_or_not_gives_the_same_numbers(dtype, bias):
 @pytest.mark.parametrize("inside", [48, 96, 130])
 def test_a_row_does_not_depend_on_its_neighbours(dtype, inside):
     x, w = numbers(90, inside, dtype=dtype), numbers(64, inside, seed=1, dtype=dtype)
-    stack = Stack()
+    stack = PackedLinear()
     with torch.no_grad():
         if not stack.carries(x, [w], []):
             pytest.skip("no oneDNN products of this dtype here")

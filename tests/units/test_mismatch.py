@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rondel.runtime.telemetry.metrics import SCHEMA, meaning
-from rondel.train.mismatch import BOUNDS, MIXTURE, Alarm, bound_of, measure, mismatch
-from rondel.train.pack import Sample
+from rondel.train.mismatch import BOUNDS, MIXTURE, MismatchAlarm, bound_of, measure, mismatch
+from rondel.train.pack import TrainSample
 
 
 def naive(x, mu, sample, mask):
@@ -90,7 +90,7 @@ def test_two_equal_policies_and_two_far_ones_are_numbers():
 def sample(gaps, versions):
     n = len(gaps)
     behavior = np.full(n, -1.0, np.float32)
-    s = Sample(0, 0, np.arange(n + 1), np.arange(1, n + 1), behavior, np.asarray(versions), 1.0)
+    s = TrainSample(0, 0, np.arange(n + 1), np.arange(1, n + 1), behavior, np.asarray(versions), 1.0)
     s.notes["trained"] = behavior + np.asarray(gaps, np.float32)
     return s
 
@@ -114,7 +114,7 @@ def test_by_position_and_by_version():
 
 
 def test_the_alarm_speaks_once_a_crossing_and_of_fresh_tokens_only():
-    alarm = Alarm(1e-3)
+    alarm = MismatchAlarm(1e-3)
     fresh = [1e-5, 2e-3, 5e-3, 1e-4, 2e-3, math.nan]
     assert [bool(alarm.heard({"train/mismatch_k3_lag_0": k3, "train/mismatch_k3_lag_1": 9.0})) for k3 in fresh] == [
         False,
@@ -124,8 +124,8 @@ def test_the_alarm_speaks_once_a_crossing_and_of_fresh_tokens_only():
         True,
         False,
     ]
-    assert not Alarm(1e-3).heard({"train/mismatch_k3_lag_1": 9.0})
-    assert "model.dtype" in Alarm(1e-3).heard({"train/mismatch_k3_lag_0": 1.0})
+    assert not MismatchAlarm(1e-3).heard({"train/mismatch_k3_lag_1": 9.0})
+    assert "model.dtype" in MismatchAlarm(1e-3).heard({"train/mismatch_k3_lag_0": 1.0})
 
 
 def test_a_healthy_run_of_any_precision_is_silent_and_a_worse_one_is_not():
@@ -138,7 +138,7 @@ def test_a_healthy_run_of_any_precision_is_silent_and_a_worse_one_is_not():
         (torch.float16, 4e-5, 1e-3),
     ):
         bound = bound_of(dtype, mixture=False, foreign=False)
-        assert not Alarm(bound).heard({"train/mismatch_k3_lag_0": noise}) and Alarm(bound).heard(
+        assert not MismatchAlarm(bound).heard({"train/mismatch_k3_lag_0": noise}) and MismatchAlarm(bound).heard(
             {"train/mismatch_k3_lag_0": broken}
         )
     assert bound_of(torch.float32, mixture=False, foreign=True) == bound_of(

@@ -13,7 +13,7 @@ from train_kit import awkward_groups, batch, bits, model, row, step, trainer
 
 from rondel.train.checkpoint import load_trainer, save_trainer
 from rondel.train.optim import MasterWeights, learning_rate
-from rondel.train.step_metrics import Sums
+from rondel.train.step_metrics import StepMetricSums
 
 torch.set_num_threads(1)
 
@@ -214,7 +214,7 @@ def test_moving_and_loading_on_a_gpu(dtype, tmp_path):
 
 
 def test_metrics_over_updates_are_means_and_extremes():
-    sums = Sums()
+    sums = StepMetricSums()
     for loss, norm in ((1.0, 3.0), (2.0, 1.0)):
         sums.add(
             torch.tensor(loss),
@@ -230,7 +230,7 @@ def test_metrics_over_updates_are_means_and_extremes():
     assert got["train/loss"] == 1.5 and got["train/grad_norm"] == 3.0 and got["train/clip_fraction"] == 0.5
     assert got["train/gap_max"] == 0.25 and got["train/gap_mean"] == 0.1875 and got["train/ratio_max_deviation"] == 2.0
     assert got["train/correction"] == 1.5 and got["train/correction_dropped"] == 0.5
-    assert Sums().metrics(0)["train/loss"] == 0.0
+    assert StepMetricSums().metrics(0)["train/loss"] == 0.0
 
 
 def test_the_first_of_two_updates_has_ratio_one_by_construction():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rondel.generate.engine.builtin.pages import Layers, PageAllocator
+from rondel.generate.engine.builtin.pages import LayerPools, PageAllocator
 
 MB = 1 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="mappings of one's own are used on Linux")
@@ -20,7 +20,7 @@ def resident() -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pool_is_empty_then_written_then_empty_again(dtype):
-    layers = Layers(10)
+    layers = LayerPools(10)
     like = torch.ones(3, 2, 4, dtype=dtype)
     pool = layers.at(0, like)
     assert pool.shape == (2, 10, 4) and pool.dtype == dtype and not pool.any()

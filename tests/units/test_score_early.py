@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import run_kit
 
 from rondel.core.types import EnvFault, Failed, PolicyFault, Sampling, Score, Slot, Task, Trajectory
-from rondel.driver.failure_budget import Failures
-from rondel.driver.rollouts import Rollouts
+from rondel.driver.failure_budget import FailureBudget
+from rondel.driver.rollouts import GroupRollouts
 
 
-class Quiet(Rollouts):
+class Quiet(GroupRollouts):
     def chat(self, *args, **settings):
         return None
 
@@ -47,7 +47,9 @@ class Pool:
 
 def rollouts(tmp_path, env, pool):
     job = run_kit.tiny(Path(tmp_path))
-    return Quiet(SimpleNamespace(job=job, sampling=Sampling(), env=env, pool=pool, failures=Failures()), group_size=4)
+    return Quiet(
+        SimpleNamespace(job=job, sampling=Sampling(), env=env, pool=pool, failures=FailureBudget()), group_size=4
+    )
 
 
 def test_a_sample_is_scored_while_others_are_written(tmp_path):

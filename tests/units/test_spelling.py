@@ -13,7 +13,7 @@ from rondel.assemble.components import longest
 from rondel.checks.special_token_check import all_tasks, read_as_text, refuse_deaf_template, refuse_idle_split
 from rondel.core.errors import ConfigError, DataError
 from rondel.core.types import Sampling, Task
-from rondel.driver.demonstration_stream import Shown
+from rondel.driver.demonstration_stream import DemonstrationStream
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, load_tasks
@@ -64,7 +64,7 @@ SOURCES = [("a", "x<|im_end|>", {SPLIT: False}), ("b", "y<|im_end|>", {})]
 
 def test_what_is_shown_beside_is_looked_at_too():
     own, other = tasks("3"), tasks("<|im_end|>")
-    shown = [Shown("beside.0", [*own, *other], None, 1.0, 1, "", [])]  # type: ignore[arg-type]
+    shown = [DemonstrationStream("beside.0", [*own, *other], None, 1.0, 1, "", [])]  # type: ignore[arg-type]
     assert all_tasks(TaskSet(own, []), shown) == [*own, *other]
 
 

@@ -11,7 +11,7 @@ from run_kit import run
 from units.synthetic import write_run
 
 from rondel.core.errors import ConfigError
-from rondel.runtime.telemetry.prometheus import Scraped
+from rondel.runtime.telemetry.prometheus import PrometheusSink
 from rondel.runtime.telemetry.sinks import open_sinks
 
 ROW = {"score/reward_mean": 0.5, "train/loss": float("nan"), "time/step": 2.0}
@@ -106,7 +106,7 @@ def test_the_real_wandb_offline(tmp_path, monkeypatch):
 
 def test_prometheus_finds_the_newest_row():
     parser = pytest.importorskip("prometheus_client.parser")
-    sink = Scraped(0)
+    sink = PrometheusSink(0)
     try:
         sink.write(3, {"score/reward_mean": 0.25, "time/engine-0/idle": 1.5})
         sink.write(3, {"eval/score": 0.75})
@@ -121,7 +121,7 @@ def test_prometheus_finds_the_newest_row():
         assert "HELP rondel_score_reward_mean mean over" in page
         sink.write(4, {"score/reward_mean": 0.5})
         with pytest.raises(ConfigError, match="choose another port"):
-            Scraped(sink.port)
+            PrometheusSink(sink.port)
     finally:
         sink.close()
     with pytest.raises(OSError):

@@ -10,7 +10,7 @@ from inspect import cleandoc
 from typing import TYPE_CHECKING
 
 from rondel.algos.exponent import bounded_exp
-from rondel.algos.precompute import NOTHING, Ahead, tokens_of
+from rondel.algos.precompute import NOTHING, UpdateMasks, tokens_of
 from rondel.algos.tensors import Tensor
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def objective(
     sample_T: Tensor,
     score_T: Tensor | None = None,
     guided_T: Tensor | None = None,
-    decided: Ahead = NOTHING,
+    decided: UpdateMasks = NOTHING,
     taught_T: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """L = sum_t w_t·(c_t·l_t + kl.coef·k_t + distill.coef·d_t - entropy.coef·H_t).  [T] each -> scalar, {name: [T]}.

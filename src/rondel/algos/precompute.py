@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Ahead:
+class UpdateMasks:
     """One number for every trainable token of the update, in the order of its samples;
     None where it is left to the micro-batch.
     """
@@ -31,7 +31,7 @@ class Ahead:
     undecided: Tensor | None = None  # [T] 0 or 1: where the entropy bonus acts
 
 
-NOTHING = Ahead()
+NOTHING = UpdateMasks()
 
 
 def tokens_of(
@@ -67,13 +67,13 @@ def tokens_of(
     )
 
 
-def ahead(row: Algorithm, tokens: Tokens) -> Ahead:
+def ahead(row: Algorithm, tokens: Tokens) -> UpdateMasks:
     """`tokens` are all of the update, and their policy is the proximal one."""
     correction_T = row.correction(tokens.log_weight, tokens.sample, tokens.advantages)
     counts_T: Tensor | None = None
     if getattr(row.correction, "denominator", "all") != "all":
         counts_T = row.correction.counts(tokens.log_weight, tokens.sample, correction_T).to(correction_T.dtype)  # type: ignore[attr-defined]
-    return Ahead(
+    return UpdateMasks(
         correction=correction_T,
         counts=counts_T,
         selected=row.surrogate.select(tokens).to(tokens.logprobs.dtype) if hasattr(row.surrogate, "select") else None,
@@ -81,7 +81,7 @@ def ahead(row: Algorithm, tokens: Tokens) -> Ahead:
     )
 
 
-def counted(row: Algorithm, lengths_N: Tensor, decided: Ahead) -> Tensor:
+def counted(row: Algorithm, lengths_N: Tensor, decided: UpdateMasks) -> Tensor:
     """The tokens of each sample that count in the denominators: all, or those that the
     correction lets count.  [N] -> [N].
     """

@@ -30,10 +30,10 @@ from rondel.core.errors import ConfigError, DataError, SandboxError, TemplateErr
 from rondel.core.events import Warned, emit
 from rondel.core.registry import find, one_of, refuse_uncallable
 from rondel.core.types import POLICY, Completion, Group, Request, Sampling, Task, Trajectory, Verdict
-from rondel.driver.demonstration_stream import Shown
-from rondel.driver.failure_budget import Failures
+from rondel.driver.demonstration_stream import DemonstrationStream
+from rondel.driver.failure_budget import FailureBudget
 from rondel.driver.remote_teachers import served
-from rondel.driver.replay_buffer import Returning
+from rondel.driver.replay_buffer import ReplayBuffer
 from rondel.driver.rollouts import shown_of
 from rondel.filter import FILTERS, chain
 from rondel.filter.complete import Complete
@@ -44,7 +44,7 @@ from rondel.generate.envs.gateway.agent import agent_of
 from rondel.generate.envs.gateway.env import Gateway
 from rondel.generate.envs.gym import Gym, maker
 from rondel.generate.envs.mcp import Mcp
-from rondel.generate.envs.order import Admissions, Mixed
+from rondel.generate.envs.order import MixedOrder, TaskAdmissions
 from rondel.generate.envs.python import GRACE, SECONDS, python_tool
 from rondel.generate.envs.single_turn import SingleTurn
 from rondel.generate.envs.sources import TaskSet, asked, load_tasks
@@ -54,12 +54,12 @@ from rondel.generate.envs.tools import Tools
 from rondel.generate.envs.verifiers import agent_of_verifiers
 from rondel.models import adapters, nf4
 from rondel.models.load import tokenizer_of
-from rondel.models.vision import Sight
+from rondel.models.vision import ImageProcessorConfig
 from rondel.runtime.sandbox.box import Sandbox
 from rondel.runtime.sandbox.probe import isolation
 from rondel.score import examine
 from rondel.score.pool import RewardPool
-from rondel.sync.update import Update
+from rondel.sync.update import WeightUpdate
 
 ENVS = {
     "single_turn": SingleTurn,
@@ -155,9 +155,9 @@ def build(job: Job, folder: Path | None = None) -> Components:
                 rows.taught,
                 lambda: longest(job, tasks, env, placed.known, sampling),
             ),
-            Returning(job.loop.replays, job.loop.max_staleness, job.loop.seed) if job.loop.replays else None,
+            ReplayBuffer(job.loop.replays, job.loop.max_staleness, job.loop.seed) if job.loop.replays else None,
             ends.pop_all().close,
-            Failures(job.task.max_failures, job.task.patience),
+            FailureBudget(job.task.max_failures, job.task.patience),
         )
 
 
@@ -168,12 +168,12 @@ def sampling_of(job: Job) -> Sampling:
         return Sampling(**{**section.model_dump(), "stop": tuple(section.stop)})
 
 
-def order_of(job: Job, tasks: TaskSet) -> Admissions:
+def order_of(job: Job, tasks: TaskSet) -> TaskAdmissions:
     """Each source of a mixture in an order of its own."""
     seed, spec = job.loop.seed, job.task.curriculum
     if not tasks.sources:
         return admissions(tasks.train, seed, spec)
-    return Mixed([(weight, admissions(own, seed + i, spec)) for i, (weight, own) in enumerate(tasks.sources)])
+    return MixedOrder([(weight, admissions(own, seed + i, spec)) for i, (weight, own) in enumerate(tasks.sources)])
 
 
 def env_of(job: Job, tasks: TaskSet) -> Any:
@@ -387,7 +387,7 @@ def _that_fit(job: Job, tasks: TaskSet, env: Any) -> TaskSet:
 
 
 def _prompt_counter(
-    job: Job, env: Any, tokenizer: Any, sight: Sight | None, max_context: int, sampling: Sampling
+    job: Job, env: Any, tokenizer: Any, sight: ImageProcessorConfig | None, max_context: int, sampling: Sampling
 ) -> Callable[[Task], int]:
     """Task -> tokens of its rendered prompt."""
 
@@ -415,7 +415,9 @@ def _prompt_counter(
     return count
 
 
-def encoded(job: Job, tasks: TaskSet, shown: list[Shown], env: Any, known: ModelInfo, sampling: Sampling) -> int:
+def encoded(
+    job: Job, tasks: TaskSet, shown: list[DemonstrationStream], env: Any, known: ModelInfo, sampling: Sampling
+) -> int:
     """What is wrong with the tasks or the chat template as tokens is said here, before
     the weights are loaded. -> `longest`.
     """
@@ -458,7 +460,7 @@ def _shorter(room: int) -> str:
     return f"leave out what is too long with task.max_prompt_tokens = {room}, or " if room > 0 else ""
 
 
-def sync_of(job: Job, placed: Deployment) -> Update:
+def sync_of(job: Job, placed: Deployment) -> WeightUpdate:
     """The same probe through engine and trainer after every update."""
     known = placed.known
     probe = (
@@ -467,7 +469,7 @@ def sync_of(job: Job, placed: Deployment) -> Update:
         else []
     )
     others = {name: trainer.logprobs for name, trainer in placed.trainers.items() if name != POLICY}
-    return Update(
+    return WeightUpdate(
         placed.transport,
         probe=probe,
         score=placed.trainer.logprobs,

@@ -44,21 +44,21 @@ from rondel.core.registry import find
 from rondel.core.types import POLICY, Sampling
 from rondel.driver.multi_policy import joined
 from rondel.generate.engine.builtin.engine import BuiltinEngine
-from rondel.generate.engine.concurrency import Concurrency
+from rondel.generate.engine.concurrency import ConcurrencyController
 from rondel.generate.engine.foreign import ForeignEngine
-from rondel.generate.engine.router import Router
-from rondel.generate.engine.sglang import Sglang
-from rondel.generate.engine.vllm import Vllm
+from rondel.generate.engine.router import EngineRouter
+from rondel.generate.engine.sglang import SglangServer
+from rondel.generate.engine.vllm import VllmServer
 from rondel.planner import resolve as planner
 from rondel.planner.shapes import hub_cache, of_recipe
 from rondel.runtime.cluster import torchrun
 from rondel.runtime.cluster.process import ProcessCluster
-from rondel.runtime.devices import Device, OneAtATime, SharedDevice, Split, pick_device
+from rondel.runtime.devices import Device, OneAtATime, SharedDevice, SplitDevices, pick_device
 from rondel.sync import transport_of
 from rondel.train.checkpoint import bytes_needed
 from rondel.train.multi_policy import FOLDER
 
-ENGINES = {"builtin": BuiltinEngine, "sglang": Sglang, "vllm": Vllm}
+ENGINES = {"builtin": BuiltinEngine, "sglang": SglangServer, "vllm": VllmServer}
 # mean nats a token of what two sides score
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 
@@ -243,7 +243,7 @@ def _split_here(plan: DeploymentPlan) -> Deployment:
     known, resolved, size = trainer.join()
     resolved |= engine.open(plan.longest(known))
     where = f"one process, {_threads(each)} each for engine and trainer"
-    return Deployment(known, engine.engine, trainer.trainer, Split(), resolved, where, size, plan.transport())
+    return Deployment(known, engine.engine, trainer.trainer, SplitDevices(), resolved, where, size, plan.transport())
 
 
 def _split(plan: DeploymentPlan) -> Deployment:
@@ -355,7 +355,7 @@ def _split(plan: DeploymentPlan) -> Deployment:
         known,
         engine,
         trainer,
-        Split(),
+        SplitDevices(),
         resolved,
         where,
         size,
@@ -381,7 +381,7 @@ def _alone_here(plan: DeploymentPlan) -> Deployment:
     speculation = device.call(speculation_of, plan.job, device.name)
     known = ModelInfo.of(loaded)
     engine, resolved = engine_of(plan.job, loaded, device, plan.longest(known), speculation, transports={})
-    return Deployment(known, engine, None, Split(), resolved, f"an engine on {device.name}", 0, plan.transport())
+    return Deployment(known, engine, None, SplitDevices(), resolved, f"an engine on {device.name}", 0, plan.transport())
 
 
 def _alone(plan: DeploymentPlan) -> Deployment:
@@ -406,7 +406,7 @@ def _alone(plan: DeploymentPlan) -> Deployment:
         known,
         engine,
         None,
-        Split(),
+        SplitDevices(),
         resolved,
         f"a process of its own with {_threads(each)}",
         0,
@@ -448,7 +448,7 @@ def _led(plan: DeploymentPlan, ranks: int, device: str, each: int | None) -> tup
     host = TrainerHost(plan.job, plan.needs, plan.sampling, device, each, plan.transport())
     calls = host.device.call(torchrun.joined, host.device.name, collective_patience(plan.job))
     told = host.join(0, ranks)
-    leader = torchrun.Leader(host, calls)
+    leader = torchrun.LeaderWorker(host, calls)
     plan.ends.callback(leader.close)
     return [leader], told
 
@@ -464,10 +464,10 @@ def _reach(job: Job, sampling: Sampling, longest: int, url: str) -> ForeignEngin
     return ForeignEngine(server)
 
 
-def _routed(engines: Mapping[str, Any], job: Job, known: ModelInfo) -> Router:
+def _routed(engines: Mapping[str, Any], job: Job, known: ModelInfo) -> EngineRouter:
     auto = job.engine.concurrency == "auto" and job.engine.kind != "builtin"  # ours find it themselves
-    concurrency = Concurrency(job.engine.max_running) if auto else None
-    return Router(
+    concurrency = ConcurrencyController(job.engine.max_running) if auto else None
+    return EngineRouter(
         engines,
         max_inflight=job.engine.max_running,
         concurrency=concurrency,

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from rondel.core.media import Sight
-from rondel.models.loaded_model import Loaded
+from rondel.core.media import ImageProcessorConfig
+from rondel.models.loaded_model import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class ModelInfo:
     tokenizer: Any
     max_context: int
     routers: int
-    sight: Sight | None  # how it looks at pictures
+    sight: ImageProcessorConfig | None  # how it looks at pictures
     parameters: int
     dtype: torch.dtype
 
@@ -28,7 +28,7 @@ class ModelInfo:
         return self.parameters * self.dtype.itemsize
 
     @classmethod
-    def of(cls, loaded: Loaded) -> ModelInfo:
+    def of(cls, loaded: LoadedModel) -> ModelInfo:
         return cls(
             loaded.name,
             loaded.tokenizer,

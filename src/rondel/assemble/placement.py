@@ -12,11 +12,11 @@ from rondel.core.errors import WorkerError
 from rondel.core.protocols import Transport
 from rondel.core.types import POLICY
 from rondel.generate.engine.foreign import ForeignEngine
-from rondel.generate.engine.multi_policy import Policies
-from rondel.generate.engine.router import Router
-from rondel.runtime.devices import SharedDevice, Split
-from rondel.sync.update import Update
-from rondel.train.multi_policy import Trainers
+from rondel.generate.engine.multi_policy import MultiPolicyEngine
+from rondel.generate.engine.router import EngineRouter
+from rondel.runtime.devices import SharedDevice, SplitDevices
+from rondel.sync.update import WeightUpdate
+from rondel.train.multi_policy import MultiPolicyTrainer
 
 
 async def _nobody() -> None:
@@ -30,7 +30,7 @@ class Deployment:
     known: ModelInfo
     engine: Any
     trainer: Any
-    devices: SharedDevice | Split
+    devices: SharedDevice | SplitDevices
     resolved: dict[str, str]
     where: str
     checkpoint_bytes: int
@@ -46,23 +46,23 @@ class Deployment:
     @property
     def trainers(self) -> dict[str, Any]:
         """That of each policy that is trained."""
-        return self.trainer.each if isinstance(self.trainer, Trainers) else {POLICY: self.trainer}
+        return self.trainer.each if isinstance(self.trainer, MultiPolicyTrainer) else {POLICY: self.trainer}
 
-    def catches_up(self, worker: str, sync: Update) -> Callable[[Any], Awaitable[int]] | None:
+    def catches_up(self, worker: str, sync: WeightUpdate) -> Callable[[Any], Awaitable[int]] | None:
         """What brings an engine that was started again the weights that serve: of several
         policies those of its own, if they are trained.
         """
-        if not isinstance(self.engine, Policies):
+        if not isinstance(self.engine, MultiPolicyEngine):
             return sync.catch_up
         [name] = [name for name, engine in self.engine.each.items() if engine is self.remotes[worker]]
-        return (lambda fresh: sync.catch_up(Policies({name: fresh}))) if name in self.engine.trained else None
+        return (lambda fresh: sync.catch_up(MultiPolicyEngine({name: fresh}))) if name in self.engine.trained else None
 
     async def heal(self) -> bool:
         """Start again the engines that have ended; one that a router has lost joins again. -> was there any?"""
         healed = False
         for name, remote in self.remotes.items():
             healed |= await remote.whole()
-            if isinstance(self.engine, Router) and name in self.engine.lost:
+            if isinstance(self.engine, EngineRouter) and name in self.engine.lost:
                 await self.engine.join(name, remote, remote.caught_up)
                 healed = True
         return healed

@@ -12,7 +12,7 @@ from rondel.core.errors import EngineError, SilentError, StalledError, WorkerErr
 from rondel.core.events import Warned, emit, stalled
 from rondel.core.protocols import RemoteProxy
 from rondel.core.types import Completion, Message, Request, StepStats
-from rondel.train.pack import Batch
+from rondel.train.pack import TrainBatch
 
 RESTARTS = 5  # of one engine in one run
 MOMENT = 2.0  # seconds between the end of a worker and the time when everyone knows
@@ -102,11 +102,11 @@ class RemoteTrainer:
         self._ranks = ranks
         self.moved = False
 
-    async def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
+    async def annotate(self, batch: TrainBatch, needs: frozenset[str]) -> TrainBatch:
         _learn(batch, await self._all("annotate", batch, needs))
         return batch
 
-    async def step(self, batch: Batch, algo: Any) -> StepStats:
+    async def step(self, batch: TrainBatch, algo: Any) -> StepStats:
         stats, self.moved, told = await self._all("step", batch, algo)
         _learn(batch, told)
         return stats
@@ -156,7 +156,7 @@ class RemoteTrainer:
         )
 
 
-def _learn(batch: Batch, told: list[dict[str, Any]]) -> None:
+def _learn(batch: TrainBatch, told: list[dict[str, Any]]) -> None:
     """What the ranks found out about their copies of the samples."""
     for sample, learned in zip(batch.samples, told, strict=True):
         sample.notes.update(learned["notes"])

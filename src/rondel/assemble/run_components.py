@@ -14,14 +14,14 @@ from rondel.assemble.rows import AlgorithmRows
 from rondel.assemble.workers import mismatch_bound, replays
 from rondel.core.config import Job
 from rondel.core.types import Group, Sampling, Verdict
-from rondel.driver.demonstration_stream import Shown
-from rondel.driver.failure_budget import Failures
-from rondel.driver.remote_teachers import Served
-from rondel.driver.replay_buffer import Returning
-from rondel.generate.envs.order import Admissions
+from rondel.driver.demonstration_stream import DemonstrationStream
+from rondel.driver.failure_budget import FailureBudget
+from rondel.driver.remote_teachers import RemoteTeachers
+from rondel.driver.replay_buffer import ReplayBuffer
+from rondel.generate.envs.order import TaskAdmissions
 from rondel.generate.envs.sources import TaskSet
 from rondel.score.pool import RewardPool
-from rondel.sync.update import Update
+from rondel.sync.update import WeightUpdate
 
 
 @dataclass
@@ -31,19 +31,19 @@ class Components:
     job: Job
     rows: AlgorithmRows
     tasks: TaskSet
-    order: Admissions
+    order: TaskAdmissions
     sampling: Sampling
     pool: RewardPool
     placed: Deployment
-    sync: Update
+    sync: WeightUpdate
     judge: Callable[[Group], Verdict]
     env: Any
     resolved: dict[str, str]
-    shown: list[Shown]
-    teachers: Served | None
-    returning: Returning | None
+    shown: list[DemonstrationStream]
+    teachers: RemoteTeachers | None
+    returning: ReplayBuffer | None
     close: Callable[[], None]
-    failures: Failures
+    failures: FailureBudget
 
     @property
     def algo(self) -> Algorithm | Mixture:

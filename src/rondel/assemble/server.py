@@ -15,7 +15,7 @@ from rondel.core.protocols import Transport
 from rondel.generate.engine.builtin.engine import BuiltinEngine
 from rondel.generate.engine.notebook import speculation_of
 from rondel.generate.engine.server.process import run
-from rondel.generate.engine.server.service import RequestLimits, Service
+from rondel.generate.engine.server.service import GenerationService, RequestLimits
 from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load
 from rondel.runtime.devices import Device, keep_memory, pick_device
@@ -81,7 +81,7 @@ def serve(model: str | dict[str, Any], settings: ServerSettings, *, ready: Calla
         host, port = sock.getsockname()[:2]
 
         async def main() -> None:
-            service = Service(
+            service = GenerationService(
                 engine,
                 run=device.run,
                 name=name,

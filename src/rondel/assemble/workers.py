@@ -19,18 +19,18 @@ from rondel.assemble.model_info import ModelInfo
 from rondel.assemble.refusals import refuse_without_routes
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError
-from rondel.core.media import Sight
-from rondel.core.protocols import Claim, Transport
+from rondel.core.media import ImageProcessorConfig
+from rondel.core.protocols import MemoryClaim, Transport
 from rondel.core.types import Sampling, StepStats
-from rondel.generate.engine.builtin.draft import Draft
+from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.engine import BuiltinEngine
-from rondel.generate.engine.builtin.speculative import Speculation
-from rondel.generate.engine.concurrency import Concurrency
+from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
+from rondel.generate.engine.concurrency import ConcurrencyController
 from rondel.models import adapters, names, nf4, vision
 from rondel.models.aligned_numerics import align
 from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load
-from rondel.models.loaded_model import Loaded
+from rondel.models.loaded_model import LoadedModel
 from rondel.models.vocabulary import same_words
 from rondel.planner import resolve as planner
 from rondel.runtime.cluster import torchrun
@@ -41,10 +41,10 @@ from rondel.sync.from_tensor import FromTensor
 from rondel.train.checkpoint import bytes_needed
 from rondel.train.critic import Critic
 from rondel.train.draft import DraftTrainer
-from rondel.train.fsdp import Rendezvous, Sharded
+from rondel.train.fsdp import FsdpRank, Rendezvous
 from rondel.train.mismatch import bound_of
-from rondel.train.pack import Batch
-from rondel.train.parallel import ALONE, Alone
+from rondel.train.pack import TrainBatch
+from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.settings import TrainSettings
 from rondel.train.step import LocalTrainer
 from rondel.train.teachers import Teacher
@@ -52,14 +52,14 @@ from rondel.train.teachers import Teacher
 
 def engine_of(
     job: Job,
-    loaded: Loaded,
+    loaded: LoadedModel,
     device: Device,
     longest: int,
-    speculation: Speculation | None,
+    speculation: SpeculativeDecoder | None,
     *,
     transports: dict[str, Transport],
     log: Path | None = None,
-    claim: Claim | None = None,
+    claim: MemoryClaim | None = None,
 ) -> tuple[BuiltinEngine, dict[str, str]]:
     """`log`: where drawn tokens are kept for a life after a crash. -> the engine, and what was resolved for it."""
     draft = speculation.draft if speculation else None
@@ -83,7 +83,7 @@ def engine_of(
         speculation=speculation,
         compiled=device.call(serving_pass, loaded, job.engine.max_running) if job.engine.compile else None,
         transports=transports,
-        concurrency=Concurrency(job.engine.max_running) if job.engine.concurrency == "auto" else None,
+        concurrency=ConcurrencyController(job.engine.max_running) if job.engine.concurrency == "auto" else None,
         log=TokenLog(log, durable=job.run.durability == "disk", beside=log.parent.glob("engine-*")) if log else None,
         claim=claim,
     )
@@ -100,13 +100,13 @@ def trainer_of(
     job: Job,
     needs: frozenset[str],
     sampling: Sampling,
-    loaded: Loaded,
+    loaded: LoadedModel,
     device: Device,
     *,
-    draft: Draft | None = None,
-    ranks: Alone = ALONE,
+    draft: DraftModel | None = None,
+    ranks: SingleRank = ALONE,
     transport: Transport,
-    claim: Claim | None = None,
+    claim: MemoryClaim | None = None,
 ) -> tuple[LocalTrainer, dict[str, str]]:
     """-> the trainer, and what was resolved for it."""
     micro = planner.micro_tokens(job.trainer.micro_tokens, on_gpu=device.name.startswith("cuda"))
@@ -217,24 +217,24 @@ class TrainerHost:
             meeting = None if address is None else self.meeting if rank == 0 else Rendezvous.at(address)
             patience = collective_patience(self.job)
             self.ranks = self.device.call(
-                lambda: Sharded(rank, size, meeting, device=self.device.name, patience=patience)
+                lambda: FsdpRank(rank, size, meeting, device=self.device.name, patience=patience)
             )
         self.trainer, resolved = trainer_of(
             self.job, self.needs, self.sampling, self.loaded, self.device, ranks=self.ranks, transport=self.transport
         )
         return known, resolved, bytes_needed(self.trainer)
 
-    async def annotate(self, batch: Batch, needs: frozenset[str]) -> list[dict[str, Any]]:
+    async def annotate(self, batch: TrainBatch, needs: frozenset[str]) -> list[dict[str, Any]]:
         with self.ranks.together("annotate"):
             await self.trainer.annotate(batch, needs)
         return self._told(batch)
 
-    async def step(self, batch: Batch, algo: Any) -> tuple[StepStats, bool, list[dict[str, Any]]]:
+    async def step(self, batch: TrainBatch, algo: Any) -> tuple[StepStats, bool, list[dict[str, Any]]]:
         with self.ranks.together("step"):
             stats = await self.trainer.step(batch, algo)
         return stats, self.trainer.moved, self._told(batch)
 
-    def _told(self, batch: Batch) -> list[dict[str, Any]]:
+    def _told(self, batch: TrainBatch) -> list[dict[str, Any]]:
         return [{"notes": s.notes, "advantages": s.advantages} for s in batch.samples] if self.ranks.leads else []
 
     def __getattr__(self, verb: str) -> Any:
@@ -263,7 +263,7 @@ def collective_patience(job: Job) -> float:
 # -- what they are made of -------------------------------------------------------------------------
 
 
-def policy_of(job: Job, device: str) -> Loaded:
+def policy_of(job: Job, device: str) -> LoadedModel:
     """As the recipe wants it: adapted, aligned."""
     wanted = job.model.adapter
     loaded = load(job.model.path, dtype=job.model.dtype, device=device, four_bits=wanted.kind == "qlora")
@@ -279,7 +279,7 @@ def policy_of(job: Job, device: str) -> Loaded:
     return loaded
 
 
-def sight_within(job: Job, sight: Sight | None, name: str) -> Sight | None:
+def sight_within(job: Job, sight: ImageProcessorConfig | None, name: str) -> ImageProcessorConfig | None:
     """How the model looks, with images of at most model.image_tokens."""
     m, plain = job.model, type(job.model).model_fields
     if sight is None and (odd := [key for key in ("tower", "image_tokens") if getattr(m, key) != plain[key].default]):
@@ -302,7 +302,7 @@ def sight_within(job: Job, sight: Sight | None, name: str) -> Sight | None:
     return replace(sight, most=most, least=min(sight.least, most))
 
 
-def adapter_fact(loaded: Loaded) -> str:
+def adapter_fact(loaded: LoadedModel) -> str:
     if (adapter := loaded.adapter) is None:
         return "none: every weight is trained"
     whole, packed = loaded.numbers, nf4.described(loaded.model)
@@ -313,7 +313,7 @@ def adapter_fact(loaded: Loaded) -> str:
     )
 
 
-def replays(job: Job, loaded: Loaded | ModelInfo) -> bool:
+def replays(job: Job, loaded: LoadedModel | ModelInfo) -> bool:
     """Whether the trainer sends every token to the experts that the engine sent it to."""
     wanted = job.trainer.routing_replay
     if wanted is True and not loaded.routers:
@@ -326,29 +326,29 @@ def replays(job: Job, loaded: Loaded | ModelInfo) -> bool:
     return True
 
 
-def replay_fact(job: Job, loaded: Loaded) -> str:
+def replay_fact(job: Job, loaded: LoadedModel) -> str:
     if not loaded.routers:
         return "none: a dense model"
     return f"{'on' if replays(job, loaded) else 'OFF by trainer.routing_replay'}: {loaded.routers} routers"
 
 
-def speculation_of(job: Job, device: str) -> Speculation | None:
+def speculation_of(job: Job, device: str) -> SpeculativeDecoder | None:
     """What guesses ahead, if anything; the engine refuses a draft with other words."""
     wanted = job.engine.speculative
     wanted._read.update(type(wanted).model_fields)  # what has no effect was refused when the recipe was read
     if wanted.kind == "off":
         return None
     if wanted.model is None:
-        return Speculation(wanted.k)
-    return Speculation(wanted.k, Draft(load(wanted.model, dtype=job.model.dtype, device=device)))
+        return SpeculativeDecoder(wanted.k)
+    return SpeculativeDecoder(wanted.k, DraftModel(load(wanted.model, dtype=job.model.dtype, device=device)))
 
 
-def pupil_of(job: Job, draft: Draft) -> DraftTrainer | None:
+def pupil_of(job: Job, draft: DraftModel) -> DraftTrainer | None:
     lr = job.engine.speculative.lr
     return DraftTrainer(draft.loaded, lr=lr) if lr else None
 
 
-def speculation_fact(job: Job, draft: Draft | None) -> str:
+def speculation_fact(job: Job, draft: DraftModel | None) -> str:
     wanted = job.engine.speculative
     if draft is None:
         return wanted.kind if wanted.kind == "off" else f"{wanted.kind}, at most {wanted.k} guesses"
@@ -357,7 +357,7 @@ def speculation_fact(job: Job, draft: Draft | None) -> str:
     )
 
 
-def mismatch_bound(job: Job, loaded: Loaded | ModelInfo) -> float:
+def mismatch_bound(job: Job, loaded: LoadedModel | ModelInfo) -> float:
     return bound_of(loaded.dtype, mixture=bool(loaded.routers), foreign=job.engine.kind != "builtin")
 
 
@@ -401,7 +401,7 @@ def warmup_settings(job: Job, settings: TrainSettings) -> TrainSettings:
     )
 
 
-def critic_of(job: Job, loaded: Loaded, settings: TrainSettings, ranks: Alone) -> Critic:
+def critic_of(job: Job, loaded: LoadedModel, settings: TrainSettings, ranks: SingleRank) -> Critic:
     """A copy of the policy as it will be at the critic's first step, or a model of its own that
     reads the same tokens.
     """
@@ -418,12 +418,12 @@ def critic_of(job: Job, loaded: Loaded, settings: TrainSettings, ranks: Alone) -
     return Critic(other, settings, follows=False, ranks=ranks)
 
 
-def teachers_of(job: Job, loaded: Loaded, *, full: bool) -> list[Teacher]:
+def teachers_of(job: Job, loaded: LoadedModel, *, full: bool) -> list[Teacher]:
     """Any models that read the same tokens; nothing trains them. Those behind a url are
     asked by the driver. `full`: logit by logit.
     """
 
-    def local(path: str | dict[str, Any]) -> Loaded:
+    def local(path: str | dict[str, Any]) -> LoadedModel:
         teacher = load(path, dtype=job.model.dtype, device=str(loaded.device))
         remedy = "It cannot say how likely the policy's tokens are: take a teacher of the same family"
         same_words(loaded, teacher, who=f"model.teacher = {path!r}", remedy=remedy)
@@ -454,8 +454,15 @@ def critic_fact(job: Job) -> str:
 
 
 def pages_of(
-    models: list[Loaded], *, wanted: int | str, max_running: int, longest: int, prefill: int, own: bool, staged: bool
-) -> planner.Resolved:
+    models: list[LoadedModel],
+    *,
+    wanted: int | str,
+    max_running: int,
+    longest: int,
+    prefill: int,
+    own: bool,
+    staged: bool,
+) -> planner.ResolvedValue:
     """Cache pages for requests of at most `longest` tokens, whose keys and values all these models keep. `own`: the
     device is a GPU with nobody else on it while the engine generates; `staged`: new
     weights lie there beside the old ones."""

@@ -37,7 +37,7 @@ LARGE = {
 }
 
 
-class Paced(NamedTuple):
+class PaceMedians(NamedTuple):
     """Medians over the counted steps of a run."""
 
     generate: float
@@ -74,7 +74,7 @@ def calibrate() -> str:
     )
 
 
-Run = tuple[Workload, Paced]
+Run = tuple[Workload, PaceMedians]
 
 
 def fitted(on: Hardware, long: Run, many: Run, large: Run) -> Hardware:
@@ -144,7 +144,7 @@ def job_of(model: dict[str, Any], width: int, *, groups: int, new: int) -> Job:
     )
 
 
-def measured(job: Job, *, first: int = 1) -> tuple[Workload, Paced]:
+def measured(job: Job, *, first: int = 1) -> tuple[Workload, PaceMedians]:
     """Run it in a folder of its own. -> its setting with the lengths that it had, and its pace
     after the first steps.
     """
@@ -166,7 +166,7 @@ def measured(job: Job, *, first: int = 1) -> tuple[Workload, Paced]:
         return float(median(of(event) for event in counted))
 
     new, packed = middle(lambda e: e.metrics["train/tokens"]), middle(lambda e: e.metrics["train/packed_tokens"])
-    paced = Paced(middle(lambda e: e.seconds["wait"]), middle(lambda e: e.seconds["train"]), new, packed)
+    paced = PaceMedians(middle(lambda e: e.seconds["wait"]), middle(lambda e: e.seconds["train"]), new, packed)
     setting = of_job(job)
     prompt = max(1, round((packed - new) / setting.prompts))
     return replace(setting, prompt=prompt, mean=new / setting.samples, assumed=()), paced

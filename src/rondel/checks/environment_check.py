@@ -12,11 +12,11 @@ from typing import Any
 
 from rondel.assemble.components import LENDS, env_of, sampling_of
 from rondel.assemble.workers import sight_within
-from rondel.checks.scripted_policy import Played, RequestBarrier, Script, Stage, scripts
+from rondel.checks.scripted_policy import RequestBarrier, Script, ScriptedEpisode, ScriptedStage, scripts
 from rondel.core.config import Job
 from rondel.core.errors import RondelError
 from rondel.core.types import Failed, Score, Task
-from rondel.driver.event_loop_watchdog import Stalls
+from rondel.driver.event_loop_watchdog import EventLoopWatchdog
 from rondel.generate.envs.sources import load_tasks
 from rondel.generate.envs.tools import Tools
 from rondel.models.load import tokenizer_of
@@ -33,7 +33,7 @@ PATIENCE = 5.0  # seconds for the slowest of them to ask, once another has
 
 
 @dataclass
-class Checked:
+class EnvironmentReport:
     """What was found, and what was measured: seconds as figures["env_median_s"], a share as figures["together"]."""
 
     findings: list[CheckFinding]
@@ -44,37 +44,39 @@ class Checked:
         return all(finding.ok for finding in self.findings)
 
 
-def check_env(job: Job, *, n: int = 20, timeout: float = 60.0, patience: float = PATIENCE) -> Checked:
+def check_env(job: Job, *, n: int = 20, timeout: float = 60.0, patience: float = PATIENCE) -> EnvironmentReport:
     """The first n tasks of a recipe in its environment, under its reward. A fault of the recipe is a finding, too."""
     try:
         found = load_tasks(job.task.data, env=job.task.env)
         env, tasks = env_of(job, found), found.train[: min(n, PAID) if addresses(job.task.reward) else n]
         tokenizer, context, sight = tokenizer_of(job.model.path)
         sight = sight_within(job, sight, str(job.model.path))
-        stage = Stage(env, tokenizer, sampling_of(job), context, job.task.system, timeout, sight)
+        stage = ScriptedStage(env, tokenizer, sampling_of(job), context, job.task.system, timeout, sight)
     except RondelError as error:
-        return Checked([CheckFinding("recipe", False, str(error), "see the message")], {})
+        return EnvironmentReport([CheckFinding("recipe", False, str(error), "see the message")], {})
     pool: list[RewardPool] = []
     try:
         return asyncio.run(_Check(job, stage, tasks, patience, pool).run())
     except RondelError as error:  # a reward that cannot be made
-        return Checked([CheckFinding("reward", False, str(error), "see the message")], {})
+        return EnvironmentReport([CheckFinding("reward", False, str(error), "see the message")], {})
     finally:
         for one in pool:
             one.close()
 
 
 class _Check:
-    def __init__(self, job: Job, stage: Stage, tasks: Sequence[Task], patience: float, pool: list[RewardPool]) -> None:
+    def __init__(
+        self, job: Job, stage: ScriptedStage, tasks: Sequence[Task], patience: float, pool: list[RewardPool]
+    ) -> None:
         self.job, self.stage, self.tasks, self.patience, self.pool = job, stage, tasks, patience, pool
         self.scripts = scripts(stage.tokenizer, tasks, stage.env)
         self.figures: dict[str, float] = {"tasks": len(tasks)}
         self.own = 0  # episodes that the environment scored itself
         self.rewards: list[float] = []  # seconds of its calls
 
-    async def run(self) -> Checked:
+    async def run(self) -> EnvironmentReport:
         opened = _counted(self.stage.env)
-        with Stalls() as stalls:
+        with EventLoopWatchdog() as stalls:
             played = await self._all_of_them()
             again, together, alone, at_once = await self._at_once()
             await self.stage.play("dies", self.tasks[0], self.scripts["empty"], dies=True)
@@ -98,13 +100,13 @@ class _Check:
             *self._times(played),
         ]
         self.figures["stall_s"] = stalls.longest
-        return Checked(found, self.figures)
+        return EnvironmentReport(found, self.figures)
 
-    async def _all_of_them(self) -> list[Played]:
+    async def _all_of_them(self) -> list[ScriptedEpisode]:
         """Every script on every task that it suits, a few episodes at a time."""
         lanes = asyncio.Semaphore(TOGETHER)
 
-        async def one(name: str, task: Task, script: Script) -> Played:
+        async def one(name: str, task: Task, script: Script) -> ScriptedEpisode:
             async with lanes:
                 return await self.stage.play(name, task, script)
 
@@ -117,7 +119,7 @@ class _Check:
     def _has_gold(self, task: Task) -> bool:
         return hasattr(self.stage.env, "gold") or task.data.get("answer") not in (None, "")
 
-    async def _at_once(self) -> tuple[list[Played], int, float, list[Played]]:
+    async def _at_once(self) -> tuple[list[ScriptedEpisode], int, float, list[ScriptedEpisode]]:
         """The same few episodes one after the other, and at once. -> the former, how many
         met, the seconds of one, the latter.
         """
@@ -134,7 +136,7 @@ class _Check:
         )
         return again, meeting.most, alone, list(met)
 
-    def _runs(self, played: list[Played]) -> CheckFinding:
+    def _runs(self, played: list[ScriptedEpisode]) -> CheckFinding:
         faults = [p for p in played if p.fault]
         if not faults:
             return CheckFinding(
@@ -148,7 +150,7 @@ class _Check:
             "whatever the policy writes is an answer to read or to score; raise only when the world breaks",
         )
 
-    def _budget(self, played: list[Played]) -> CheckFinding:
+    def _budget(self, played: list[ScriptedEpisode]) -> CheckFinding:
         rule = "give messages through chat.give alone, and end the episode when reply() says 'length' or the turns are over"
         for p in played:
             longest = max((len(t.tokens) for t in p.trajectories), default=0)
@@ -169,7 +171,7 @@ class _Check:
             "budget", True, f"at most {turns} replies and {longest} tokens an episode, of {self.stage.max_context}"
         )
 
-    async def _scores(self, played: list[Played]) -> list[CheckFinding]:
+    async def _scores(self, played: list[ScriptedEpisode]) -> list[CheckFinding]:
         scores: Scores = {name: [] for name in JUDGED}
         failed: list[tuple[str, Task, Failed]] = []
         values: list[float] = []
@@ -200,7 +202,7 @@ class _Check:
             ]
         return found + judged(scores, failed, len(ended))
 
-    async def _score(self, played: Played) -> Score | Failed:
+    async def _score(self, played: ScriptedEpisode) -> Score | Failed:
         root = played.trajectories[0]
         if root.score is not None:
             self.own += 1
@@ -213,7 +215,7 @@ class _Check:
         self.rewards.append(asyncio.get_running_loop().time() - began)
         return score
 
-    def _together(self, met: int, alone: float, at_once: list[Played]) -> CheckFinding:
+    def _together(self, met: int, alone: float, at_once: list[ScriptedEpisode]) -> CheckFinding:
         n, ratio = len(at_once), self.figures["together"]
         if met < n:
             message = f"of {n} episodes begun at once {met} asked the policy; the others waited for these to end"
@@ -225,7 +227,7 @@ class _Check:
         )
         return CheckFinding("together", True, f"{n} episodes at once ask side by side; {took}")
 
-    def _same(self, played: list[Played], again: list[Played]) -> CheckFinding:
+    def _same(self, played: list[ScriptedEpisode], again: list[ScriptedEpisode]) -> CheckFinding:
         """Told, and not required: the world may draw."""
         first = {p.task.id: p.told for p in played if p.script == "wrong"}
         other = sum(first[p.task.id] != p.told for p in again)
@@ -237,7 +239,7 @@ class _Check:
         )
         return CheckFinding("same twice", True, said)
 
-    def _times(self, played: list[Played]) -> list[CheckFinding]:
+    def _times(self, played: list[ScriptedEpisode]) -> list[CheckFinding]:
         def told(what: str, seconds: list[float]) -> CheckFinding:
             self.figures |= {f"{what}_median_s": statistics.median(seconds), f"{what}_p95_s": p95(seconds)}
             return CheckFinding(
@@ -250,7 +252,7 @@ class _Check:
         return [told("env", calls), *([told("reward", self.rewards)] if self.rewards else [])]
 
 
-def _record(played: list[Played]) -> CheckFinding:
+def _record(played: list[ScriptedEpisode]) -> CheckFinding:
     wrong = [(p, said) for p in played if (said := p.misrecorded())]
     if not wrong:
         return CheckFinding("record", True, "every token is masked as given, or is one that the policy drew there")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rondel.core.errors import EngineError, EnvError
-from rondel.core.media import Sight
+from rondel.core.media import ImageProcessorConfig
 from rondel.core.types import Completion, EnvFault, Request, Sampling, Task, Trajectory
 from rondel.generate.envs.calls import JsonCalls
 from rondel.generate.envs.chat import TokenChat
@@ -46,7 +46,7 @@ class RequestBarrier:
 
 
 @dataclass
-class Actor:
+class ScriptedPolicy:
     """An engine that says what its script says. `drawn`: each request with what was drawn
     for it; each token has a logprob of its own.
     """
@@ -104,13 +104,13 @@ class WatchedChat(TokenChat):
 
 
 @dataclass
-class Played:
+class ScriptedEpisode:
     """One episode of one script: what it left, or why it did not end."""
 
     script: str
     task: Task
     trajectories: list[Trajectory]
-    actor: Actor
+    actor: ScriptedPolicy
     fault: str = ""
     seconds: float = 0.0  # without the engine's
 
@@ -155,7 +155,7 @@ class Played:
 
 
 @dataclass
-class Stage:
+class ScriptedStage:
     """Where scripts are played: `await stage.play("gold", task, script)`."""
 
     env: Any
@@ -164,7 +164,7 @@ class Stage:
     max_context: int
     system: str | None = None
     timeout: float = 60.0
-    sight: Sight | None = None
+    sight: ImageProcessorConfig | None = None
 
     @property
     def most(self) -> int:
@@ -173,8 +173,8 @@ class Stage:
 
     async def play(
         self, name: str, task: Task, script: Script, *, meeting: RequestBarrier | None = None, dies: bool = False
-    ) -> Played:
-        actor = Actor(self.tokenizer, task, script, self.most, meeting, dies)
+    ) -> ScriptedEpisode:
+        actor = ScriptedPolicy(self.tokenizer, task, script, self.most, meeting, dies)
         chat = WatchedChat(
             self.tokenizer,
             actor.generate,
@@ -185,7 +185,7 @@ class Stage:
             sight=self.sight,
         )
         chat.most = self.most
-        played, began = Played(name, task, [], actor), time.perf_counter()
+        played, began = ScriptedEpisode(name, task, [], actor), time.perf_counter()
         try:
             async with asyncio.timeout(self.timeout) as limit:
                 played.trajectories = rooted(await episode_of(self.env, task, chat))

@@ -6,7 +6,7 @@ from typing import Any
 
 from rondel.core.errors import ConfigError, TemplateError
 from rondel.core.types import Task
-from rondel.driver.demonstration_stream import Shown
+from rondel.driver.demonstration_stream import DemonstrationStream
 from rondel.generate.envs.agents import Agents
 from rondel.generate.envs.gym import Gym
 from rondel.generate.envs.sources import TaskSet, spelled
@@ -15,7 +15,7 @@ from rondel.generate.envs.tools import Tools
 from rondel.text.special_tokens import SPLIT, special_tokens
 
 
-def all_tasks(tasks: TaskSet, shown: list[Shown]) -> list[Task]:
+def all_tasks(tasks: TaskSet, shown: list[DemonstrationStream]) -> list[Task]:
     """Those of a run, with those that are shown beside."""
     own = [*tasks.train, *tasks.held_out]
     known = {task.id for task in own}

@@ -30,8 +30,8 @@ EXTRAS = {  # extra -> (modules it brings, the command)
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
-    """One thing looked at: `Sign("disk", "ok", "81 GB free")`. `fix` is one command
+class DoctorCheck:
+    """One thing looked at: `DoctorCheck("disk", "ok", "81 GB free")`. `fix` is one command
     or one sentence; "note" is no fault.
     """
 
@@ -71,11 +71,11 @@ def run(
         raise typer.Exit(1)
 
 
-def between(address: str, folder: str) -> Iterator[Sign]:
+def between(address: str, folder: str) -> Iterator[DoctorCheck]:
     """The nodes of a Ray cluster; where none runs and none is named, two processes of this machine."""
     import asyncio
 
-    from rondel.runtime.cluster.cluster_check import Lookout
+    from rondel.runtime.cluster.cluster_check import ClusterProbe
     from rondel.runtime.cluster.node_probe import judge, look
 
     several: Any
@@ -83,7 +83,7 @@ def between(address: str, folder: str) -> Iterator[Sign]:
     try:
         from rondel.runtime.cluster.ray import EveryNode, asks_for_token
 
-        several = EveryNode(Lookout, address=address or "auto")
+        several = EveryNode(ClusterProbe, address=address or "auto")
         workers, name, asks = several.workers, "Ray", asks_for_token()
     except (ConfigError, ImportError) as error:
         if address:
@@ -93,24 +93,26 @@ def between(address: str, folder: str) -> Iterator[Sign]:
         from rondel.runtime.cluster.process import ProcessCluster
 
         several = ProcessCluster()
-        workers = {f"process-{i}": ("127.0.0.1", several.spawn(f"process-{i}", Lookout, tells=False)) for i in range(2)}
+        workers = {
+            f"process-{i}": ("127.0.0.1", several.spawn(f"process-{i}", ClusterProbe, tells=False)) for i in range(2)
+        }
         name = "no Ray cluster runs: processes of this machine"
     try:
         seen = asyncio.run(look(workers, folder=folder, cluster=name, asks=asks))
     finally:
         several.close()
     for row in judge(seen):
-        yield Sign(*row)  # type: ignore[arg-type]
+        yield DoctorCheck(*row)  # type: ignore[arg-type]
 
 
-def examine() -> Iterator[Sign]:
+def examine() -> Iterator[DoctorCheck]:
     """Cheap things first, so that a broken install is named before torch is imported."""
     yield _python()
     for name, minimum in MINIMUM.items():
         yield _package(name, minimum)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     fix = f"pip install {' '.join(missing)}" if missing else ""
-    yield Sign(
+    yield DoctorCheck(
         "other packages",
         "broken" if missing else "ok",
         f"missing: {', '.join(missing)}" if missing else "all there",
@@ -123,44 +125,44 @@ def examine() -> Iterator[Sign]:
         yield from _device()
 
 
-def _python() -> Sign:
+def _python() -> DoctorCheck:
     fine = sys.version_info >= (3, 11)
-    return Sign(
+    return DoctorCheck(
         "python", "ok" if fine else "broken", platform.python_version(), "" if fine else "install Python 3.11 or later"
     )
 
 
-def _package(name: str, minimum: tuple[int, int]) -> Sign:
+def _package(name: str, minimum: tuple[int, int]) -> DoctorCheck:
     wanted = ".".join(map(str, minimum))
     fix = f"pip install '{name}>={wanted}'"
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Sign(name, "broken", "not installed", fix)
+        return DoctorCheck(name, "broken", "not installed", fix)
     found = tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in version.split("+")[0].split(".")[:2])
     return (
-        Sign(name, "ok", version)
+        DoctorCheck(name, "ok", version)
         if found >= minimum
-        else Sign(name, "broken", f"{version}, at least {wanted} is needed", fix)
+        else DoctorCheck(name, "broken", f"{version}, at least {wanted} is needed", fix)
     )
 
 
-def _extras() -> Iterator[Sign]:
+def _extras() -> Iterator[DoctorCheck]:
     for extra, (modules, command) in EXTRAS.items():
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
         if missing:
-            yield Sign(f"extra '{extra}'", "note", f"not installed: {', '.join(missing)}", command)
+            yield DoctorCheck(f"extra '{extra}'", "note", f"not installed: {', '.join(missing)}", command)
         else:
-            yield Sign(f"extra '{extra}'", "ok", ", ".join(modules))
+            yield DoctorCheck(f"extra '{extra}'", "ok", ", ".join(modules))
 
 
-def _machine() -> Iterator[Sign]:
+def _machine() -> Iterator[DoctorCheck]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Sign("cores", "ok", f"{cores} usable")
+    yield DoctorCheck("cores", "ok", f"{cores} usable")
     if (memory := _memory()) is not None:
         total, free = memory
         small = free < 3
-        yield Sign(
+        yield DoctorCheck(
             "memory",
             "note" if small else "ok",
             f"{free:.1f} of {total:.1f} GB free",
@@ -168,7 +170,7 @@ def _machine() -> Iterator[Sign]:
         )
     free = shutil.disk_usage(Path.cwd()).free / 1e9
     low = free < 5
-    yield Sign(
+    yield DoctorCheck(
         "disk",
         "note" if low else "ok",
         f"{free:.0f} GB free here",
@@ -183,10 +185,10 @@ def _machine() -> Iterator[Sign]:
             if never
             else ""
         )
-        yield Sign("huge pages", "note" if never else "ok", mode, fix)
+        yield DoctorCheck("huge pages", "note" if never else "ok", mode, fix)
     library = next((p for where in ("*", ".") for p in Path("/usr/lib").glob(f"{where}/libjemalloc.so.2")), None)
     if library is not None and "jemalloc" not in os.environ.get("LD_PRELOAD", ""):
-        yield Sign(
+        yield DoctorCheck(
             "allocator",
             "note",
             "jemalloc is here and not used",
@@ -194,14 +196,14 @@ def _machine() -> Iterator[Sign]:
         )
 
 
-def _sandbox() -> Sign:
+def _sandbox() -> DoctorCheck:
     """Whether code of the policy can be run here, and what contains it."""
     from rondel.runtime.sandbox.probe import REMEDY, isolation
 
     try:
-        return Sign("sandbox", "ok", isolation().line())
+        return DoctorCheck("sandbox", "ok", isolation().line())
     except SandboxError as error:
-        return Sign(
+        return DoctorCheck(
             "sandbox",
             "note",
             f"{str(error).removesuffix(REMEDY).strip()} Rewards of kind 'code' and the python tool are refused",
@@ -218,7 +220,7 @@ def _memory() -> tuple[float, float] | None:
     return tuple(int(rows[name].split()[0]) * 1024 / 1e9 for name in ("MemTotal", "MemAvailable"))  # type: ignore[return-value]
 
 
-def _device() -> Iterator[Sign]:
+def _device() -> Iterator[DoctorCheck]:
     import torch
 
     devices = (
@@ -227,19 +229,19 @@ def _device() -> Iterator[Sign]:
         else []
     )
     if not devices and torch.version.cuda and Path("/dev/nvidia0").exists():
-        yield Sign(
+        yield DoctorCheck(
             "devices",
             "note",
             "a GPU is here, but torch cannot use it",
             "nvidia-smi  (does the driver fit CUDA " + torch.version.cuda + "?)",
         )
     else:
-        yield Sign("devices", "ok", ", ".join(devices) or f"cpu with {torch.get_num_threads()} threads")
+        yield DoctorCheck("devices", "ok", ", ".join(devices) or f"cpu with {torch.get_num_threads()} threads")
     device = "cuda" if devices else "cpu"
     single, half = (_gemm(torch, device, dtype) for dtype in (torch.float32, torch.bfloat16))
     slow = half < single
     found = f"float32 {single:.0f}, bfloat16 {half:.0f} GFLOP/s"
-    yield Sign(
+    yield DoctorCheck(
         "matrix product",
         "note" if slow else "ok",
         found,

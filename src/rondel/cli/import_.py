@@ -16,7 +16,7 @@ from rondel.core.registry import nearest
 from rondel.system.files import make_folder, write_text
 
 
-class Framework(StrEnum):
+class PeerFramework(StrEnum):
     """The peers whose configs are read."""
 
     trl = "trl"
@@ -31,7 +31,7 @@ def run(
             metavar="CONFIG", help="YAML, JSON, a script with the command, or the command itself in quotes."
         ),
     ],
-    framework: Annotated[Framework, typer.Option("--from", help="Whose config it is.")],
+    framework: Annotated[PeerFramework, typer.Option("--from", help="Whose config it is.")],
     out: Annotated[
         str,
         typer.Option("--out", "-o", metavar="RECIPE.toml", help="Where the recipe goes; it is printed if left out."),
@@ -91,10 +91,10 @@ def imported(framework: str, config: str) -> tuple[Any, str]:
         raise ConfigError(
             f"{source} sets no key of {framework}; --from names whose config it is: trl, verl or openrlhf"
         )
-    return translate(peer, given, Table()), source
+    return translate(peer, given, RecipeTable()), source
 
 
-class Table:
+class RecipeTable:
     """The rows that exist here, for the translation, which must not know torch."""
 
     def __init__(self) -> None:

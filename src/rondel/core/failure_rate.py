@@ -8,7 +8,7 @@ from typing import NamedTuple
 LAST, LEAST = 200, 40  # outcomes that are looked at, and before which nothing is said
 
 
-class Share(NamedTuple):
+class FailureShare(NamedTuple):
     """`failed` of the last `of`; `times` of them by `most`."""
 
     failed: int
@@ -17,7 +17,7 @@ class Share(NamedTuple):
     times: int
 
 
-class Recent:
+class RecentOutcomes:
     """`recent.add("timeout")`, or "" for what went well; `recent.above(0.05)` -> Share(12, 200,
     "timeout", 9), or None.
     """
@@ -28,9 +28,9 @@ class Recent:
     def add(self, reason: str) -> None:
         self.outcomes.append(reason)
 
-    def above(self, share: float) -> Share | None:
+    def above(self, share: float) -> FailureShare | None:
         failed = [reason for reason in self.outcomes if reason]
         if len(self.outcomes) < LEAST or not len(failed) > share * len(self.outcomes):
             return None
         (most, times), *_ = Counter(failed).most_common(1)
-        return Share(len(failed), len(self.outcomes), most, times)
+        return FailureShare(len(failed), len(self.outcomes), most, times)

@@ -24,7 +24,7 @@ LONGEST = 200  # times as long as wide: the limit of the families that are carri
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class ImageProcessorConfig:
     """How a model looks at pictures.
 
     placeholder   the token that stands where a picture is seen

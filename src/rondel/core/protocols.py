@@ -24,7 +24,7 @@ from rondel.core.types import (
 )
 
 if TYPE_CHECKING:
-    from rondel.core.sandbox_types import Limits, Ran
+    from rondel.core.sandbox_types import CommandResult, Limits
 
 Interrupt = Literal["hold", "drain", "abort"]
 Earned = float | list[tuple[int, float]]
@@ -85,16 +85,16 @@ class SandboxCell(Protocol):
 
     def run(
         self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None
-    ) -> Ran: ...
-    def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> Ran: ...  # Python text
+    ) -> CommandResult: ...
+    def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> CommandResult: ...  # Python text
     def begin(
         self, code: str, stdin: int, stdout: int, stderr: int, *, prelude: str = ""
     ) -> None: ...  # on open files, to be waited for by
-    def finish(self, wall: float) -> Ran: ...
+    def finish(self, wall: float) -> CommandResult: ...
     def kill(self) -> None: ...
 
 
-class Boxes(Protocol):
+class SandboxFactory(Protocol):
     """What makes them: lent to rewards and tools that have a `sandbox` among their settings."""
 
     def cell(self, limits: Limits, **settings: Any) -> SandboxCell: ...
@@ -150,7 +150,7 @@ class RemoteProxy(Protocol):
     def __getattr__(self, verb: str) -> Any: ...
 
 
-class Claim(Protocol):
+class MemoryClaim(Protocol):
     """Who may fill the memory of a device that several want."""
 
     def take(self, who: str) -> None: ...  # raises while another has it
@@ -170,7 +170,7 @@ class Cluster(Protocol):
     def close(self) -> None: ...
 
 
-class Order(Protocol):
+class BufferOrder(Protocol):
     """In what order a buffer is used: put, drop, pick, admit, ... of a group's number or a
     version; and which groups were given up as late.
     """

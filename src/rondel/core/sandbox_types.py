@@ -46,8 +46,8 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """What came of a command: `Ran(0, 0, b"4\\n", b"", "", 0.02)`.
+class CommandResult:
+    """What came of a command: `CommandResult(0, 0, b"4\\n", b"", "", 0.02)`.
 
     exit      its code; 0 when a signal ended it
     signal    which one, or 0

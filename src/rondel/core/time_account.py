@@ -13,7 +13,7 @@ from rondel.system.process_memory import resident
 MOST = 256  # laps of one telling that are told in order; of more only the sums
 
 
-class Account:
+class TimeAccount:
     """What one worker does, as it says itself.
 
     >>> account = Account("engine"); account.turn("generate"); account.turn("idle")

@@ -76,7 +76,7 @@ class MetricColumns:
         a, b = bisect_left(self.steps, first), len(self.steps) if last is None else bisect_right(self.steps, last)
         return np.array(self.steps[a:b], dtype=np.int64), np.array(self.values[name][a:b], dtype=np.float64)
 
-    def drawn(self, name: str, grid: Grid) -> dict[str, list[float | None]] | None:
+    def drawn(self, name: str, grid: StepGrid) -> dict[str, list[float | None]] | None:
         """The curve of a metric on a grid: the mean of each cell, and its extremes where a cell has several steps."""
         if name not in self.values:
             return None
@@ -100,7 +100,7 @@ def _placed(cells: np.ndarray, numbers: np.ndarray, n: int) -> list[float | None
     return out
 
 
-class Grid:
+class StepGrid:
     """Cells of `width` steps from `first` to `last`, at most `points` of them: runs beside each
     other are drawn on one.
     """

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from rondel.core.errors import RondelError, UserError
 from rondel.dashboard import plan_api, rollouts, views
 from rondel.dashboard.auth import DashboardAuth
-from rondel.dashboard.columns import Grid
+from rondel.dashboard.columns import StepGrid
 
 if TYPE_CHECKING:
     from rondel.dashboard.run import DashboardRun
@@ -68,7 +68,7 @@ class DashboardPages:
     def series(self, request: Request) -> Any:
         """Curves of all runs on one grid; the evaluations with their intervals."""
         first, last = self.span(request)
-        grid = Grid(first, last, min(2000, _whole(request, "points", 400)))
+        grid = StepGrid(first, last, min(2000, _whole(request, "points", 400)))
         names = request.query_params.getlist("name")[:200]
         told = []
         for run in self.runs:
@@ -173,7 +173,7 @@ async def _answered(handler: Callable[[Request], Any], request: Request) -> Resp
     return Response(body, status, headers={"cache-control": "no-store"}, media_type="application/json")
 
 
-def _evaluations(run: DashboardRun, grid: Grid) -> dict[str, list[float | None]]:
+def _evaluations(run: DashboardRun, grid: StepGrid) -> dict[str, list[float | None]]:
     """A point each, before the first step too."""
     out: dict[str, list[float | None]] = {what: [None] * grid.cells for what in ("mean", "low", "high")}
     profile = run.story.evals[0]["profile"]

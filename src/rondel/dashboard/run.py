@@ -18,7 +18,7 @@ from typing import Any
 from rondel.core.errors import CheckpointError, UserError
 from rondel.dashboard.columns import MetricColumns, MetricRow
 from rondel.dashboard.sample import READ, sample
-from rondel.dashboard.tail import Tail, kind_of
+from rondel.dashboard.tail import FileTail, kind_of
 from rondel.runtime.journal.log import FILE, decode, recipe
 from rondel.runtime.telemetry.accounts import CONTROLLER
 from rondel.runtime.telemetry.diagnose.finding import Finding
@@ -56,7 +56,7 @@ class DashboardRun:
         if not self.folder.is_dir():
             raise UserError(f"no run folder at {folder}; `rondel train RUN.toml` makes one (key run.folder)")
         self.lock = threading.RLock()
-        self.tail = Tail(self.folder / FILE)
+        self.tail = FileTail(self.folder / FILE)
         self.changes = 0
         self._begin()
         # of what, not again before, which

@@ -16,8 +16,8 @@ from rondel.dashboard.plan_api import Plan
 from rondel.dashboard.run import DashboardRun
 from rondel.runtime.telemetry.diagnose.finding import Finding
 from rondel.runtime.telemetry.diagnose.story import Story
-from rondel.runtime.termination import Ending
-from rondel.system.http import Connection, Quiet, bind
+from rondel.runtime.termination import GracefulStop
+from rondel.system.http import PatientConnection, QuietServer, bind
 
 # seconds between two looks at files that stand still; and for which the reading thread may keep the interpreter
 REST, TURN = 0.2, 0.0005
@@ -37,12 +37,12 @@ def serve(
 ) -> None:
     """Until SIGTERM or Ctrl-C."""
     runs = [DashboardRun(folder, rules) for folder in folders]
-    with bind(host, port, api_key=key) as sock, Ending() as ending:
+    with bind(host, port, api_key=key) as sock, GracefulStop() as ending:
         pages, closing = DashboardPages(runs, plan, key), threading.Event()
         reader = threading.Thread(target=read_on, args=(pages, closing), name="reader", daemon=True)
         config = uvicorn.Config(
             build(pages),
-            http=Connection,
+            http=PatientConnection,
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -51,7 +51,7 @@ def serve(
             server_header=False,
             timeout_graceful_shutdown=LAST,
         )
-        server = Quiet(config, lambda: ready(*sock.getsockname()[:2]))
+        server = QuietServer(config, lambda: ready(*sock.getsockname()[:2]))
 
         async def serving() -> None:
             work, asked = asyncio.create_task(server.serve([sock])), asyncio.create_task(ending.wait())

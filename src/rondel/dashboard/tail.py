@@ -7,7 +7,7 @@ from pathlib import Path
 STRETCH = 1 << 18  # bytes of one look: some 20 ms, for which whoever asks has to wait
 
 
-class Tail:
+class FileTail:
     """`lines()` is what was written since the last call, up to a stretch of it; a torn last line waits for its end."""
 
     def __init__(self, path: Path) -> None:

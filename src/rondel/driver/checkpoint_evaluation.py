@@ -17,7 +17,7 @@ from rondel.core.errors import UserError
 from rondel.core.events import Evaluated
 from rondel.core.types import Slot
 from rondel.driver.evaluation import evaluate
-from rondel.driver.rollouts import Rollouts
+from rondel.driver.rollouts import GroupRollouts
 from rondel.runtime.devices import keep_memory
 from rondel.system.files import checkpoints_in, step_of
 from rondel.train.multi_policy import FOLDER
@@ -42,7 +42,7 @@ def rate(
     None where no try could be scored. told: (tasks done, tasks) as they end.
     """
     with _opened(model_or_run, recipe, overrides | {"algo.guides": 0}) as (parts, _):
-        rollouts, tasks, done = Rollouts(parts, samples), parts.tasks.train, 0
+        rollouts, tasks, done = GroupRollouts(parts, samples), parts.tasks.train, 0
 
         async def one(number: int, lanes: asyncio.Semaphore) -> float | None:
             nonlocal done

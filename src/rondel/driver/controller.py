@@ -27,18 +27,18 @@ from rondel.runtime.devices import keep_memory, pick_device
 from rondel.runtime.journal import store
 from rondel.runtime.journal.log import FILE, Journal, read
 from rondel.runtime.journal.schedule import FILE as SCHEDULE
-from rondel.runtime.journal.schedule import Recorder, Schedule
+from rondel.runtime.journal.schedule import OrderRecorder, Schedule
 from rondel.runtime.memory import ran_out
-from rondel.runtime.stacks import Stacks
+from rondel.runtime.stacks import StackDumper
 from rondel.runtime.telemetry.advice import Advisor, PlacementFacts
 from rondel.runtime.telemetry.card import write_card
 from rondel.runtime.telemetry.metrics import LateBias, StepMetrics
 from rondel.runtime.telemetry.otel import traces_of
 from rondel.runtime.telemetry.progress import ProgressPrinter
-from rondel.runtime.telemetry.prometheus import Scraped
-from rondel.runtime.telemetry.reward_hacking import Hacking
+from rondel.runtime.telemetry.prometheus import PrometheusSink
+from rondel.runtime.telemetry.reward_hacking import HackingMonitor
 from rondel.runtime.telemetry.sinks import open_sinks
-from rondel.runtime.termination import Ending
+from rondel.runtime.termination import GracefulStop
 from rondel.system.files import make_folder, replace_file, writing
 from rondel.train.checkpoint import Checkpoints
 
@@ -78,7 +78,7 @@ def _train(
     checkpoints = Checkpoints(folder / "checkpoints", job.run.checkpoint.keep)
     total = job.loop.warmup.steps + job.steps
     with ExitStack() as ends:
-        ending = ends.enter_context(Ending())
+        ending = ends.enter_context(GracefulStop())
         progress = ends.enter_context(ProgressPrinter(total, quiet=quiet))
         ends.callback(subscribe(dispensable("the console", progress.read, tell=warn_aloud)))
         if why:
@@ -98,7 +98,7 @@ def _train(
                 f"{folder} was interrupted, and what was in flight then cannot be replayed: go on with "
                 f"--run.record=false, or begin in another run.folder"
             )
-        stacks = Stacks(folder)
+        stacks = StackDumper(folder)
         ends.callback(subscribe(dispensable("the record of stacks", stacks.read)))
         ends.enter_context(stacks.on_demand())
         parts = build(job, folder)
@@ -108,7 +108,7 @@ def _train(
             built(parts)
         checkpoints.check_disk(parts.placed.checkpoint_bytes)
         if job.run.record:
-            schedule = Recorder(folder)
+            schedule = OrderRecorder(folder)
             ends.callback(schedule.close)
         rollouts = store.RolloutStore(folder)
         ends.callback(rollouts.close)
@@ -339,7 +339,7 @@ def _remember(job: Job, folder: Path, rollouts: store.RolloutStore, ends: ExitSt
         for kind, sink in zip(job.run.sinks, open_sinks(job.run.sinks, folder, after=after))
     ]
     if port := job.run.metrics_port:
-        sinks.append((f"the page at run.metrics_port = {port}", Scraped(port)))
+        sinks.append((f"the page at run.metrics_port = {port}", PrometheusSink(port)))
     traces = traces_of(job.run.traces, str(folder), str(job.model.path))
     for writer in (journal.write, rollouts.write):
         ends.callback(subscribe(writer))
@@ -348,7 +348,7 @@ def _remember(job: Job, folder: Path, rollouts: store.RolloutStore, ends: ExitSt
     writers = [dispensable(name, sink.write) for name, sink in sinks]
     writers += [
         dispensable("the watch on late groups", LateBias().write),
-        dispensable("the watch on the reward", Hacking().write),
+        dispensable("the watch on the reward", HackingMonitor().write),
     ]
     for reads in (
         *([dispensable("traces", traces.read)] if traces is not None else []),

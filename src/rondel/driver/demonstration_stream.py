@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Shown:
+class DemonstrationStream:
     """Demonstrations beside the samples of every step."""
 
     stream: str

@@ -19,14 +19,14 @@ from rondel.core.errors import RondelError, UserError
 from rondel.core.events import Warned, emit
 from rondel.core.protocols import RolloutEngine
 from rondel.generate.engine.foreign import ForeignEngine
-from rondel.generate.engine.router import Router
+from rondel.generate.engine.router import EngineRouter
 from rondel.system.files import make_folder, replace_file
 
 FOLDER, EVERY = "engines", 2.0  # inside the run folder; seconds
 
 
 async def admit(
-    router: Router,
+    router: EngineRouter,
     folder: Path,
     urls: list[str],
     reach: Callable[[str], ForeignEngine],

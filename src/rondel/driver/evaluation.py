@@ -24,13 +24,13 @@ async def evaluate(parts: Any, step: int) -> Evaluated:
     """Every held-out task once (or the first n), under the recipe's eval profile;
     failures count as wrong and are reported.
     """
-    from rondel.driver.rollouts import Rollouts
+    from rondel.driver.rollouts import GroupRollouts
     from rondel.generate.envs.episode import rooted
 
     began, job = time.perf_counter(), parts.job
     tasks = parts.tasks.held_out[: job.task.eval.n or None]
     sampling = profile(job.task.eval, parts.sampling)
-    rollouts = Rollouts(parts, 1)
+    rollouts = GroupRollouts(parts, 1)
 
     async def one(number: int, task: Task) -> Trajectory:
         def chat() -> Any:

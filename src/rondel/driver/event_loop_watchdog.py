@@ -16,7 +16,7 @@ OURS = str(Path(__file__).parents[1])
 LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
-class Stalls:
+class EventLoopWatchdog:
     """`with Stalls() as stalls: await ...` -> stalls.longest, and stalls.where: "my_env.py:12 in run".
 
     Only code that is neither this house's nor Python's counts, without the time that the machine was busy elsewhere.
@@ -28,7 +28,7 @@ class Stalls:
         self._loop, self._queue = threading.get_ident(), Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         self._waited = self._in_queue()
 
-    def __enter__(self) -> Stalls:
+    def __enter__(self) -> EventLoopWatchdog:
         self._pulse = asyncio.get_running_loop().create_task(self._live())
         threading.Thread(target=self._watch, daemon=True, name="stalls").start()
         return self

@@ -7,12 +7,12 @@ import asyncio
 import time
 
 from rondel.core.events import Warned, emit
-from rondel.core.failure_rate import Recent
+from rondel.core.failure_rate import RecentOutcomes
 from rondel.core.types import Failed, Score
 
 
-class Failures:
-    """`Failures(0.2, patience=600)`: more than a fifth of the last 200 answers have no score ->
+class FailureBudget:
+    """`FailureBudget(0.2, patience=600)`: more than a fifth of the last 200 answers have no score ->
     the run pauses, and stops after ten minutes.
 
         failing ──> pause: whoever fails waits, and one asks again every 1, 2, 4 .. 30 s ──> an answer with a score: all ask again, and go on
@@ -23,7 +23,7 @@ class Failures:
 
     def __init__(self, most: float = 1.0, patience: float = 0.0, *, first: float = 1.0) -> None:
         self.most, self.patience, self.first = most, patience, first
-        self.spent, self.why, self.recent = asyncio.Event(), "", Recent()
+        self.spent, self.why, self.recent = asyncio.Event(), "", RecentOutcomes()
         self.over = asyncio.Event()  # the pause, one way or the other
         self.since: float | None = None  # when it began
         self.asked = self.first  # seconds until one asks again
@@ -86,7 +86,7 @@ class Failures:
     def _mended(self) -> None:
         if self.since is not None and not self.why:
             emit(Warned(f"going on after a pause of {time.monotonic() - self.since:.0f} s: there are scores again"))
-            self.since, self.asked, self.recent = None, self.first, Recent()
+            self.since, self.asked, self.recent = None, self.first, RecentOutcomes()
             self.over.set()
 
     def _spend(self, told: str) -> None:

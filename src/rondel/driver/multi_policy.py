@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from rondel.core.config import Job
 from rondel.core.errors import ConfigError, WorkerError
 from rondel.core.types import POLICY
-from rondel.generate.engine.multi_policy import Policies
+from rondel.generate.engine.multi_policy import MultiPolicyEngine
 from rondel.models.vocabulary import same_words
-from rondel.runtime.devices import SharedDevice, Split
+from rondel.runtime.devices import SharedDevice, SplitDevices
 from rondel.sync.multi_policy import MultiPolicyTransport
-from rondel.train.multi_policy import Trainers
+from rondel.train.multi_policy import MultiPolicyTrainer
 
 if TYPE_CHECKING:
     from rondel.assemble.model_info import ModelInfo
@@ -35,8 +35,8 @@ def joined(job: Job, each: dict[str, Deployment], device: str) -> Deployment:
             _name(name, one)
     trained = {name: one for name, one in each.items() if one.trainer is not None}
     frozen = {name: one.engine for name, one in each.items() if one.trainer is None}
-    engine = Policies({name: one.engine for name, one in trained.items()}, frozen=frozen)
-    trainer = Trainers({name: one.trainer for name, one in trained.items()})
+    engine = MultiPolicyEngine({name: one.engine for name, one in trained.items()}, frozen=frozen)
+    trainer = MultiPolicyTrainer({name: one.trainer for name, one in trained.items()})
     shared = job.place.kind == "shared"
 
     async def lost() -> WorkerError | None:
@@ -53,7 +53,7 @@ def joined(job: Job, each: dict[str, Deployment], device: str) -> Deployment:
         each[POLICY],
         engine=engine,
         trainer=trainer,
-        devices=SharedDevice(engine, trainer, how=job.loop.in_flight, device=device) if shared else Split(),
+        devices=SharedDevice(engine, trainer, how=job.loop.in_flight, device=device) if shared else SplitDevices(),
         resolved={_dotted(name, key): value for name, one in each.items() for key, value in one.resolved.items()},
         where=each[POLICY].where if shared else "; ".join(f"{name}: {one.where}" for name, one in each.items()),
         checkpoint_bytes=sum(one.checkpoint_bytes for one in each.values()),

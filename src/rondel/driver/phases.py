@@ -20,15 +20,15 @@ from rondel.core.events import Checkpointed, Resumed, RunEnded, Warned, emit, su
 from rondel.core.types import Group, Slot, Verdict
 from rondel.driver.elastic_engines import admit
 from rondel.driver.evaluation import evaluate
-from rondel.driver.rollouts import Demonstrations, Rollouts, prepare, prepare_of, rollouts_of
-from rondel.driver.run_record import InOrder, Scheduled, finishing
+from rondel.driver.rollouts import GroupRollouts, SupervisedRollouts, prepare, prepare_of, rollouts_of
+from rondel.driver.run_record import InOrder, ScheduledEngine, finishing
 from rondel.filter import chain
-from rondel.generate.envs.order import Admissions, Shuffled, stream
+from rondel.generate.envs.order import ShuffledOrder, TaskAdmissions, stream
 from rondel.runtime.journal.schedule import Schedule
 from rondel.runtime.journal.store import RolloutStore
-from rondel.runtime.termination import Ending
+from rondel.runtime.termination import GracefulStop
 from rondel.train.checkpoint import Checkpoints
-from rondel.train.pack import Batch
+from rondel.train.pack import TrainBatch
 
 if TYPE_CHECKING:
     from rondel.assemble.run_components import Components
@@ -49,13 +49,13 @@ class RunPhases:
         folder: Path,
         checkpoints: Checkpoints,
         rollouts: RolloutStore,
-        ending: Ending,
+        ending: GracefulStop,
         schedule: Schedule | None = None,
     ) -> None:
         self.job, self.parts, self.folder, self.checkpoints, self.rollouts = job, parts, folder, checkpoints, rollouts
         self.ending, self.schedule = ending, schedule
         if schedule is not None:
-            parts.placed.engine = Scheduled(parts.engine, schedule)
+            parts.placed.engine = ScheduledEngine(parts.engine, schedule)
         self.buffer: Buffer
         self.began = time.perf_counter()
         self.total = job.loop.warmup.steps + job.steps
@@ -268,7 +268,12 @@ class RunPhases:
         parts = self.parts
         buffer = self._buffer(parts.job.loop.warmup.groups_per_step, 0, None, saved)
         await self._loop(
-            buffer, Shuffled(parts.tasks.train, parts.job.loop.seed), Demonstrations(parts, 1), chain([]), SFT, steps
+            buffer,
+            ShuffledOrder(parts.tasks.train, parts.job.loop.seed),
+            SupervisedRollouts(parts, 1),
+            chain([]),
+            SFT,
+            steps,
         )
         return steps.stop - 1
 
@@ -321,8 +326,8 @@ class RunPhases:
     async def _loop(
         self,
         buffer: Buffer,
-        order: Admissions,
-        rollouts: Rollouts,
+        order: TaskAdmissions,
+        rollouts: GroupRollouts,
         judge: Callable,
         algo: Any,
         steps: range,
@@ -356,7 +361,7 @@ class RunPhases:
     def _starting(self, prepare: Callable) -> Callable:
         """What begins a step; none is begun any more once the run was asked to end."""
 
-        async def start(groups: list[Group]) -> Batch:
+        async def start(groups: list[Group]) -> TrainBatch:
             if self.ending.asked or self.parts.failures.why:
                 await asyncio.get_running_loop().create_future()  # until it is cancelled
             self.rest.clear()
@@ -383,7 +388,7 @@ class RunPhases:
 
     # -- between two versions --------------------------------------------------------------------
 
-    async def milestone(self, step: int, version: int, batch: Batch) -> None:
+    async def milestone(self, step: int, version: int, batch: TrainBatch) -> None:
         """Store what training learned of the rollouts; evaluate; checkpoint."""
         job, last = self.job, self.total
         await self.rollouts.annotate(
@@ -435,7 +440,7 @@ def in_time(attempt: Attempt, judge: Judge, buffer: Buffer) -> tuple[Attempt, Ju
     ), lambda group: judge(group) if group.trajectories else Verdict(False, LATE)
 
 
-def per_token(batch: Batch, note: str | None) -> dict[tuple[int, int], np.ndarray]:
+def per_token(batch: TrainBatch, note: str | None) -> dict[tuple[int, int], np.ndarray]:
     """A note (or the advantages) of every trained token, laid out over the whole stream;
     nothing of what nobody credited: a frozen policy's.
     """

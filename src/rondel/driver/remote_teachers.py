@@ -15,7 +15,7 @@ from rondel.core.errors import ConfigError
 from rondel.core.events import Warned, emit
 from rondel.core.types import Sampling
 from rondel.generate.engine.foreign import checked
-from rondel.train.pack import Batch, Sample
+from rondel.train.pack import TrainBatch, TrainSample
 from rondel.train.teachers import said
 
 AT_ONCE = 64  # questions that one server has in hand
@@ -23,7 +23,7 @@ PLAIN = "The water in the river was cold, and the children went home before it w
 
 
 @dataclass
-class Served:
+class RemoteTeachers:
     """Those of model.teacher that have a url, by their place in it.
 
     wants   whether the row of a source needs a teacher at all
@@ -35,7 +35,7 @@ class Served:
     plain: list[int] = field(default_factory=list)
     vocabulary: int = 2
 
-    async def __call__(self, batch: Batch) -> None:
+    async def __call__(self, batch: TrainBatch) -> None:
         """The note `teacher.<place>` of every sample that is taught: log q of its trainable tokens, [m] float32."""
         if not self.checked:
             await asyncio.gather(*(self._greet(teacher, server) for teacher, server in self.servers.values()))
@@ -44,10 +44,10 @@ class Served:
             *(self._ask(place, teacher, server, batch) for place, (teacher, server) in self.servers.items())
         )
 
-    async def _ask(self, place: int, teacher: TeacherConfig, server: Any, batch: Batch) -> None:
+    async def _ask(self, place: int, teacher: TeacherConfig, server: Any, batch: TrainBatch) -> None:
         free = asyncio.Semaphore(AT_ONCE)
 
-        async def one(sample: Sample) -> None:
+        async def one(sample: TrainSample) -> None:
             if sample.media and server.blind:
                 raise ConfigError(
                     f"the teacher at {teacher.url} is sent no images, and {sample.group}/{sample.index} has some: "
@@ -79,7 +79,7 @@ class Served:
 
 def served(
     job: Job, tokenizer: Any, kinds: dict[str, Any], wants: Callable[[str], bool], most: Callable[[], int]
-) -> Served | None:
+) -> RemoteTeachers | None:
     """`kinds` of servers by name. Each is asked now whether it is there, and how long a text it reads."""
     servers: dict[int, tuple[TeacherConfig, Any]] = {}
     far = {place: teacher for place, teacher in enumerate(job.model.teachers) if teacher.url is not None}
@@ -94,4 +94,4 @@ def served(
             )
         servers[place] = teacher, server
     plain = tokenizer(PLAIN, add_special_tokens=False)["input_ids"][: max(2, longest)]
-    return Served(servers, wants, plain=plain, vocabulary=len(tokenizer)) if servers else None
+    return RemoteTeachers(servers, wants, plain=plain, vocabulary=len(tokenizer)) if servers else None

@@ -15,7 +15,7 @@ from rondel.driver.rollouts import prepare, prepare_of
 from rondel.runtime.devices import keep_memory
 from rondel.runtime.journal import store
 from rondel.runtime.journal.log import read
-from rondel.runtime.journal.schedule import Replayer
+from rondel.runtime.journal.schedule import OrderReplayer
 from rondel.system.files import checkpoints_in
 from rondel.train.checkpoint import flaw
 
@@ -73,7 +73,7 @@ def _before(folder: Path, step: int) -> tuple[int, Path | None]:
 # -- a recorded run, whole ---------------------------------------------------------------------------
 
 
-def again(folder: Path, into: Path) -> tuple[Job, Replayer]:
+def again(folder: Path, into: Path) -> tuple[Job, OrderReplayer]:
     """What trains the whole run again, into another folder: `train(job, schedule=...)`. On
     one device of this process, wherever it was; several ranks of a trainer as so many processes of this
     machine, since the order of their sums is theirs."""
@@ -82,7 +82,7 @@ def again(folder: Path, into: Path) -> tuple[Job, Replayer]:
         raise UserError(f"{into} is not empty: give --into a folder of its own")
     if not any(event["kind"] == "RunEnded" for event in read(folder)):
         raise UserError(f"{folder} has not ended: its schedule ends in the middle of a step")
-    schedule, alone = Replayer(folder), job.on_one_device()
+    schedule, alone = OrderReplayer(folder), job.on_one_device()
     if job.place.ranks > 1:
         apart = {"kind": "split", "cluster": "process", "ranks": job.place.ranks}
         alone = alone.model_copy(update={"place": alone.place.model_copy(update=apart)})

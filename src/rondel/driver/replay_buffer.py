@@ -15,8 +15,8 @@ from rondel.runtime.journal import store
 
 
 @dataclass
-class Returning:
-    """`Returning(groups=4, staleness=2, seed=0)`: 4 of the groups of every step are drawn,
+class ReplayBuffer:
+    """`ReplayBuffer(groups=4, staleness=2, seed=0)`: 4 of the groups of every step are drawn,
     without replacement, and each comes back once.
 
     A group that was lag versions old at its step t comes back at t + d, d drawn from 1 ..

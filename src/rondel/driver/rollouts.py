@@ -33,16 +33,16 @@ from rondel.core.types import (
     Trajectory,
     sample_key,
 )
-from rondel.driver.demonstration_stream import Shown
+from rondel.driver.demonstration_stream import DemonstrationStream
 from rondel.generate.engine.resumption import resumed
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.demonstrations import Demonstrate
 from rondel.generate.envs.episode import episode_of, joined, rooted, share
-from rondel.generate.envs.order import Shuffled
+from rondel.generate.envs.order import ShuffledOrder
 from rondel.generate.envs.sources import TaskSet, load_tasks
 from rondel.score.result import placed
 from rondel.text.unicode import valid
-from rondel.train.pack import Batch, batch_of
+from rondel.train.pack import TrainBatch, batch_of
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Rollouts:
+class GroupRollouts:
     """Generate and Score for one phase."""
 
     parts: Components
@@ -162,12 +162,12 @@ class Rollouts:
             trajectory.score = placed(trajectory.score, trajectory)
 
 
-def rollouts_of(parts: Components) -> Rollouts:
+def rollouts_of(parts: Components) -> GroupRollouts:
     """Of the loop itself: samples, and what the row wants beside them."""
-    return Rollouts(parts, parts.job.algo.group_size, parts.job.algo.guides, "greedy" in parts.row.needs)
+    return GroupRollouts(parts, parts.job.algo.group_size, parts.job.algo.guides, "greedy" in parts.row.needs)
 
 
-class Demonstrations(Rollouts):
+class SupervisedRollouts(GroupRollouts):
     """The supervised phase: Generate copies the data set's answers, Score has nothing to ask."""
 
     async def attempt(self, slot: Slot) -> Group:
@@ -179,7 +179,7 @@ class Demonstrations(Rollouts):
         return [trajectory]
 
 
-def shown_of(job: Job, tasks: TaskSet, rows: list[Algorithm]) -> list[Shown]:
+def shown_of(job: Job, tasks: TaskSet, rows: list[Algorithm]) -> list[DemonstrationStream]:
     """The components of algo.beside, each with its row: from data of their own, or the tasks' own answers."""
     found = []
     for i, (b, row) in enumerate(zip(job.algo.beside, rows, strict=True)):
@@ -193,7 +193,7 @@ def shown_of(job: Job, tasks: TaskSet, rows: list[Algorithm]) -> list[Shown]:
         source = tasks.train if b.data is None else load_tasks(b.data, env=stream).train
         refuse_unanswered("algo.beside", source)
         found.append(
-            Shown(
+            DemonstrationStream(
                 stream,
                 [replace(t, env=stream, data=t.data | {"source": stream}) for t in source],
                 row,
@@ -206,22 +206,22 @@ def shown_of(job: Job, tasks: TaskSet, rows: list[Algorithm]) -> list[Shown]:
     return found
 
 
-async def prepare(groups: list[Group]) -> Batch:
+async def prepare(groups: list[Group]) -> TrainBatch:
     """What the trainer credits and trains: the scored trajectories of the step."""
     return batch_of(groups)
 
 
-def prepare_of(parts: Components) -> Callable[[list[Group]], Awaitable[Batch]]:
+def prepare_of(parts: Components) -> Callable[[list[Group]], Awaitable[TrainBatch]]:
     """The same with groups that come back, what is shown beside, and what teachers elsewhere say of it. The step's
     first number chooses what is shown, so that a step done again, or replayed, gets the same."""
     rollouts = rollouts_of(parts)
 
-    async def whole(groups: list[Group]) -> Batch:
+    async def whole(groups: list[Group]) -> TrainBatch:
         beside: list[Group] = []
         for shown in parts.shown:
             first = min(group.id for group in groups) * shown.groups
             for number in range(first, first + shown.groups):
-                task = Shuffled(shown.tasks, parts.job.loop.seed).nth(number)
+                task = ShuffledOrder(shown.tasks, parts.job.loop.seed).nth(number)
                 shows = Demonstrate(suffix=shown.suffix, system=parts.job.task.system, examples=shown.examples)
                 trajectory = await shows.run(task, rollouts.chat(lambda turn: 0))
                 trajectory.score = Score(1.0)

@@ -17,7 +17,7 @@ from rondel.core.types import Completion, Group, Request
 from rondel.runtime.journal.schedule import Schedule
 
 
-class Scheduled:
+class ScheduledEngine:
     """The engine, whose requests are recorded or follow their record. Evaluations are at
     one version whole, and need neither.
     """

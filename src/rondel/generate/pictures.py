@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from rondel.core.errors import DataError
-from rondel.core.media import Image, ImagePlaceholder, Sight
+from rondel.core.media import Image, ImagePlaceholder, ImageProcessorConfig
 
 Messages = list[dict[str, Any]]
 PIXELS = 1 << 26  # of a picture before it is scaled: 64 megapixels; a small file may hold more than any memory
@@ -85,7 +85,9 @@ def parted(messages: Messages) -> tuple[Messages, list[Any]]:
     return plain, sources
 
 
-def placed(tokens: list[int], images: Sequence[Image], sight: Sight) -> tuple[list[int], list[ImagePlaceholder]]:
+def placed(
+    tokens: list[int], images: Sequence[Image], sight: ImageProcessorConfig
+) -> tuple[list[int], list[ImagePlaceholder]]:
     """One placeholder an image -> one a cell, and where each image then is."""
     n = tokens.count(sight.placeholder)
     if n != len(images):
@@ -146,7 +148,7 @@ def sent(part: dict[str, Any], where: str) -> dict[str, Any]:
     return {"type": "image", "image": url}
 
 
-async def looked(messages: Messages, sight: Sight | None, room: int) -> Messages:
+async def looked(messages: Messages, sight: ImageProcessorConfig | None, room: int) -> Messages:
     """The same messages, each image as it is seen. What is no image, and what `room` tokens cannot hold, is refused."""
     if sight is None or not any(parts_of(message) for message in messages):
         return messages
@@ -159,7 +161,7 @@ async def looked(messages: Messages, sight: Sight | None, room: int) -> Messages
     ]
 
 
-async def all_seen(sources: Sequence[Any], sight: Sight, room: int) -> list[Image]:
+async def all_seen(sources: Sequence[Any], sight: ImageProcessorConfig, room: int) -> list[Image]:
     """What a model sees of them, read on a thread, so that nobody else waits."""
     return await beside(_within, sources, sight, room) if sources else []
 
@@ -174,7 +176,7 @@ def _thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "rondel-pictures")
 
 
-def cells(sources: Sequence[Any], sight: Sight) -> list[int]:
+def cells(sources: Sequence[Any], sight: ImageProcessorConfig) -> list[int]:
     """Tokens that each will take, by its head alone."""
     sizes = [_opened(source).size for source in sources]
     if (pixels := sum(map(math.prod, sizes))) > ALL:
@@ -184,7 +186,7 @@ def cells(sources: Sequence[Any], sight: Sight) -> list[int]:
     return [math.prod(_fitted(sight, size)) // sight.cell**2 for size in sizes]
 
 
-def _within(sources: Sequence[Any], sight: Sight, room: int) -> list[Image]:
+def _within(sources: Sequence[Any], sight: ImageProcessorConfig, room: int) -> list[Image]:
     """Their heads are read first: what will not fit is not opened."""
     if (wanted := sum(cells(sources, sight))) > room:
         raise TooLarge(
@@ -196,7 +198,7 @@ def _within(sources: Sequence[Any], sight: Sight, room: int) -> list[Image]:
 # -- from what people have -------------------------------------------------------------------------
 
 
-def seen(source: Any, sight: Sight) -> Image:
+def seen(source: Any, sight: ImageProcessorConfig) -> Image:
     """What a model of this sight sees. Equal paths and URLs are read once."""
     if isinstance(source, Image):
         return source
@@ -208,7 +210,7 @@ def opened(source: Any) -> Any:
     return _coloured(_opened(source))
 
 
-def seen_as(picture: Any, sight: Sight) -> Image:
+def seen_as(picture: Any, sight: ImageProcessorConfig) -> Image:
     """An opened PIL image, scaled as transformers' processors do."""
     from PIL import Image as Pillow
 
@@ -219,11 +221,11 @@ def seen_as(picture: Any, sight: Sight) -> Image:
 
 
 @lru_cache(maxsize=KEPT)
-def _seen(source: str, sight: Sight) -> Image:
+def _seen(source: str, sight: ImageProcessorConfig) -> Image:
     return _look(source, sight)
 
 
-def _look(source: Any, sight: Sight) -> Image:
+def _look(source: Any, sight: ImageProcessorConfig) -> Image:
     return seen_as(_opened(source), sight)
 
 
@@ -236,7 +238,7 @@ def _coloured(picture: Any) -> Any:
         raise DataError(f"an image that cannot be shown: {type(error).__name__}: {error}"[:200]) from error
 
 
-def _fitted(sight: Sight, size: tuple[int, int]) -> tuple[int, int]:
+def _fitted(sight: ImageProcessorConfig, size: tuple[int, int]) -> tuple[int, int]:
     try:
         return sight.size(*size)
     except ValueError as error:

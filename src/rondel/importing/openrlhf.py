@@ -16,12 +16,12 @@ from rondel.importing.peer import (
     LORA,
     MEMORY,
     PACKED,
-    Gap,
+    MissingKeys,
     Part,
-    Peer,
+    PeerFormat,
     PeerSettings,
     RecipeLine,
-    Same,
+    SameKeys,
     adapter,
     truncation,
 )
@@ -78,7 +78,7 @@ def _model(s: PeerSettings) -> Iterator[Part]:
     if s["ds.param_dtype"] == "bf16":
         yield RecipeLine("model.dtype", "bfloat16", ("ds.param_dtype",), "master weights are float32 here")
     else:
-        yield Gap(("ds.param_dtype",), "float16 needs a loss scale; bfloat16 or float32 here")
+        yield MissingKeys(("ds.param_dtype",), "float16 needs a loss scale; bfloat16 or float32 here")
     if s.number("ds.lora.rank"):
         yield from adapter(
             s,
@@ -100,7 +100,7 @@ def _task(s: PeerSettings) -> Iterator[Part]:
     ask = "" if s["data.prompt_dataset"] else "the flags name no data"
     if len(sets) == 1:
         yield RecipeLine("task.data", sets[0], keys, ask=ask)
-        yield from (Gap((key,), "there is one data set") for key in ("data.prompt_probs",) if s.has(key))
+        yield from (MissingKeys((key,), "there is one data set") for key in ("data.prompt_probs",) if s.has(key))
     else:
         shares = (
             [float(share) for share in str(s["data.prompt_probs"]).split(",")]
@@ -127,11 +127,11 @@ def _task(s: PeerSettings) -> Iterator[Part]:
     if s[key] and list(s[bounds]) == [0, 1]:
         yield RecipeLine("task.filters", ["signal"], (key, bounds), "drops groups whose rewards are all equal")
     elif s[key]:
-        yield Gap(
+        yield MissingKeys(
             (key, bounds), 'task.filters = ["signal"] drops groups whose rewards are all equal; no other range exists'
         )
     else:
-        yield Same((key,), "no group is dropped")
+        yield SameKeys((key,), "no group is dropped")
 
 
 def _set(s: PeerSettings, name: str) -> dict[str, Any]:
@@ -152,9 +152,9 @@ def _algorithm(s: PeerSettings) -> Iterator[Part]:
     else:
         yield RecipeLine("algo.kind", row, (key,))
         yield (
-            Same((loss,), "the clipped ratio")
+            SameKeys((loss,), "the clipped ratio")
             if s[loss] == "ppo"
-            else Gap((loss,), f"with the advantage {s[key]} there is no row for it")
+            else MissingKeys((loss,), f"with the advantage {s[key]} there is no row for it")
         )
     group = "rollout.n_samples_per_prompt"
     yield RecipeLine("algo.group_size", s.whole(group), (group,))
@@ -184,17 +184,17 @@ def _loss(s: PeerSettings) -> Iterator[Part]:
     yield RecipeLine("algo.surrogate.low", float(low), keys)
     yield RecipeLine("algo.surrogate.high", float(high), keys)
     if s[both] and s.has(clip):
-        yield Gap((clip,), "it has no effect there: eps_clip_low_high comes first")
+        yield MissingKeys((clip,), "it has no effect there: eps_clip_low_high comes first")
     if s["actor.dual_clip"] is not None:
         yield RecipeLine("algo.surrogate.dual", float(s.number("actor.dual_clip")), ("actor.dual_clip",))
     mode = "actor.loss_agg_mode"
     if aggregate := "seq_mean_token_mean" if s["actor.policy_loss_type"] == "gspo" else s.choice(mode, AGGREGATES):
         yield RecipeLine("algo.aggregate.kind", aggregate, (mode,))
     else:
-        yield Gap((mode,), f"known here: {', '.join(AGGREGATES.values())}")
+        yield MissingKeys((mode,), f"known here: {', '.join(AGGREGATES.values())}")
     yield RecipeLine("algo.entropy.coef", float(s.number("actor.entropy_coef") or 0), ("actor.entropy_coef",))
     if s["actor.entropy_coef"] and aggregate != "token_mean":
-        yield Gap(
+        yield MissingKeys(
             ("actor.entropy_coef",), f"their entropy is a mean over tokens; here the weights are those of {aggregate}"
         )
     yield from _kl(s, str(aggregate))
@@ -203,26 +203,26 @@ def _loss(s: PeerSettings) -> Iterator[Part]:
         yield RecipeLine("algo.shaping.kind", "overlong", (buffer,))
         yield RecipeLine("algo.shaping.buffer", s.whole(buffer), (buffer,))
         yield RecipeLine("algo.shaping.factor", float(s.number(factor)), (factor,))
-        yield Gap(("reward.clip_range",), "one shaping at a time: the overlong penalty")
+        yield MissingKeys(("reward.clip_range",), "one shaping at a time: the overlong penalty")
         return
     if s.has(factor):
-        yield Gap((factor,), "it has no effect there: overlong_buffer_len is not set")
+        yield MissingKeys((factor,), "it has no effect there: overlong_buffer_len is not set")
     least, most = s["reward.clip_range"]
     samples = s.whole("rollout.n_samples_per_prompt")
     if s["algo.advantage.estimator"] == "group_norm" and -least == most >= samples**0.5:
-        yield Same(
+        yield SameKeys(
             ("reward.clip_range",),
             f"of {samples} answers none is further from the mean of its group than that many deviations",
         )
     elif s["algo.advantage.estimator"] in BASELINE:
-        yield Gap(
+        yield MissingKeys(
             ("reward.clip_range",),
             "there the reward less its baseline is clipped, here a reward before the baseline: left out",
         )
     elif -least == most:
         yield RecipeLine("algo.shaping", {"kind": "clip", "limit": float(most)}, ("reward.clip_range",))
     else:
-        yield Gap(("reward.clip_range",), "a reward is clipped at ±limit here")
+        yield MissingKeys(("reward.clip_range",), "a reward is clipped at ±limit here")
 
 
 def _kl(s: PeerSettings, aggregate: str) -> Iterator[Part]:
@@ -234,7 +234,7 @@ def _kl(s: PeerSettings, aggregate: str) -> Iterator[Part]:
     target, horizon = "algo.kl.target", "algo.kl.horizon"
     if not s.number(coef):
         yield RecipeLine("algo.kl.coef", 0.0, (coef,))
-        yield Same((use, kind, unbiased), "there is no KL term")
+        yield SameKeys((use, kind, unbiased), "there is no KL term")
         return
     table = {"kind": str(s[kind]), "coef": float(s[coef]), "clamp": 10.0}
     steered = {"target": float(s.number(target)), "horizon": s.whole(horizon)} if s[target] else {}
@@ -243,23 +243,23 @@ def _kl(s: PeerSettings, aggregate: str) -> Iterator[Part]:
         through = {"through": "k2"} if s[unbiased] and s[kind] != "k2" else {}
         yield RecipeLine("algo.kl", table | {"where": "loss"} | through | steered, keys)
         if aggregate != "token_mean":
-            yield Gap((use,), f"their KL is a mean over tokens; here the weights are those of {aggregate}")
+            yield MissingKeys((use,), f"their KL is a mean over tokens; here the weights are those of {aggregate}")
     else:
         behind = s["algo.advantage.estimator"] in BASELINE
         yield RecipeLine("algo.kl", table | {"where": "advantage" if behind else "reward"} | steered, keys)
         if s["algo.advantage.estimator"] == "reinforce_baseline":
-            yield Gap(
+            yield MissingKeys(
                 (coef, use),
                 "there it is charged before the advantages of the step get mean 0 and deviation 1, here after",
             )
     if s[unbiased] and s[use]:
-        yield Gap(
+        yield MissingKeys(
             (unbiased,),
             "the gradient is that of k2 here too, but without their weight policy / old policy, which is 1 in a first "
             "update",
         )
     elif s[unbiased]:
-        yield Gap((unbiased,), "it has no effect there: the KL is in the reward")
+        yield MissingKeys((unbiased,), "it has no effect there: the KL is in the reward")
 
 
 def _correction(s: PeerSettings) -> Iterator[Part]:
@@ -275,11 +275,11 @@ def _correction(s: PeerSettings) -> Iterator[Part]:
         wish, keys = (*names.get(str(named), ("", "")), "ratio"), (old, kind, ice, bounds)
     if wish[0] == "off":
         yield from (
-            Gap((key,), "it has no effect there: is_correction_level is off")
+            MissingKeys((key,), "it has no effect there: is_correction_level is off")
             for key in (mode, gating, bounds)
             if s.has(key)
         )
-        yield Same((level,), "no correction")
+        yield SameKeys((level,), "no correction")
         return
     if s["actor.policy_loss_type"] == "gspo" and (s.choice("algo.advantage.estimator", ROWS) or ("", None))[1]:
         yield RecipeLine(
@@ -289,7 +289,7 @@ def _correction(s: PeerSettings) -> Iterator[Part]:
             "its ratio is then policy / engine, and nothing is masked or clipped for it",
         )
         yield from (
-            Gap((key,), "it has no effect there with policy_loss_type = gspo") for key in keys[1:] if s.has(key)
+            MissingKeys((key,), "it has no effect there with policy_loss_type = gspo") for key in keys[1:] if s.has(key)
         )
         return
     low, high = s[bounds] if isinstance(s[bounds], list) and len(s[bounds]) == 2 else (0.0, s[bounds])
@@ -303,7 +303,7 @@ def _correction(s: PeerSettings) -> Iterator[Part]:
     if wish in tables:
         yield RecipeLine("algo.correction", tables[wish], keys)
     else:
-        yield Gap(keys, f"a correction {' '.join(map(str, wish))} does not exist here; importance weights do")
+        yield MissingKeys(keys, f"a correction {' '.join(map(str, wish))} does not exist here; importance weights do")
 
 
 def _loop(s: PeerSettings) -> Iterator[Part]:
@@ -315,16 +315,18 @@ def _loop(s: PeerSettings) -> Iterator[Part]:
     yield RecipeLine("loop.updates_per_step", max(1, round(prompts * samples / batch)), ("train.batch_size",), note)
     yield RecipeLine("loop.passes", float(s.number("train.num_episodes")), ("train.num_episodes",))
     if s.has("data.max_samples"):
-        yield Gap(("data.max_samples",), "a data set is read whole; task.data.where chooses rows by their fields")
+        yield MissingKeys(
+            ("data.max_samples",), "a data set is read whole; task.data.where chooses rows by their fields"
+        )
     yield RecipeLine("loop.epochs", s.whole("train.max_epochs"), ("train.max_epochs",))
     yield RecipeLine("loop.seed", s.whole("train.seed"), ("train.seed",))
     if s["train.async_enable"]:
-        yield Gap(
+        yield MissingKeys(
             ("train.async_enable",),
             "set loop.max_staleness: it bounds the lag by a number, and 1 is one step off-policy",
         )
     else:
-        yield Same(("train.async_enable",), "loop.max_staleness is 0")
+        yield SameKeys(("train.async_enable",), "loop.max_staleness is 0")
     if s["train.partial_rollout_enable"]:
         yield RecipeLine(
             "loop.in_flight", "hold", ("train.partial_rollout_enable",), "it needs loop.max_staleness above 0"
@@ -345,25 +347,25 @@ def _sampling(s: PeerSettings) -> Iterator[Part]:
 
 def _optimizer(s: PeerSettings) -> Iterator[Part]:
     if s["actor.optim"] == "adam":
-        yield Same(("actor.optim",), "AdamW")
+        yield SameKeys(("actor.optim",), "AdamW")
     yield RecipeLine("trainer.lr", float(s.number("actor.adam.lr")), ("actor.adam.lr",))
     kind, least, share = "actor.lr_scheduler", "actor.min_lr_ratio", "actor.lr_warmup_ratio"
     if schedule := s.choice(kind, SCHEDULES):
         yield RecipeLine("trainer.schedule", schedule, (kind,))
     elif str(s[kind]) == "cosine_with_min_lr":
         yield RecipeLine("trainer.schedule", "cosine", (kind,), f"theirs ends at {s[least]} of the rate, ours at 0")
-        yield Gap((least,), "a cosine ends at 0 here")
+        yield MissingKeys((least,), "a cosine ends at 0 here")
     else:
-        yield Gap((kind,), "constant, linear and cosine exist here")
+        yield MissingKeys((kind,), "constant, linear and cosine exist here")
     if s.number(share):
         yield RecipeLine("trainer.warmup_steps", 0, (share,), ask=f"{s[share]} of all steps: write the number")
     else:
-        yield Same((share,), "no warm-up")
+        yield SameKeys((share,), "no warm-up")
     yield RecipeLine("trainer.clip", float(s.number("actor.max_norm")), ("actor.max_norm",))
     yield RecipeLine("trainer.weight_decay", float(s.number("actor.adam.weight_decay")), ("actor.adam.weight_decay",))
     yield RecipeLine("trainer.betas", list(s["actor.adam.betas"]), ("actor.adam.betas",))
     if s["actor.adam.eps"] == 1e-8:
-        yield Same(("actor.adam.eps",), "1e-8")
+        yield SameKeys(("actor.adam.eps",), "1e-8")
 
 
 def _running(s: PeerSettings) -> Iterator[Part]:
@@ -377,7 +379,7 @@ def _running(s: PeerSettings) -> Iterator[Part]:
     yield RecipeLine("run.checkpoint.keep", max(1, s.whole("ckpt.max_num")), ("ckpt.max_num",))
     yield RecipeLine("task.eval.every", max(0, s.whole("eval.steps")), ("eval.steps",))
     if s.has("eval.dataset"):
-        yield Gap(("eval.dataset", "eval.split"), "name it in task.data: eval_name, eval_path or eval_split")
+        yield MissingKeys(("eval.dataset", "eval.split"), "name it in task.data: eval_name, eval_path or eval_split")
     tracked = ("logger.tensorboard_dir", "logger.wandb.key")
     if names := [name for name, key in zip(("tensorboard", "wandb"), tracked) if s.has(key) and s[key]]:
         yield RecipeLine(
@@ -385,6 +387,6 @@ def _running(s: PeerSettings) -> Iterator[Part]:
         )
 
 
-OPENRLHF = Peer.of(
+OPENRLHF = PeerFormat.of(
     "openrlhf", (_model, _task, _algorithm, _loss, _correction, _loop, _sampling, _optimizer, _running), REASONS
 )

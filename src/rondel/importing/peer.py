@@ -41,7 +41,7 @@ class RecipeLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Same:
+class SameKeys:
     """Keys that ask for what happens here anyway."""
 
     sources: tuple[str, ...]
@@ -49,18 +49,18 @@ class Same:
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class MissingKeys:
     """Keys that ask for what nothing here does."""
 
     sources: tuple[str, ...]
     why: str
 
 
-Part = RecipeLine | Same | Gap
+Part = RecipeLine | SameKeys | MissingKeys
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PeerFormat:
     """A framework whose configs are read: one release, its keys with their defaults, and what they mean here.
 
     parts     Setting -> some parts of a recipe, in its order
@@ -77,7 +77,7 @@ class Peer:
     @classmethod
     def of(
         cls, name: str, parts: tuple[Callable[[PeerSettings], Iterable[Part]], ...], reasons: dict[str, str]
-    ) -> Peer:
+    ) -> PeerFormat:
         table = json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))
         return cls(name, table["release"], table["defaults"], table["renamed"], parts, reasons)
 
@@ -111,7 +111,7 @@ class Peer:
 class PeerSettings:
     """What a run of the peer would see: `setting["beta"]` is the user's value or their default."""
 
-    def __init__(self, peer: Peer, given: dict[str, Any]) -> None:
+    def __init__(self, peer: PeerFormat, given: dict[str, Any]) -> None:
         """`given` as the user wrote it; of two names of one key the later counts."""
         self.peer = peer
         self.written: dict[str, str] = {}  # key of this release -> as the user wrote it
@@ -155,7 +155,7 @@ def truncation(setting: PeerSettings, key: str) -> Iterator[Part]:
     """Their top_p or top_k of training samples."""
     name = key.rpartition(".")[2]
     if setting[key] in ((1, None) if name == "top_p" else (0, -1, None)):
-        yield Same((key,), "it changes nothing at this value")
+        yield SameKeys((key,), "it changes nothing at this value")
         return
     value = setting.number(key)
     if 0 < value < 1 if name == "top_p" else value > 0 and float(value).is_integer():
@@ -166,7 +166,7 @@ def truncation(setting: PeerSettings, key: str) -> Iterator[Part]:
             "the trainer's logprob runs over the tokens that were kept, and not over all",
         )
     else:
-        yield Gap((key,), f"it cannot be {value!r}")
+        yield MissingKeys((key,), f"it cannot be {value!r}")
 
 
 def sinks(setting: PeerSettings, key: str) -> Iterator[Part]:
@@ -203,6 +203,6 @@ def adapter(
         ask=ask,
     )
     if dropout and s.number(dropout):
-        yield Gap((dropout,), "with dropout the trainer could not recompute what the engine drew from: 0 here")
+        yield MissingKeys((dropout,), "with dropout the trainer could not recompute what the engine drew from: 0 here")
     elif dropout:
-        yield Same((dropout,), "there is no dropout")
+        yield SameKeys((dropout,), "there is no dropout")

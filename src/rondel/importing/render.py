@@ -7,10 +7,10 @@ import re
 from typing import Any
 
 from rondel.importing.peer import MACHINE, RecipeLine
-from rondel.importing.translate import MISSING, Report, sections
+from rondel.importing.translate import MISSING, TranslationReport, sections
 
 
-def recipe(report: Report, source: str) -> str:
+def recipe(report: TranslationReport, source: str) -> str:
     """The TOML: each line names the key it comes from; the lists stand at the end as comments."""
     blocks = [f"# From {source}, a config of {report.peer.name} (defaults of {report.peer.release}).\n"]
     for name, lines in sections(report.lines):
@@ -21,7 +21,7 @@ def recipe(report: Report, source: str) -> str:
     return "\n".join(blocks) + (f"\n{notes}" if notes else "")
 
 
-def comment(line: RecipeLine, report: Report) -> str:
+def comment(line: RecipeLine, report: TranslationReport) -> str:
     """`num_generations`, or `their default of beta`, or `always so there`; then what else is to be known."""
     given = [report.written[key] for key in line.sources if key in report.written]
     if given:
@@ -33,7 +33,7 @@ def comment(line: RecipeLine, report: Report) -> str:
     return one_line("; ".join(filter(None, (origin, line.note, line.ask and f"DECIDE: {line.ask}"))))
 
 
-def lists(report: Report) -> str:
+def lists(report: TranslationReport) -> str:
     """What a user must know beyond the recipe; nothing if it says everything."""
     name = report.peer.name
     parts = [

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from rondel.core.config import ConfigSection, Job
 from rondel.core.registry import nearest
-from rondel.importing.peer import Gap, Peer, PeerSettings, RecipeLine, Same
+from rondel.importing.peer import MissingKeys, PeerFormat, PeerSettings, RecipeLine, SameKeys
 
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 
@@ -30,7 +30,7 @@ class AlgorithmTable(Protocol):
 
 
 @dataclass
-class Report:
+class TranslationReport:
     """`translated`, `same`, `missing` and `unknown` hold every key of the user's exactly once.
 
     lines        the recipe
@@ -42,7 +42,7 @@ class Report:
     lost         (keys left at their default, why): what their defaults do and nothing here does
     """
 
-    peer: Peer
+    peer: PeerFormat
     lines: list[RecipeLine] = field(default_factory=list)
     translated: dict[str, list[str]] = field(default_factory=dict)
     same: dict[str, str] = field(default_factory=dict)
@@ -57,10 +57,10 @@ class Report:
         return [line for line in self.lines if line.ask]
 
 
-def translate(peer: Peer, given: dict[str, Any], rows: AlgorithmTable) -> Report:
+def translate(peer: PeerFormat, given: dict[str, Any], rows: AlgorithmTable) -> TranslationReport:
     """Every key of `given` finds its place in the report; a default that differs from ours is written as theirs."""
     setting = PeerSettings(peer, given)
-    report = Report(peer, written=setting.written)
+    report = TranslationReport(peer, written=setting.written)
     parts = [part for read in peer.parts for part in read(setting)]
     lines, refused = _accepted([_filled(part) for part in parts if isinstance(part, RecipeLine)], rows, setting)
     for line, ours in lines:
@@ -69,14 +69,14 @@ def translate(peer: Peer, given: dict[str, Any], rows: AlgorithmTable) -> Report
             report.other.append((line, ours))
         if theirs or setting.has(*line.sources) or line.ask or ours is MISSING or line.key == "algo.kind":
             report.lines.append(line)
-    gaps = [part for part in parts if isinstance(part, Gap)] + refused
+    gaps = [part for part in parts if isinstance(part, MissingKeys)] + refused
     for gap in gaps:
         for key in gap.sources:
             if key in setting.values:
                 report.missing.setdefault(setting.written[key], gap.why)
         if not setting.has(*gap.sources):
             report.lost.append((", ".join(f"{key} = {peer.defaults[key]!r}" for key in gap.sources), gap.why))
-    for same in (part for part in parts if isinstance(part, Same)):
+    for same in (part for part in parts if isinstance(part, SameKeys)):
         for key in same.sources:
             if key in setting.values and setting.written[key] not in report.missing:
                 report.same[setting.written[key]] = same.why
@@ -97,7 +97,7 @@ def _filled(line: RecipeLine) -> RecipeLine:
     )
 
 
-def _rest(report: Report, setting: PeerSettings) -> None:
+def _rest(report: TranslationReport, setting: PeerSettings) -> None:
     """The keys that no part has named."""
     peer = report.peer
     report.missing |= {name: f"{later} says it again" for name, later in setting.twice.items()}
@@ -123,14 +123,14 @@ MISSING = _Missing()
 
 def _accepted(
     lines: list[RecipeLine], rows: AlgorithmTable, setting: PeerSettings
-) -> tuple[list[tuple[RecipeLine, Any]], list[Gap]]:
+) -> tuple[list[tuple[RecipeLine, Any]], list[MissingKeys]]:
     """(lines with our default for each, gaps): a knob is taken if the row that results has it
     and reads it; a table whole or not at all.
     """
     kind = next((line.value for line in lines if line.key == "algo.kind"), Job.model_fields["algo"].get_default().kind)
     section: dict[str, Any] = {"kind": kind}
     taken: list[tuple[RecipeLine, Any]] = []
-    gaps: list[Gap] = []
+    gaps: list[MissingKeys] = []
     for line in lines:
         family, _, knob = line.key.removeprefix("algo.").partition(".")
         if not line.key.startswith("algo.") or family in ("kind", "group_size", "mask_truncated"):
@@ -138,7 +138,7 @@ def _accepted(
             continue
         if kind not in rows.names:
             if setting.has(*line.sources):
-                gaps.append(Gap(line.sources, f"it belongs to the row '{kind}', which does not exist here yet"))
+                gaps.append(MissingKeys(line.sources, f"it belongs to the row '{kind}', which does not exist here yet"))
             continue
         knobs = rows.knobs(section)
         ours = knobs.get(f"{family}.{knob}", MISSING)
@@ -149,7 +149,7 @@ def _accepted(
             section = wished
             taken.append((line, ours))
         elif setting.has(*line.sources) or not knob or (ours is not MISSING and ours != line.value):
-            gaps.append(Gap(line.sources, why))
+            gaps.append(MissingKeys(line.sources, why))
     return taken, gaps
 
 

@@ -14,12 +14,12 @@ from rondel.importing.peer import (
     LORA,
     MEMORY,
     NF4,
-    Gap,
+    MissingKeys,
     Part,
-    Peer,
+    PeerFormat,
     PeerSettings,
     RecipeLine,
-    Same,
+    SameKeys,
     adapter,
     sinks,
     truncation,
@@ -86,9 +86,9 @@ def _model(s: PeerSettings) -> Iterator[Part]:
     compute = {True: "bfloat16", False: "float32"}[bool(not s["fp16"] if s["bf16"] is None else s["bf16"])]
     yield RecipeLine("model.dtype", compute, ("bf16", "fp16"), "master weights are float32 here")
     if s["fp16"]:
-        yield Gap(("fp16",), "float16 needs a loss scale; bfloat16 or float32 here")
+        yield MissingKeys(("fp16",), "float16 needs a loss scale; bfloat16 or float32 here")
     if s["dtype"] in ("float32", "auto", None):
-        yield Same(("dtype",), "master weights are float32")
+        yield SameKeys(("dtype",), "master weights are float32")
     if s["use_peft"]:
         yield from adapter(
             s,
@@ -150,13 +150,13 @@ def _algorithm(s: PeerSettings) -> Iterator[Part]:
     if s["importance_sampling_level"] != "token":
         yield RecipeLine("algo.ratio.kind", s["importance_sampling_level"], ("importance_sampling_level",))
     else:
-        yield Same(("importance_sampling_level",), "the ratio is each token's")
+        yield SameKeys(("importance_sampling_level",), "the ratio is each token's")
     yield from _surrogate(s, row)
     if s.number("beta"):
         sequence = s["importance_sampling_level"] != "token"
         unbiased = {"unbiased": True} if s["use_bias_correction_kl"] and not sequence else {}
         if s["use_bias_correction_kl"] and sequence:
-            yield Gap(
+            yield MissingKeys(
                 ("use_bias_correction_kl",),
                 "there the KL of a token is weighed by the ratio of its answer; here it is not weighed",
             )
@@ -167,11 +167,11 @@ def _algorithm(s: PeerSettings) -> Iterator[Part]:
         )
     else:
         yield RecipeLine("algo.kl.coef", 0.0, ("beta",))
-        yield Same(("use_bias_correction_kl",), "there is no KL term")
+        yield SameKeys(("use_bias_correction_kl",), "there is no KL term")
     if aggregate:
         yield RecipeLine("algo.aggregate.kind", aggregate, ("loss_type",))
     if s["loss_type"] == "bnpo":
-        yield Gap(
+        yield MissingKeys(
             ("loss_type",), "their mean is over each micro-batch; here it is over the batch (written: token_mean)"
         )
     coef, top = float(s.number("entropy_coef")), s.number("top_entropy_quantile")
@@ -186,9 +186,11 @@ def _algorithm(s: PeerSettings) -> Iterator[Part]:
         for knob, key in zip(("target", "delta", "least", "most"), steers[1:]):
             yield RecipeLine(f"algo.entropy.{knob}", float(s.number(key)), (steers[0], key))
     else:
-        yield Same(steers, "the coefficient of the entropy is fixed")
+        yield SameKeys(steers, "the coefficient of the entropy is fixed")
     if s["entropy_coef"] and aggregate != "token_mean":
-        yield Gap(("entropy_coef",), f"their entropy is a mean over tokens; here the weights are those of {aggregate}")
+        yield MissingKeys(
+            ("entropy_coef",), f"their entropy is a mean over tokens; here the weights are those of {aggregate}"
+        )
     yield RecipeLine("algo.mask_truncated", bool(s["mask_truncated_completions"]), ("mask_truncated_completions",))
     yield from _correction(s)
 
@@ -227,14 +229,14 @@ def _surrogate(s: PeerSettings, row: str) -> Iterator[Part]:
             yield RecipeLine("algo.surrogate.dual", float(s.number("delta")), ("delta",))
         elif s.number("delta") < 1:
             yield RecipeLine("algo.surrogate.high", s.number(high), (high,))
-            yield Gap(
+            yield MissingKeys(
                 ("delta",),
                 "below 1 it takes the gradient of every on-policy token with A > 0; surrogate.high cannot be negative",
             )
     elif s["delta"] is None:
-        yield Same(("delta",), "not set")
+        yield SameKeys(("delta",), "not set")
     if s[top] == 1:
-        yield Same((top,), "every token is trained")
+        yield SameKeys((top,), "every token is trained")
 
 
 def _advantage(s: PeerSettings) -> Iterator[Part]:
@@ -251,7 +253,7 @@ def _advantage(s: PeerSettings) -> Iterator[Part]:
             "algo.advantage", {"kind": "parts_norm", "eps": 1e-4} | weights, (how, "reward_weights"), "GDPO", ask
         )
         yield from (
-            Gap((key,), f"it has no effect there with {how} = normalize_then_sum")
+            MissingKeys((key,), f"it has no effect there with {how} = normalize_then_sum")
             for key in ("scale_rewards",)
             if s.has(key)
         )
@@ -263,16 +265,16 @@ def _advantage(s: PeerSettings) -> Iterator[Part]:
         yield RecipeLine("algo.advantage.kind", "group_norm", ("scale_rewards",))
         yield RecipeLine("algo.advantage.eps", 1e-4)
     else:
-        yield Gap(("scale_rewards",), "the deviation is the group's here, not the batch's")
+        yield MissingKeys(("scale_rewards",), "the deviation is the group's here, not the batch's")
     if s[how] == "sum_then_normalize":
-        yield Same((how,), "rewards are added before they are normalised")
+        yield SameKeys((how,), "rewards are added before they are normalised")
 
 
 def _correction(s: PeerSettings) -> Iterator[Part]:
     """On by default wherever vLLM samples; one correction at a time here."""
     threshold, use = "off_policy_mask_threshold", s["use_vllm"] and s["vllm_importance_sampling_correction"]
     if s[threshold] is not None and use:
-        yield Gap((threshold,), "one correction at a time: the importance weights of vLLM")
+        yield MissingKeys((threshold,), "one correction at a time: the importance weights of vLLM")
     elif s[threshold] is not None:
         yield RecipeLine(
             "algo.correction", {"kind": "off_policy_mask", "delta": float(s.number(threshold))}, (threshold,)
@@ -327,7 +329,7 @@ def _batch(s: PeerSettings) -> Iterator[Part]:
             f"{moves} of their steps are one here" * (moves > 1),
         )
         if s.has("num_train_epochs"):
-            yield Gap(("num_train_epochs",), "max_steps counts instead")
+            yield MissingKeys(("num_train_epochs",), "max_steps counts instead")
     else:
         yield RecipeLine("loop.passes", float(s.number("num_train_epochs")), ("num_train_epochs", "max_steps"))
     yield RecipeLine("loop.seed", s.whole("seed"), ("seed",))
@@ -367,9 +369,9 @@ def _sampling(s: PeerSettings) -> Iterator[Part]:
     yield from truncation(s, "top_k")
     for key, off in (("min_p", (0, None)), ("repetition_penalty", (1, None))):
         if s[key] in off:
-            yield Same((key,), "it changes nothing at this value")
+            yield SameKeys((key,), "it changes nothing at this value")
         else:
-            yield Gap(
+            yield MissingKeys(
                 (key,), "the trainer could not recompute the logprobs, so training samples from the whole distribution"
             )
 
@@ -380,7 +382,7 @@ def _optimizer(s: PeerSettings) -> Iterator[Part]:
     if schedule:
         yield RecipeLine("trainer.schedule", schedule, ("lr_scheduler_type",))
     else:
-        yield Gap(("lr_scheduler_type",), "constant, linear and cosine exist here")
+        yield MissingKeys(("lr_scheduler_type",), "constant, linear and cosine exist here")
     warmup = s.number("warmup_steps")
     if 0 < warmup < 1 and s.number("max_steps") > 0:
         total = math.ceil(warmup * s.whole("max_steps"))
@@ -398,9 +400,9 @@ def _optimizer(s: PeerSettings) -> Iterator[Part]:
     yield RecipeLine("trainer.weight_decay", float(s.number("weight_decay")), ("weight_decay",))
     yield RecipeLine("trainer.betas", [s.number("adam_beta1"), s.number("adam_beta2")], ("adam_beta1", "adam_beta2"))
     if s["adam_epsilon"] == 1e-8:
-        yield Same(("adam_epsilon",), "1e-8")
+        yield SameKeys(("adam_epsilon",), "1e-8")
     if str(s["optim"]).startswith("adamw_torch"):
-        yield Same(("optim",), "AdamW")
+        yield SameKeys(("optim",), "AdamW")
 
 
 def _running(s: PeerSettings) -> Iterator[Part]:
@@ -412,11 +414,11 @@ def _running(s: PeerSettings) -> Iterator[Part]:
     if s["save_total_limit"] is not None:
         yield RecipeLine("run.checkpoint.keep", max(1, s.whole("save_total_limit")), ("save_total_limit",))
     else:
-        yield Gap(("save_total_limit",), "they keep every checkpoint; run.checkpoint.keep is 2 here")
+        yield MissingKeys(("save_total_limit",), "they keep every checkpoint; run.checkpoint.keep is 2 here")
     if s["eval_strategy"] == "steps" and s["eval_steps"]:
         yield _every(s, "task.eval.every", "eval_steps", "eval_strategy")
     if s.has("report_to"):
         yield from sinks(s, "report_to")
 
 
-TRL = Peer.of("trl", (_model, _task, _algorithm, _batch, _sampling, _optimizer, _running), REASONS)
+TRL = PeerFormat.of("trl", (_model, _task, _algorithm, _batch, _sampling, _optimizer, _running), REASONS)

@@ -15,12 +15,12 @@ from rondel.importing.peer import (
     LORA,
     MEMORY,
     PACKED,
-    Gap,
+    MissingKeys,
     Part,
-    Peer,
+    PeerFormat,
     PeerSettings,
     RecipeLine,
-    Same,
+    SameKeys,
     adapter,
     sinks,
     truncation,
@@ -142,7 +142,7 @@ def _model(s: PeerSettings) -> Iterator[Part]:
     if found := s.choice(key, dtypes):
         yield RecipeLine("model.dtype", found, (key,), "master weights are float32 here")
     if s[f"{ACTOR}.fsdp_config.model_dtype"] in ("fp32", "float32"):
-        yield Same((f"{ACTOR}.fsdp_config.model_dtype",), "master weights are float32")
+        yield SameKeys((f"{ACTOR}.fsdp_config.model_dtype",), "master weights are float32")
     model = "actor_rollout_ref.model"
     if s.number(f"{model}.lora_rank"):
         yield from adapter(s, rank=f"{model}.lora_rank", alpha=f"{model}.lora_alpha", targets=f"{model}.target_modules")
@@ -155,7 +155,7 @@ def _task(s: PeerSettings) -> Iterator[Part]:
     keys: tuple[str, ...] = ("data.train_files", "data.val_files", "data.prompt_key")
     printed = s.has("data.video_key") and s["data.image_key"] == s.peer.defaults["data.image_key"]
     if s.has("data.image_key") and printed:  # a printed config names every key, also those of no use to a text model
-        yield Gap(
+        yield MissingKeys(
             ("data.image_key",),
             f"the config names every key; if the rows have images, add image = '{s['data.image_key']}' to task.data",
         )
@@ -181,11 +181,11 @@ def _task(s: PeerSettings) -> Iterator[Part]:
     if s.number("data.val_max_samples") > 0:
         yield RecipeLine("task.eval.n", s.whole("data.val_max_samples"), ("data.val_max_samples",))
     else:
-        yield Same(("data.val_max_samples",), "all of them")
+        yield SameKeys(("data.val_max_samples",), "all of them")
     if s["algorithm.filter_groups.enable"]:
         yield RecipeLine("task.filters", ["signal"], ("algorithm.filter_groups.enable",))
     else:
-        yield Same(("algorithm.filter_groups.enable",), "no group is dropped")
+        yield SameKeys(("algorithm.filter_groups.enable",), "no group is dropped")
 
 
 def _algorithm(s: PeerSettings) -> Iterator[Part]:
@@ -193,7 +193,7 @@ def _algorithm(s: PeerSettings) -> Iterator[Part]:
     if _taught_alone(s):
         yield RecipeLine("algo.kind", "opd", (REWARDLESS,), "learns from the teacher alone")
         yield RecipeLine("algo.group_size", s.whole(f"{ROLLOUT}.n"), (f"{ROLLOUT}.n",))
-        yield from (Gap((estimator,), "no reward is read") for _ in range(s.has(estimator)))
+        yield from (MissingKeys((estimator,), "no reward is read") for _ in range(s.has(estimator)))
         return
     row, advantage = s.choice(estimator, ROWS) or (str(s[estimator]), None)
     loss = None if s[mode] == "vanilla" else s.choice(mode, LOSSES) or str(s[mode])
@@ -202,9 +202,9 @@ def _algorithm(s: PeerSettings) -> Iterator[Part]:
     else:
         yield RecipeLine("algo.kind", row, (estimator,))
         if loss:
-            yield Gap((mode,), f"with the advantage {s[estimator]} there is no row for this loss")
+            yield MissingKeys((mode,), f"with the advantage {s[estimator]} there is no row for this loss")
         else:
-            yield Same((mode,), "the clipped ratio")
+            yield SameKeys((mode,), "the clipped ratio")
     yield RecipeLine("algo.group_size", s.whole(f"{ROLLOUT}.n"), (f"{ROLLOUT}.n",))
     normed = "algorithm.norm_adv_by_std_in_grpo"
     if advantage == "group_norm":
@@ -219,7 +219,7 @@ def _algorithm(s: PeerSettings) -> Iterator[Part]:
         yield RecipeLine("algo.advantage.lam", float(s.number("algorithm.lam")), ("algorithm.lam",))
         yield from _critic(s)
     if advantage != "group_norm" and s[estimator] != "grpo_passk" and s.has(normed):
-        yield Gap((normed,), f"it has no effect there with adv_estimator = {s[estimator]}")
+        yield MissingKeys((normed,), f"it has no effect there with adv_estimator = {s[estimator]}")
 
 
 def _critic(s: PeerSettings) -> Iterator[Part]:
@@ -229,7 +229,7 @@ def _critic(s: PeerSettings) -> Iterator[Part]:
     if s.has("critic.model.path") and s["critic.model.path"] != s["actor_rollout_ref.model.path"]:
         yield RecipeLine("trainer.critic.path", _home(s["critic.model.path"]), ("critic.model.path",))
     else:
-        yield Same(("critic.model.path",), "a copy of the policy")
+        yield SameKeys(("critic.model.path",), "a copy of the policy")
 
 
 def _loss(s: PeerSettings) -> Iterator[Part]:
@@ -240,16 +240,16 @@ def _loss(s: PeerSettings) -> Iterator[Part]:
         yield RecipeLine("algo.aggregate.kind", "seq_mean_token_mean", (own,), note)
         beside = bool(s[f"{ACTOR}.use_kl_loss"] or s[f"{ACTOR}.entropy_coeff"])
         if s[mode] == "seq-mean-token-mean":
-            yield Same((mode,), f"{s[own]} is a mean over samples")
+            yield SameKeys((mode,), f"{s[own]} is a mean over samples")
         elif beside or s.has(mode):
             other = "; there it adds up KL and entropy, which have the weights of the loss here" * beside
-            yield Gap((mode,), f"{s[own]} is a mean over samples there whatever it says{other}")
+            yield MissingKeys((mode,), f"{s[own]} is a mean over samples there whatever it says{other}")
     elif aggregate := s.choice(mode, AGGREGATES):
         yield RecipeLine("algo.aggregate.kind", aggregate, (mode,))
         if aggregate == "fixed_norm" and s[scale]:
             yield RecipeLine("algo.aggregate.length", s.whole(scale), (scale,))
     else:
-        yield Gap((mode,), f"known here: {', '.join(AGGREGATES.values())}")
+        yield MissingKeys((mode,), f"known here: {', '.join(AGGREGATES.values())}")
     yield RecipeLine("algo.entropy.coef", float(s.number(f"{ACTOR}.entropy_coeff")), (f"{ACTOR}.entropy_coeff",))
     yield from _kl(s)
     if not _taught_alone(s):
@@ -274,7 +274,7 @@ def _surrogate(s: PeerSettings) -> Iterator[Part]:
     low, high = s[f"{plain}_low"], s[f"{plain}_high"]
     if low is not None and high is not None and s.has(plain):
         told = f"it has no effect there: clip_ratio_low = {low} and clip_ratio_high = {high} come first"
-        yield Same((plain,), "so are low and high") if s[plain] == low == high else Gap((plain,), told)
+        yield SameKeys((plain,), "so are low and high") if s[plain] == low == high else MissingKeys((plain,), told)
     for knob, end in KNOBS.get(str(s[mode]), {}).items():
         yield RecipeLine(f"algo.surrogate.{knob}", float(s.number(f"{ACTOR}.{end}")), (f"{ACTOR}.{end}",))
 
@@ -289,19 +289,25 @@ def _kl(s: PeerSettings) -> Iterator[Part]:
         table = {"kind": found, "coef": float(s.number(coef)), "where": "loss"} | through | CLAMPED.get(found, {})
         yield RecipeLine("algo.kl", table, (use, coef, kind))
     elif s[use]:
-        yield Gap((kind, use, coef), "known here: k1, k2, k3, each with the gradient of k2 too")
+        yield MissingKeys((kind, use, coef), "known here: k1, k2, k3, each with the gradient of k2 too")
     else:
-        yield Same((use,), "no KL in the loss")
-        yield from (Gap((key,), "it has no effect there: use_kl_loss is false") for key in (coef, kind) if s.has(key))
+        yield SameKeys((use,), "no KL in the loss")
+        yield from (
+            MissingKeys((key,), "it has no effect there: use_kl_loss is false") for key in (coef, kind) if s.has(key)
+        )
     if not s[charged]:
         if not s[use]:
             yield RecipeLine("algo.kl.coef", 0.0, (charged,))
-        yield Same((charged,), "no KL in the reward")
+        yield SameKeys((charged,), "no KL in the reward")
         yield from (
-            Gap((key,), "it has no effect there: use_kl_in_reward is false") for key in (price, cost) if s.has(key)
+            MissingKeys((key,), "it has no effect there: use_kl_in_reward is false")
+            for key in (price, cost)
+            if s.has(key)
         )
     elif s[use] or not (found := s.choice(cost, KLS)):
-        yield Gap((charged, price, cost), "a KL in the loss and in the reward, or of another kind than k1, k2, k3")
+        yield MissingKeys(
+            (charged, price, cost), "a KL in the loss and in the reward, or of another kind than k1, k2, k3"
+        )
     else:
         steered = {
             "target": float(s.number("algorithm.kl_ctrl.target_kl")),
@@ -337,7 +343,7 @@ def _overlong(s: PeerSettings) -> Iterator[Part]:
                     "algo.shaping.factor", float(s.number(f"{root}.penalty_factor")), (f"{root}.penalty_factor",)
                 )
             return
-        yield Same((f"{root}.enable", f"{root}.len", f"{root}.penalty_factor"), "off")
+        yield SameKeys((f"{root}.enable", f"{root}.len", f"{root}.penalty_factor"), "off")
     yield RecipeLine("algo.shaping.kind", "none")
 
 
@@ -349,7 +355,7 @@ def _correction(s: PeerSettings) -> Iterator[Part]:
     level, cap, normed = f"{root}.rollout_is", f"{root}.rollout_is_threshold", f"{root}.rollout_is_batch_normalize"
     reject, bounds, bypass = f"{root}.rollout_rs", f"{root}.rollout_rs_threshold", f"{root}.bypass_mode"
     if s[bypass]:
-        yield Gap(
+        yield MissingKeys(
             (bypass, f"{root}.loss_type"),
             "the ratio is taken to the proximal policy; algo.ratio.anchor = 'behavior' leaves it out",
         )
@@ -365,7 +371,7 @@ def _correction(s: PeerSettings) -> Iterator[Part]:
         low, high = _bounds(s[bounds]) if known else (None, 0.0)
         low = 1 / high if known and low is None else low
         if not known or not low or not low <= 1 <= high:
-            yield Gap((reject, bounds), f"known here: one of {', '.join(REJECTS)}, with bounds around 1")
+            yield MissingKeys((reject, bounds), f"known here: one of {', '.join(REJECTS)}, with bounds around 1")
         else:  # their bounds hold the engine's probability by the trainer's
             table |= {
                 "reject": REJECTS[s[reject]],
@@ -374,9 +380,11 @@ def _correction(s: PeerSettings) -> Iterator[Part]:
                 "denominator": "accepted",
             }
     if s[level] and s[normed] and "reject" in table:
-        yield Gap((normed,), "there the mean weight is taken before anything is rejected, here over what is left")
+        yield MissingKeys(
+            (normed,), "there the mean weight is taken before anything is rejected, here over what is left"
+        )
     if s[f"{ACTOR}.policy_loss.loss_mode"] == "geo_mean" and s[level] == "token":
-        yield Gap(
+        yield MissingKeys(
             (level,),
             "geo_mean there weighs an answer by the geometric mean of its tokens' weights, here each token by its own",
         )
@@ -384,7 +392,7 @@ def _correction(s: PeerSettings) -> Iterator[Part]:
     if len(table) > 1 and (s[level] or "reject" in table):
         yield RecipeLine("algo.correction", table, (*keys, *((reject, bounds) if "reject" in table else ())))
     yield from (
-        Gap((key,), "it has no effect there: rollout_is is not set")
+        MissingKeys((key,), "it has no effect there: rollout_is is not set")
         for key in (cap, normed)
         if not s[level] and s.has(key)
     )
@@ -414,7 +422,7 @@ def _loop(s: PeerSettings) -> Iterator[Part]:
     if s["trainer.total_training_steps"]:
         yield RecipeLine("loop.steps", s.whole("trainer.total_training_steps"), ("trainer.total_training_steps",))
         if s.has("trainer.total_epochs"):
-            yield Gap(("trainer.total_epochs",), "total_training_steps counts instead")
+            yield MissingKeys(("trainer.total_epochs",), "total_training_steps counts instead")
     else:
         keys = ("trainer.total_epochs", "trainer.total_training_steps")
         yield RecipeLine(
@@ -427,9 +435,9 @@ def _loop(s: PeerSettings) -> Iterator[Part]:
     if s["data.seed"] is not None:
         yield RecipeLine("loop.seed", s.whole("data.seed"), ("data.seed",))
     if s["trainer.v1.trainer_mode"] == "sync":
-        yield Same(("trainer.v1.trainer_mode",), "loop.max_staleness is 0")
+        yield SameKeys(("trainer.v1.trainer_mode",), "loop.max_staleness is 0")
     else:
-        yield Gap(("trainer.v1.trainer_mode",), "set loop.max_staleness: it bounds the lag by a number")
+        yield MissingKeys(("trainer.v1.trainer_mode",), "set loop.max_staleness: it bounds the lag by a number")
 
 
 def _sampling(s: PeerSettings) -> Iterator[Part]:
@@ -441,7 +449,7 @@ def _sampling(s: PeerSettings) -> Iterator[Part]:
         yield RecipeLine("engine.sampling.max_tokens", s.whole(whole), (whole, own))
     else:
         yield RecipeLine("engine.sampling.max_tokens", s.whole(own), (own,))
-        yield from (Gap((key,), f"it has no effect there: {own} comes first") for key in (whole,) if s.has(key))
+        yield from (MissingKeys((key,), f"it has no effect there: {own} comes first") for key in (whole,) if s.has(key))
     yield from truncation(s, f"{ROLLOUT}.top_p")
     yield from truncation(s, f"{ROLLOUT}.top_k")
     yield RecipeLine("engine.sampling.ignore_eos", bool(s[f"{ROLLOUT}.ignore_eos"]), (f"{ROLLOUT}.ignore_eos",))
@@ -459,9 +467,9 @@ def _sampling(s: PeerSettings) -> Iterator[Part]:
     if drawn and s[f"{val}.top_p"] != 1:
         yield RecipeLine("task.eval.sampling", {"top_p": float(s.number(f"{val}.top_p"))}, (f"{val}.top_p",))
     elif s[f"{val}.top_p"] == 1:
-        yield Same((f"{val}.top_p",), "it changes nothing at this value")
+        yield SameKeys((f"{val}.top_p",), "it changes nothing at this value")
     if s[f"{val}.n"] == 1:
-        yield Same((f"{val}.n",), "one answer a task")
+        yield SameKeys((f"{val}.n",), "one answer a task")
 
 
 def _optimizer(s: PeerSettings) -> Iterator[Part]:
@@ -470,16 +478,18 @@ def _optimizer(s: PeerSettings) -> Iterator[Part]:
     if s[kind] in ("constant", "cosine"):
         yield RecipeLine("trainer.schedule", s[kind], (kind,))
     else:
-        yield Gap((kind,), "constant, linear and cosine exist here")
+        yield MissingKeys((kind,), "constant, linear and cosine exist here")
     least = f"{OPTIM}.min_lr_ratio"
     if s[least]:
         yield (
-            Gap((least,), "a cosine ends at 0 here") if s[kind] == "cosine" else Same((least,), "the rate is constant")
+            MissingKeys((least,), "a cosine ends at 0 here")
+            if s[kind] == "cosine"
+            else SameKeys((least,), "the rate is constant")
         )
     steps, share = f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio"
     if s.number(steps) is not None and s.number(steps) >= 0:
         yield RecipeLine("trainer.warmup_steps", s.whole(steps), (steps,))
-        yield from (Gap((share,), "lr_warmup_steps counts instead"),) if s.has(share) else ()
+        yield from (MissingKeys((share,), "lr_warmup_steps counts instead"),) if s.has(share) else ()
     elif s[share]:
         total = s["trainer.total_training_steps"]
         warmup = int(total * s.number(share)) if total else 0
@@ -487,15 +497,15 @@ def _optimizer(s: PeerSettings) -> Iterator[Part]:
             "trainer.warmup_steps", warmup, (share,), ask="" if total else f"{s[share]} of all steps: write the number"
         )
     else:
-        yield Same((steps, share), "no warm-up")
+        yield SameKeys((steps, share), "no warm-up")
     yield RecipeLine("trainer.clip", float(s.number(f"{OPTIM}.clip_grad")), (f"{OPTIM}.clip_grad",))
     old = f"{ACTOR}.grad_clip"
     if s.has(old):
         same = s[old] == s[f"{OPTIM}.clip_grad"]
         yield (
-            Same((old,), "so is optim.clip_grad")
+            SameKeys((old,), "so is optim.clip_grad")
             if same
-            else Gap((old,), f"it has no effect there: {OPTIM}.clip_grad clips")
+            else MissingKeys((old,), f"it has no effect there: {OPTIM}.clip_grad clips")
         )
     decay = f"{OPTIM}.weight_decay"
     yield RecipeLine(
@@ -503,7 +513,7 @@ def _optimizer(s: PeerSettings) -> Iterator[Part]:
     )
     yield RecipeLine("trainer.betas", list(s[f"{OPTIM}.betas"]), (f"{OPTIM}.betas",))
     if s[f"{OPTIM}.optimizer"] == "AdamW":
-        yield Same((f"{OPTIM}.optimizer", f"{OPTIM}.optimizer_impl"), "AdamW")
+        yield SameKeys((f"{OPTIM}.optimizer", f"{OPTIM}.optimizer_impl"), "AdamW")
     replay = f"{ROLLOUT}.enable_rollout_routing_replay"
     yield RecipeLine("trainer.routing_replay", bool(s[replay]), (replay,), "of a mixture of experts")
 
@@ -522,7 +532,9 @@ def _running(s: PeerSettings) -> Iterator[Part]:
             "run.checkpoint.keep", s.whole("trainer.max_actor_ckpt_to_keep"), ("trainer.max_actor_ckpt_to_keep",)
         )
     else:
-        yield Gap(("trainer.max_actor_ckpt_to_keep",), "they keep every checkpoint; run.checkpoint.keep is 2 here")
+        yield MissingKeys(
+            ("trainer.max_actor_ckpt_to_keep",), "they keep every checkpoint; run.checkpoint.keep is 2 here"
+        )
     yield RecipeLine("task.eval.every", max(0, s.whole("trainer.test_freq")), ("trainer.test_freq",))
     if s.has("trainer.logger"):
         yield from sinks(s, "trainer.logger")
@@ -600,7 +612,7 @@ def _distillation(s: PeerSettings) -> Iterator[Part]:
     yield RecipeLine("algo.distill.coef", float(weigh), keys, ask=ask)
 
 
-VERL = Peer.of(
+VERL = PeerFormat.of(
     "verl",
     (_model, _task, _algorithm, _loss, _distillation, _correction, _loop, _sampling, _optimizer, _running),
     REASONS,

@@ -31,7 +31,7 @@ from rondel.models.adapter_state import NAME, ModelAdapter
 from rondel.models.attention import PackedLayout, PackedSegment
 
 if TYPE_CHECKING:
-    from rondel.models.loaded_model import Loaded
+    from rondel.models.loaded_model import LoadedModel
 
 ALL = "all-linear"
 WEIGHTS, CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"
@@ -41,7 +41,7 @@ BLOCK = 256  # rows of one float32 copy on a CPU
 # -- making one ----------------------------------------------------------------------------------
 
 
-def adapt(loaded: Loaded, *, rank: int, alpha: int, targets: str | list[str] = ALL, seed: int = 0) -> None:
+def adapt(loaded: LoadedModel, *, rank: int, alpha: int, targets: str | list[str] = ALL, seed: int = 0) -> None:
     """From now on only an adapter of `loaded` is trained. A model that came with one keeps
     it, if it is the one that is asked for.
     """
@@ -93,7 +93,7 @@ def require() -> None:
         raise ConfigError("adapters need the package peft, which is not installed: pip install 'rondel[lora]'")
 
 
-def _found(loaded: Loaded, targets: str | Iterable[str]) -> dict[str, nn.Module]:
+def _found(loaded: LoadedModel, targets: str | Iterable[str]) -> dict[str, nn.Module]:
     """{full name: layer} of what shall be adapted; every target must mean at least one layer."""
     model = loaded.model
     head = model.get_output_embeddings()
@@ -250,7 +250,7 @@ def _ends(layers: Iterable[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in layers})
 
 
-def _inject(loaded: Loaded, config: Any, seed: int) -> None:
+def _inject(loaded: LoadedModel, config: Any, seed: int) -> None:
     """peft puts its layers around the model's; their forward pass is ours, so that engine and
     trainer share one switch.
     """
@@ -323,7 +323,7 @@ def _blocks(x: Tensor) -> list[slice]:
     return [slice(first, first + size) for first in range(0, len(x), size)]
 
 
-def _prove(loaded: Loaded) -> None:
+def _prove(loaded: LoadedModel) -> None:
     """Every adapted layer must be asked in a pass: a model that reads a layer's
     weight itself would go past the adapter.
     """
@@ -351,7 +351,7 @@ def is_adapter(folder: str | Path) -> bool:
     return (Path(folder).expanduser() / CONFIG).is_file()
 
 
-def save(loaded: Loaded, folder: Path) -> None:
+def save(loaded: LoadedModel, folder: Path) -> None:
     """What peft and vLLM read, and `base.json`: where the base came from and the digest of its bits."""
     assert loaded.adapter is not None
     config, origin = loaded.adapter.config, loaded.model.config.name_or_path
@@ -394,7 +394,7 @@ def trained_in(folder: str | Path) -> str:
     return str(_note(folder)["dtype"]).removeprefix("torch.")
 
 
-def attach(loaded: Loaded, folder: str | Path) -> None:
+def attach(loaded: LoadedModel, folder: str | Path) -> None:
     """Give a base the adapter that lies in `folder`, whoever wrote it."""
     require()
     from peft import LoraConfig, PeftConfig
@@ -414,7 +414,7 @@ def attach(loaded: Loaded, folder: str | Path) -> None:
             tensor.copy_(theirs[name])
 
 
-def read(loaded: Loaded, folder: str | Path) -> dict[str, Tensor]:
+def read(loaded: LoadedModel, folder: str | Path) -> dict[str, Tensor]:
     """The tensors of an adapter for this model, under peft's names; another base, shape or scale is refused by name."""
     folder, adapter = Path(folder).expanduser(), loaded.adapter
     assert adapter is not None

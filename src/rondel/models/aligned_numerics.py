@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rondel.core.errors import ConfigError
-from rondel.models.attention import PackedLayout, PackedSegment, PagedLayout, Slots
+from rondel.models.attention import PackedLayout, PackedSegment, PagedLayout, PoolSlots
 from rondel.models.head import chosen
 
 if TYPE_CHECKING:
-    from rondel.models.loaded_model import Loaded
+    from rondel.models.loaded_model import LoadedModel
 
 BLOCK = 64
 BUDGET = 1 << 24  # entries of keys that are gathered at once
@@ -71,7 +71,7 @@ def _attend(
         return _attend(q, keys, values, slots, lengths, scale, window, softcap)[:1]
     n, heads, context = len(q), len(keys), slots.shape[1]
     blocks = context // BLOCK
-    where = Slots(slots)
+    where = PoolSlots(slots)
     k, v = (where.read(pool).float().view(heads * n * blocks, BLOCK, -1) for pool in (keys, values))
     folded = q.float().view(n, heads, -1, q.shape[-1]).transpose(0, 1)  # [K,N,R,D]
     repeats = folded.shape[2]
@@ -162,7 +162,7 @@ def aligned(layout: PackedLayout | PagedLayout) -> AlignedPacked | AlignedPaged:
     return AlignedPacked(layout) if isinstance(layout, PackedLayout) else AlignedPaged(layout)
 
 
-def align(loaded: Loaded) -> None:
+def align(loaded: LoadedModel) -> None:
     """From now on this model computes with aligned numerics, for the engine and the
     trainer alike; refused where they do not hold.
     """
@@ -297,7 +297,7 @@ def align(loaded: Loaded) -> None:
 
 
 @torch.no_grad()
-def prove(loaded: Loaded) -> None:
+def prove(loaded: LoadedModel) -> None:
     """Sequences of several lengths, alone and packed in several ways, must give the same
     bits; else aligned numerics are refused.
     """
@@ -314,7 +314,7 @@ def prove(loaded: Loaded) -> None:
                 )
 
 
-def _logprobs(loaded: Loaded, rows: list[Tensor]) -> list[Tensor]:
+def _logprobs(loaded: LoadedModel, rows: list[Tensor]) -> list[Tensor]:
     """Of each row's tokens after the first, all rows packed into one forward pass."""
     starts = [sum(len(r) for r in rows[:i]) for i in range(len(rows))]
     layout = PackedLayout([PackedSegment(start, len(row)) for start, row in zip(starts, rows)], loaded.device)

@@ -383,7 +383,7 @@ class CachePool(Protocol):
         """The layer's pool [K,pages,D] for tokens like [T,K,D]."""
 
 
-class Slots:
+class PoolSlots:
     """Slots of any shape in a pool, and the rows they are when heads and pages are one axis, made once a step."""
 
     def __init__(self, slots: Tensor) -> None:
@@ -408,20 +408,20 @@ class Slots:
 
 
 @dataclass(slots=True)
-class Chunk:
+class PrefillChunk:
     """New tokens [start, start+length) of the step that belong to one request, and the slots of its whole context."""
 
     start: int
     length: int
     context: Tensor  # [C] slots, the new tokens' own at the end
-    slots: Slots = field(init=False)
+    slots: PoolSlots = field(init=False)
 
     def __post_init__(self) -> None:
-        self.slots = Slots(self.context[None])
+        self.slots = PoolSlots(self.context[None])
 
 
 @dataclass(slots=True, eq=False)
-class Decoding:
+class DecodeBatch:
     """Requests that feed one token each; siblings read the context they have in common once, as one dense block.
 
     own      [B,C]  slots of each request's own context, padded with slot 0      lengths [B] how
@@ -439,12 +439,12 @@ class Decoding:
     grid: Tensor | None = None
     place: Tensor | None = None
     masks: dict[int | None, Tensor] = field(default_factory=dict)
-    near: Slots = field(init=False)
-    above: Slots | None = field(init=False)
+    near: PoolSlots = field(init=False)
+    above: PoolSlots | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.near = Slots(self.own)
-        self.above = None if self.prefix is None else Slots(self.prefix)
+        self.near = PoolSlots(self.own)
+        self.above = None if self.prefix is None else PoolSlots(self.prefix)
 
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, softcap: float | None
@@ -514,10 +514,15 @@ class PagedLayout:
     """
 
     def __init__(
-        self, keys: CachePool, values: CachePool, write: Tensor, chunks: list[Chunk], decoding: Decoding | None = None
+        self,
+        keys: CachePool,
+        values: CachePool,
+        write: Tensor,
+        chunks: list[PrefillChunk],
+        decoding: DecodeBatch | None = None,
     ) -> None:
         self.keys, self.values, self.write, self.chunks, self.decoding = keys, values, write, chunks, decoding
-        self._into = Slots(write)
+        self._into = PoolSlots(write)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
@@ -538,7 +543,7 @@ class PagedLayout:
 
     def _prefill(
         self,
-        chunk: Chunk,
+        chunk: PrefillChunk,
         q: Tensor,
         keys: Tensor,
         values: Tensor,

@@ -28,19 +28,19 @@ from rondel.models import linear
 from rondel.models.attention import AttentionLayout, PackedLayout, PackedSegment, attending, outside
 
 if TYPE_CHECKING:
-    from rondel.models.loaded_model import Loaded
+    from rondel.models.loaded_model import LoadedModel
 
 REMEDY = "leave engine.compile = false"
 # mean logprob difference to the model as it is
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
-class Compiled:
-    """`Compiled(loaded).hidden` is `loaded.hidden` without gradients and without a tape.
+class CompiledModel:
+    """`CompiledModel(loaded).hidden` is `loaded.hidden` without gradients and without a tape.
     Takes seconds; ConfigError where it cannot be.
     """
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         refuse(
             loaded,
             "compiled",
@@ -80,7 +80,7 @@ class Compiled:
                 )
 
 
-def refuse(loaded: Loaded, how: str, reasons: dict[str, bool]) -> None:
+def refuse(loaded: LoadedModel, how: str, reasons: dict[str, bool]) -> None:
     """`reasons` of one way of making steps faster, beside those that all of them have."""
     shared = {
         "it is a mixture of experts, whose experts get other tokens at every step": loaded.routers > 0,
@@ -93,7 +93,7 @@ def refuse(loaded: Loaded, how: str, reasons: dict[str, bool]) -> None:
             raise ConfigError(f"engine.compile: '{loaded.name}' cannot be {how}: {why}; {REMEDY}")
 
 
-def _compile(loaded: Loaded) -> Any:
+def _compile(loaded: LoadedModel) -> Any:
     from torch._inductor import standalone_compile  # slow to import
 
     def whole(tokens: Tensor, positions: Tensor) -> Tensor:

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from rondel.core.errors import ConfigError
 from rondel.models.attention import AttentionLayout
-from rondel.models.compilation import REMEDY, TOLERANCE, Compiled, refuse
+from rondel.models.compilation import REMEDY, TOLERANCE, CompiledModel, refuse
 
 if TYPE_CHECKING:
-    from rondel.models.loaded_model import Loaded
+    from rondel.models.loaded_model import LoadedModel
     from rondel.models.paged_attention import FedLayout
 
 
-class Recording(Protocol):
+class GraphRecording(Protocol):
     """`work` as it was carried out once, to be carried out again over what its inputs hold then."""
 
     def replay(self) -> Tensor: ...
@@ -56,18 +56,18 @@ class CudaGraph:
         return self.out
 
 
-class Graphs:
-    """`Graphs(loaded, 64).hidden` is `loaded.hidden` without gradients and without a tape; steps
+class DecodeGraphs:
+    """`DecodeGraphs(loaded, 64).hidden` is `loaded.hidden` without gradients and without a tape; steps
     that are not one token each go the plain way.
     """
 
     def __init__(
-        self, loaded: Loaded, most: int, record: Callable[[Callable[[], Tensor]], Recording] = CudaGraph
+        self, loaded: LoadedModel, most: int, record: Callable[[Callable[[], Tensor]], GraphRecording] = CudaGraph
     ) -> None:
         _refuse(loaded)
         self._loaded, self._record = loaded, record
         self.sizes = sizes_upto(most)
-        self.recorded: dict[int, Recording] = {}
+        self.recorded: dict[int, GraphRecording] = {}
         self._held = [*loaded.model.parameters(), *loaded.model.buffers()]
         self._over: list[int] = []  # addresses of weights and pools
         device = loaded.device
@@ -109,12 +109,12 @@ class Graphs:
 
     def _begin(self, size: int, layout: FedLayout) -> Tensor:
         """Record this size, and compare its first answer with the plain pass over the same inputs."""
-        from rondel.models.paged_attention import FedLayout, Feeds
+        from rondel.models.paged_attention import FedLayout, LaunchBatch
 
         loaded, table = self._loaded, layout.parts[0][1].table
         self.feeds[:, 1] = torch.arange(len(self.feeds), dtype=torch.int32, device=loaded.device)
         self.feeds[:, 2] = 1
-        feeds = Feeds(table, self.feeds[:size], [1] * size, layout.parts[0][1].splits)
+        feeds = LaunchBatch(table, self.feeds[:size], [1] * size, layout.parts[0][1].splits)
 
         def work() -> Tensor:
             step = FedLayout(layout.keys, layout.values, self.write[:size], [(size, feeds)])
@@ -146,11 +146,11 @@ class Graphs:
             self._over = over
 
 
-def serving_pass(loaded: Loaded, most: int) -> Compiled | Graphs:
+def serving_pass(loaded: LoadedModel, most: int) -> CompiledModel | DecodeGraphs:
     """What `engine.compile` means here, for an engine of at most so many requests: fused
     loops on a CPU, recorded steps on a GPU.
     """
-    return Compiled(loaded) if loaded.device.type == "cpu" else Graphs(loaded, most)
+    return CompiledModel(loaded) if loaded.device.type == "cpu" else DecodeGraphs(loaded, most)
 
 
 def sizes_upto(most: int) -> list[int]:
@@ -159,7 +159,7 @@ def sizes_upto(most: int) -> list[int]:
     return [size for size in sizes if size < most] + [min(size for size in sizes if size >= most)]
 
 
-def _refuse(loaded: Loaded) -> None:
+def _refuse(loaded: LoadedModel) -> None:
     reasons = {
         f"it runs on {loaded.device}, and graphs are CUDA's": loaded.device.type not in ("cuda", "cpu"),
         "Triton is not installed (pip install triton)": importlib.util.find_spec("triton") is None,

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rondel.models.linear import Stack, product
+from rondel.models.linear import PackedLinear, product
 
 
 @dataclass(slots=True)
-class Head:
+class LMHead:
     """`logits = softcap(scale · (h Wᵀ + b))`; the weight is the module's own parameter, so tied
     embeddings stay tied.
     """
@@ -21,10 +21,10 @@ class Head:
     bias: torch.Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
-    stack: Stack = field(default_factory=Stack, repr=False)
+    stack: PackedLinear = field(default_factory=PackedLinear, repr=False)
 
     @classmethod
-    def of(cls, model: Any) -> Head:
+    def of(cls, model: Any) -> LMHead:
         linear, config = model.get_output_embeddings(), model.config.get_text_config()
         scale = 1.0
         if getattr(config, "logits_scaling", None):  # granite divides

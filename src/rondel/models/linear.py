@@ -103,7 +103,7 @@ def _in_company(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
 Stamp = list[tuple[int, int, int]]
 
 
-class Stack:
+class PackedLinear:
     """Weights [O_i, I] that read the same input, as one packed product whenever nobody wants gradients."""
 
     def __init__(self) -> None:
@@ -157,17 +157,17 @@ class Stack:
         """Until the next use."""
         self.stamp, self._packed = [], None
 
-    def __deepcopy__(self, memo: Any) -> Stack:
-        return Stack()  # what is packed belongs to the weights it was packed from
+    def __deepcopy__(self, memo: Any) -> PackedLinear:
+        return PackedLinear()  # what is packed belongs to the weights it was packed from
 
 
-class Loose(Stack):
+class UnpackedLinear(PackedLinear):
     """Of weights that come and go: nothing is packed, since a copy would outlive them."""
 
     def carries(self, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> bool:
         return False
 
-    def __deepcopy__(self, memo: Any) -> Loose:
+    def __deepcopy__(self, memo: Any) -> UnpackedLinear:
         return self
 
 
@@ -182,7 +182,7 @@ class _Members:
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:
-        self.layers, self.stack = layers, Stack()
+        self.layers, self.stack = layers, PackedLinear()
         self._asked: Tensor | None = None
         self._parts: dict[int, Tensor] = {}
 
@@ -235,13 +235,13 @@ def tracing() -> bool:
     return getattr(_tracing, "on", False)
 
 
-class Together(Protocol):
+class JointProduct(Protocol):
     """A product, or several of one input, that finds its weights itself."""
 
     def together(self, x: Tensor) -> Tensor: ...
 
 
-def called(owner: Together, x: Tensor, size: int) -> Tensor:
+def called(owner: JointProduct, x: Tensor, size: int) -> Tensor:
     """`owner.together(x)`, [..., I] -> [..., size], as one operation of a graph.
 
     It is named there by a number. Counted, so that it is the same in the next process,
@@ -254,7 +254,7 @@ def called(owner: Together, x: Tensor, size: int) -> Tensor:
 
 _tracing = threading.local()
 _numbers = itertools.count()
-_traced: WeakValueDictionary[int, Together] = WeakValueDictionary()
+_traced: WeakValueDictionary[int, JointProduct] = WeakValueDictionary()
 LIBRARY = torch.library.Library("rondel", "FRAGMENT")
 LIBRARY.define("product(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 LIBRARY.define("together(Tensor x, int owner, int size) -> Tensor")
@@ -288,12 +288,12 @@ def loosen(model: nn.Module) -> None:
         if isinstance(own := module.__dict__.get("forward"), functools.partial) and isinstance(
             members := getattr(own.func, "__self__", None), _Members
         ):
-            members.stack = Loose()
+            members.stack = UnpackedLinear()
 
 
-def stacks(model: nn.Module) -> list[Stack]:
+def stacks(model: nn.Module) -> list[PackedLinear]:
     """All packed products of a model."""
-    found: dict[int, Stack] = {}
+    found: dict[int, PackedLinear] = {}
     for module in model.modules():
         if isinstance(own := module.__dict__.get("forward"), functools.partial):
             members = getattr(own.func, "__self__", None)

@@ -32,11 +32,11 @@ from transformers import logging as hf_logging
 from transformers.utils import cached_file
 
 from rondel.core.errors import ModelError, boundary
-from rondel.core.media import ImagePlaceholder, Sight, positions
+from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, positions
 from rondel.models import adapters, linear, nf4, vision
 from rondel.models.attention import NAME, PackedLayout, PackedSegment, attending
-from rondel.models.head import Head
-from rondel.models.loaded_model import Loaded
+from rondel.models.head import LMHead
+from rondel.models.loaded_model import LoadedModel
 from rondel.models.routing_tape import arm, experts
 from rondel.planner.shapes import SIZES, refuse_sizes
 
@@ -52,7 +52,7 @@ def load(
     device: str = "cpu",
     four_bits: bool = False,
     trust_remote_code: bool = False,
-) -> Loaded:
+) -> LoadedModel:
     """Load and prove: the packed attention must give the logprobs of the model's own
     attention on a probe, or loading fails.
 
@@ -216,10 +216,12 @@ def load(
     linear.adopt(model)
     cached = _prove(model, name, sight)
     context, stops = _max_context(model.config.get_text_config()), _stop_ids(model, tokenizer)
-    return Loaded(model, tokenizer, Head.of(model), name, stops, context, cached, arm(model), path=path, sight=sight)
+    return LoadedModel(
+        model, tokenizer, LMHead.of(model), name, stops, context, cached, arm(model), path=path, sight=sight
+    )
 
 
-def tokenizer_of(path: str | dict[str, Any]) -> tuple[Any, int, Sight | None]:
+def tokenizer_of(path: str | dict[str, Any]) -> tuple[Any, int, ImageProcessorConfig | None]:
     """(tokenizer, context length, how it looks at pictures) of what `load` would load, without a weight."""
     hf_logging.set_verbosity_error()
     if isinstance(path, str) and adapters.is_adapter(path):
@@ -346,7 +348,7 @@ def _shares_attention(config: Any) -> bool:
     return getattr(known, "_supports_attention_backend", True) or config.model_type in {"biogpt", "stablelm"}
 
 
-def _prove(model: Any, name: str, sight: Sight | None) -> int:
+def _prove(model: Any, name: str, sight: ImageProcessorConfig | None) -> int:
     """Switch to the packed attention and compare it with the model's own on a probe of two
     sequences; one that looks sees a picture, too.
 
@@ -383,7 +385,7 @@ def _prove(model: Any, name: str, sight: Sight | None) -> int:
                         torch.arange(3, media[0].end, device=device), vision.encode(model, sight, [media[0].image])
                     )
                     hidden = vision.hidden(model, tokens, where, seen)
-            packed = Head.of(model).logits(hidden).log_softmax(-1)
+            packed = LMHead.of(model).logits(hidden).log_softmax(-1)
         except ModelError:
             raise
         except Exception as error:

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 
 from rondel.core.errors import ModelError
-from rondel.core.media import Image, Sight
+from rondel.core.media import Image, ImageProcessorConfig
 from rondel.models import adapter_state, nf4, vision
 from rondel.models.attention import attending
-from rondel.models.head import Head
-from rondel.models.routing_tape import Tape, taping
+from rondel.models.head import LMHead
+from rondel.models.routing_tape import RoutingTape, taping
 
 
 @dataclass(slots=True)
-class Loaded:
+class LoadedModel:
     """One module for both sides: the trainer and the built-in engine call it with their own attention layouts."""
 
     model: Any
     tokenizer: Any
-    head: Head
+    head: LMHead
     name: str
     stop_ids: frozenset[int]
     max_context: int
@@ -32,14 +32,14 @@ class Loaded:
     routers: int = 0  # MoE layers whose choice of experts can be recorded and replayed
     aligned: bool = False  # numerics: bits that do not depend on the batch (models/aligned_numerics.py)
     align: Callable[[Any], Any] | None = None  # a layout as those numerics compute it
-    enter: Callable[[Callable[[Head], Any]], Any] | None = None  # how a pass begins where the weights lie in shards
+    enter: Callable[[Callable[[LMHead], Any]], Any] | None = None  # how a pass begins where the weights lie in shards
     compute: torch.dtype | None = None  # what passes compute in, where the masters are the module's own
     path: str | dict[str, Any] = ""  # where the weights came from, those under an adapter if there is one
     adapter: adapter_state.ModelAdapter | None = (
         None  # what is trained instead of the weights (models/adapter_state.py)
     )
     bare: bool = False  # compute without the adapter: the reference
-    sight: Sight | None = None  # how it looks at pictures; None for a model that reads text alone
+    sight: ImageProcessorConfig | None = None  # how it looks at pictures; None for a model that reads text alone
 
     @property
     def device(self) -> torch.device:
@@ -54,7 +54,7 @@ class Loaded:
         """How many weights it has, whatever they lie in."""
         return nf4.numbers(self.model)
 
-    def within(self, work: Callable[[Head], Any]) -> Any:
+    def within(self, work: Callable[[LMHead], Any]) -> Any:
         """One pass through the module, ending in its head."""
         return work(self.head) if self.enter is None else self.enter(work)
 
@@ -63,7 +63,7 @@ class Loaded:
         tokens: torch.Tensor,
         positions: torch.Tensor,
         layout: Any,
-        tape: Tape | None = None,
+        tape: RoutingTape | None = None,
         seen: vision.VisionFeatures | None = None,
     ) -> torch.Tensor:
         """Last hidden states of packed tokens: [T], [T] or [3,T] -> [T, D]. On `tape` routers
@@ -76,7 +76,7 @@ class Loaded:
             out = self.model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         return out.last_hidden_state[0]
 
-    def look(self, images: list[Image]) -> vision.Features:
+    def look(self, images: list[Image]) -> vision.ImageFeatures:
         """What it sees in the cells of these pictures. A frozen tower makes no graph."""
         if self.sight is None:
             raise ModelError(
@@ -88,13 +88,13 @@ class Loaded:
         ):
             return vision.encode(self.model, self.sight, images)
 
-    def copied(self) -> Loaded:
+    def copied(self) -> LoadedModel:
         """The same weights, free to go another way: what is trained is copied, what is frozen
         (the base of an adapter) stays shared.
         """
         frozen = {id(p): p for p in self.model.parameters() if not p.requires_grad}
         model, adapter = copy.deepcopy((self.model, self.adapter), frozen)
-        return replace(self, model=model, head=Head.of(model), adapter=adapter)
+        return replace(self, model=model, head=LMHead.of(model), adapter=adapter)
 
     def stirred(self) -> AbstractContextManager[None]:
         """Inside, a fresh adapter is noise: what is proven of this model is then proven of its adapter, too."""

@@ -36,7 +36,7 @@ FEW = 8  # new tokens up to which a step counts as decoding
 NEGATIVE = tl.constexpr(-1.0e30)
 
 
-class Fed(NamedTuple):
+class TokenRun(NamedTuple):
     """New tokens of one request: their line of the table, the first row of q, how many, and its context with them."""
 
     line: int
@@ -46,7 +46,7 @@ class Fed(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Feeds:
+class LaunchBatch:
     """Feeds that are computed by one launch. `new`: how many tokens each has, which is all that
     the host has to know.
     """
@@ -58,7 +58,7 @@ class Feeds:
     _tiles: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, table: Tensor, fed: Sequence[Fed]) -> Feeds:
+    def of(cls, table: Tensor, fed: Sequence[TokenRun]) -> LaunchBatch:
         new = [f.new for f in fed]
         return cls(table, torch.tensor(fed, dtype=torch.int32).to(table.device), new, SPLITS if max(new) <= FEW else 1)
 
@@ -111,7 +111,7 @@ class KernelShape(NamedTuple):
 class FedLayout(PagedLayout):
     """One engine step on a GPU: `parts` are feeds with the rows of q that they cover, in order."""
 
-    def __init__(self, keys: CachePool, values: CachePool, write: Tensor, parts: list[tuple[int, Feeds]]) -> None:
+    def __init__(self, keys: CachePool, values: CachePool, write: Tensor, parts: list[tuple[int, LaunchBatch]]) -> None:
         super().__init__(keys, values, write, [])
         self.parts = parts
 
@@ -132,7 +132,7 @@ class FedLayout(PagedLayout):
         return out[0] if len(out) == 1 else torch.cat(out)
 
 
-class Lines:
+class BlockTable:
     """The table of an engine. A step uploads the slots that are new, not the contexts:
     one for each request that decodes.
     """
@@ -144,7 +144,9 @@ class Lines:
     def note(self, line: int, first: int, slots: Sequence[int]) -> None:
         self._new += [(line, first + i, slot) for i, slot in enumerate(slots)]
 
-    def layout(self, keys: CachePool, values: CachePool, write: Tensor, launches: Sequence[Sequence[Fed]]) -> FedLayout:
+    def layout(
+        self, keys: CachePool, values: CachePool, write: Tensor, launches: Sequence[Sequence[TokenRun]]
+    ) -> FedLayout:
         """`launches`: feeds in the order of their tokens, those of prompts apart from those
         of a few; each counts its rows from 0.
         """
@@ -153,7 +155,7 @@ class Lines:
             self.table[lines, columns] = slots.to(torch.int32)
             self._new.clear()
         return FedLayout(
-            keys, values, write, [(sum(f.new for f in fed), Feeds.of(self.table, fed)) for fed in launches if fed]
+            keys, values, write, [(sum(f.new for f in fed), LaunchBatch.of(self.table, fed)) for fed in launches if fed]
         )
 
 

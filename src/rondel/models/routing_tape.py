@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from rondel.core.errors import LawError, ModelError
 
 
-class Tape:
+class RoutingTape:
     """Routes [T, L, K] of the tokens of one forward pass: what was recorded, or what is to be replayed."""
 
     def __init__(self, layers: int, routes: Tensor | None = None) -> None:
@@ -64,7 +64,7 @@ _here = threading.local()
 
 
 @contextmanager
-def taping(tape: Tape | None) -> Iterator[Tape | None]:
+def taping(tape: RoutingTape | None) -> Iterator[RoutingTape | None]:
     """Routers called inside record on `tape`, or replay from it. Leaving it checks that every record was used."""
     outer = getattr(_here, "tape", None)
     _here.tape = tape
@@ -79,7 +79,7 @@ def taping(tape: Tape | None) -> Iterator[Tape | None]:
 class _Choice(TorchFunctionMode):
     """Inside one router: its topk over all experts takes what the tape says."""
 
-    def __init__(self, tape: Tape, layer: int, experts: int, k: int) -> None:
+    def __init__(self, tape: RoutingTape, layer: int, experts: int, k: int) -> None:
         super().__init__()
         self.tape, self.layer, self.experts, self.k = tape, layer, experts, k
 

@@ -11,10 +11,10 @@ import torch
 from rondel.models import vision
 
 if TYPE_CHECKING:
-    from rondel.models.loaded_model import Loaded
+    from rondel.models.loaded_model import LoadedModel
 
 
-def save(loaded: Loaded, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
+def save(loaded: LoadedModel, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
     """Plain Hugging Face files: safetensors, config, tokenizer. `weights` replaces
     the module's own (fp32 masters, say).
     """

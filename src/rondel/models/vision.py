@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from rondel.core.errors import ModelError
-from rondel.core.media import Image, ImagePlaceholder, Sight
+from rondel.core.media import Image, ImagePlaceholder, ImageProcessorConfig
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -30,7 +30,7 @@ PIXELS = {"qwen3_vl": (256 * 256, 4096 * 4096)}  # least and most where a folder
 
 
 @dataclass(slots=True)
-class Features:
+class ImageFeatures:
     """What the tower says of n cells: for the embeddings, and for the first layers of a
     model that looks again there (deepstack).
     """
@@ -38,11 +38,11 @@ class Features:
     main: Tensor  # [n, D]
     deep: tuple[Tensor, ...] = ()  # each [n, D]
 
-    def rows(self, index: Tensor) -> Features:
-        return Features(self.main.index_select(0, index), tuple(d.index_select(0, index) for d in self.deep))
+    def rows(self, index: Tensor) -> ImageFeatures:
+        return ImageFeatures(self.main.index_select(0, index), tuple(d.index_select(0, index) for d in self.deep))
 
     @classmethod
-    def joined(cls, parts: Sequence[Features]) -> Features:
+    def joined(cls, parts: Sequence[ImageFeatures]) -> ImageFeatures:
         if len(parts) == 1:
             return parts[0]
         return cls(
@@ -59,14 +59,14 @@ class VisionFeatures:
     """Features and the packed rows, ascending, that they belong to."""
 
     rows: Tensor  # [n]
-    features: Features
+    features: ImageFeatures
 
 
 def tower(model: Any) -> nn.Module:
     return model.base_model.visual
 
 
-def encode(model: Any, sight: Sight, images: Sequence[Image]) -> Features:
+def encode(model: Any, sight: ImageProcessorConfig, images: Sequence[Image]) -> ImageFeatures:
     """The cells of all images behind each other; their pixels are joined once."""
     eye = tower(model)
     parameter = next(eye.parameters())
@@ -77,10 +77,10 @@ def encode(model: Any, sight: Sight, images: Sequence[Image]) -> Features:
         [[1, image.rows * sight.merge, image.columns * sight.merge] for image in images], device=parameter.device
     )
     out = eye(pixels, grid_thw=grid)
-    return Features(out.pooler_output, tuple(getattr(out, "deepstack_features", None) or ()))
+    return ImageFeatures(out.pooler_output, tuple(getattr(out, "deepstack_features", None) or ()))
 
 
-def patches(image: Image, sight: Sight) -> np.ndarray:
+def patches(image: Image, sight: ImageProcessorConfig) -> np.ndarray:
     """[p, 3*t*s*s] The patches of one picture, those of a cell together, as transformers' processor makes them."""
     scaled = (image.pixels.astype(np.float32) * np.float32(1 / 255) - np.asarray(sight.mean, np.float32)) / np.asarray(
         sight.std, np.float32
@@ -107,7 +107,7 @@ def hidden(model: Any, tokens: Tensor, positions: Tensor, seen: VisionFeatures |
     ).last_hidden_state[0]
 
 
-def sight_of(config: Any, folder: str | Path | None = None) -> Sight | None:
+def sight_of(config: Any, folder: str | Path | None = None) -> ImageProcessorConfig | None:
     """How a model of this config looks, with what its folder says of pixels; None for a model that does not."""
     if config.model_type not in FAMILIES:
         return None
@@ -119,7 +119,7 @@ def sight_of(config: Any, folder: str | Path | None = None) -> Sight | None:
     if folder is None:
         least = 4 * (eye.patch_size * eye.spatial_merge_size) ** 2
     size = said.get("size") or {}
-    return Sight(
+    return ImageProcessorConfig(
         config.image_token_id,
         eye.patch_size,
         eye.spatial_merge_size,
@@ -131,7 +131,7 @@ def sight_of(config: Any, folder: str | Path | None = None) -> Sight | None:
     )
 
 
-def described(sight: Sight) -> dict[str, Any]:
+def described(sight: ImageProcessorConfig) -> dict[str, Any]:
     """The same as a `preprocessor_config.json`, which transformers and the foreign engines read."""
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -147,7 +147,7 @@ def described(sight: Sight) -> dict[str, Any]:
 # -- the model's own way, to be compared with ------------------------------------------------------
 
 
-def chequered(sight: Sight) -> Image:
+def chequered(sight: ImageProcessorConfig) -> Image:
     """A picture of 2 x 3 cells, no two alike."""
     n = sight.cell
     y, x = np.mgrid[: 2 * n, : 3 * n]
@@ -155,7 +155,10 @@ def chequered(sight: Sight) -> Image:
 
 
 def as_given(
-    sight: Sight, tokens: list[int], media: Sequence[ImagePlaceholder], device: torch.device | str = "cpu"
+    sight: ImageProcessorConfig,
+    tokens: list[int],
+    media: Sequence[ImagePlaceholder],
+    device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
     """What transformers' own forward pass of one row wants beside its tokens."""
     kinds = torch.zeros(1, len(tokens), dtype=torch.int64)

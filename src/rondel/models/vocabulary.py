@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from rondel.core.errors import ConfigError
 
 
-class Named(Protocol):
+class NamedModel(Protocol):
     """A model, or what is known of it."""
 
     @property
@@ -16,7 +16,7 @@ class Named(Protocol):
     def tokenizer(self) -> Any: ...
 
 
-def same_words(loaded: Named, other: Named, *, who: str, remedy: str) -> None:
+def same_words(loaded: NamedModel, other: NamedModel, *, who: str, remedy: str) -> None:
     """Token 17 of `other` must be token 17 of the model; ConfigError says which is not, of `who`."""
     ours, theirs = loaded.tokenizer.get_vocab(), other.tokenizer.get_vocab()
     odd = sorted(word for word in ours.keys() | theirs.keys() if ours.get(word) != theirs.get(word))

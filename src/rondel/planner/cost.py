@@ -92,7 +92,7 @@ def _cache_tokens(setting: Workload) -> float:
     return max(setting.prompt + setting.mean, min(free, cache) / each)
 
 
-class Generation(NamedTuple):
+class GenerationTime(NamedTuple):
     """`seconds` of a step's answers and their `rate` in tokens a second; `longest`:
     seconds of the longest answer alone.
 
@@ -108,7 +108,7 @@ class Generation(NamedTuple):
     work: float
 
 
-def generation(setting: Workload) -> Generation:
+def generation(setting: Workload) -> GenerationTime:
     requests = together(setting)
     middle = setting.prompt + setting.mean / 2
     arguments = {"tensor": setting.tensor, "width": setting.width}
@@ -126,7 +126,7 @@ def generation(setting: Workload) -> Generation:
     )
     work = decoding + prefill + looped
     seconds = max(work, alone / (setting.staleness + 1))
-    return Generation(setting.new_tokens / seconds, seconds, alone, requests, work)
+    return GenerationTime(setting.new_tokens / seconds, seconds, alone, requests, work)
 
 
 # -- training ----------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def transfer_seconds(bytes_: float, bandwidth: float) -> float:
     return bytes_ / bandwidth
 
 
-class Way(NamedTuple):
+class SyncTime(NamedTuple):
     """`seconds` on the trainer's critical path; `pause`: what the engines stand still of it."""
 
     kind: str
@@ -209,29 +209,29 @@ class Way(NamedTuple):
     why: str
 
 
-def ways(setting: Workload) -> list[Way]:
+def ways(setting: Workload) -> list[SyncTime]:
     """How new weights can travel in this setting: the recipe's sync.kind first, then the quickest."""
     on = setting.hardware
     full = setting.travels
     if not setting.split and setting.gpus == 1:
-        return [Way("tensor", 0.0, 0.0, "one module for both sides: 0 bytes move")]
+        return [SyncTime("tensor", 0.0, 0.0, "one module for both sides: 0 bytes move")]
     inside = setting.gpus <= on.in_node
     road, name = (on.link, "the node's links") if inside else (on.network, "the network")
     what = f"{full / GB:.2f} GB{' (the adapter alone)' if setting.rank else ''}"
     found = [
-        Way(
+        SyncTime(
             "distributed",
             t := transfer_seconds(full, road),
             t,
             f"{what} over {name} at {road / GB:.0f} GB/s, to all engines at once",
         ),
-        Way(
+        SyncTime(
             "disk",
             t := 2 * transfer_seconds(full, DISK),
             COMMIT,
             f"{what} written and read at {DISK / GB:.0f} GB/s; staged beside the old",
         ),
-        Way(
+        SyncTime(
             "delta",
             t := 2 * transfer_seconds(full * DELTA, DISK),
             COMMIT,
@@ -240,7 +240,7 @@ def ways(setting: Workload) -> list[Way]:
     ]
     if inside:
         found.append(
-            Way(
+            SyncTime(
                 "ipc",
                 t := transfer_seconds(full, on.link),
                 COMMIT,

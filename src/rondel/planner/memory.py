@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from rondel.planner.hardware import GB
 from rondel.planner.resolve import BUCKET, SPARE, engine_reserve, kv_pages, logits_bytes, prefill_bytes
-from rondel.planner.workload import Other, Workload
+from rondel.planner.workload import OtherPolicy, Workload
 
 PHASES = ("generate", "logprob", "train", "sync", "wake")
 LIBRARIES = 0.55 * GB  # resident of a process with torch and transformers before it has a model
@@ -28,7 +28,7 @@ DENSE = 1 << 24  # scores of one call that are written out on a CPU (models/atte
 LOGITS = 1 << 25  # entries of a chunk of logits in fp32 (train/logprobs.py); three of that size are alive at once
 
 
-class Bytes(NamedTuple):
+class BytesPerNumber(NamedTuple):
     """For each trained number."""
 
     compute: int
@@ -43,10 +43,15 @@ class Bytes(NamedTuple):
         return self.compute + self.master + self.gradient + self.moments
 
 
-MIXED, FSDP2, RONDEL, RONDEL32 = Bytes(2, 4, 2, 8), Bytes(0, 4, 4, 8, 2), Bytes(2, 4, 4, 8), Bytes(4, 0, 4, 8)
+MIXED, FSDP2, RONDEL, RONDEL32 = (
+    BytesPerNumber(2, 4, 2, 8),
+    BytesPerNumber(0, 4, 4, 8, 2),
+    BytesPerNumber(2, 4, 4, 8),
+    BytesPerNumber(4, 0, 4, 8),
+)
 
 
-def account(parameters: float, state: Bytes = MIXED, *, critic: bool = False) -> dict[str, float]:
+def account(parameters: float, state: BytesPerNumber = MIXED, *, critic: bool = False) -> dict[str, float]:
     """The usual account of a whole job, in bytes, without KV: training state, reference,
     reward model, the actor's copy.  70e9 -> 1540 GB.
     """
@@ -81,7 +86,7 @@ def kv_advice(pre: float, post: float, share: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Bill:
+class MemoryBill:
     """Bytes on one device of a pool: `rows[tenant][phase]`; 0 where the tenant is elsewhere in that
     phase. `loading`: at most before the first of them.
     """
@@ -116,22 +121,24 @@ class Bill:
         return 1.0 if phase == "load" else self.rows[self.largest][phase] / peak
 
 
-def bills(setting: Workload) -> list[Bill]:
+def bills(setting: Workload) -> list[MemoryBill]:
     """One for shared devices, two where trainer and engines have their own."""
     memory = setting.hardware.memory
     if not setting.split:
         others = [(other, _policy(setting, other)) for other in setting.policies]
         beside = {f"{other.name}: {tenant}": row for other, rows in others for tenant, row in rows.items()}
-        return [Bill("shared", memory, _kept(setting, trainer(setting) | engine(setting) | beside), loading(setting))]
+        return [
+            MemoryBill("shared", memory, _kept(setting, trainer(setting) | engine(setting) | beside), loading(setting))
+        ]
     found = [
-        Bill("trainer", memory, _kept(setting, trainer(setting)), loading(setting)),
-        Bill("engine", memory, _kept(setting, engine(setting))),
+        MemoryBill("trainer", memory, _kept(setting, trainer(setting)), loading(setting)),
+        MemoryBill("engine", memory, _kept(setting, engine(setting))),
     ]
     for other in setting.policies:  # on devices of their own
         own = replace(setting, shape=other.shape, policies=())
         if not other.frozen:
-            found.append(Bill(f"trainer of {other.name}", memory, _kept(own, trainer(own)), loading(own)))
-        found.append(Bill(f"engine of {other.name}", memory, _kept(own, engine(own))))
+            found.append(MemoryBill(f"trainer of {other.name}", memory, _kept(own, trainer(own)), loading(own)))
+        found.append(MemoryBill(f"engine of {other.name}", memory, _kept(own, engine(own))))
     return found
 
 
@@ -161,7 +168,7 @@ def _kept(setting: Workload, rows: dict[str, dict[str, float]]) -> dict[str, dic
     return rows
 
 
-def _policy(setting: Workload, other: Other) -> dict[str, dict[str, float]]:
+def _policy(setting: Workload, other: OtherPolicy) -> dict[str, dict[str, float]]:
     """What another policy keeps on the same device. Passes take turns, so what one needs
     while it runs is there for one of them.
     """
@@ -174,7 +181,7 @@ def _policy(setting: Workload, other: Other) -> dict[str, dict[str, float]]:
     return {name: row for name, row in trainer(own).items() if name in kept} | {"KV cache": engine(own)["KV cache"]}
 
 
-def layout(setting: Workload) -> Bytes:
+def layout(setting: Workload) -> BytesPerNumber:
     return RONDEL if setting.width == 2 else RONDEL32
 
 

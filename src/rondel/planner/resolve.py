@@ -10,7 +10,7 @@ from rondel.core.errors import ConfigError
 Apart = Literal["module", "device", "process", "machine", "server"]  # what trainer and engine do not share
 
 
-class Resolved(NamedTuple):
+class ResolvedValue(NamedTuple):
     value: Any
     why: str
 
@@ -28,7 +28,7 @@ def kv_pages(
     page_bytes: int,
     free_bytes: int,
     reserve_bytes: int | None = None,
-) -> Resolved:
+) -> ResolvedValue:
     """Cache pages (one token each): room for every running request at its longest, as far as memory goes.
 
     `reserve_bytes` is what an engine keeps free that has a device to itself (also in turn with a trainer
@@ -36,16 +36,18 @@ def kv_pages(
     processes, and the cache takes a quarter of what is free.
     """
     if wanted != "auto":
-        return Resolved(int(wanted), "set")
+        return ResolvedValue(int(wanted), "set")
     room = max_running * longest
     share = free_bytes // 4 if reserve_bytes is None else max(0, free_bytes - reserve_bytes)
     affordable = max(longest, share // max(1, page_bytes))
     if room <= affordable:
-        return Resolved(room, f"{max_running} requests of {longest} tokens, {room * page_bytes / 1e6:.0f} MB")
+        return ResolvedValue(room, f"{max_running} requests of {longest} tokens, {room * page_bytes / 1e6:.0f} MB")
     if reserve_bytes is None:
-        return Resolved(affordable, f"a quarter of {free_bytes / 1e9:.1f} GB free memory at {page_bytes} bytes a token")
+        return ResolvedValue(
+            affordable, f"a quarter of {free_bytes / 1e9:.1f} GB free memory at {page_bytes} bytes a token"
+        )
     why = f"{free_bytes / 1e9:.1f} GB free on a device of its own, less a reserve of {reserve_bytes / 1e9:.1f} GB, at {page_bytes} bytes a token"
-    return Resolved(affordable, why)
+    return ResolvedValue(affordable, why)
 
 
 def engine_reserve(
@@ -74,18 +76,18 @@ def logits_bytes(vocab: int, max_running: int) -> float:
     return 3.0 * 4 * min(max_running, ROWS) * vocab
 
 
-def micro_tokens(wanted: int | str, *, on_gpu: bool) -> Resolved:
+def micro_tokens(wanted: int | str, *, on_gpu: bool) -> ResolvedValue:
     """Tokens in one forward and backward pass; it cannot change the result, only speed and memory."""
     if wanted != "auto":
-        return Resolved(int(wanted), "set")
+        return ResolvedValue(int(wanted), "set")
     return (
-        Resolved(16384, "a GPU is filled by then")
+        ResolvedValue(16384, "a GPU is filled by then")
         if on_gpu
-        else Resolved(4096, "every pass also goes over all gradients once, so few large ones")
+        else ResolvedValue(4096, "every pass also goes over all gradients once, so few large ones")
     )
 
 
-def transport(wanted: str, *, apart: Apart, weights: int = 0, room: int = 0) -> Resolved:
+def transport(wanted: str, *, apart: Apart, weights: int = 0, room: int = 0) -> ResolvedValue:
     """How new weights reach the engines. `weights`: bytes of one version. `room`: free bytes
     of the shared memory, 0 where there is none.
     """
@@ -96,7 +98,7 @@ def transport(wanted: str, *, apart: Apart, weights: int = 0, room: int = 0) -> 
                 f"and nothing moves. "
                 "Leave it at 'auto'"
             )
-        return Resolved("tensor", "one process, one module: 0 bytes move")
+        return ResolvedValue("tensor", "one process, one module: 0 bytes move")
     if apart == "device":
         if wanted not in ("auto", "tensor"):
             raise ConfigError(
@@ -221,13 +223,13 @@ def transport(wanted: str, *, apart: Apart, weights: int = 0, room: int = 0) -> 
                 f""
                 f"at 'auto'"
             )
-        return Resolved("tensor", "one process: copied from memory to memory")
+        return ResolvedValue("tensor", "one process: copied from memory to memory")
     if apart == "server":
         if wanted not in ("auto", "disk"):
             raise ConfigError(
                 f"sync.kind = '{wanted}': engines of others read new weights from a folder. Leave it at 'auto'"
             )
-        return Resolved("disk", "engines of others read new weights from a folder")
+        return ResolvedValue("disk", "engines of others read new weights from a folder")
     if wanted == "tensor":
         raise ConfigError(
             "sync.kind = 'tensor' hands over the tensors of one process; trainer and engines are apart. Leave it at 'auto'"
@@ -238,12 +240,12 @@ def transport(wanted: str, *, apart: Apart, weights: int = 0, room: int = 0) -> 
             f"sync.kind = 'ipc': {short}. Leave it at 'auto', which sends them by broadcast, or give this machine more memory"
         )
     if wanted != "auto":
-        return Resolved(wanted, "set")
+        return ResolvedValue(wanted, "set")
     if apart == "machine":
-        return Resolved("distributed", "trainer and engines are on different machines")
+        return ResolvedValue("distributed", "trainer and engines are on different machines")
     if room < 2 * weights:
-        return Resolved("distributed", short)
-    return Resolved("ipc", "trainer and engines share a machine: its memory is read in place")
+        return ResolvedValue("distributed", short)
+    return ResolvedValue("ipc", "trainer and engines share a machine: its memory is read in place")
 
 
 def shared_memory() -> int:

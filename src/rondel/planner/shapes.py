@@ -16,11 +16,11 @@ from rondel.core.errors import ModelError
 from rondel.core.registry import nearest
 from rondel.planner import tower
 from rondel.planner.families import DEFAULTS, MODELS, PUBLIC
-from rondel.planner.tower import Tower
+from rondel.planner.tower import VisionTower
 
 
 @dataclass(frozen=True, slots=True)
-class Latent:
+class LatentAttention:
     """Multi-head latent attention (arXiv:2405.04434): what is cached is `kv` compressed
     numbers and `rope` rotary ones a token.
     """
@@ -64,12 +64,12 @@ class ModelShape:
     shared: int = 0
     shared_gate: bool = False
     dense: int = 0
-    latent: Latent | None = None
+    latent: LatentAttention | None = None
     recurrent: int = 0
     recurrent_numbers: int = 0
     gate: bool = False
     family: str = ""
-    tower: Tower | None = None
+    tower: VisionTower | None = None
     bits: float = 16
     source: str = ""
 
@@ -447,7 +447,7 @@ def of_config(config: dict[str, Any], *, name: str = "model") -> ModelShape:
         dense = sum(i < first or i in plain or (i + 1) % sparse_every != 0 for i in range(layers))
     latent = None
     if get("kv_lora_rank"):
-        latent = Latent(
+        latent = LatentAttention(
             config.get("q_lora_rank", get("q_lora_rank")),
             get("kv_lora_rank"),
             get("qk_rope_head_dim"),

@@ -32,7 +32,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Tower:
+class VisionTower:
     """
     out     width of the language model
     gated   a feed-forward of three matrices, and norms without biases; else two, with
@@ -92,11 +92,11 @@ class Tower:
         return bytes_each * (p * (pixels + layer * (self.layers if trained else 1)) + said)
 
 
-def of_config(kind: str, config: dict[str, Any]) -> Tower:
+def of_config(kind: str, config: dict[str, Any]) -> VisionTower:
     """What `vision_config` of a model of this kind says."""
     numbers: dict[str, Any] = {**DEFAULTS[kind], **{k: v for k, v in config.items() if v is not None}}
     width = numbers["embed_dim"] if kind == "qwen2_vl" else numbers["hidden_size"]
-    return Tower(
+    return VisionTower(
         width=width,
         layers=numbers["depth"],
         feed=int(width * numbers["mlp_ratio"]) if kind == "qwen2_vl" else numbers["intermediate_size"],

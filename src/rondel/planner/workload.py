@@ -22,7 +22,7 @@ PROXIMAL = {"clip_cov", "kl_cov", "forking", "m2po", "online_dpo"}
 
 
 @dataclass(frozen=True, slots=True)
-class Other:
+class OtherPolicy:
     """Weights of their own for some agents."""
 
     name: str
@@ -76,7 +76,7 @@ class Workload:
     teacher: ModelShape | None = None
     critic: ModelShape | None = None
     proximal: bool = False
-    policies: tuple[Other, ...] = ()
+    policies: tuple[OtherPolicy, ...] = ()
     pages: int = 0
     prefill: int = 2048
     sync: str = "auto"
@@ -156,7 +156,7 @@ def of_job(job: Job, device: str = "") -> Workload:
     wants_reference = bool(job.algo.kl.get("coef")) or row in REFERENCES
     output = job.engine.sampling.max_tokens
     others = tuple(
-        Other(name, of_recipe(policy.model, hub_cache()) if policy.model is not None else model, policy.frozen)
+        OtherPolicy(name, of_recipe(policy.model, hub_cache()) if policy.model is not None else model, policy.frozen)
         for name, policy in job.policies.items()
     )
     if others:

@@ -184,7 +184,7 @@ class SharedDevice:
         self._seen.peak[phase], self._seen.held[phase] = peak, held
 
 
-class Split:
+class SplitDevices:
     """Trainer and engine on devices of their own: nobody waits, the update itself pauses what it must."""
 
     @asynccontextmanager

@@ -33,7 +33,7 @@ def listen(file: IO[str]) -> None:
     faulthandler.register(SIGNAL, file=file, all_threads=True)
 
 
-class Stacks:
+class StackDumper:
     """Of a controller and its workers, into `logs` of the run folder. Reads events:
     `Stalled` is answered with where they are.
 

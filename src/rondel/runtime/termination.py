@@ -21,7 +21,7 @@ from rondel.system.signals import heard
 ONE = 1.0  # seconds within which several signals are one: a launcher forwards what the whole group has got
 
 
-class Ending:
+class GracefulStop:
     """`with Ending() as ending:` on the main thread. `asked` is the number of the first signal, or 0.
 
     While nobody awaits `wait` there is nothing to keep: the first signal raises Stopped where the program is.
@@ -33,7 +33,7 @@ class Ending:
         self._waits: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Ending:
+    def __enter__(self) -> GracefulStop:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._hear) for number in heard()}
         return self

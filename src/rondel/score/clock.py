@@ -12,7 +12,7 @@ from typing import Any
 CLOCK: ContextVar[asyncio.Timeout | None] = ContextVar("rondel_reward_clock", default=None)
 
 
-class Clocks:
+class CallClocks:
     """Those of all calls that one event loop serves; `beat` tells the pool that the process is alive."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
@@ -27,7 +27,7 @@ class Clocks:
         self.beat()
 
 
-CLOCKS: ContextVar[Clocks | None] = ContextVar("rondel_reward_clocks", default=None)
+CLOCKS: ContextVar[CallClocks | None] = ContextVar("rondel_reward_clocks", default=None)
 
 
 def called(reward: Callable[..., Any], *given: Any) -> Any:

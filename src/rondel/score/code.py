@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rondel.core.errors import BoxError, ConfigError, DataError, SandboxError
-from rondel.core.protocols import Boxes, SandboxCell
+from rondel.core.protocols import SandboxCell, SandboxFactory
 from rondel.core.registry import one_of
-from rondel.core.sandbox_types import Limits, Ran
+from rondel.core.sandbox_types import CommandResult, Limits
 from rondel.core.types import Score, Task, Trajectory
 from rondel.score.boxed.harness import BROKEN, EMPTY, FAULT, GONE, PASSED, WRONG
 from rondel.score.code_tests import checked, extracted, judgement, reference_of
@@ -63,7 +63,7 @@ class Code:
     def __init__(
         self,
         *,
-        sandbox: Boxes,
+        sandbox: SandboxFactory,
         deadline: float = 10.0,
         seconds: float = 2.0,
         memory: int = 256 << 20,
@@ -196,7 +196,7 @@ class Code:
             cell = self._cells[name] = self.sandbox.cell(self.limits, **self.settings)
         return cell
 
-    def _kept(self, name: str, ran: Ran) -> Ran:
+    def _kept(self, name: str, ran: CommandResult) -> CommandResult:
         if not self._cells[name].clean:
             self._cells.pop(name).kill()
         return ran

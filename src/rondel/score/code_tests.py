@@ -101,7 +101,7 @@ def judgement(code: str, test: Any, task: Task) -> str:
     return f"judge_call({code!r}, {test.get('function', entry)!r}, {arguments!r}, {pack(test['expected'])!r})"
 
 
-class Names(NamedTuple):
+class TestedNames(NamedTuple):
     """What a text asks for. asked: of the candidate; needed: those of them that are built in,
     without which the text is not run; modules: (name, module, attributes) that it uses and
     does not import, because its prompt does. A
@@ -113,7 +113,7 @@ class Names(NamedTuple):
 
 
 @lru_cache(4096)
-def names_of(test: str, entry: str, answer: str) -> Names:
+def names_of(test: str, entry: str, answer: str) -> TestedNames:
     """A candidate replaces no built-in function, but for the one that is tested: the entry
     point; in a text that knows no other name, what the task's own answer defines, or the only one that it calls."""
     free = set(free_names(test))
@@ -126,7 +126,7 @@ def names_of(test: str, entry: str, answer: str) -> Names:
     if not asked:
         asked = needed = builtin & defined(answer) or (builtin if len(builtin) == 1 else set())
     checks = {entry} if entry and re.search(r"\bcheck\b", test) else set()
-    return Names(sorted(asked | checks), sorted(needed), modules)
+    return TestedNames(sorted(asked | checks), sorted(needed), modules)
 
 
 def _modules(test: str, names: set[str]) -> list[tuple[str, str, list[str]]]:

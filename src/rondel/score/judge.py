@@ -12,7 +12,7 @@ from typing import Any
 from rondel.core.errors import ConfigError, RewardError
 from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score.answer_text import asked_of, turns_of
-from rondel.score.cache import Cache
+from rondel.score.cache import ScoreCache
 from rondel.score.http import Post
 from rondel.text.special_tokens import broken_up
 
@@ -109,10 +109,10 @@ class Judge:
         if field:
             self.form = f'Answer with one JSON object: {{"{field}": {number}}}'
         self.together = max(2, 4 * together)  # those that the cache answers need no place at the server
-        self.counts, self.cache = self.post.counts, Cache(None)
+        self.counts, self.cache = self.post.counts, ScoreCache(None)
 
     def open(self, folder: str | None) -> None:
-        self.cache = Cache(None if folder is None else Path(folder) / "judge.sqlite")
+        self.cache = ScoreCache(None if folder is None else Path(folder) / "judge.sqlite")
 
     async def __call__(self, trajectory: Trajectory, task: Task) -> Score | Failed:
         asked = self.request(trajectory, task)

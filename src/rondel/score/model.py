@@ -18,7 +18,7 @@ from rondel.core.registry import one_of
 from rondel.core.types import Failed, Score, Task, Trajectory, Turn
 from rondel.score.answer_text import asked_of, turns_of
 from rondel.score.batch import Batcher
-from rondel.score.offload import Naps
+from rondel.score.offload import OffloadedModel
 from rondel.text.special_tokens import special_tokens
 from rondel.text.unicode import valid
 
@@ -83,7 +83,7 @@ class RewardModel:
         self.packs: bool | None = None
         self._thread, self._awake = ThreadPoolExecutor(1), asyncio.Event()
         self._batcher = Batcher(self._compute, most=together, size=len, room=tokens, lanes=1, door=self._awake)
-        self._naps = Naps(self.model, self.device) if offload else None
+        self._naps = OffloadedModel(self.model, self.device) if offload else None
         self.naps = offload
         if not offload:
             self.rise()

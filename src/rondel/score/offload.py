@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class Naps:
+class OffloadedModel:
     """`naps.wake()`, `naps.sleep()`: each parameter and buffer is the same tensor object
     before and after, with the same bits.
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rondel.core.errors import ConfigError, RewardError, UserError
 from rondel.core.events import RewardCounts, Warned, emit
-from rondel.core.failure_rate import Recent
+from rondel.core.failure_rate import RecentOutcomes
 from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score.concurrent_worker import GRACE, ConcurrentWorker
 from rondel.score.killable_process import RewardProcess
@@ -76,7 +76,7 @@ class RewardPool:
         self.reward, self.timeout, self.alarm, self.folder, self.lends = reward, timeout, alarm, folder, lends
         self.failures: Counter[str] = Counter()
         self.calls = 0
-        self._recent = Recent()
+        self._recent = RecentOutcomes()
         self._warned = False
         self._told: dict[str, float] = {}
         self._told_at = 0.0

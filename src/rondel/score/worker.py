@@ -29,7 +29,7 @@ from typing import Any
 from rondel.core.registry import imported
 from rondel.core.types import Failed, Score, Task, Trajectory
 from rondel.score import Lent, build
-from rondel.score.clock import CLOCK, CLOCKS, Clocks, called
+from rondel.score.clock import CLOCK, CLOCKS, CallClocks, called
 from rondel.score.result import placed, read
 from rondel.system.signals import leave_to_controller
 
@@ -79,7 +79,7 @@ async def serve(reward: Any, jobs: Any, answer: Callable[[dict[str, Any]], None]
     """Many calls at once, each with its own clock; what it waits for a turn is not on it."""
     counts = getattr(reward, "counts", {})
     open_calls: set[asyncio.Task] = set()
-    CLOCKS.set(clocks := Clocks(lambda: answer({})))
+    CLOCKS.set(clocks := CallClocks(lambda: answer({})))
 
     async def one(number: int, trajectory: Trajectory, task: Task) -> None:
         result: Score | Failed

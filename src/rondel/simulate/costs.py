@@ -19,14 +19,14 @@ import numpy as np
 
 from rondel.core.errors import DataError
 from rondel.runtime.journal.log import read
-from rondel.simulate.run import World
+from rondel.simulate.run import SimulatedWorld
 
 FIRST = 2  # steps of a run that are not counted: everything is touched for the first time
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds, as `World` has them; `step` and `request` are the two parts of a beat, `prompt`
+    """Seconds, as `SimulatedWorld` has them; `step` and `request` are the two parts of a beat, `prompt`
     the packed tokens a group beside its answers.
     """
 
@@ -40,7 +40,7 @@ class Costs:
     pause: float
     prompt: float
 
-    def world(self, world: World) -> World:
+    def world(self, world: SimulatedWorld) -> SimulatedWorld:
         """The same work at these costs."""
         return replace(
             world,

@@ -25,7 +25,7 @@ FOREVER = 1e12  # virtual seconds
 
 
 @dataclass(frozen=True)
-class World:
+class SimulatedWorld:
     """Everything that takes time, in seconds.
 
     beat      [n] of one token of n requests on one engine; prefill of a prompt's token
@@ -77,7 +77,7 @@ class SimulatedCounts:
     lags: Counter[int] = field(default_factory=Counter)
     failures: int = 0
 
-    def tree(self, world: World) -> dict[str, Any]:
+    def tree(self, world: SimulatedWorld) -> dict[str, Any]:
         """Shares and rates."""
         return {
             "steps": self.steps,
@@ -95,7 +95,7 @@ class SimulatedCounts:
         }
 
 
-def world_of(setting: Workload, lengths: Lengths | None = None, *, sigma: float = 0.8, **more: Any) -> World:
+def world_of(setting: Workload, lengths: Lengths | None = None, *, sigma: float = 0.8, **more: Any) -> SimulatedWorld:
     """The planner's times of a setting."""
     requests, middle = cost.together(setting), setting.prompt + setting.mean / 2
     arguments = {"tensor": setting.tensor, "width": setting.width}
@@ -105,7 +105,7 @@ def world_of(setting: Workload, lengths: Lengths | None = None, *, sigma: float 
         for n in range(requests + 1)
     ]
     way = cost.ways(setting)[0]
-    return World(
+    return SimulatedWorld(
         engines=setting.engines,
         places=requests,
         beat=beat,
@@ -126,7 +126,7 @@ def world_of(setting: Workload, lengths: Lengths | None = None, *, sigma: float 
     )
 
 
-def simulate(world: World, *, steps: int = 20, first: int | None = None) -> dict[str, Any]:
+def simulate(world: SimulatedWorld, *, steps: int = 20, first: int | None = None) -> dict[str, Any]:
     """`steps` steps after the `first` ones, which fill the buffer and are not counted."""
     before = world.staleness + 2 if first is None else first
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
@@ -138,7 +138,7 @@ class Simulation:
     or waits: the house's loop and buffer do.
     """
 
-    def __init__(self, world: World, before: int, steps: int) -> None:
+    def __init__(self, world: SimulatedWorld, before: int, steps: int) -> None:
         self.world, self.before, self.steps = world, before, steps
         self.draw, self.faults = random.Random(world.seed), random.Random(world.seed + 1)
         self.tokens: dict[int, float] = {}

@@ -23,24 +23,24 @@ from rondel.core.errors import SyncError
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ShardCut:
     """How one weight lies over the ranks.
 
     dim      which dimension is cut; None: every rank has all of it
     heads    0, or how many heads the dimension counts: they are never broken, and copied
              where there are fewer than ranks
     rows     0, or the true length of the dimension, which is padded to a multiple of `multiple` x tp
-    parts    what is stacked in it: `Cut`s with their sizes in the whole tensor, in order
+    parts    what is stacked in it: `ShardCut`s with their sizes in the whole tensor, in order
     """
 
     dim: int | None = 0
     heads: int = 0
     rows: int = 0
     multiple: int = 1
-    parts: tuple[tuple[int, Cut], ...] = field(default=())
+    parts: tuple[tuple[int, ShardCut], ...] = field(default=())
 
 
-def split(whole: Tensor, cut: Cut, tp: int) -> list[Tensor]:
+def split(whole: Tensor, cut: ShardCut, tp: int) -> list[Tensor]:
     """The shard of every rank."""
     if cut.dim is None:
         return [whole] * tp
@@ -61,7 +61,7 @@ def split(whole: Tensor, cut: Cut, tp: int) -> list[Tensor]:
     return list(whole.chunk(tp, cut.dim))
 
 
-def join(shards: list[Tensor], cut: Cut) -> Tensor:
+def join(shards: list[Tensor], cut: ShardCut) -> Tensor:
     """The whole tensor. Copies of a head must be equal."""
     tp = len(shards)
     if cut.dim is None:
@@ -81,7 +81,7 @@ def join(shards: list[Tensor], cut: Cut) -> Tensor:
     return whole.narrow(cut.dim, 0, cut.rows)
 
 
-def _share(n: int, cut: Cut, tp: int) -> int:
+def _share(n: int, cut: ShardCut, tp: int) -> int:
     """How much of n a rank has."""
     return n // min(tp, cut.heads or tp)
 

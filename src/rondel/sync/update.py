@@ -33,7 +33,7 @@ Score = Callable[[list[int]], Awaitable[list[float]]]  # the trainer's logprobs 
 LEASE = 600.0  # seconds after which a paused engine that nobody resumes goes on by itself
 
 
-class Update:
+class WeightUpdate:
     """`version = await Update(transport, ...)(trainer, *engines)`. One at a time: a second call waits for the first.
 
     probe      tokens whose logprobs both sides must agree on after the commit; empty switches the probe off

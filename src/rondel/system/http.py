@@ -37,7 +37,7 @@ def bind(host: str, port: int, *, api_key: str) -> socket.socket:
     return sock
 
 
-class Connection(H11Protocol):
+class PatientConnection(H11Protocol):
     """One client's. Closed where a request's headers are not there `HEADERS` seconds after it
     connected or sent their first byte, and at the server's end where a request has not come
     whole: uvicorn waits for both without a limit."""
@@ -78,7 +78,7 @@ class Connection(H11Protocol):
             self._late = None
 
 
-class Quiet(uvicorn.Server):
+class QuietServer(uvicorn.Server):
     """Signals are ours: uvicorn would raise them again after the drain, and the exit code would not be 0."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:

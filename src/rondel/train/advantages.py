@@ -10,13 +10,13 @@ import numpy as np
 
 from rondel.algos.value import explained_variance
 from rondel.core.errors import ConfigError
-from rondel.train.pack import Batch
+from rondel.train.pack import TrainBatch
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
 
 
-def credit(batch: Batch, row: Algorithm) -> dict[str, float]:
+def credit(batch: TrainBatch, row: Algorithm) -> dict[str, float]:
     """Write every sample's advantages, and what a critic is to learn as the note
     "returns". -> metrics: how much of it the critic knew, and how far the policy is from its
     teacher (mean of log pi_behavior - log pi_teacher,
@@ -24,7 +24,7 @@ def credit(batch: Batch, row: Algorithm) -> dict[str, float]:
     branches = [s for s in batch.samples if s.parent is not None]
     if branches:
         _refuse_by_token(row, batch)
-        batch = Batch([s for s in batch.samples if s.parent is None])
+        batch = TrainBatch([s for s in batch.samples if s.parent is None])
     scored, lengths = batch.scored, batch.lengths_N.tolist()
     for sample, piece in zip(batch.samples, row.advantages_T(scored).float().split(lengths)):
         sample.advantages = piece.numpy()
@@ -45,7 +45,7 @@ def credit(batch: Batch, row: Algorithm) -> dict[str, float]:
     return told if known is None else told | {"train/explained_variance": known}
 
 
-def kl_of_samples(batch: Batch) -> float:
+def kl_of_samples(batch: TrainBatch) -> float:
     """Mean over samples of sum_t log pi_behavior - log pi_ref: in nats a sample,
     unbiased for the policy that wrote them.
     """
@@ -56,7 +56,7 @@ def kl_of_samples(batch: Batch) -> float:
     )
 
 
-def _refuse_by_token(row: Algorithm, batch: Batch) -> None:
+def _refuse_by_token(row: Algorithm, batch: TrainBatch) -> None:
     """An episode has one number for all its branches, where it has one."""
     by_token = (
         row.distill.coef

@@ -10,26 +10,31 @@ from torch import Tensor
 
 from rondel.core.errors import TrainError
 from rondel.models.attention import PackedLayout, PackedSegment
-from rondel.models.head import Head
-from rondel.models.routing_tape import Tape
+from rondel.models.head import LMHead
+from rondel.models.routing_tape import RoutingTape
 from rondel.train.logprobs import logprob_and_entropy, logprob_entropy_and_kl
-from rondel.train.pack import Batch, Packed, Sample, micro_batches
-from rondel.train.parallel import ALONE, Alone
-from rondel.train.sampling_mask import Kept
-from rondel.train.teacher_distributions import Taught
+from rondel.train.pack import PackedBatch, TrainBatch, TrainSample, micro_batches
+from rondel.train.parallel import ALONE, SingleRank
+from rondel.train.sampling_mask import SupportMask
+from rondel.train.teacher_distributions import TeacherDistribution
 
 if TYPE_CHECKING:
-    from rondel.models.loaded_model import Loaded
+    from rondel.models.loaded_model import LoadedModel
 
 
 def forward(
-    loaded: Loaded, packed: Packed, *, temperature: float, tape: Tape | None = None, kept: Kept | None = None
+    loaded: LoadedModel,
+    packed: PackedBatch,
+    *,
+    temperature: float,
+    tape: RoutingTape | None = None,
+    kept: SupportMask | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(logprob [M], entropy [M]) of the trainable tokens of one micro-batch, of what
     `kept` left of their distributions.
     """
 
-    def work(head: Head) -> tuple[Tensor, Tensor]:
+    def work(head: LMHead) -> tuple[Tensor, Tensor]:
         hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape, packed.seen(loaded))
         return logprob_and_entropy(
             hidden.index_select(0, packed.source), packed.target, head, temperature=temperature, kept=kept
@@ -39,11 +44,16 @@ def forward(
 
 
 def forward_taught(
-    loaded: Loaded, packed: Packed, taught: Taught, *, temperature: float, tape: Tape | None = None
+    loaded: LoadedModel,
+    packed: PackedBatch,
+    taught: TeacherDistribution,
+    *,
+    temperature: float,
+    tape: RoutingTape | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same, and how far the whole distribution is from that of the teachers: KL(policy || teacher) [M]."""
 
-    def work(head: Head) -> tuple[Tensor, Tensor, Tensor]:
+    def work(head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
         hidden = loaded.hidden(packed.tokens, packed.positions, packed.layout, tape, packed.seen(loaded)).index_select(
             0, packed.source
         )
@@ -53,7 +63,7 @@ def forward_taught(
 
 
 @torch.no_grad()
-def remember(loaded: Loaded, batch: Batch, number: int, *, budget: int, share: bool = True) -> None:
+def remember(loaded: LoadedModel, batch: TrainBatch, number: int, *, budget: int, share: bool = True) -> None:
     """Keep the last hidden states of `loaded` at every trainable token, in host memory: a
     forward pass is not done again for each update.
     """
@@ -67,8 +77,8 @@ def remember(loaded: Loaded, batch: Batch, number: int, *, budget: int, share: b
 
 @torch.no_grad()
 def annotate(
-    loaded: Loaded,
-    batch: Batch,
+    loaded: LoadedModel,
+    batch: TrainBatch,
     name: str,
     *,
     budget: int,
@@ -76,8 +86,8 @@ def annotate(
     share: bool = True,
     replay: bool = False,
     drawn: bool = False,
-    ranks: Alone = ALONE,
-) -> Batch:
+    ranks: SingleRank = ALONE,
+) -> TrainBatch:
     """Write the logprobs of `loaded` into every sample's notes under `name`, and the entropy beside "proximal".
 
     replay    repeat the engine's routes: for the policy; other weights route for themselves
@@ -103,11 +113,11 @@ def annotate(
 
 
 @torch.no_grad()
-def logprobs_of(loaded: Loaded, tokens: list[int]) -> list[float]:
+def logprobs_of(loaded: LoadedModel, tokens: list[int]) -> list[float]:
     """Of every token of one text; 0 for the first."""
     ids = torch.tensor(tokens, device=loaded.device)
 
-    def work(head: Head) -> Tensor:
+    def work(head: LMHead) -> Tensor:
         hidden = loaded.hidden(
             ids, torch.arange(len(ids), device=loaded.device), PackedLayout([PackedSegment(0, len(ids))], loaded.device)
         )
@@ -116,7 +126,7 @@ def logprobs_of(loaded: Loaded, tokens: list[int]) -> list[float]:
     return [0.0, *loaded.within(work).tolist()]
 
 
-def replaying(loaded: Loaded, packed: Packed) -> Tape:
+def replaying(loaded: LoadedModel, packed: PackedBatch) -> RoutingTape:
     """The engine's routes of this micro-batch, ready for one forward pass."""
     if packed.routes is None or len(packed.routes) != len(packed.tokens):
         raise TrainError(
@@ -126,26 +136,26 @@ def replaying(loaded: Loaded, packed: Packed) -> Tape:
             "Completion.experts; "
             "or set trainer.routing_replay = false"
         )
-    return Tape(loaded.routers, packed.routes)
+    return RoutingTape(loaded.routers, packed.routes)
 
 
-def note(batch: Batch, packed: Packed, name: str, values_M: Tensor) -> None:
+def note(batch: TrainBatch, packed: PackedBatch, name: str, values_M: Tensor) -> None:
     """Give each sample its share of a per-token tensor."""
     spread([batch.samples[i] for i in packed.samples], name, values_M)
 
 
-def gather(batch: Batch, packed: Packed, name: str) -> Tensor:
+def gather(batch: TrainBatch, packed: PackedBatch, name: str) -> Tensor:
     """The inverse of `note`: [M] in the order of the packed row."""
     return flat([batch.samples[i] for i in packed.samples], name).to(packed.tokens.device)
 
 
-def spread(samples: Sequence[Sample], name: str, values_T: Tensor) -> None:
+def spread(samples: Sequence[TrainSample], name: str, values_T: Tensor) -> None:
     """Cut a tensor over all trainable tokens of `samples` into their notes."""
     for sample, piece in zip(samples, values_T.detach().float().cpu().split([len(s.trainable) for s in samples])):
         sample.notes[name] = piece.numpy()
 
 
-def flat(samples: Sequence[Sample], name: str) -> Tensor:
+def flat(samples: Sequence[TrainSample], name: str) -> Tensor:
     """The inverse of `spread`; "behavior" and "advantages" are the samples' own.  [T] float32."""
     own = ("behavior", "advantages")
     pieces = [torch.from_numpy(getattr(s, name) if name in own else s.notes[name]) for s in samples]

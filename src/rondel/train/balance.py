@@ -23,7 +23,7 @@ ENOUGH = 1.01  # times the mean: no further search below it
 
 
 @dataclass(slots=True)
-class Bin:
+class MicroBatchBin:
     """One micro-batch while it is filled: its samples by family, and what it costs to compute."""
 
     load: int = 0
@@ -35,7 +35,7 @@ class Bin:
 
 
 @dataclass(slots=True)
-class Families:
+class PromptFamilies:
     """own [N] tokens of each sample beside its family's prompt; family [N] its number; by
     family its prompt's tokens beyond the root and the number of its tree; tokens of the root by tree."""
 
@@ -53,7 +53,7 @@ class Families:
     def roots(self, families: Iterable[int]) -> int:
         return sum(self.root[t] for t in {self.tree[f] for f in families}) if self.root else 0
 
-    def change(self, place: Bin, out: list[int], into: list[int]) -> int:
+    def change(self, place: MicroBatchBin, out: list[int], into: list[int]) -> int:
         """By how much the load of `place` grows if `out` leave it and `into` join it."""
         counts = {f: len(members) for f, members in place.families.items()}
         moved = Counter(self.family[i] for i in into)
@@ -66,7 +66,7 @@ class Families:
             grown += self.roots((counts.keys() - left) | joined) - self.roots(counts)
         return grown
 
-    def shift(self, source: Bin, goal: Bin, there: list[int], back: list[int]) -> None:
+    def shift(self, source: MicroBatchBin, goal: MicroBatchBin, there: list[int], back: list[int]) -> None:
         for a, b, members in ((source, goal, there), (goal, source, back)):
             a.load, b.load = a.load + self.change(a, members, []), b.load + self.change(b, [], members)
             for i in members:
@@ -76,7 +76,7 @@ class Families:
                 b.families.setdefault(self.family[i], []).append(i)
 
 
-def in_order(families: Families, budget: int) -> list[list[int]]:
+def in_order(families: PromptFamilies, budget: int) -> list[list[int]]:
     """-> samples of each micro-batch, neighbours together, in parts of nearly equal size: a
     small last one would still pay for a whole pass over the gradients."""
     if not families.own:
@@ -100,7 +100,7 @@ def in_order(families: Families, budget: int) -> list[list[int]]:
     return cuts
 
 
-def balanced(families: Families, *, budget: int, ranks: int) -> list[list[int]]:
+def balanced(families: PromptFamilies, *, budget: int, ranks: int) -> list[list[int]]:
     """-> samples of each micro-batch, the fullest first; as many for every rank as fit
     its budget, fewer only where samples are.
 
@@ -116,8 +116,8 @@ def balanced(families: Families, *, budget: int, ranks: int) -> list[list[int]]:
         each += 1
 
 
-def _deal(families: Families, n: int) -> list[Bin]:
-    bins = [Bin() for _ in range(n)]
+def _deal(families: PromptFamilies, n: int) -> list[MicroBatchBin]:
+    bins = [MicroBatchBin() for _ in range(n)]
     heap = [(0, k) for k in range(n)]
     members: dict[int, list[int]] = {}
     for i, f in enumerate(families.family):
@@ -130,7 +130,7 @@ def _deal(families: Families, n: int) -> list[Bin]:
     return bins
 
 
-def _even(families: Families, bins: list[Bin]) -> None:
+def _even(families: PromptFamilies, bins: list[MicroBatchBin]) -> None:
     """Lower the fullest while that can be done; one that cannot be lowered (a single long
     sample) is left, and the others go on.
     """
@@ -143,7 +143,7 @@ def _even(families: Families, bins: list[Bin]) -> None:
             left.pop()
 
 
-def _relieve(families: Families, full: Bin, other: Bin) -> bool:
+def _relieve(families: PromptFamilies, full: MicroBatchBin, other: MicroBatchBin) -> bool:
     """Move or swap the samples or families that leave the fuller of both as empty as can
     be. -> whether that is less than before.
     """
@@ -158,7 +158,9 @@ def _relieve(families: Families, full: Bin, other: Bin) -> bool:
     return True
 
 
-def _candidates(families: Families, full: Bin, other: Bin) -> Iterator[tuple[list[int], list[int]]]:
+def _candidates(
+    families: PromptFamilies, full: MicroBatchBin, other: MicroBatchBin
+) -> Iterator[tuple[list[int], list[int]]]:
     own = families.own
     half = (full.load - other.load) / 2
     theirs = sorted((own[i], i) for i in other.samples)

@@ -36,19 +36,19 @@ from rondel.models.save import readable, save
 from rondel.system.files import checkpoints_in, make_folder, numbered, step_of, sync_folder, sync_tree, writing
 
 if TYPE_CHECKING:
-    from rondel.models.loaded_model import Loaded
+    from rondel.models.loaded_model import LoadedModel
     from rondel.train.critic import Critic
     from rondel.train.draft import DraftTrainer
     from rondel.train.optim import MasterWeights
-    from rondel.train.parallel import Alone
+    from rondel.train.parallel import SingleRank
 
 
 class TrainerState(Protocol):
     """What a checkpoint holds of a trainer."""
 
-    loaded: Loaded
+    loaded: LoadedModel
     weights: MasterWeights
-    ranks: Alone
+    ranks: SingleRank
     critic: Critic | None
     draft: DraftTrainer | None
     steered: dict[str, float]

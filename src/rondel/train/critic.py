@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from rondel.models.head import Head
+from rondel.models.head import LMHead
 from rondel.train.annotate import gather, note
 from rondel.train.optim import MasterWeights
-from rondel.train.pack import Batch, Packed, micro_batches
-from rondel.train.parallel import ALONE, Alone
+from rondel.train.pack import PackedBatch, TrainBatch, micro_batches
+from rondel.train.parallel import ALONE, SingleRank
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
-    from rondel.models.loaded_model import Loaded
+    from rondel.models.loaded_model import LoadedModel
     from rondel.train.settings import TrainSettings
-    from rondel.train.step_metrics import Sums
+    from rondel.train.step_metrics import StepMetricSums
 
 
 class Critic:
@@ -38,14 +38,16 @@ class Critic:
     follows   start as the policy is at the critic's first step (after a supervised phase, say), and not as `loaded` was
     """
 
-    def __init__(self, loaded: Loaded, settings: TrainSettings, *, follows: bool = True, ranks: Alone = ALONE) -> None:
+    def __init__(
+        self, loaded: LoadedModel, settings: TrainSettings, *, follows: bool = True, ranks: SingleRank = ALONE
+    ) -> None:
         backbone = loaded.copied()
         model = backbone.model
         value = nn.Linear(loaded.head.weight.shape[1], 1, device=loaded.device, dtype=torch.float32)
         nn.init.zeros_(value.weight)
         nn.init.zeros_(value.bias)
         model.set_output_embeddings(value)
-        self.loaded = ranks.hold(replace(backbone, head=Head(value.weight, value.bias), compute=loaded.dtype))
+        self.loaded = ranks.hold(replace(backbone, head=LMHead(value.weight, value.bias), compute=loaded.dtype))
         self.weights = ranks.own(model, betas=settings.betas, weight_decay=settings.weight_decay)
         self.follows, self.ranks = follows, ranks
         self.steps = 0  # that it took part in
@@ -63,17 +65,17 @@ class Critic:
                 {name: theirs[name] if name in backbone else master for name, master in own.items()}
             )
 
-    def values(self, packed: Packed) -> Tensor:
+    def values(self, packed: PackedBatch) -> Tensor:
         """V of the states in which the trainable tokens of one micro-batch are chosen.  -> [M] in fp32."""
 
-        def work(head: Head) -> Tensor:
+        def work(head: LMHead) -> Tensor:
             hidden = self.loaded.hidden(packed.tokens, packed.positions, packed.layout, seen=packed.seen(self.loaded))
             return self.loaded.model.get_output_embeddings()(hidden.index_select(0, packed.source).float())[:, 0]
 
         return self.loaded.within(work)
 
     @torch.no_grad()
-    def annotate(self, batch: Batch, settings: TrainSettings) -> None:
+    def annotate(self, batch: TrainBatch, settings: TrainSettings) -> None:
         """Write the values into every sample's notes."""
         done: list[int] = []
         for packed in self._cut(batch, settings):
@@ -84,7 +86,7 @@ class Critic:
         self.ranks.exchange(batch, done, "values")
 
     def accumulate(
-        self, batch: Batch, row: Algorithm, settings: TrainSettings, sums: Sums, *, weight: float = 1.0
+        self, batch: TrainBatch, row: Algorithm, settings: TrainSettings, sums: StepMetricSums, *, weight: float = 1.0
     ) -> Tensor:
         """The gradient of sum_t w_t·m_t over an update, every weight fixed before its
         first micro-batch (law 3). -> its norm.
@@ -106,7 +108,7 @@ class Critic:
         if norm > 0:
             self.weights.step(lr=lr, clip=clip, norm=norm)
 
-    def _cut(self, batch: Batch, settings: TrainSettings) -> Iterator[Packed]:
+    def _cut(self, batch: TrainBatch, settings: TrainSettings) -> Iterator[PackedBatch]:
         return micro_batches(
             batch,
             settings.micro_tokens,

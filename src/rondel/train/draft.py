@@ -16,21 +16,21 @@ import torch
 from rondel.core.events import Warned, emit
 from rondel.train import annotate as notes
 from rondel.train.optim import MasterWeights
-from rondel.train.pack import Batch, micro_batches
+from rondel.train.pack import TrainBatch, micro_batches
 
 if TYPE_CHECKING:
-    from rondel.models.loaded_model import Loaded
+    from rondel.models.loaded_model import LoadedModel
     from rondel.train.settings import TrainSettings
 
 
 class DraftTrainer:
     """AdamW with a constant rate for the draft's own module, which the engine reads."""
 
-    def __init__(self, loaded: Loaded, *, lr: float) -> None:
+    def __init__(self, loaded: LoadedModel, *, lr: float) -> None:
         self.loaded, self.lr = loaded, lr
         self.weights = MasterWeights(loaded.model, betas=(0.9, 0.99), weight_decay=0.0)
 
-    def step(self, batch: Batch, policy: TrainSettings) -> dict[str, float]:
+    def step(self, batch: TrainBatch, policy: TrainSettings) -> dict[str, float]:
         """One move on a batch of the policy, at the temperature of its samples; on the device's thread."""
         if not batch.total_tokens:
             return {}

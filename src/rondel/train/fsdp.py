@@ -29,11 +29,11 @@ from torch.distributed.tensor import DTensor
 
 from rondel.core.errors import StalledError
 from rondel.models import linear, names, vision
-from rondel.models.head import Head
-from rondel.models.loaded_model import Loaded
+from rondel.models.head import LMHead
+from rondel.models.loaded_model import LoadedModel
 from rondel.system import sockets
 from rondel.train.optim import MasterWeights
-from rondel.train.parallel import Alone
+from rondel.train.parallel import SingleRank
 
 
 class Rendezvous:
@@ -51,7 +51,7 @@ class Rendezvous:
         return cls(*address, opens=False)
 
 
-class Sharded(Alone):
+class FsdpRank(SingleRank):
     """One of `size` ranks that meet there; without a meeting, in the group that a launcher has made already.
 
     patience  seconds that one rank waits for another in a collective
@@ -71,24 +71,24 @@ class Sharded(Alone):
             dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=size, timeout=wait)
         self.mesh = init_device_mesh(device.partition(":")[0], (size,))
 
-    def hold(self, loaded: Loaded) -> Loaded:
+    def hold(self, loaded: LoadedModel) -> LoadedModel:
         """Each layer is gathered when its pass begins and let go when it ends; embedding, last
         norm and head stay for the whole pass.
         """
         model, dtype = loaded.model, loaded.dtype
         if not isinstance(model, FSDPModule):  # a reference that is the policy without its adapter is held already
             self._shard(loaded)
-        head = Head.of(model)
+        head = LMHead.of(model)
 
-        def within(work: Callable[[Head], Any]) -> Any:
+        def within(work: Callable[[LMHead], Any]) -> Any:
             return model.enter(
                 lambda: work(replace(head, weight=_now(model).weight, bias=getattr(_now(model), "bias", None)))
             )
 
-        head.stack = linear.Loose()
+        head.stack = linear.UnpackedLinear()
         return replace(loaded, model=model, head=head, enter=within, compute=dtype)
 
-    def _shard(self, loaded: Loaded) -> None:
+    def _shard(self, loaded: LoadedModel) -> None:
         model, dtype = loaded.model, loaded.dtype
         linear.loosen(model)
         whole: set[nn.Parameter] = set()
@@ -128,7 +128,9 @@ class Sharded(Alone):
 
     def own(self, model: nn.Module, *, betas: tuple[float, float], weight_decay: float) -> MasterWeights:
         kept = (
-            ShardedWeights if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad) else Replicas
+            ShardedWeights
+            if any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad)
+            else ReplicatedWeights
         )
         return kept(model, self.mesh, betas=betas, weight_decay=weight_decay)
 
@@ -158,7 +160,7 @@ class Sharded(Alone):
         dist.destroy_process_group()
 
 
-class Replicas(MasterWeights):
+class ReplicatedWeights(MasterWeights):
     """What lies whole on every rank: an adapter, and the head of a critic that has one. Equal sums move equal bits."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, *, betas: tuple[float, float], weight_decay: float) -> None:

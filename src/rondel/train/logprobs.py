@@ -17,10 +17,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rondel.models.head import Head, chosen
+from rondel.models.head import LMHead, chosen
 from rondel.models.linear import matmul
-from rondel.train.sampling_mask import Kept
-from rondel.train.teacher_distributions import Taught
+from rondel.train.sampling_mask import SupportMask
+from rondel.train.teacher_distributions import TeacherDistribution
 
 LOGITS = 1 << 25  # entries of a chunk of logits: 128 MB in fp32
 
@@ -39,11 +39,11 @@ class _Chunked(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        head: Head,
+        head: LMHead,
         target: Tensor,
         temperature: float,
-        kept: Kept | None,
-        taught: Taught | None,
+        kept: SupportMask | None,
+        taught: TeacherDistribution | None,
     ):
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.head, ctx.temperature, ctx.kept, ctx.taught = head, temperature, kept, taught
@@ -127,7 +127,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def logprob_and_entropy(
-    hidden: Tensor, target: Tensor, head: Head, *, temperature: float = 1.0, kept: Kept | None = None
+    hidden: Tensor, target: Tensor, head: LMHead, *, temperature: float = 1.0, kept: SupportMask | None = None
 ) -> tuple[Tensor, Tensor]:
     """hidden [M,D], target [M] -> (logprob [M], entropy [M]) in fp32, of the distribution
     softmax(logits / temperature) over what was kept.
@@ -136,7 +136,7 @@ def logprob_and_entropy(
 
 
 def logprob_entropy_and_kl(
-    hidden: Tensor, target: Tensor, head: Head, taught: Taught, *, temperature: float = 1.0
+    hidden: Tensor, target: Tensor, head: LMHead, taught: TeacherDistribution, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same, and KL(policy || teacher) [M] of the whole distributions."""
     return _Chunked.apply(hidden, head.weight, head.bias, head, target, temperature, None, taught)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rondel.algos.exponent import LIMIT, bounded_exp
 from rondel.algos.kl import k3
-from rondel.train.pack import Sample
+from rondel.train.pack import TrainSample
 
 TENTHS = 10  # parts of an answer, by position
 # K3 in nats a token between two healthy programs of the same weights, several times over:
@@ -79,7 +79,7 @@ def _effective(weight_N: Tensor) -> Tensor:
     return weight_N.sum().square() / (len(weight_N) * weight_N.square().sum())
 
 
-def measure(samples: list[Sample], version: int) -> dict[str, float]:
+def measure(samples: list[TrainSample], version: int) -> dict[str, float]:
     """`mismatch` of the samples' notes, its K3 by tenths of the answer, and by how many versions old a token is.
 
     A token is as old as the first of its answer: one that was held while weights changed went
@@ -113,7 +113,7 @@ def _flat(pieces: list[np.ndarray]) -> Tensor:
 
 
 @dataclass
-class Alarm:
+class MismatchAlarm:
     """Speaks once when the K3 of fresh tokens rises above `most`, and again only after it has been below.
 
     Tokens of older versions are left out: there the policy itself has moved.

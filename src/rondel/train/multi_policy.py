@@ -20,7 +20,7 @@ from rondel.core.errors import CheckpointError, LawError, SyncError
 from rondel.core.events import Warned, emit
 from rondel.core.types import POLICY, Manifest, Route, StepStats
 from rondel.system.files import make_folder
-from rondel.train.pack import Batch, Sample
+from rondel.train.pack import TrainBatch, TrainSample
 
 if TYPE_CHECKING:
     from rondel.algos.mixture import Mixture
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 FOLDER = "policies"  # of a checkpoint, in which those beside the main policy have theirs
 
 
-class Trainers:
-    """`Trainers({"policy": t0, "critic": t1})`, the main policy among them."""
+class MultiPolicyTrainer:
+    """`MultiPolicyTrainer({"policy": t0, "critic": t1})`, the main policy among them."""
 
     def __init__(self, each: Mapping[str, Trainer]) -> None:
         self.each: dict[str, Any] = dict(each)
@@ -43,12 +43,12 @@ class Trainers:
         """Did the last step write other bits into any of them?"""
         return any(trainer.moved for trainer in self.each.values())
 
-    async def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
+    async def annotate(self, batch: TrainBatch, needs: frozenset[str]) -> TrainBatch:
         for name, own in self._shares(batch).items():
             await self.each[name].annotate(own, needs)
         return batch
 
-    async def step(self, batch: Batch, algo: Algorithm | Mixture) -> StepStats:
+    async def step(self, batch: TrainBatch, algo: Algorithm | Mixture) -> StepStats:
         """One after the other, for they may share a device. A policy of which nobody wrote
         stays as it is, and counts the version.
         """
@@ -100,14 +100,14 @@ class Trainers:
         await self._all(lambda name: self.each[name].wake(tags), self.each)
 
     @property
-    def offload(self) -> Held:
-        return Held(self.each)
+    def offload(self) -> MultiPolicyMemory:
+        return MultiPolicyMemory(self.each)
 
-    def _shares(self, batch: Batch) -> dict[str, Batch]:
+    def _shares(self, batch: TrainBatch) -> dict[str, TrainBatch]:
         """The samples of each trained policy, in their order. -> also of one that has none."""
-        return {name: Batch([s for s in batch.samples if s.policy == name]) for name in self.each}
+        return {name: TrainBatch([s for s in batch.samples if s.policy == name]) for name in self.each}
 
-    def _check_versions(self, shares: Mapping[str, Batch]) -> None:
+    def _check_versions(self, shares: Mapping[str, TrainBatch]) -> None:
         """A token's version is one that its policy has had."""
         for name, own in shares.items():
             newest = max((int(s.versions.max()) for s in own.samples if not s.guided), default=0)
@@ -129,7 +129,7 @@ class Trainers:
         if not moved and manifest.root != before.root:
             raise SyncError(f"no update of '{name}' was applied, but its published weights changed")
 
-    def _tell_silence(self, batch: Batch, shares: Mapping[str, Batch]) -> None:
+    def _tell_silence(self, batch: TrainBatch, shares: Mapping[str, TrainBatch]) -> None:
         """Once: a policy that nobody plays costs its memory and learns nothing."""
         for name in [name for name, own in shares.items() if not own.samples and name not in self._idle]:
             self._idle.add(name)
@@ -145,7 +145,7 @@ class Trainers:
         await asyncio.gather(*(ask(name) for name in names))
 
 
-class Held:
+class MultiPolicyMemory:
     """What they all have on a device that they share."""
 
     def __init__(self, each: Mapping[str, Any]) -> None:
@@ -168,9 +168,9 @@ class Held:
             one.high = value
 
 
-def _said(batch: Batch) -> dict[str, float]:
+def _said(batch: TrainBatch) -> dict[str, float]:
     """What the agents of each policy earned and wrote, of those that are frozen, too."""
-    of: dict[str, list[Sample]] = {}
+    of: dict[str, list[TrainSample]] = {}
     for sample in batch.samples:
         of.setdefault(sample.policy, []).append(sample)
     rewards = {f"{policy}/reward_mean": sum(s.reward for s in own) / len(own) for policy, own in of.items()}

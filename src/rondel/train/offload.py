@@ -23,8 +23,8 @@ from rondel.core.errors import TrainError
 from rondel.models.host import HostMemory
 
 if TYPE_CHECKING:
-    from rondel.core.protocols import Claim
-    from rondel.models.loaded_model import Loaded
+    from rondel.core.protocols import MemoryClaim
+    from rondel.models.loaded_model import LoadedModel
     from rondel.train.optim import MasterWeights
 
 
@@ -41,7 +41,11 @@ class Offload:
     """
 
     def __init__(
-        self, policy: Loaded, owners: list[MasterWeights], beside: dict[str, Loaded | None], claim: Claim | None
+        self,
+        policy: LoadedModel,
+        owners: list[MasterWeights],
+        beside: dict[str, LoadedModel | None],
+        claim: MemoryClaim | None,
     ) -> None:
         self.policy, self.owners, self.beside, self.claim = policy, owners, beside, claim
         self.host, self.asleep, self.high = HostMemory(), False, 0
@@ -85,7 +89,7 @@ class Offload:
             self.host.put(self._state())
 
     @contextmanager
-    def present(self, model: Loaded | None) -> Iterator[None]:
+    def present(self, model: LoadedModel | None) -> Iterator[None]:
         """For a pass of a frozen model."""
         mine = self._own(model) if self.claim is not None else []
         self.host.fetch(mine)
@@ -107,11 +111,11 @@ class Offload:
             *self._own(self.beside["critic"]),
         ]
 
-    def _own(self, model: Loaded | None) -> list[Tensor]:
+    def _own(self, model: LoadedModel | None) -> list[Tensor]:
         """What a model has for itself: the base under an adapter is the policy's."""
         policy = {id(t) for t in _tensors(self.policy)}
         return [t for t in _tensors(model) if id(t) not in policy] if model is not None else []
 
 
-def _tensors(loaded: Loaded) -> list[Tensor]:
+def _tensors(loaded: LoadedModel) -> list[Tensor]:
     return [*loaded.model.parameters(), *loaded.model.buffers()]

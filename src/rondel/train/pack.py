@@ -24,16 +24,16 @@ from rondel.core.media import Image, ImagePlaceholder
 from rondel.core.types import GREEDY, POLICY, Group, Score, Trajectory
 from rondel.models.attention import PackedLayout, PackedSegment
 from rondel.models.vision import VisionFeatures
-from rondel.train.balance import Families, balanced, in_order
-from rondel.train.sampling_mask import Kept
+from rondel.train.balance import PromptFamilies, balanced, in_order
+from rondel.train.sampling_mask import SupportMask
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
-    from rondel.models.loaded_model import Loaded
+    from rondel.models.loaded_model import LoadedModel
 
 
 @dataclass(slots=True)
-class Sample:
+class TrainSample:
     """One trajectory on its way through training; arrays are over its trainable tokens, [m] each.
 
     >>> Sample.of(trajectory, group=17, index=0).lengths  # doctest: +SKIP
@@ -69,7 +69,7 @@ class Sample:
     @classmethod
     def of(
         cls, trajectory: Trajectory, *, group: int, index: int, baseline: float | None = None, stream: str = ""
-    ) -> Sample:
+    ) -> TrainSample:
         mask = np.asarray(trajectory.mask, dtype=bool)
         trainable = mask.nonzero()[0]
         if len(trainable) and trainable[0] == 0:
@@ -119,10 +119,10 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Batch:
+class TrainBatch:
     """Samples of whole groups, whose denominators are counted before anything is split."""
 
-    samples: list[Sample]
+    samples: list[TrainSample]
 
     @property
     def lengths_N(self) -> Tensor:
@@ -158,29 +158,29 @@ class Batch:
     def name(self, sample: int) -> str:
         return f"group {self.samples[sample].group}, sample {self.samples[sample].index}"
 
-    def shares(self, algo: Algorithm | Mixture) -> list[tuple[Algorithm, float, Batch]]:
+    def shares(self, algo: Algorithm | Mixture) -> list[tuple[Algorithm, float, TrainBatch]]:
         """Each row of `algo` with its weight and its samples."""
         if not isinstance(algo, Mixture):
             return [(algo, 1.0, self)]
         found = algo.shares([s.stream for s in self.samples])
-        return [(row, weight, Batch([self.samples[i] for i in places])) for row, weight, places in found]
+        return [(row, weight, TrainBatch([self.samples[i] for i in places])) for row, weight, places in found]
 
-    def trained(self, row: Algorithm) -> Batch:
+    def trained(self, row: Algorithm) -> TrainBatch:
         """The samples that give a gradient: all, or those that were not cut off where the row masks truncated ones."""
-        return Batch([s for s in self.samples if not s.truncated]) if row.mask_truncated else self
+        return TrainBatch([s for s in self.samples if not s.truncated]) if row.mask_truncated else self
 
-    def updates(self, n: int) -> list[Batch]:
+    def updates(self, n: int) -> list[TrainBatch]:
         """`n` optimizer batches of whole groups, as equal as they come."""
         groups = list(dict.fromkeys(s.group for s in self.samples))
         parts = [set(groups[i::n]) for i in range(min(n, len(groups)))]
-        return [Batch([s for s in self.samples if s.group in part]) for part in parts]
+        return [TrainBatch([s for s in self.samples if s.group in part]) for part in parts]
 
 
-def batch_of(groups: list[Group]) -> Batch:
+def batch_of(groups: list[Group]) -> TrainBatch:
     """The scored trajectories of all groups."""
-    return Batch(
+    return TrainBatch(
         [
-            Sample.of(trajectory, group=group.id, index=i, baseline=group.baseline, stream=group.task.stream)
+            TrainSample.of(trajectory, group=group.id, index=i, baseline=group.baseline, stream=group.task.stream)
             for group in groups
             for i, trajectory in enumerate(group.trajectories)
             if trajectory.reward is not None and trajectory.written and trajectory.policy != GREEDY
@@ -189,7 +189,7 @@ def batch_of(groups: list[Group]) -> Batch:
 
 
 @dataclass(slots=True)
-class Packed:
+class PackedBatch:
     """One micro-batch, ready for a forward pass.
 
     tokens, positions  [T]   the packed row; positions are [3,T] where a picture is seen
@@ -207,11 +207,11 @@ class Packed:
     sample: Tensor
     layout: PackedLayout
     routes: Tensor | None = None  # [T,L,K] to be replayed
-    kept: Kept | None = None  # of the M tokens, where truncation cut some of the vocabulary off
-    looks: Looks | None = None
+    kept: SupportMask | None = None  # of the M tokens, where truncation cut some of the vocabulary off
+    looks: ImageLookups | None = None
     idle: bool = False  # another rank computes it: only the pass counts
 
-    def seen(self, loaded: Loaded) -> VisionFeatures | None:
+    def seen(self, loaded: LoadedModel) -> VisionFeatures | None:
         """What this model sees there."""
         return (
             None
@@ -221,7 +221,7 @@ class Packed:
 
 
 @dataclass(slots=True)
-class Looks:
+class ImageLookups:
     """Where a micro-batch looks at what: row rows[i] sees cell cells[i] of the images behind
     each other, each of which is there once.
     """
@@ -232,8 +232,14 @@ class Looks:
 
 
 def micro_batches(
-    batch: Batch, budget: int, *, share: bool = True, device: torch.device | str = "cpu", rank: int = 0, ranks: int = 1
-) -> Iterator[Packed]:
+    batch: TrainBatch,
+    budget: int,
+    *,
+    share: bool = True,
+    device: torch.device | str = "cpu",
+    rank: int = 0,
+    ranks: int = 1,
+) -> Iterator[PackedBatch]:
     """Those of one rank, in turn; every rank gets as many, the last ones idle where there are too few."""
     cuts = _cut(batch, budget, share=share, ranks=ranks)
     for i in range(rank, -(-len(cuts) // ranks) * ranks, ranks):
@@ -242,7 +248,7 @@ def micro_batches(
         yield packed
 
 
-def _cut(batch: Batch, budget: int, *, share: bool, ranks: int) -> list[list[int]]:
+def _cut(batch: TrainBatch, budget: int, *, share: bool, ranks: int) -> list[list[int]]:
     """Samples of each micro-batch, by a token budget that cannot change the result. Siblings
     stay together, to share their prompt, while they fit, and groups whose prompts begin
     alike share that; between several ranks the
@@ -255,19 +261,21 @@ def _cut(batch: Batch, budget: int, *, share: bool, ranks: int) -> list[list[int
     number = [f for f, family in enumerate(families) for _ in family]
     own = [len(s.tokens) - prompts[f] for s, f in zip(batch.samples, number)]
     beyond = [prompt - trees[of[f]][1] for f, prompt in enumerate(prompts)]
-    sizes = Families(own, number, beyond, [of[f] for f in range(len(families))], [root for _, root in trees])
+    sizes = PromptFamilies(own, number, beyond, [of[f] for f in range(len(families))], [root for _, root in trees])
     return balanced(sizes, budget=budget, ranks=ranks) if own and ranks > 1 else in_order(sizes, budget)
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class SamplePlacement:
     """The first tokens of a sample in the row: where each lies, and the segment that holds the last of them."""
 
     segment: int | None = None
     places: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
 
-def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.device | str = "cpu") -> Packed:
+def pack(
+    batch: TrainBatch, chosen: list[int], *, share: bool = True, device: torch.device | str = "cpu"
+) -> PackedBatch:
     """Lay the chosen samples out in one row, as trees of what they share: what groups begin
     with, each group's prompt, its samples.
     """
@@ -279,7 +287,7 @@ def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.d
     pictured = any(batch.samples[i].media for i in chosen)
     at = 0
 
-    def lay(sample: Sample, end: int, above: Laid) -> Laid:
+    def lay(sample: TrainSample, end: int, above: SamplePlacement) -> SamplePlacement:
         """Its tokens up to `end`, of which those above lie already."""
         nonlocal at
         first = len(above.places)
@@ -298,9 +306,9 @@ def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.d
         if sample.experts is not None:
             routes.append(sample.experts[first:end])
         at += len(piece)
-        return Laid(len(segments) - 1, np.concatenate([above.places, np.arange(at - len(piece), at)]))
+        return SamplePlacement(len(segments) - 1, np.concatenate([above.places, np.arange(at - len(piece), at)]))
 
-    def spread(members: list[int], above: Laid) -> None:
+    def spread(members: list[int], above: SamplePlacement) -> None:
         """What they have in common once, then each group of those that go on alike."""
         samples = [batch.samples[i] for i in members]
         whole = lay(samples[0], _common(samples), above)
@@ -318,11 +326,11 @@ def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.d
     families = _families(batch, chosen, share)
     prompts = [_common_prompt([batch.samples[i] for i in family]) for family in families]
     for members, root in _trees(batch, families, prompts, share):
-        whole = lay(batch.samples[families[members[0]][0]], root, Laid())
+        whole = lay(batch.samples[families[members[0]][0]], root, SamplePlacement())
         for f in members:
             spread(families[f], whole)
     counts = [len(batch.samples[i].trainable) for i in chosen]
-    return Packed(
+    return PackedBatch(
         chosen,
         _tensor(tokens, device),
         torch.from_numpy(np.concatenate(positions, 1)).to(device) if pictured else _tensor(positions, device),
@@ -336,13 +344,13 @@ def pack(batch: Batch, chosen: list[int], *, share: bool = True, device: torch.d
     )
 
 
-def _looks(looked: list[tuple[int, ImagePlaceholder, int, int]], device: torch.device | str) -> Looks:
+def _looks(looked: list[tuple[int, ImagePlaceholder, int, int]], device: torch.device | str) -> ImageLookups:
     images = {place.image.digest: place.image for _, place, _, _ in looked}
     ends = np.cumsum([image.tokens for image in images.values()])
     begins = {digest: end - image.tokens for (digest, image), end in zip(images.items(), ends)}
     rows = [np.arange(row, row + end - begin) for row, _, begin, end in looked]
     cells = [np.arange(begin, end) + begins[place.image.digest] for _, place, begin, end in looked]
-    return Looks(list(images.values()), _tensor(rows, device), _tensor(cells, device))
+    return ImageLookups(list(images.values()), _tensor(rows, device), _tensor(cells, device))
 
 
 def _support(trajectory: Trajectory, trainable: np.ndarray, name: str) -> list[np.ndarray | None]:
@@ -357,18 +365,18 @@ def _support(trajectory: Trajectory, trainable: np.ndarray, name: str) -> list[n
     return found
 
 
-def _kept(samples: list[Sample], device: torch.device | str) -> Kept | None:
+def _kept(samples: list[TrainSample], device: torch.device | str) -> SupportMask | None:
     rows = [ids for s in samples for ids in s.support or [None] * len(s.trainable)]
     if all(ids is None for ids in rows):
         return None
     counts = [0 if ids is None else len(ids) for ids in rows]
-    return Kept(
+    return SupportMask(
         _tensor([ids for ids in rows if ids is not None], device),
         torch.tensor(np.repeat(np.arange(len(rows)), counts), device=device),
     )
 
 
-def _families(batch: Batch, chosen: list[int], share: bool) -> list[list[int]]:
+def _families(batch: TrainBatch, chosen: list[int], share: bool) -> list[list[int]]:
     """Neighbours of one group."""
     out: list[list[int]] = []
     for i in chosen:
@@ -384,7 +392,9 @@ def _families(batch: Batch, chosen: list[int], share: bool) -> list[list[int]]:
 ALIKE = 16
 
 
-def _trees(batch: Batch, families: list[list[int]], prompts: list[int], share: bool) -> list[tuple[list[int], int]]:
+def _trees(
+    batch: TrainBatch, families: list[list[int]], prompts: list[int], share: bool
+) -> list[tuple[list[int], int]]:
     """Families whose prompts begin alike, and how many tokens they have in common: a system
     message, examples, the signatures of tools.
 
@@ -398,7 +408,7 @@ def _trees(batch: Batch, families: list[list[int]], prompts: list[int], share: b
     return [(tree, _root([firsts[f] for f in tree], min(prompts[f] for f in tree))) for tree in trees.values()]
 
 
-def _root(firsts: list[Sample], end: int) -> int:
+def _root(firsts: list[TrainSample], end: int) -> int:
     """Of the first sample of every family, of whose prompts `end` is the shortest."""
     if len(firsts) == 1:
         return 0
@@ -412,7 +422,7 @@ def _root(firsts: list[Sample], end: int) -> int:
     return root if root >= ALIKE else 0
 
 
-def _common(samples: list[Sample]) -> int:
+def _common(samples: list[TrainSample]) -> int:
     """How many tokens they all begin with: what they were given, and of one episode also what was written in it."""
     one = len({s.episode for s in samples}) == 1
     end = min(int(s.trainable[-1]) if one else s.prompt for s in samples)
@@ -420,7 +430,7 @@ def _common(samples: list[Sample]) -> int:
     return end if alike.all() else int(alike.argmin())
 
 
-def _common_prompt(samples: list[Sample]) -> int:
+def _common_prompt(samples: list[TrainSample]) -> int:
     """How many given tokens all siblings begin with."""
     first = samples[0].keys[: min(s.prompt for s in samples)]
     for other in samples[1:]:

@@ -19,11 +19,11 @@ from rondel.models import names
 from rondel.train.optim import MasterWeights
 
 if TYPE_CHECKING:
-    from rondel.models.loaded_model import Loaded
-    from rondel.train.pack import Batch
+    from rondel.models.loaded_model import LoadedModel
+    from rondel.train.pack import TrainBatch
 
 
-class Alone:
+class SingleRank:
     """One rank: everything is its own."""
 
     rank, size = 0, 1
@@ -33,7 +33,7 @@ class Alone:
         """Writes what all of them have."""
         return self.rank == 0
 
-    def hold(self, loaded: Loaded) -> Loaded:
+    def hold(self, loaded: LoadedModel) -> LoadedModel:
         """The model as this rank keeps it."""
         return loaded
 
@@ -49,7 +49,7 @@ class Alone:
         """What each rank says, in their order."""
         return [value]
 
-    def exchange(self, batch: Batch, mine: Iterable[int], *notes: str) -> None:
+    def exchange(self, batch: TrainBatch, mine: Iterable[int], *notes: str) -> None:
         """Give the others the notes of the samples that this rank computed."""
         if self.size == 1:
             return
@@ -70,4 +70,4 @@ class Alone:
         pass
 
 
-ALONE = Alone()
+ALONE = SingleRank()

@@ -10,7 +10,7 @@ from torch import Tensor
 CUT = -1e30  # a logit whose weight is 0, and finite
 
 
-class Kept(NamedTuple):
+class SupportMask(NamedTuple):
     """The ids that tokens were drawn from, of those among M tokens that had some cut off: token
     row[k] could be ids[k].
     """

@@ -20,28 +20,28 @@ from rondel.algos.aggregate import masked_scale
 from rondel.algos.kl import k3
 from rondel.algos.mixture import Mixture
 from rondel.algos.objective import objective
-from rondel.algos.precompute import NOTHING, Ahead, ahead, counted, tokens_of
+from rondel.algos.precompute import NOTHING, UpdateMasks, ahead, counted, tokens_of
 from rondel.core.errors import TrainError
 from rondel.core.events import Warned, emit
-from rondel.core.time_account import Account
+from rondel.core.time_account import TimeAccount
 from rondel.core.types import Manifest, Route, StepStats
 from rondel.models import linear, names
 from rondel.train import annotate as notes
 from rondel.train import checkpoint
 from rondel.train.advantages import credit, kl_of_samples
-from rondel.train.mismatch import Alarm, measure
+from rondel.train.mismatch import MismatchAlarm, measure
 from rondel.train.offload import Offload
 from rondel.train.optim import learning_rate
-from rondel.train.pack import Batch, Packed, micro_batches
-from rondel.train.parallel import ALONE, Alone
+from rondel.train.pack import PackedBatch, TrainBatch, micro_batches
+from rondel.train.parallel import ALONE, SingleRank
 from rondel.train.settings import TrainSettings
-from rondel.train.step_metrics import Sums
-from rondel.train.teachers import Teacher, Teachers, said
+from rondel.train.step_metrics import StepMetricSums
+from rondel.train.teachers import Teacher, TeacherEnsemble, said
 
 if TYPE_CHECKING:
     from rondel.algos.table import Algorithm
-    from rondel.core.protocols import Claim, Transport
-    from rondel.models.loaded_model import Loaded
+    from rondel.core.protocols import MemoryClaim, Transport
+    from rondel.models.loaded_model import LoadedModel
     from rondel.train.critic import Critic
     from rondel.train.draft import DraftTrainer
 
@@ -71,7 +71,7 @@ class LocalTrainer:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         settings: TrainSettings,
         *,
         run: Callable[..., Awaitable[Any]],
@@ -80,9 +80,9 @@ class LocalTrainer:
         critic: Critic | None = None,
         teachers: Sequence[Teacher] = (),
         warmup: TrainSettings | None = None,
-        ranks: Alone = ALONE,
+        ranks: SingleRank = ALONE,
         transport: Transport | None = None,
-        claim: Claim | None = None,
+        claim: MemoryClaim | None = None,
     ) -> None:
         """`claim`: on the memory of a device that an engine wants, too; with one the trainer begins asleep."""
         self.main = settings
@@ -91,16 +91,16 @@ class LocalTrainer:
         self.draft = draft
         self.critic = critic
         self.ranks = ranks
-        self.account = Account("trainer")
+        self.account = TimeAccount("trainer")
         self.transport = transport
         wants_start = "ref_logprobs" in needs or settings.start_probe > 0
         self.start = ranks.hold(_frozen(loaded)) if wants_start else None
-        self.teachers = Teachers([replace(t, loaded=ranks.hold(t.loaded)) if t.loaded else t for t in teachers])
+        self.teachers = TeacherEnsemble([replace(t, loaded=ranks.hold(t.loaded)) if t.loaded else t for t in teachers])
         self.loaded = ranks.hold(loaded)
         self.weights = ranks.own(self.loaded.model, betas=settings.betas, weight_decay=settings.weight_decay)
         self.step_number = self.bad_steps = 0
         self.version = 0
-        self.alarm = Alarm(settings.mismatch_bound)
+        self.alarm = MismatchAlarm(settings.mismatch_bound)
         # coefficients with a target, by their part of the row, and where they have got to
         self.steered: dict[str, float] = {}
         self.whose = ""  # " of 'critic'" where there are several policies
@@ -129,10 +129,10 @@ class LocalTrainer:
 
     # -- the verbs of the protocol ---------------------------------------------------------------
 
-    async def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
+    async def annotate(self, batch: TrainBatch, needs: frozenset[str]) -> TrainBatch:
         return await self._run(self._annotate, batch, needs)
 
-    async def step(self, batch: Batch, algo: Algorithm | Mixture) -> StepStats:
+    async def step(self, batch: TrainBatch, algo: Algorithm | Mixture) -> StepStats:
         stats = await self._run(self._step, batch, algo)
         if self.draft is not None and batch.samples:
             stats.metrics |= await self._run(self.draft.step, batch, self.settings)
@@ -216,7 +216,7 @@ class LocalTrainer:
                 pass
         return names.published(model, tensors) if self._transport.names == "checkpoint" else tensors
 
-    def _annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
+    def _annotate(self, batch: TrainBatch, needs: frozenset[str]) -> TrainBatch:
         self.offload.refuse_asleep("annotate")
         settings = self.settings
         how: dict[str, Any] = dict(
@@ -238,7 +238,7 @@ class LocalTrainer:
                     notes.annotate(source, batch, need.removesuffix("_logprobs"), replay=replay, drawn=own, **how)
         if "teacher_logprobs" in needs:
 
-            def judged(teacher: Loaded, own: Batch, number: int) -> None:
+            def judged(teacher: LoadedModel, own: TrainBatch, number: int) -> None:
                 with self.offload.present(teacher):
                     notes.annotate(teacher, own, said(number), **how)
 
@@ -246,7 +246,7 @@ class LocalTrainer:
             self.teachers.weigh(batch)
         if "teacher_hidden" in needs:
 
-            def remembered(teacher: Loaded, own: Batch, number: int) -> None:
+            def remembered(teacher: LoadedModel, own: TrainBatch, number: int) -> None:
                 with self.offload.present(teacher):
                     notes.remember(teacher, own, number, budget=settings.micro_tokens, share=settings.share_prompts)
 
@@ -256,11 +256,15 @@ class LocalTrainer:
             self.critic.annotate(batch, self.settings)
         return batch
 
-    def _step(self, batch: Batch, algo: Algorithm | Mixture) -> StepStats:
+    def _step(self, batch: TrainBatch, algo: Algorithm | Mixture) -> StepStats:
         self.offload.refuse_asleep("step")
         if not batch.samples:
             return self._rested()
-        settings, sums, seconds = self.settings, Sums(), {"forward_backward": 0.0, "optimizer": 0.0, "annotate": 0.0}
+        settings, sums, seconds = (
+            self.settings,
+            StepMetricSums(),
+            {"forward_backward": 0.0, "optimizer": 0.0, "annotate": 0.0},
+        )
         main = self._steered(algo.main if isinstance(algo, Mixture) else algo)
         algo = replace(algo, main=main) if isinstance(algo, Mixture) else main
         critic = self.critic if "values" in main.needs else None
@@ -315,7 +319,9 @@ class LocalTrainer:
         self.version += 1
         return StepStats(True, metrics)
 
-    def _known(self, batch: Batch, algo: Algorithm | Mixture, updates: list[Batch], more: set[str]) -> dict[str, float]:
+    def _known(
+        self, batch: TrainBatch, algo: Algorithm | Mixture, updates: list[TrainBatch], more: set[str]
+    ) -> dict[str, float]:
         """What must be known of every token before the first move, each update in the packing
         in which it will be trained. -> metrics.
         """
@@ -330,9 +336,9 @@ class LocalTrainer:
 
     def _move(
         self,
-        update: Batch,
+        update: TrainBatch,
         algo: Algorithm | Mixture,
-        sums: Sums,
+        sums: StepMetricSums,
         seconds: dict[str, float],
         *,
         more: set[str],
@@ -376,21 +382,21 @@ class LocalTrainer:
         sums.put("train/weights_changed", changed)
         return changed
 
-    def _steer(self, batch: Batch, algo: Algorithm | Mixture, main: Algorithm) -> dict[str, float]:
+    def _steer(self, batch: TrainBatch, algo: Algorithm | Mixture, main: Algorithm) -> dict[str, float]:
         """Coefficients with a target follow what the step measured of their samples. ->
         what they were, and what was measured.
         """
         own = next((share.samples for row, _, share in batch.shares(algo) if row is main), [])
         told: dict[str, float] = {}
         if main.kl.steers:
-            told |= {"train/kl_coef": main.kl.coef, "train/kl_sample": (measured := kl_of_samples(Batch(own)))}
+            told |= {"train/kl_coef": main.kl.coef, "train/kl_sample": (measured := kl_of_samples(TrainBatch(own)))}
             self.steered["kl"] = main.kl.steered(measured, len(own))
         if main.entropy.steers and own:
             told["train/entropy_coef"] = main.entropy.coef
             self.steered["entropy"] = main.entropy.steered(float(notes.flat(own, "entropy").mean()))
         return told
 
-    def _mismatch(self, batch: Batch, algo: Algorithm | Mixture) -> dict[str, float]:
+    def _mismatch(self, batch: TrainBatch, algo: Algorithm | Mixture) -> dict[str, float]:
         """Engine against trainer, over whatever an engine drew."""
         drawn = [
             s for row, _, share in batch.shares(algo) if row.needs for s in share.trained(row).samples if not s.guided
@@ -415,7 +421,7 @@ class LocalTrainer:
         return replace(algo, **{name: replace(getattr(algo, name), coef=coef) for name, coef in known.items()})
 
     def _accumulate(
-        self, batch: Batch, algo: Algorithm, sums: Sums, *, proximal_noted: bool, weight: float = 1.0
+        self, batch: TrainBatch, algo: Algorithm, sums: StepMetricSums, *, proximal_noted: bool, weight: float = 1.0
     ) -> None:
         """Forward and backward over micro-batches; every weight is fixed before the first of them (law 3)."""
         decided = _decide(batch, algo) if proximal_noted else NOTHING
@@ -459,7 +465,7 @@ class LocalTrainer:
                 sample_T=packed.sample,
                 score_T=score_N[packed.sample],
                 guided_T=guided_N[packed.sample],
-                decided=Ahead(
+                decided=UpdateMasks(
                     **{
                         name: notes.gather(batch, packed, name)
                         for name, known in vars(decided).items()
@@ -483,11 +489,11 @@ class LocalTrainer:
             raise NotFinite(told[0])
         self.ranks.exchange(batch, done, "trained")
 
-    def _kl_to_start(self, batch: Batch) -> dict[str, float]:
+    def _kl_to_start(self, batch: TrainBatch) -> dict[str, float]:
         """k3 estimate of KL(policy || starting weights) on the first samples that were trained,
         in nats a token; nothing where none was.
         """
-        probe = Batch([s for s in batch.samples if "trained" in s.notes][: self.settings.start_probe])
+        probe = TrainBatch([s for s in batch.samples if "trained" in s.notes][: self.settings.start_probe])
         if not probe.samples:
             return {}
         assert self.start is not None, "start_probe keeps the starting weights"
@@ -632,7 +638,7 @@ class LocalTrainer:
             )
 
 
-def _frozen(loaded: Loaded) -> Loaded:
+def _frozen(loaded: LoadedModel) -> LoadedModel:
     """The starting weights, which nothing trains: a copy, or under an adapter that is still zero the base itself."""
     if loaded.adapter is not None and loaded.adapter.fresh:
         return replace(loaded, bare=True)
@@ -642,7 +648,7 @@ def _frozen(loaded: Loaded) -> Loaded:
     return start
 
 
-def _decide(batch: Batch, algo: Algorithm) -> Ahead:
+def _decide(batch: TrainBatch, algo: Algorithm) -> UpdateMasks:
     """What the row decides over the whole update, also noted with its samples."""
     each = batch.scored.each
     proximal_T = notes.flat(batch.samples, "proximal")
@@ -666,7 +672,7 @@ def _decide(batch: Batch, algo: Algorithm) -> Ahead:
     return found
 
 
-def _check_samples(batch: Batch) -> None:
+def _check_samples(batch: TrainBatch) -> None:
     """All that is known before the first forward pass with a gradient."""
     for border, known in (
         ("reward", lambda s: s.reward if s.earned is None else np.append(s.earned, s.reward)),
@@ -681,7 +687,7 @@ def _check_samples(batch: Batch) -> None:
             raise NotFinite(f"{border}: not finite for {_some(batch, bad)}")
 
 
-def _fault(border: str, values_M: Tensor, batch: Batch, packed: Packed) -> list[str]:
+def _fault(border: str, values_M: Tensor, batch: TrainBatch, packed: PackedBatch) -> list[str]:
     finite = torch.isfinite(values_M)
     return (
         []
@@ -690,6 +696,6 @@ def _fault(border: str, values_M: Tensor, batch: Batch, packed: Packed) -> list[
     )
 
 
-def _some(batch: Batch, samples: Sequence[int]) -> str:
+def _some(batch: TrainBatch, samples: Sequence[int]) -> str:
     more = f" and {len(samples) - 4} more" if len(samples) > 4 else ""
     return ", ".join(batch.name(i) for i in samples[:4]) + more

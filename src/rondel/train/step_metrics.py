@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rondel.train.parallel import Alone
+from rondel.train.parallel import SingleRank
 
 
-class Sums:
+class StepMetricSums:
     """Per-token terms of a step, reduced once at its end."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Sums:
         for layer, flips in enumerate(flips_L):
             self.terms.setdefault(f"flips_{layer}", []).append(flips.cpu())
 
-    def gather(self, ranks: Alone) -> None:
+    def gather(self, ranks: SingleRank) -> None:
         """All that the ranks have summed."""
         told = ranks.everyone(
             (self.loss, self.packed, {name: torch.cat(pieces) for name, pieces in self.terms.items() if pieces})

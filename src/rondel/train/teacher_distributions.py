@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from rondel.models.head import Head
+    from rondel.models.head import LMHead
 
 
 @dataclass(frozen=True, slots=True)
-class Opinion:
+class TeacherOpinion:
     """Of one teacher.
 
     hidden   [M_i, D] before its head
@@ -23,17 +23,17 @@ class Opinion:
     weight   [M_i] among the teachers of the token
     """
 
-    head: Head
+    head: LMHead
     hidden: Tensor
     at: Tensor
     weight: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Taught:
+class TeacherDistribution:
     """`taught.log_q(slice(0, 64))` -> [64, V], the weighed mean of the teachers' log-probabilities at these tokens."""
 
-    opinions: list[Opinion]
+    opinions: list[TeacherOpinion]
     temperature: float
 
     def log_q(self, rows: slice) -> Tensor:

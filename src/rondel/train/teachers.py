@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from rondel.core.errors import TrainError
-from rondel.train.pack import Batch, Packed, Sample
-from rondel.train.teacher_distributions import Opinion, Taught
+from rondel.train.pack import PackedBatch, TrainBatch, TrainSample
+from rondel.train.teacher_distributions import TeacherDistribution, TeacherOpinion
 
 if TYPE_CHECKING:
-    from rondel.models.loaded_model import Loaded
+    from rondel.models.loaded_model import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Teacher:
     source   whose tasks it knows; None: all
     """
 
-    loaded: Loaded | None
+    loaded: LoadedModel | None
     weight: float = 1.0
     source: str | None = None
 
@@ -40,7 +40,7 @@ def said(number: int) -> str:
     return f"teacher.{number}"
 
 
-class Teachers(Sequence[Teacher]):
+class TeacherEnsemble(Sequence[Teacher]):
     """log q = sum_i w_i·log q_i / sum_i w_i, of those that teach the sample.  [m].
 
     Sampled tokens are charged with log pi - log q, whose expectation is sum_i w_i·KL(pi ||
@@ -57,14 +57,14 @@ class Teachers(Sequence[Teacher]):
     def __getitem__(self, number: Any) -> Any:
         return self._teachers[number]
 
-    def ask(self, batch: Batch, question: Callable[[Loaded, Batch, int], None]) -> None:
+    def ask(self, batch: TrainBatch, question: Callable[[LoadedModel, TrainBatch, int], None]) -> None:
         """One teacher at a time, each about all its samples: never more than one beside the policy."""
         for number, teacher in enumerate(self):
-            own = Batch([s for s in batch.samples if teacher.teaches(s.stream)])
+            own = TrainBatch([s for s in batch.samples if teacher.teaches(s.stream)])
             if teacher.loaded is not None and own.samples:
                 question(teacher.loaded, own, number)
 
-    def weigh(self, batch: Batch) -> None:
+    def weigh(self, batch: TrainBatch) -> None:
         """The note "teacher" of every sample, out of what each teacher said."""
         for i, sample in enumerate(batch.samples):
             shares = self._shares(sample)
@@ -76,7 +76,7 @@ class Teachers(Sequence[Teacher]):
             opinions = [sample.notes[said(number)] for number in shares]
             sample.notes["teacher"] = np.average(opinions, axis=0, weights=list(shares.values())).astype(np.float32)
 
-    def taught(self, batch: Batch, packed: Packed, temperature: float) -> Taught:
+    def taught(self, batch: TrainBatch, packed: PackedBatch, temperature: float) -> TeacherDistribution:
         """What those who were asked for their hidden states think of the tokens of a micro-batch."""
         samples, device = [batch.samples[i] for i in packed.samples], packed.tokens.device
         lengths = [len(s.trainable) for s in samples]
@@ -90,10 +90,10 @@ class Teachers(Sequence[Teacher]):
             hidden = torch.cat([samples[i].hidden[number] for i in mine]).to(device)
             at = torch.cat([torch.arange(first[i], first[i + 1]) for i in mine]).to(device)
             weight = torch.cat([torch.full((lengths[i],), self._shares(samples[i])[number]) for i in mine]).to(device)
-            opinions.append(Opinion(teacher.loaded.head, hidden, at, weight))
-        return Taught(opinions, temperature)
+            opinions.append(TeacherOpinion(teacher.loaded.head, hidden, at, weight))
+        return TeacherDistribution(opinions, temperature)
 
-    def _shares(self, sample: Sample) -> dict[int, float]:
+    def _shares(self, sample: TrainSample) -> dict[int, float]:
         """How much each teacher of a sample counts, by its place."""
         mine = {number: t.weight for number, t in enumerate(self) if t.teaches(sample.stream)}
         return {number: weight / sum(mine.values()) for number, weight in mine.items()}

@@ -14,7 +14,7 @@ from rondel.algos import correction, kl, table
 from rondel.algos.entropy import EntropyBonus
 from rondel.algos.objective import objective
 from rondel.algos.off_policy_surrogates import Tapered
-from rondel.algos.precompute import Ahead
+from rondel.algos.precompute import UpdateMasks
 from rondel.algos.ratio import SequenceRatio, TokenRatio
 from rondel.algos.surrogate import Clip
 from rondel.algos.trust_region_surrogates import DivergenceMask, MirrorDescent
@@ -116,7 +116,7 @@ def test_decoupled_is_plain_when_the_behavior_was_the_anchor_and_is_right_when_i
         logp = logits.log_softmax(0)
         loss, _ = objective(
             row, logprobs_T=logp, entropy_T=None, proximal_T=logp, behavior_T=behavior, ref_T=None, advantages_T=payoff,
-            weight_T=behavior.exp(), sample_T=torch.arange(2), decided=Ahead(selected=torch.ones(2)),
+            weight_T=behavior.exp(), sample_T=torch.arange(2), decided=UpdateMasks(selected=torch.ones(2)),
         )  # fmt: skip
         return slope(loss, logits)
 

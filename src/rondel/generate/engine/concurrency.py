@@ -23,8 +23,8 @@ WINDOW = 32  # notes of one measurement
 
 
 @dataclass(slots=True)
-class Concurrency:
-    """`Concurrency(most=64).limit` requests together; `note` what came of it. 1 <= limit <= most, always."""
+class ConcurrencyController:
+    """`ConcurrencyController(most=64).limit` requests together; `note` what came of it. 1 <= limit <= most, always."""
 
     most: int
     limit: int = 0

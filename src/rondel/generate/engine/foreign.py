@@ -58,7 +58,7 @@ class DrawnTokens:
     version: str | None = None
 
 
-class Server(Protocol):
+class ServerDriver(Protocol):
     """What differs from one kind of server to another.
 
     name   of the kind
@@ -81,12 +81,12 @@ class Server(Protocol):
 
 
 class ForeignEngine:
-    """The Engine protocol over a `Server`.
+    """The Engine protocol over a `ServerDriver`.
 
     patience  seconds in which interrupted requests must have come back, and in which weights must be read
     """
 
-    def __init__(self, server: Server, *, version: int = -1, patience: float = 600.0) -> None:
+    def __init__(self, server: ServerDriver, *, version: int = -1, patience: float = 600.0) -> None:
         self.server, self.version, self.patience = server, version, patience
         self.root, self.bytes_copied = "", 0
         self._broken = ""  # why it refuses

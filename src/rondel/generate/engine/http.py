@@ -25,7 +25,7 @@ def client() -> Any:
     return httpx2
 
 
-class Link:
+class ServerClient:
     """`await link.post("/generate", {...})`. A key in RONDEL_API_KEY goes along as a bearer token.
 
     remedy     what to try if nobody answers

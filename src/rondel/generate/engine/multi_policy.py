@@ -33,8 +33,8 @@ from rondel.core.types import (
 STATES = ("serving", "held", "asleep", "refusing")  # of several, the first that one of them is in
 
 
-class Policies:
-    """`Policies({"policy": e0, "critic": e1}, frozen=["rival"])`, of which every name has an engine."""
+class MultiPolicyEngine:
+    """`MultiPolicyEngine({"policy": e0, "critic": e1}, frozen=["rival"])`, of which every name has an engine."""
 
     def __init__(
         self, engines: Mapping[str, RolloutEngine], *, frozen: Mapping[str, RolloutEngine] | None = None

@@ -13,29 +13,29 @@ import torch
 
 from rondel.core.errors import EngineError, UserError
 from rondel.core.types import Completion, Request, Sampling, sample_key
-from rondel.generate.engine.builtin.draft import Draft
+from rondel.generate.engine.builtin.draft import DraftModel
 from rondel.generate.engine.builtin.engine import BuiltinEngine
-from rondel.generate.engine.builtin.speculative import Speculation
+from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.models.aligned_numerics import align
 from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load
-from rondel.models.loaded_model import Loaded
+from rondel.models.loaded_model import LoadedModel
 from rondel.text.special_tokens import special_tokens
 from rondel.text.unicode import valid
 
 GUESSES = 4  # at most, of a request in one step
 
 
-def speculation_of(how: str, *, dtype: str, device: str) -> Speculation | None:
+def speculation_of(how: str, *, dtype: str, device: str) -> SpeculativeDecoder | None:
     """ "off", "ngram" or "draft:MODEL"."""
     kind, _, model = how.partition(":")
     if kind == "draft" and model:
-        return Speculation(GUESSES, Draft(load(model, dtype=dtype, device=device)))
+        return SpeculativeDecoder(GUESSES, DraftModel(load(model, dtype=dtype, device=device)))
     if how not in ("off", "ngram"):
         raise UserError(
             f"speculative = '{how}'; it is off, ngram or draft:MODEL, a smaller model with the same tokenizer"
         )
-    return Speculation(GUESSES) if kind == "ngram" else None
+    return SpeculativeDecoder(GUESSES) if kind == "ngram" else None
 
 
 class Engine:
@@ -43,12 +43,12 @@ class Engine:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         *,
         kv_pages: int = 32768,
         max_running: int = 64,
         compile: bool = False,
-        speculation: Speculation | None = None,
+        speculation: SpeculativeDecoder | None = None,
     ) -> None:
         self.loaded = loaded
         self._loop = asyncio.new_event_loop()
@@ -91,7 +91,7 @@ class Engine:
         if numerics not in ("fast", "aligned"):
             raise UserError(f"numerics = '{numerics}'; it is fast or aligned")
 
-        def made() -> tuple[Loaded, Speculation | None]:
+        def made() -> tuple[LoadedModel, SpeculativeDecoder | None]:
             loaded = load(path, dtype=dtype, device=where)
             if numerics == "aligned":
                 align(loaded)

@@ -24,7 +24,7 @@ from rondel.core.errors import EngineError, LawError, StalledError, WorkerError
 from rondel.core.events import Advised, Warned, emit, stalled
 from rondel.core.protocols import Interrupt, RolloutEngine, Tags
 from rondel.core.types import Abort, Begin, Commit, Completion, EngineStatus, Message, Request, TokenScores
-from rondel.generate.engine.concurrency import Concurrency
+from rondel.generate.engine.concurrency import ConcurrencyController
 
 REMEMBERED = 10_000  # groups whose replica is known
 STATES = ("serving", "held", "asleep", "refusing")  # of several, the first that one of them is in
@@ -54,8 +54,8 @@ class QueuedRequest:
     place: asyncio.Future[EngineReplica | None]
 
 
-class Router:
-    """`Router({"engine-0": e0, "engine-1": e1}, max_inflight=64)`. All replicas serve one version.
+class EngineRouter:
+    """`EngineRouter({"engine-0": e0, "engine-1": e1}, max_inflight=64)`. All replicas serve one version.
 
     max_inflight  requests of one replica; more wait here
     concurrency   who finds out how many of these should be at work
@@ -70,7 +70,7 @@ class Router:
         engines: Mapping[str, RolloutEngine],
         *,
         max_inflight: int,
-        concurrency: Concurrency | None = None,
+        concurrency: ConcurrencyController | None = None,
         version: int = 0,
         lean: int = 16,
         apart: float = 1e-3,

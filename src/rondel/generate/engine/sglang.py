@@ -18,13 +18,13 @@ from uuid import uuid4
 from rondel.core.errors import EngineError
 from rondel.core.types import FinishReason, Sampling
 from rondel.generate.engine.foreign import DrawnTokens, Media, common
-from rondel.generate.engine.http import DEADLINE, Link
+from rondel.generate.engine.http import DEADLINE, ServerClient
 from rondel.generate.pictures import beside, url_of
 
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-class Sglang:
+class SglangServer:
     """Started with: python -m sglang.launch_server --model-path MODEL --port 30000, or rondel
     serve MODEL --port 30000.
     """
@@ -34,7 +34,7 @@ class Sglang:
     blind = ""
 
     def __init__(self, url: str) -> None:
-        self.link = Link(url, remedy=f"is a server running there? {self.__doc__}")
+        self.link = ServerClient(url, remedy=f"is a server running there? {self.__doc__}")
 
     def open(self, sampling: Sampling) -> int:
         self.link.now("/get_model_info")

@@ -17,14 +17,14 @@ from typing import Any
 from rondel.core.errors import ConfigError, EngineError
 from rondel.core.types import FinishReason, Sampling
 from rondel.generate.engine.foreign import DrawnTokens, Media, common
-from rondel.generate.engine.http import Link, ServerRefusal
+from rondel.generate.engine.http import ServerClient, ServerRefusal
 
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 PROCESSED = "processed_logprobs"
 HEAD = "lm_head.weight"
 
 
-class Vllm:
+class VllmServer:
     """Started with: VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --port 8000."""
 
     name = "vLLM"
@@ -37,7 +37,7 @@ class Vllm:
     )
 
     def __init__(self, url: str) -> None:
-        self.link = Link(url, remedy=f"is a server running there? {self.__doc__}")
+        self.link = ServerClient(url, remedy=f"is a server running there? {self.__doc__}")
         self.model, self.packs = "", False
 
     def open(self, sampling: Sampling) -> int:

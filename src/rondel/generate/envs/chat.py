@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rondel.core.errors import DataError, EnvError
-from rondel.core.media import ImagePlaceholder, Sight, worded
+from rondel.core.media import ImagePlaceholder, ImageProcessorConfig, worded
 from rondel.core.types import POLICY, Completion, FinishReason, Request, Sampling, Trajectory, Turn
 from rondel.generate.envs.calls import ToolCall
 from rondel.generate.envs.template import Messages, Schemas, Template
@@ -26,7 +26,7 @@ from rondel.text.unicode import valid
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ConversationMark:
     """Where a conversation stood after a turn of the policy: its tokens, characters and
     turns, where this one began, how it ended.
     """
@@ -39,7 +39,7 @@ class Mark:
     messages: int = 0
 
 
-START = Mark()
+START = ConversationMark()
 TURNS = 1 << 20  # more than one conversation has
 
 
@@ -73,7 +73,7 @@ class TokenChat:
         max_context: int,
         policy: str = POLICY,
         system: str | None = None,
-        sight: Sight | None = None,
+        sight: ImageProcessorConfig | None = None,
         cast: Mapping[str, str] | None = None,
     ) -> None:
         self.tokenizer, self.template, self.generate = tokenizer, Template(tokenizer), generate
@@ -215,11 +215,11 @@ class TokenChat:
         return self._full or self._room <= 0
 
     @property
-    def mark(self) -> Mark:
+    def mark(self) -> ConversationMark:
         """Of the turn that the policy has just written."""
         n = len(self.trajectory.tokens)
         t = self.trajectory
-        return Mark(n, len(t.text), self.turn, n - len(self._last), t.finish_reason, len(t.conversation))
+        return ConversationMark(n, len(t.text), self.turn, n - len(self._last), t.finish_reason, len(t.conversation))
 
     def beside(self, agent: str = "") -> TokenChat:
         """An empty conversation of the same episode, with noise of its own: for another
@@ -232,7 +232,7 @@ class TokenChat:
         twin.trajectory.agent = agent
         return twin
 
-    def fork(self, mark: Mark = START) -> TokenChat:
+    def fork(self, mark: ConversationMark = START) -> TokenChat:
         """Another conversation with the same first turns: tokens, and all that is
         recorded of them, are copied as they are.
         """

@@ -19,12 +19,12 @@ from rondel.core.errors import ConfigError, DataError
 from rondel.core.events import Event, GroupFinished, StepDone
 from rondel.core.registry import find
 from rondel.core.types import Task
-from rondel.generate.envs.order import Admissions, Pure, Shuffled
+from rondel.generate.envs.order import PureOrder, ShuffledOrder, TaskAdmissions
 
 DECAY = 0.5  # of what a task's earlier visits say, at each new one: the policy has moved since
 
 
-class EasyFirst(Pure):
+class EasyFirst(PureOrder):
     """Admission n is drawn from the easiest start + (1 - start)·n/admissions of the tasks.
 
     by          a field of the task's data, small is easy; "-pass_rate" turns the order round
@@ -106,15 +106,15 @@ def band(tasks: Sequence[Task], seed: int, *, low: float = 0.1, high: float = 0.
     return ByRate(tasks, seed, lambda rate: 1.0 if rate is None or low <= rate <= high else floor)
 
 
-CURRICULA: dict[str, Callable[..., Admissions]] = {
-    "shuffle": Shuffled,
+CURRICULA: dict[str, Callable[..., TaskAdmissions]] = {
+    "shuffle": ShuffledOrder,
     "easy_first": EasyFirst,
     "priority": priority,
     "band": band,
 }
 
 
-def admissions(tasks: Sequence[Task], seed: int, spec: dict[str, Any]) -> Admissions:
+def admissions(tasks: Sequence[Task], seed: int, spec: dict[str, Any]) -> TaskAdmissions:
     """Of a recipe's `task.curriculum`: `{ kind = "priority", floor = 0.05 }`."""
     settings = dict(spec)
     kind = settings.pop("kind", "shuffle")

@@ -42,7 +42,7 @@ def given(text: str) -> Any:
     return value if isinstance(value, list | dict) else text
 
 
-class Unread(Exception):
+class UnreadValue(Exception):
     """What stands where something else must."""
 
 
@@ -109,7 +109,7 @@ class KeyedCalls:
 
 
 @dataclass
-class Scanner:
+class ValueScanner:
     """Values in a text, from `at` on: texts in quotes or between two `quote` marks, numbers, words, lists, objects."""
 
     text: str
@@ -135,18 +135,18 @@ class Scanner:
 
     def need(self, mark: str) -> None:
         if not self.take(mark):
-            raise Unread(f"{self.text[self.at : self.at + 20]!r} stands where {mark!r} must")
+            raise UnreadValue(f"{self.text[self.at : self.at + 20]!r} stands where {mark!r} must")
 
     def word(self) -> str:
         self.skip()
         if (found := self.WORD.match(self.text, self.at)) is None:
-            raise Unread(f"{self.text[self.at : self.at + 20]!r} stands where a name must")
+            raise UnreadValue(f"{self.text[self.at : self.at + 20]!r} stands where a name must")
         self.at = found.end()
         return found.group()
 
     def value(self, depth: int = 0) -> Any:
         if depth > DEEPEST:
-            raise Unread(NESTED)
+            raise UnreadValue(NESTED)
         self.skip()
         if self.quote and self.take(self.quote):
             return self._until(self.quote)
@@ -155,7 +155,7 @@ class Scanner:
             return self.ESCAPE.sub(_character, found.group(1) if found.group(1) is not None else found.group(2))
         if self.text.startswith(("'", '"'), self.at):
             self.at = len(self.text)
-            raise Unread("a text has no end")
+            raise UnreadValue("a text has no end")
         if self.take("["):
             return self.rows("]", lambda: self.value(depth + 1))
         if self.take("{"):
@@ -165,7 +165,7 @@ class Scanner:
             return _number(found.group())
         word = self.word()
         if word.lower() not in self.WORDS:
-            raise Unread(f"{word[:20]!r} is no value; a text stands in quotes")
+            raise UnreadValue(f"{word[:20]!r} is no value; a text stands in quotes")
         return self.WORDS[word.lower()]
 
     def pair(self, between: str, depth: int = 0) -> tuple[str, Any]:
@@ -191,14 +191,14 @@ class Scanner:
         end = self.text.find(mark, self.at)
         if end < 0:
             self.at = len(self.text)
-            raise Unread("a text has no end")
+            raise UnreadValue("a text has no end")
         piece, self.at = self.text[self.at : end], end + len(mark)
         return piece
 
 
 def _number(text: str) -> int | float:
     if len(text) > 300:  # a thousand digits are no argument, and their reading is not linear
-        raise Unread("a number of more than 300 digits")
+        raise UnreadValue("a number of more than 300 digits")
     return float(text) if any(c in text for c in ".eE") else int(text)
 
 
@@ -221,13 +221,13 @@ class ScannedCalls:
     def read(self, text: str) -> list[ToolCall]:
         """The calls in what the policy wrote, in order."""
         calls: list[ToolCall] = []
-        scan = Scanner(text, quote=self.quote)
+        scan = ValueScanner(text, quote=self.quote)
         while (begin := text.find(self.opens, scan.at)) >= 0:
             scan.at = begin + len(self.opens)
             try:
                 calls += self._calls(scan)
                 scan.need(self.closes)
-            except Unread as error:
+            except UnreadValue as error:
                 calls.append(ToolCall("", {}, f"the call cannot be read: {error}"))
         return calls
 
@@ -235,7 +235,7 @@ class ScannedCalls:
         """Where the first call begins; the text's length where there is none."""
         return _found(text, self.opens)
 
-    def _calls(self, scan: Scanner) -> list[ToolCall]:
+    def _calls(self, scan: ValueScanner) -> list[ToolCall]:
         raise NotImplementedError
 
 
@@ -247,15 +247,15 @@ class PythonCalls(ScannedCalls):
     def __init__(self) -> None:
         super().__init__("<|tool_call_start|>", "<|tool_call_end|>")
 
-    def _calls(self, scan: Scanner) -> list[ToolCall]:
+    def _calls(self, scan: ValueScanner) -> list[ToolCall]:
         return scan.rows("]", lambda: self._one(scan)) if scan.take("[") else [self._one(scan)]
 
-    def _one(self, scan: Scanner) -> ToolCall:
+    def _one(self, scan: ValueScanner) -> ToolCall:
         scan.skip()
         if scan.text.startswith("{", scan.at):
             value = scan.value()
             if not isinstance(value.get("name"), str) or not isinstance(value.get("arguments", {}), dict):
-                raise Unread('a call is an object with "name" and "arguments"')
+                raise UnreadValue('a call is an object with "name" and "arguments"')
             return ToolCall(value["name"], value.get("arguments", {}))
         name = scan.word()
         scan.need("(")
@@ -269,7 +269,7 @@ class BracedCalls(ScannedCalls):
     def ends(self) -> str:
         return self.closes
 
-    def _calls(self, scan: Scanner) -> list[ToolCall]:
+    def _calls(self, scan: ValueScanner) -> list[ToolCall]:
         scan.need("call:")
         name = scan.word()
         scan.need("{")

@@ -99,17 +99,17 @@ class Mcp:
                 raise ConfigError(f"task.tools: '{entry}': there is no command '{words[0] if words else ''}' here")
         self.listed = _now(self.where)
 
-    def __call__(self, task: Task) -> Episode:
-        return Episode(self)
+    def __call__(self, task: Task) -> McpEpisode:
+        return McpEpisode(self)
 
 
-class Episode:
+class McpEpisode:
     """The tools of one episode; nothing is opened before the first call."""
 
     def __init__(self, server: Mcp) -> None:
         self.server, self._closed = server, False
         self._session: McpSession | None = None
-        self.tools = [Listed(self, one) for one in server.listed]
+        self.tools = [McpTool(self, one) for one in server.listed]
 
     def close(self) -> None:
         self._closed = True
@@ -161,12 +161,12 @@ class Episode:
         return held
 
 
-class Listed(Tool):
+class McpTool(Tool):
     """A tool as its server describes it. Arguments are checked there."""
 
     foreign = True
 
-    def __init__(self, episode: Episode, told: dict[str, Any]) -> None:
+    def __init__(self, episode: McpEpisode, told: dict[str, Any]) -> None:
         self.name = told["name"]
         self._schema = {
             "type": "function",

@@ -18,7 +18,7 @@ from rondel.core.types import Task
 PERIOD = 1000  # admissions after which the sources of a mixture repeat, at most
 
 
-class Admissions(Protocol):
+class TaskAdmissions(Protocol):
     """`read` hears the journal; `state` and `load` are what it has learned from that, as JSON."""
 
     def nth(self, n: int) -> Task: ...
@@ -27,7 +27,7 @@ class Admissions(Protocol):
     def load(self, state: Any) -> None: ...
 
 
-class Pure:
+class PureOrder:
     """Task n is a function of (tasks, seed, n): resuming needs the number n only (SPEC L7)."""
 
     def read(self, event: Event) -> None: ...
@@ -38,7 +38,7 @@ class Pure:
     def load(self, state: Any) -> None: ...
 
 
-class Shuffled(Pure):
+class ShuffledOrder(PureOrder):
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
         self.tasks, self.seed = tasks, seed
 
@@ -48,10 +48,10 @@ class Shuffled(Pure):
         return self.tasks[permutation(len(self.tasks), self.seed, epoch)[place]]
 
 
-class Mixed:
+class MixedOrder:
     """After any n admissions, source i has had n·w_i / sum(w) of them, to within one for each other source."""
 
-    def __init__(self, sources: Sequence[tuple[float, Admissions]]) -> None:
+    def __init__(self, sources: Sequence[tuple[float, TaskAdmissions]]) -> None:
         self.orders = [order for _, order in sources]
         self.turns = _turns([weight for weight, _ in sources])
         self.before = [[0] * len(sources)]  # how many of each source came before a place of the period
@@ -99,7 +99,7 @@ def permutation(length: int, seed: int, epoch: int) -> tuple[int, ...]:
 
 
 async def stream(
-    order: Admissions, *, start: int = 0, room: Callable[[], Awaitable[object]] | None = None
+    order: TaskAdmissions, *, start: int = 0, room: Callable[[], Awaitable[object]] | None = None
 ) -> AsyncIterator[Task]:
     """Tasks start, start + 1, ... for ever; each is chosen when there is `room` for it, so
     that a curriculum knows all that came before.

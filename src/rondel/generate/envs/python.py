@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rondel.core.errors import EnvError, SandboxError
-from rondel.core.protocols import Boxes, SandboxCell
+from rondel.core.protocols import SandboxCell, SandboxFactory
 from rondel.core.sandbox_types import Limits
 from rondel.core.types import Task
 
@@ -22,10 +22,10 @@ LIMITS = Limits(wall=3600.0, cpu=120.0)
 REPL = Path(__file__).with_name("repl.py")
 
 
-class Interpreter:
+class SandboxInterpreter:
     """One box with an interpreter that waits for text."""
 
-    def __init__(self, sandbox: Boxes) -> None:
+    def __init__(self, sandbox: SandboxFactory) -> None:
         self.cell: SandboxCell = sandbox.cell(LIMITS)
         asks, answers, none = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDWR)
         try:
@@ -80,13 +80,13 @@ class Interpreter:
             os.close(self.answers)
 
 
-def python_tool(sandbox: Callable[[], Boxes]) -> type:
+def python_tool(sandbox: Callable[[], SandboxFactory]) -> type:
     """The tool as a class, of which every episode has its own."""
 
     class Python:
         def __init__(self, task: Task) -> None:
             self._turn, self._closed, self._task = threading.Lock(), False, task
-            self._open: Interpreter | None = None
+            self._open: SandboxInterpreter | None = None
 
         def python(self, code: str) -> str:
             """Run Python code and read what it prints; the value of a last expression is shown. Variables and files are
@@ -96,7 +96,7 @@ def python_tool(sandbox: Callable[[], Boxes]) -> type:
                 if self._closed:
                     raise EnvError("the episode is over")
                 try:
-                    self._open = self._open or Interpreter(sandbox())
+                    self._open = self._open or SandboxInterpreter(sandbox())
                 except SandboxError as error:
                     raise EnvError(f"no box for the code of {self._task.id}: {error}") from error
                 text = None if self._closed else self._open.ask(code)
@@ -111,7 +111,7 @@ def python_tool(sandbox: Callable[[], Boxes]) -> type:
             if (opened := self._open) is not None:
                 threading.Thread(target=self._release, args=(opened,), daemon=True).start()
 
-        def _release(self, opened: Interpreter) -> None:
+        def _release(self, opened: SandboxInterpreter) -> None:
             opened.cell.kill()  # who waits for it hears that it ended
             with self._turn:
                 if self._open is opened:

@@ -18,7 +18,7 @@ PACKAGES = ("rondel", "torch", "transformers", "ray", "nvidia-nccl-cu12", "nvidi
 PINGS, BLOCK, WAIT = 20, 32 << 20, 5.0  # round trips, bytes one way, seconds for a connection
 
 
-class Lookout:
+class ClusterProbe:
     """An object for a worker on every node."""
 
     def __init__(self) -> None:

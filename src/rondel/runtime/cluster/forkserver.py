@@ -67,7 +67,7 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
-class Nursery:
+class ForkServer:
     """The controller's end."""
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class Nursery:
             self.process.wait()
 
 
-_nursery: Nursery | None = None
+_nursery: ForkServer | None = None
 _guard = threading.Lock()
 
 
@@ -144,7 +144,7 @@ def bear(make: Callable[..., Any], pipe: int, log: int, environment: dict[str, s
     with _guard:
         try:
             if _nursery is None or not _nursery.lives:
-                _nursery = Nursery()
+                _nursery = ForkServer()
                 atexit.register(_nursery.close)
             module = make.__module__ if make.__module__.startswith(OURS) else BASE  # what is the user's is not run here
             return _nursery.bear(module, pipe, log, environment)

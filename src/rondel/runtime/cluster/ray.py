@@ -87,7 +87,7 @@ class RayCluster:
         if self.gpus:
             inside = [self._within(i) for i in range(workers)]
             how = {"num_cpus": self.cpus, "num_gpus": self.gpus}
-            probes: list[Any] = [ray.remote(Probe).options(**how, scheduling_strategy=s).remote() for s in inside]
+            probes: list[Any] = [ray.remote(BundleProbe).options(**how, scheduling_strategy=s).remote() for s in inside]
             gpus = [
                 [int(gpu) for gpu in told]
                 for told in ray.get([probe.gpus.remote() for probe in probes], timeout=RESERVE)
@@ -226,7 +226,7 @@ def own_signals() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-class Probe:
+class BundleProbe:
     """Looks around in a bundle."""
 
     def gpus(self) -> list[Any]:

@@ -53,7 +53,7 @@ def joined(device: str, patience: float) -> Any:
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
-class Leader:
+class LeaderWorker:
     """Rank 0's object, as `process.Worker` is one elsewhere: every verb is called on all ranks,
     the answer is its own.
     """

@@ -35,10 +35,10 @@ def live(socket: int, parent: int) -> None:
         os.sched_setaffinity(0, cores)
     leave_to_controller()
     stacks.listen(sys.stderr)
-    asyncio.run(Child(pipe, name, tells).serve())
+    asyncio.run(WorkerMain(pipe, name, tells).serve())
 
 
-class Child:
+class WorkerMain:
     """One object and the calls on it; what they do to the event loop is what they would do in process."""
 
     def __init__(self, pipe: Connection, name: str, tells: bool) -> None:

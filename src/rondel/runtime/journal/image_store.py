@@ -23,7 +23,7 @@ KEPT = re.compile(r"media:([0-9a-f]{32})\.([a-z]+)")
 URL = re.compile(r"data:image/([a-z]+);base64,([A-Za-z0-9+/=]+)")
 
 
-class Album:
+class ImageStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "media"
         self._known: dict[str, Image] = {}

@@ -137,7 +137,7 @@ def _event(line: str) -> dict[str, Any]:
     return event
 
 
-class Told(NamedTuple):
+class FieldRule(NamedTuple):
     """What the line of an event has under a name: in any case or not; of which type;
     numbers or texts in it; and how that is called.
     """
@@ -166,20 +166,22 @@ PLAIN: dict[str, tuple[type, ...]] = {
 INNER = re.compile(r"(?:dict\[str, |list\[)(int|float|str)\]")
 
 
-def _told(field: Field[Any]) -> Told:
+def _told(field: Field[Any]) -> FieldRule:
     written, optional = str(field.type).removesuffix(" | None"), str(field.type).endswith(" | None")
     outer, inner = PLAIN.get(written.partition("[")[0], (object,)), INNER.fullmatch(written)
     always = field.default is MISSING and field.default_factory is MISSING
-    return Told(always, (*outer, type(None)) if optional else outer, PLAIN[inner[1]] if inner else (), str(field.type))
+    return FieldRule(
+        always, (*outer, type(None)) if optional else outer, PLAIN[inner[1]] if inner else (), str(field.type)
+    )
 
 
-TOLD: dict[str, tuple[tuple[str, Told], ...]] = {  # kind of event -> what its line has
+TOLD: dict[str, tuple[tuple[str, FieldRule], ...]] = {  # kind of event -> what its line has
     kind.__name__: tuple((f.name, _told(f)) for f in fields(kind))
     for kind in Event.__subclasses__()
     if kind is not GroupsTaken
 } | {
     "GroupsTaken": tuple(
-        (name, Told(True, PLAIN[what], (), what))
+        (name, FieldRule(True, PLAIN[what], (), what))
         for name, what in {"step": "int", "version": "int", "numbers": "list", "born": "list"}.items()
     )
 }

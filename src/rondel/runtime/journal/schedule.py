@@ -30,7 +30,7 @@ FILE = "schedule.jsonl"
 PATIENCE = 1800.0  # seconds
 
 
-class Recorder:
+class OrderRecorder:
     """An order that allows everything and writes it down."""
 
     def __init__(self, folder: Path) -> None:
@@ -84,7 +84,7 @@ def _drawn(stints: Any) -> list[int]:
     return list(chain.from_iterable([version] * (written - n) for (version, _, written), n in zip(stints, before)))
 
 
-class Replayer:
+class OrderReplayer:
     """An order that allows what happened, when it happened."""
 
     def __init__(self, folder: Path) -> None:
@@ -162,4 +162,4 @@ class Replayer:
             self._pieces[request.key, request.continuation].pop()
 
 
-Schedule = Recorder | Replayer
+Schedule = OrderRecorder | OrderReplayer

@@ -21,7 +21,7 @@ import numpy as np
 from rondel.core.errors import CheckpointError, UserError, boundary
 from rondel.core.events import Event, GroupsTaken, Resumed
 from rondel.core.types import EnvFault, Failed, Group, Ok, Outcome, PolicyFault, Score, Task, Trajectory
-from rondel.runtime.journal.image_store import Album
+from rondel.runtime.journal.image_store import ImageStore
 from rondel.runtime.journal.log import decode, encode
 from rondel.system.files import make_folder, numbered, replace_file, writing
 
@@ -231,7 +231,7 @@ def _save(path: Path, rows: list[dict[str, Any]]) -> Path:
 
     with writing(path):
         make_folder(path.parent)
-        album = Album(path.parent)
+        album = ImageStore(path.parent)
         rows = [
             {**row, "task_data": album.without(row["task_data"]), "media": album.keep(row["media"]) or None}
             for row in rows
@@ -302,7 +302,7 @@ def read_step(folder: str | Path, step: int) -> list[dict[str, Any]]:
         raise UserError(f"{folder} has no rollouts of step {step}; {_which(steps(folder))}")
     with boundary(CheckpointError, f"{path} cannot be read; the file is damaged, the other steps are not affected"):
         rows = pq.read_table(path, schema=_schema()).to_pylist()
-        album = Album(path.parent)
+        album = ImageStore(path.parent)
         for row in rows:
             row.update({name: decode(row[name]) for name in JSON if row[name] is not None})
             row.update(task_data=album.whole(row["task_data"]), media=album.placed(row["media"] or []))

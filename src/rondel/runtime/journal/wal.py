@@ -47,7 +47,7 @@ Drawn = tuple[int, int, int, float, int, int]  # key, index, prompt, logprob, to
 Routes = tuple[int, np.ndarray]  # of the tokens of a request from this one on, [n, L, K]
 
 
-class Recalled(NamedTuple):
+class RecalledToken(NamedTuple):
     """A token that an earlier life drew."""
 
     token: int
@@ -151,7 +151,7 @@ class TokenLog:
         head = np.array([(len(rows), *shape, width.itemsize)], SHAPE)
         return b"".join([head.tobytes(), rows.tobytes(), spans.tobytes(), *payload])
 
-    def written(self, key: int, prompt: int, *, first: int = 0) -> Iterator[Recalled]:
+    def written(self, key: int, prompt: int, *, first: int = 0) -> Iterator[RecalledToken]:
         """What a sample had drawn from its token `first` on, as far as this life's past reaches."""
         if (mine := _bytes(key)) in self._taken:
             return
@@ -160,7 +160,7 @@ class TokenLog:
         if longest:
             self._taken.add(mine)
         for row, _, routes in longest:
-            yield Recalled(int(row["token"]), float(row["logprob"]), int(row["version"]), routes)
+            yield RecalledToken(int(row["token"]), float(row["logprob"]), int(row["version"]), routes)
 
     def _run(self, rows: list[_Lost], prompt: int, first: int) -> list[_Lost]:
         """Of the same index the last counts. Versions only grow: behind an older one stands what another life drew."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rondel.core.registry import one_of
-from rondel.core.sandbox_types import Limits, Ran
+from rondel.core.sandbox_types import CommandResult, Limits
 from rondel.runtime.sandbox.cell import NamespaceCell
 from rondel.runtime.sandbox.images import container, machine, micro
 from rondel.runtime.sandbox.probe import isolation
@@ -80,10 +80,10 @@ class Box:
 
     async def run(
         self, argv: list[str], *, stdin: bytes = b"", timeout: float | None = None, env: dict[str, str] | None = None
-    ) -> Ran:
+    ) -> CommandResult:
         return await self._do(self.cell.run, argv, stdin=stdin, wall=timeout, env=env)
 
-    async def call(self, code: str, *, stdin: bytes = b"", timeout: float | None = None) -> Ran:
+    async def call(self, code: str, *, stdin: bytes = b"", timeout: float | None = None) -> CommandResult:
         return await self._do(self.cell.call, code, stdin=stdin, wall=timeout)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from rondel.core.errors import BoxError, SandboxError, UserError
-from rondel.core.sandbox_types import BoxFileError, Limits, Ran
-from rondel.runtime.sandbox.talk import Talk
+from rondel.core.sandbox_types import BoxFileError, CommandResult, Limits
+from rondel.runtime.sandbox.talk import CommandStreams
 from rondel.runtime.sandbox.users import owner_of, rooted, somebody
 
 HOME = "/box"
@@ -115,10 +115,10 @@ class NamespaceCell:
 
     def run(
         self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None
-    ) -> Ran:
+    ) -> CommandResult:
         return self._do({"do": "run", "argv": argv, "env": self.env | (env or {})}, stdin=stdin, wall=wall)
 
-    def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> Ran:
+    def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> CommandResult:
         """Python text in a copy of the box's waiting interpreter: `run([python, "-c", code])`
         without the start of one.
         """
@@ -160,10 +160,10 @@ class NamespaceCell:
             raise
         self._began = time.monotonic()
 
-    def finish(self, wall: float) -> Ran:
+    def finish(self, wall: float) -> CommandResult:
         """After `wall` seconds at most, what was begun has ended, by itself or not."""
         try:
-            talk = Talk(self._control, -1, {}, b"", 0)
+            talk = CommandStreams(self._control, -1, {}, b"", 0)
             answer, limit = talk.until_done(time.monotonic() + wall)
             return self._told(answer, limit, b"", b"", self._began)
         finally:
@@ -189,7 +189,7 @@ class NamespaceCell:
         wall: float | None = None,
         most: int = 0,
         more: tuple[int, ...] = (),
-    ) -> Ran:
+    ) -> CommandResult:
         with self._turn:
             began = time.monotonic()
             into, out, err = os.pipe(), os.pipe(), os.pipe()
@@ -202,13 +202,15 @@ class NamespaceCell:
             finally:
                 for fd in (into[0], out[1], err[1]):
                     os.close(fd)
-            talk = Talk(
+            talk = CommandStreams(
                 self._control, into[1], {out[0]: bytearray(), err[0]: bytearray()}, stdin, most or self.limits.output
             )
             answer, limit = talk.until_done(began + (wall or self.limits.wall), self._too_much if self.folder else None)
             return self._told(answer, limit, talk.text(out[0]), talk.text(err[0]), began)
 
-    def _told(self, answer: dict[str, Any] | None, limit: str, stdout: bytes, stderr: bytes, began: float) -> Ran:
+    def _told(
+        self, answer: dict[str, Any] | None, limit: str, stdout: bytes, stderr: bytes, began: float
+    ) -> CommandResult:
         if answer is None:
             self.kill()
             raise BoxError(
@@ -227,7 +229,7 @@ class NamespaceCell:
             limit = "cpu"
         elif not limit and number == signal.SIGXFSZ:
             limit = "file"
-        return Ran(answer["exit"], number, stdout, stderr, limit, time.monotonic() - began)
+        return CommandResult(answer["exit"], number, stdout, stderr, limit, time.monotonic() - began)
 
     def _send(self, order: dict[str, Any], *files: int) -> None:
         message = json.dumps(order).encode()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rondel.core.errors import ConfigError, SandboxError
-from rondel.core.sandbox_types import BoxFileError, Limits, Ran
+from rondel.core.sandbox_types import BoxFileError, CommandResult, Limits
 
 HOME = "/box"
 
@@ -92,7 +92,7 @@ def container_command(tool: str, name: str, limits: Limits, image: str, folder: 
     ]
 
 
-class Outside:
+class ExternalSandbox:
     """What a box by another tool shares with one of ours: files through commands."""
 
     limits: Limits
@@ -100,10 +100,10 @@ class Outside:
 
     def run(
         self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None
-    ) -> Ran:
+    ) -> CommandResult:
         raise NotImplementedError
 
-    def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> Ran:
+    def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> CommandResult:
         return self.run(["python3", "-c", code], stdin=stdin, wall=wall)
 
     def begin(self, code: str, stdin: int, stdout: int, stderr: int, *, prelude: str = "") -> None:
@@ -112,7 +112,7 @@ class Outside:
             f"or a container"
         )
 
-    def finish(self, wall: float) -> Ran:
+    def finish(self, wall: float) -> CommandResult:
         raise NotImplementedError
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
@@ -134,7 +134,7 @@ class Outside:
         return done.stdout
 
 
-class Container(Outside):
+class Container(ExternalSandbox):
     def __init__(self, tool: str, limits: Limits, image: str, folder: str | Path | None) -> None:
         self.tool, self.limits, self.name, self.alive = tool, limits, f"rondel-{uuid.uuid4().hex[:12]}", True
         try:
@@ -155,14 +155,14 @@ class Container(Outside):
 
     def run(
         self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None
-    ) -> Ran:
+    ) -> CommandResult:
         variables = [word for name, value in (env or {}).items() for word in ("--env", f"{name}={value}")]
         began = time.monotonic()
         command = [self.tool, "exec", "--interactive", *variables, self.name, *argv]
         stdout, stderr, limit, code = talked(command, stdin, began + (wall or self.limits.wall), self.limits.output)
         if limit:  # `exec` has no way to end what it began: the container goes, and with it all that runs
             self.kill()
-        return Ran(
+        return CommandResult(
             code if 0 <= code < 128 else 0, max(0, code - 128, -code), stdout, stderr, limit, time.monotonic() - began
         )
 
@@ -178,7 +178,7 @@ class Container(Outside):
         except OSError as error:
             raise SandboxError(f"{self.tool} did not begin a command in {self.name}: {error}") from error
 
-    def finish(self, wall: float) -> Ran:
+    def finish(self, wall: float) -> CommandResult:
         limit = ""
         try:
             code = self._open.wait(wall)
@@ -187,7 +187,7 @@ class Container(Outside):
             self.kill()
             self._open.kill()
             code = self._open.wait()
-        return Ran(
+        return CommandResult(
             code if 0 <= code < 128 else 0, max(0, code - 128, -code), b"", b"", limit, time.monotonic() - self._began
         )
 
@@ -313,7 +313,7 @@ def found(kind: str, tool: str, kernel: str, root: str) -> str:
     return path
 
 
-class Machine(Outside):
+class Machine(ExternalSandbox):
     """A virtual machine, one command after the other on its serial line."""
 
     def __init__(
@@ -339,7 +339,7 @@ class Machine(Outside):
 
     def run(
         self, argv: list[str], *, stdin: bytes = b"", env: dict[str, str] | None = None, wall: float | None = None
-    ) -> Ran:
+    ) -> CommandResult:
         assert self.process.stdin
         began = time.monotonic()
         order = {"argv": argv, "env": env or {}, "stdin": base64.b64encode(stdin).decode()}
@@ -353,11 +353,13 @@ class Machine(Outside):
             self.kill()
             if ended:
                 raise SandboxError("the machine has ended")
-            return Ran(0, 9, b"", b"", "wall", time.monotonic() - began)
+            return CommandResult(0, 9, b"", b"", "wall", time.monotonic() - began)
         stdout, stderr = (base64.b64decode(told[name]) for name in ("stdout", "stderr"))
         most = self.limits.output
         limit = "output" if max(len(stdout), len(stderr)) > most else ""
-        return Ran(told["exit"], told["signal"], stdout[:most], stderr[:most], limit, time.monotonic() - began)
+        return CommandResult(
+            told["exit"], told["signal"], stdout[:most], stderr[:most], limit, time.monotonic() - began
+        )
 
     def _line(self, deadline: float) -> dict[str, Any] | None:
         """The next JSON object; what a booting kernel says is no JSON. None: too late, or the machine has ended."""

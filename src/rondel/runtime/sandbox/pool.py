@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 from rondel.core.errors import SandboxError, UserError
-from rondel.core.sandbox_types import Limits, Ran
+from rondel.core.sandbox_types import CommandResult, Limits
 from rondel.runtime.sandbox.box import Sandbox, on_a_thread
 
 
@@ -32,7 +32,7 @@ class Functions:
         for _ in range(size):
             self._hire()
 
-    def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> Ran:
+    def call(self, code: str, *, stdin: bytes = b"", wall: float | None = None) -> CommandResult:
         try:
             cell = self._idle.get(timeout=self.patience)
         except queue.Empty:
@@ -48,7 +48,7 @@ class Functions:
             else:
                 threading.Thread(target=self._replace, args=(cell,), daemon=True).start()
 
-    async def acall(self, code: str, *, stdin: bytes = b"", timeout: float | None = None) -> Ran:
+    async def acall(self, code: str, *, stdin: bytes = b"", timeout: float | None = None) -> CommandResult:
         return await on_a_thread(self.call, code, stdin=stdin, wall=timeout)
 
     def close(self) -> None:

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from rondel.core.errors import SandboxError, UnknownOutcome, UserError
-from rondel.core.sandbox_types import Limits, Ran
+from rondel.core.sandbox_types import CommandResult, Limits
 from rondel.runtime.sandbox.box import Box, Sandbox
 
 
-class Log:
+class CommandLog:
     """Rows of one session. A row that the end of a process cut in half never happened."""
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +57,7 @@ class Log:
 class SandboxSession:
     """`run` and `write` as of a Box; each has the next number of the log. Made by `opened`."""
 
-    def __init__(self, box: Box, log: Log) -> None:
+    def __init__(self, box: Box, log: CommandLog) -> None:
         self.box, self.log, self.next = box, log, 0
         self.replayed = 0  # commands that were answered from the log
 
@@ -69,7 +69,7 @@ class SandboxSession:
         timeout: float | None = None,
         env: dict[str, str] | None = None,
         idempotent: bool = False,
-    ) -> Ran:
+    ) -> CommandResult:
         what = {"run": argv, "stdin": blake2b(stdin, digest_size=16).hexdigest(), "env": env or {}}
         return await self._once(what, lambda: self.box.run(argv, stdin=stdin, timeout=timeout, env=env), idempotent)
 
@@ -77,9 +77,9 @@ class SandboxSession:
         """A whole file: doing it twice is doing it once."""
         what = {"write": path, "data": blake2b(data, digest_size=16).hexdigest(), "mode": mode}
 
-        async def done() -> Ran:
+        async def done() -> CommandResult:
             await self.box.write(path, data, mode=mode)
-            return Ran(0, 0, b"", b"")
+            return CommandResult(0, 0, b"", b"")
 
         await self._once(what, done, True)
 
@@ -87,7 +87,7 @@ class SandboxSession:
         """As it is now; not logged."""
         return await self.box.read(path)
 
-    async def _once(self, what: dict[str, Any], do: Any, idempotent: bool) -> Ran:
+    async def _once(self, what: dict[str, Any], do: Any, idempotent: bool) -> CommandResult:
         n, self.next = self.next, self.next + 1
         if (before := self.log.begun.get(n)) is not None:
             if before["begin"] != what:
@@ -226,7 +226,7 @@ class SandboxSession:
         self._keep(n, ran)
         return ran
 
-    def _keep(self, n: int, ran: Ran | None) -> None:
+    def _keep(self, n: int, ran: CommandResult | None) -> None:
         self.log.write({"n": n, "ran": None if ran is None else _written(ran)})
 
 
@@ -242,7 +242,7 @@ async def opened(
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "box").mkdir(exist_ok=True, mode=0o700)
     with _alone(folder / "lock", patience) as lock:
-        log = Log(folder / "log.jsonl")
+        log = CommandLog(folder / "log.jsonl")
         try:
             async with sandbox.open(limits or Limits(), folder=folder / "box", lock=lock) as box:
                 yield SandboxSession(box, log)
@@ -278,12 +278,12 @@ def _unknown(n: int, what: dict[str, Any]) -> UnknownOutcome:
     )
 
 
-def _written(ran: Ran) -> dict[str, Any]:
+def _written(ran: CommandResult) -> dict[str, Any]:
     streams = {name: base64.b64encode(getattr(ran, name)).decode() for name in ("stdout", "stderr")}
     return {"exit": ran.exit, "signal": ran.signal, "limit": ran.limit, "seconds": round(ran.seconds, 6), **streams}
 
 
-def _read(row: dict[str, Any] | None, n: int) -> Ran:
+def _read(row: dict[str, Any] | None, n: int) -> CommandResult:
     if row is None:
         raise _unknown(n, {})
-    return Ran(**{**row, **{name: base64.b64decode(row[name]) for name in ("stdout", "stderr")}})
+    return CommandResult(**{**row, **{name: base64.b64decode(row[name]) for name in ("stdout", "stderr")}})

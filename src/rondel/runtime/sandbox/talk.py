@@ -14,7 +14,7 @@ from typing import Any
 PATIENCE = 10.0  # seconds for a box to end a command that it was told to
 
 
-class Talk:
+class CommandStreams:
     """What goes into a command and comes out of it, until its box says that it has ended."""
 
     def __init__(self, control: socket.socket, into: int, out: dict[int, bytearray], stdin: bytes, most: int) -> None:

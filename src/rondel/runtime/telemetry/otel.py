@@ -43,7 +43,7 @@ NANO = 10**9
 Attributes = dict[str, Any]
 
 
-def traces_of(endpoint: str, folder: str, model: str) -> Traces | None:
+def traces_of(endpoint: str, folder: str, model: str) -> TraceExporter | None:
     """None where nobody asked: neither the recipe nor OpenTelemetry's variables name an endpoint."""
     named = bool(endpoint)
     if not (named or any(os.environ.get(name) for name in ENDPOINTS)) or (
@@ -63,7 +63,7 @@ def traces_of(endpoint: str, folder: str, model: str) -> Traces | None:
         return None
     # what it would say at every failure is said once, by the run
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
-    return Traces(OTLPSpanExporter(endpoint=_address(endpoint) if named else None), folder, model)
+    return TraceExporter(OTLPSpanExporter(endpoint=_address(endpoint) if named else None), folder, model)
 
 
 def _address(endpoint: str) -> str:
@@ -76,7 +76,7 @@ def _address(endpoint: str) -> str:
     return endpoint if parts.path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
 
 
-class Traces:
+class TraceExporter:
     """Reads events, writes spans. An SDK `exporter` takes them, in a thread of its own."""
 
     def __init__(self, exporter: Any, folder: str, model: str) -> None:

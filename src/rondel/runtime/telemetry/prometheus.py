@@ -14,7 +14,7 @@ from rondel.runtime.telemetry.metrics import meaning
 HOST = "127.0.0.1"
 
 
-class Scraped:
+class PrometheusSink:
     """A sink that answers when somebody looks: `score/reward_mean` is `rondel_score_reward_mean`."""
 
     def __init__(self, port: int) -> None:

@@ -67,7 +67,7 @@ def repetition(tokens: Sequence[int], mask: Sequence[Any]) -> float | None:
     return repeated(tokens[-TAIL:], mask[-TAIL:], NGRAM)
 
 
-class Hacking:
+class HackingMonitor:
     """A writer of rows: `StepMetrics(..., Hacking().write)`."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 
-class Laps:
+class PhaseTimer:
     """A stopwatch over one worker's time: every moment belongs to exactly one lap.
 
     >>> clock = Laps()

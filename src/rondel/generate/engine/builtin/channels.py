@@ -18,7 +18,7 @@ from rondel.core.errors import UserError
 
 
 @dataclass(slots=True)
-class Channels:
+class TokenChannels:
     """A list for each that was asked for, under the names of `Completion`."""
 
     raw_logprobs: list[float] | None = None
@@ -35,9 +35,9 @@ class Channels:
         return {name: getattr(self, name) for name in ("raw_logprobs", "top_logprobs", "prompt_logprobs", "support")}
 
 
-def open_channels(wants: frozenset[str], vocab: int) -> Channels | None:
+def open_channels(wants: frozenset[str], vocab: int) -> TokenChannels | None:
     """A wish that nobody reads would be a lie, so an unknown one is an error."""
-    channels, unknown = Channels(), []
+    channels, unknown = TokenChannels(), []
     for want in sorted(wants):
         name, _, number = want.partition(":")
         if name == "top_logprobs" and number.isdecimal() and 1 <= int(number) <= vocab:
@@ -56,7 +56,7 @@ def open_channels(wants: frozenset[str], vocab: int) -> Channels | None:
     return channels if wants else None
 
 
-def note_raw(logprobs: Tensor, tokens: list[int], channels: list[Channels]) -> None:
+def note_raw(logprobs: Tensor, tokens: list[int], channels: list[TokenChannels]) -> None:
     """Raw log-probabilities [R, V], and the tokens that were drawn in these rows."""
     values, ids = logprobs.topk(max(1, max(c.k for c in channels)))
     for row, top, best, token, channel in zip(logprobs, values.tolist(), ids.tolist(), tokens, channels):

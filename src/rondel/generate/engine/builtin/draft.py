@@ -25,17 +25,17 @@ from torch import Tensor
 
 from rondel.core.errors import ConfigError, EngineError
 from rondel.core.events import Warned, emit
-from rondel.generate.engine.builtin.feed import Feed
-from rondel.generate.engine.builtin.pages import Layers
+from rondel.generate.engine.builtin.feed import TokenFeed
+from rondel.generate.engine.builtin.pages import LayerPools
 from rondel.generate.engine.builtin.rejection import accepts, leftover
-from rondel.generate.engine.builtin.request import Live
+from rondel.generate.engine.builtin.request import SequenceState
 from rondel.generate.engine.builtin.sampler import choose, uniform, weights
 from rondel.models.vocabulary import same_words
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.step_plan import StepPlan
     from rondel.models.attention import PagedLayout
-    from rondel.models.loaded_model import Loaded
+    from rondel.models.loaded_model import LoadedModel
 
 GUESS, COIN, AGAIN = 1, 2, 3  # the numbers of a token, beside 0
 FEW = 8  # tokens of one request up to which they are fed row by row, not as a prompt's chunk
@@ -44,24 +44,26 @@ FEW = 8  # tokens of one request up to which they are fed row by row, not as a p
 class PassBuilder(Protocol):
     """What a draft asks of the runner: the model that it guesses for, and the layout of a pass."""
 
-    loaded: Loaded
+    loaded: LoadedModel
 
     def lay(
-        self, chunks: list[Feed], single: list[Feed], keys: Layers, values: Layers
+        self, chunks: list[TokenFeed], single: list[TokenFeed], keys: LayerPools, values: LayerPools
     ) -> tuple[Tensor, Tensor, PagedLayout, list[int]]: ...
 
 
-class Draft:
-    def __init__(self, loaded: Loaded) -> None:
+class DraftModel:
+    def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         self.seconds = 0.0  # spent on the guesses of the last step
         self.broken = ""  # why it guesses nothing until it gets new weights
-        self._odds: dict[Live, list[Tensor]] = {}  # [V] each: the weights that every guess of this step was drawn with
+        self._odds: dict[
+            SequenceState, list[Tensor]
+        ] = {}  # [V] each: the weights that every guess of this step was drawn with
 
-    def open(self, loaded: Loaded, pages: int) -> None:
+    def open(self, loaded: LoadedModel, pages: int) -> None:
         """Pools for an engine of this model and so many pages."""
         _fits(loaded, self.loaded)
-        self.keys, self.values = Layers(pages + 1), Layers(pages + 1)
+        self.keys, self.values = LayerPools(pages + 1), LayerPools(pages + 1)
         self.known = np.zeros(pages + 1, bool)
 
     def forget(self) -> None:
@@ -95,11 +97,11 @@ class Draft:
             emit(Warned(f"the draft '{self.loaded.name}' guesses nothing until it gets new weights: {error}"))
         self.seconds = time.perf_counter() - began
 
-    def _one_more(self, lives: list[Live], i: int, vocab: int, runner: PassBuilder) -> None:
+    def _one_more(self, lives: list[SequenceState], i: int, vocab: int, runner: PassBuilder) -> None:
         """Guess i of each, after feeding what the draft has not seen."""
 
         starts = [live.computed + i - 1 if i else self._unknown(live) for live in lives]
-        feeds = [Feed(live, first, live.computed + i - first) for live, first in zip(lives, starts)]
+        feeds = [TokenFeed(live, first, live.computed + i - first) for live, first in zip(lives, starts)]
         chunks, single = [f for f in feeds if f.n > FEW], [f for f in feeds if f.n <= FEW]
         ids, at, layout, ends = runner.lay(chunks, single, self.keys, self.values)
         hidden = self.loaded.hidden(ids, at, layout)
@@ -113,12 +115,12 @@ class Draft:
             live.guess.append(token)
             self._odds[live].append(row)
 
-    def _unknown(self, live: Live) -> int:
+    def _unknown(self, live: SequenceState) -> int:
         """The first of its tokens that the draft has not computed; there is one, the newest."""
         return int(self.known[live.pages].argmin())
 
     def judge(
-        self, lives: list[Live], p: Tensor, tokens: list[int], logprobs: list[float]
+        self, lives: list[SequenceState], p: Tensor, tokens: list[int], logprobs: list[float]
     ) -> tuple[list[int], list[float]]:
         """What was drawn in each row of p [R, V] as if nobody had guessed -> the same with
         guesses kept and rejected by their odds.
@@ -157,7 +159,7 @@ class Draft:
         return tokens, stated.log().clamp_max_(0.0).tolist()
 
 
-def _fits(loaded: Loaded, draft: Loaded) -> None:
+def _fits(loaded: LoadedModel, draft: LoadedModel) -> None:
     remedy = 'A draft needs the model\'s own tokenizer: take a smaller model of the same family, or kind = "ngram", which needs none'
     same_words(loaded, draft, who=f"the draft '{draft.name}'", remedy=remedy)
     if draft.max_context < loaded.max_context:

@@ -21,8 +21,8 @@ import numpy as np
 
 from rondel.core.errors import EngineError, LawError, SyncError, UserError
 from rondel.core.events import Advised, Generating, Speculated, Warned, emit, stalled
-from rondel.core.protocols import Claim, Interrupt, Tags, Transport
-from rondel.core.time_account import Account
+from rondel.core.protocols import Interrupt, MemoryClaim, Tags, Transport
+from rondel.core.time_account import TimeAccount
 from rondel.core.types import (
     Abort,
     Begin,
@@ -36,24 +36,24 @@ from rondel.core.types import (
     TokenScores,
 )
 from rondel.generate.engine.builtin.channels import open_channels
-from rondel.generate.engine.builtin.grammar import Grammars
-from rondel.generate.engine.builtin.memory_release import Resting
-from rondel.generate.engine.builtin.pages import Layers, PageAllocator
-from rondel.generate.engine.builtin.request import Heard, Live
-from rondel.generate.engine.builtin.runner import Runner
+from rondel.generate.engine.builtin.grammar import GrammarCache
+from rondel.generate.engine.builtin.memory_release import MemoryRelease
+from rondel.generate.engine.builtin.pages import LayerPools, PageAllocator
+from rondel.generate.engine.builtin.request import Heard, SequenceState
+from rondel.generate.engine.builtin.runner import ModelRunner
 from rondel.generate.engine.builtin.scheduler import Scheduler
-from rondel.generate.engine.builtin.speculative import Speculation
+from rondel.generate.engine.builtin.speculative import SpeculativeDecoder
 from rondel.generate.engine.builtin.text import open_reader, split_stops
-from rondel.generate.engine.builtin.vision_encoder import Gaze
-from rondel.generate.engine.builtin.weight_receiver import Arrivals
-from rondel.generate.engine.concurrency import Concurrency
+from rondel.generate.engine.builtin.vision_encoder import RequestImages
+from rondel.generate.engine.builtin.weight_receiver import WeightReceiver
+from rondel.generate.engine.concurrency import ConcurrencyController
 from rondel.models import linear
 
 if TYPE_CHECKING:
-    from rondel.generate.engine.builtin.draft import Draft
-    from rondel.models.compilation import Compiled
-    from rondel.models.cuda_graphs import Graphs
-    from rondel.models.loaded_model import Loaded
+    from rondel.generate.engine.builtin.draft import DraftModel
+    from rondel.models.compilation import CompiledModel
+    from rondel.models.cuda_graphs import DecodeGraphs
+    from rondel.models.loaded_model import LoadedModel
     from rondel.runtime.journal.wal import Drawn, Routes, TokenLog
 
 HEARTBEAT = 0.5
@@ -61,11 +61,11 @@ CAN = ("logprobs", "hold", "drain", "abort", "score")
 
 
 class BuiltinEngine:
-    """The Engine protocol over `Loaded`. `run` executes a function on the device's own thread."""
+    """The Engine protocol over `LoadedModel`. `run` executes a function on the device's own thread."""
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         *,
         run: Callable[..., Awaitable[Any]],
         kv_pages: int,
@@ -73,19 +73,19 @@ class BuiltinEngine:
         prefill_tokens: int = 2048,
         version: int = 0,
         routes: bool = False,
-        speculation: Speculation | None = None,
-        compiled: Compiled | Graphs | None = None,
+        speculation: SpeculativeDecoder | None = None,
+        compiled: CompiledModel | DecodeGraphs | None = None,
         transports: Mapping[str, Transport] | None = None,
         log: TokenLog | None = None,
-        concurrency: Concurrency | None = None,
-        claim: Claim | None = None,
+        concurrency: ConcurrencyController | None = None,
+        claim: MemoryClaim | None = None,
     ) -> None:
         """`concurrency`: who finds out how many of max_running should work together; without one all may.
 
         `claim`: on the memory of a device that a trainer wants, too; without one there is nobody to ask.
         """
         self.loaded, self._run, self.claim = loaded, run, claim
-        self.arrivals = Arrivals(loaded, transports or {})
+        self.arrivals = WeightReceiver(loaded, transports or {})
         self.pages = PageAllocator(kv_pages)
         self.scheduler = Scheduler(self.pages, max_running=max_running, prefill_tokens=prefill_tokens)
         self.concurrency = concurrency
@@ -95,19 +95,19 @@ class BuiltinEngine:
         if speculation is not None:
             speculation.open(loaded, kv_pages)
         draft = speculation.draft if speculation else None
-        self.runner = Runner(loaded, self.pages, max_running, records=routes, draft=draft, compiled=compiled)
-        self.resting = Resting(loaded, compiled, owns=bool(transports))
-        self.grammars = Grammars(loaded)
+        self.runner = ModelRunner(loaded, self.pages, max_running, records=routes, draft=draft, compiled=compiled)
+        self.resting = MemoryRelease(loaded, compiled, owns=bool(transports))
+        self.grammars = GrammarCache(loaded)
         self.log = log
         self.version = version
         self.seconds = 0.0  # spent in steps
-        self.account, self._retracted = Account("engine"), 0
+        self.account, self._retracted = TimeAccount("engine"), 0
         self._held = False
         self._asleep: set[str] = set()  # memory tags given back
         self._broken = ""  # why it refuses
         self._admits = True  # False while it drains
-        self._gone: list[Live] = []  # running requests whose callers left: a step may still be computing them
-        self._aborted: list[Live] = []  # and those that shall return what they have
+        self._gone: list[SequenceState] = []  # running requests whose callers left: a step may still be computing them
+        self._aborted: list[SequenceState] = []  # and those that shall return what they have
         self._pump: asyncio.Task | None = None
         self._lease: asyncio.TimerHandle | None = None
 
@@ -131,7 +131,9 @@ class BuiltinEngine:
             if not done.done():
                 done.set_result(result) if isinstance(result, Completion) else done.set_exception(result)
 
-        live = Live(request, finish, list(request.tokens), len(request.tokens), heard=on_token, gaze=Gaze.of(request))
+        live = SequenceState(
+            request, finish, list(request.tokens), len(request.tokens), heard=on_token, gaze=RequestImages.of(request)
+        )
         await self._equip(live)
         if live.mark and (reason := self._remember(live)):
             return self._completed(live, reason)
@@ -150,7 +152,7 @@ class BuiltinEngine:
             if done.cancelled():  # the caller went away
                 self._leave(live)
 
-    async def _equip(self, live: Live) -> None:
+    async def _equip(self, live: SequenceState) -> None:
         """What its sampling needs beside the logits. A grammar is compiled on the device's thread, where it is used."""
         request, own = live.request, live.tokens[live.prompt - live.request.continuation :]
         ids, strings = split_stops(self.loaded.tokenizer, request.sampling.stop)
@@ -163,7 +165,7 @@ class BuiltinEngine:
         elif self.log is not None and request.key and not request.namespace and not request.wants - {"experts"}:
             live.mark = self.log.mark(live.keys[: live.prompt - request.continuation])
 
-    def _remember(self, live: Live) -> FinishReason | None:
+    def _remember(self, live: SequenceState) -> FinishReason | None:
         """The tokens that this sample had drawn before a crash, and their routes if it wants
         them. -> why it needs no more, if so.
         """
@@ -201,7 +203,7 @@ class BuiltinEngine:
         version = self.version
         self.account.turn("generate" if self._pump is not None else "score")
         try:
-            return TokenScores(await self._run(self.runner.score, request.tokens, Gaze.of(request)), version)
+            return TokenScores(await self._run(self.runner.score, request.tokens, RequestImages.of(request)), version)
         finally:
             self.account.turn(self._doing)
 
@@ -332,12 +334,12 @@ class BuiltinEngine:
             self.scheduler.limit = self.concurrency.limit
         return len(drawn)
 
-    def _write(self, drawn: list[tuple[Live, int, float]]) -> None:
+    def _write(self, drawn: list[tuple[SequenceState, int, float]]) -> None:
         """All tokens of the step, before anyone sees one. Guesses that are drawn behind an
         end are passed over when they are read.
         """
         assert self.log is not None
-        more: dict[Live, int] = {}
+        more: dict[SequenceState, int] = {}
         rows: list[Drawn] = []
         routes: list[Routes | None] = []
         for live, token, logprob in drawn:
@@ -347,7 +349,7 @@ class BuiltinEngine:
                 routes.append(self._routes_of(live, live.computed + nth))
         self.log.write(rows, routes)
 
-    def _routes_of(self, live: Live, upto: int) -> Routes | None:
+    def _routes_of(self, live: SequenceState, upto: int) -> Routes | None:
         """Of what was computed of it since the last token that was logged."""
         if "experts" not in live.request.wants or self.pages.routes is None:
             return None
@@ -362,7 +364,7 @@ class BuiltinEngine:
             for _ in range(4):
                 await asyncio.sleep(0)
 
-    def _deliver(self, live: Live, token: int, logprob: float) -> None:
+    def _deliver(self, live: SequenceState, token: int, logprob: float) -> None:
         if live.fault is not None:
             self.scheduler.release(live, self.version)
             return live.finish(live.fault)
@@ -379,14 +381,14 @@ class BuiltinEngine:
         if reason:
             self._finish(live, reason)
 
-    def _finish(self, live: Live, reason: FinishReason) -> None:
+    def _finish(self, live: SequenceState, reason: FinishReason) -> None:
         live.keep_routes(self.pages.routes)
         live.stand(self.version)
         completion = self._completed(live, reason)
         self.scheduler.release(live, self.version)
         live.finish(completion)
 
-    def _completed(self, live: Live, reason: FinishReason) -> Completion:
+    def _completed(self, live: SequenceState, reason: FinishReason) -> Completion:
         completion = live.completion(reason)
         if "experts" in live.request.wants:
             completion.experts = live.routes
@@ -394,7 +396,7 @@ class BuiltinEngine:
         completion.text = live.said if live.said is not None else decode(completion.tokens, skip_special_tokens=True)
         return completion
 
-    def _leave(self, live: Live) -> None:
+    def _leave(self, live: SequenceState) -> None:
         """Its caller is gone. The device thread may be reading it, so a running request leaves between two steps."""
         if self._pump is not None and live in self.scheduler.running:
             self._gone.append(live)
@@ -449,12 +451,12 @@ class BuiltinEngine:
         )
 
     @property
-    def _caches(self) -> list[Layers]:
+    def _caches(self) -> list[LayerPools]:
         draft = self._draft
         return [self.pages.keys, self.pages.values, *([draft.keys, draft.values] if draft else [])]
 
     @property
-    def _draft(self) -> Draft | None:
+    def _draft(self) -> DraftModel | None:
         return self.speculation.draft if self.speculation else None
 
     async def pause(self, how: Interrupt = "hold", lease: float = float("inf")) -> None:

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rondel.generate.engine.builtin.request import Live
+from rondel.generate.engine.builtin.request import SequenceState
 
 if TYPE_CHECKING:
     pass
 
 
 @dataclass(slots=True, eq=False)
-class Feed:
+class TokenFeed:
     """Tokens [first, first + n) of what a request has and guesses, on their way through a model."""
 
-    live: Live
+    live: SequenceState
     first: int
     n: int
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from rondel.core.errors import EngineError, UserError
 
 if TYPE_CHECKING:
-    from rondel.models.loaded_model import Loaded
+    from rondel.models.loaded_model import LoadedModel
 
 # JSON allows any run of them, and a model may never leave it; a schema's own x-guidance comes first
 SPACES = {"whitespace_pattern": " ?"}
@@ -35,7 +35,7 @@ NO_FORCING = '\n%llguidance {"no_forcing": true}\n'  # at the end, so that line 
 
 
 @dataclass(slots=True)
-class Constraint:
+class GrammarConstraint:
     """One request's place in its grammar. It follows the tokens, so it can be rebuilt from them."""
 
     matcher: Any
@@ -63,7 +63,7 @@ class Constraint:
         )
 
 
-def allow(logits: Tensor, rows: list[tuple[int, Constraint, list[int]]]) -> dict[int, EngineError]:
+def allow(logits: Tensor, rows: list[tuple[int, GrammarConstraint, list[int]]]) -> dict[int, EngineError]:
     """Forbid in logits [B, V] what the grammars of (row, constraint, drawn tokens) forbid. ->
     rows whose grammar broke; they stay free.
     """
@@ -81,17 +81,17 @@ def allow(logits: Tensor, rows: list[tuple[int, Constraint, list[int]]]) -> dict
     return broken
 
 
-class Grammars:
+class GrammarCache:
     """The compiled grammars of one engine: a tokenizer is read once, a grammar compiled
     once, a request gets a copy of its start.
     """
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         self._tokenizer: Any = None
         self._starts: dict[str, Any] = {}
 
-    def start(self, grammar: dict[str, Any], drawn: list[int]) -> Constraint:
+    def start(self, grammar: dict[str, Any], drawn: list[int]) -> GrammarConstraint:
         """Where an answer stands that has `drawn` these tokens already. Every fault of the
         grammar is a UserError, before anything runs.
         """
@@ -100,7 +100,7 @@ class Grammars:
         self._starts[text] = start  # at the end again: the first is the one not used for longest
         if len(self._starts) > KEPT:
             del self._starts[next(iter(self._starts))]
-        constraint = Constraint(start.deep_copy())
+        constraint = GrammarConstraint(start.deep_copy())
         if wrong := constraint.follow(drawn):
             raise UserError(f"a continuation that breaks its grammar: {wrong}")
         return constraint
@@ -115,7 +115,7 @@ class Grammars:
         for warning in said:
             warnings.warn(f"a grammar was compiled with a warning: {_first(warning)}", stacklevel=2)
         start = library.LLMatcher(self._tokenizer, text, log_level=0)
-        if wrong := Constraint(start.deep_copy()).allowed(
+        if wrong := GrammarConstraint(start.deep_copy()).allowed(
             [], np.zeros(-(-self._tokenizer.vocab_size // 32), dtype=np.int32)
         ):
             raise UserError(f"the grammar has no sentence that can be written: {wrong}")
@@ -139,7 +139,7 @@ def as_lark(grammar: dict[str, Any]) -> str:
     return given if "%llguidance" in given else given + NO_FORCING
 
 
-def read_tokenizer(library: Any, loaded: Loaded) -> Any:
+def read_tokenizer(library: Any, loaded: LoadedModel) -> Any:
     """llguidance's view of the tokenizer: the bytes of every token. What it cannot read is decoded token by token."""
     from llguidance.hf import from_tokenizer
 

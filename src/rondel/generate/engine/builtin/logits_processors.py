@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rondel.generate.engine.builtin.grammar import allow
-from rondel.generate.engine.builtin.request import Live
+from rondel.generate.engine.builtin.request import SequenceState
 
-Rows = list[tuple[int, Live]]
+Rows = list[tuple[int, SequenceState]]
 
 
 def shape(logits: Tensor, rows: Rows) -> None:
@@ -41,7 +41,7 @@ def penalise(logits: Tensor, rows: Rows) -> None:
     Presence: l - p once, frequency: l - f for each time, for the tokens that this sample drew, continued ones included.
     """
 
-    def each(name: str, rows: Rows, tokens: Callable[[Live], list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+    def each(name: str, rows: Rows, tokens: Callable[[SequenceState], list[int]]) -> tuple[Tensor, Tensor, Tensor]:
         at, ids = _flat(logits, rows, tokens)
         amounts = [getattr(live.request.sampling, name) for _, live in rows for _ in tokens(live)]
         return at, ids, torch.tensor(amounts, dtype=logits.dtype, device=logits.device)
@@ -72,11 +72,11 @@ def forbid_ends(logits: Tensor, rows: Rows) -> None:
         logits[at[back], ids[back]] = before[back]
 
 
-def _own(live: Live) -> list[int]:
+def _own(live: SequenceState) -> list[int]:
     return live.tokens[len(live.tokens) - live.drawn :]
 
 
-def _flat(logits: Tensor, rows: Rows, tokens: Callable[[Live], Iterable[int]]) -> tuple[Tensor, Tensor]:
+def _flat(logits: Tensor, rows: Rows, tokens: Callable[[SequenceState], Iterable[int]]) -> tuple[Tensor, Tensor]:
     lists = [(row, list(tokens(live))) for row, live in rows]
     at = [row for row, ids in lists for _ in ids]
     return torch.tensor(at, device=logits.device), torch.tensor(

@@ -18,15 +18,15 @@ from rondel.models import linear
 from rondel.models.host import HostMemory
 
 if TYPE_CHECKING:
-    from rondel.models.compilation import Compiled
-    from rondel.models.cuda_graphs import Graphs
-    from rondel.models.loaded_model import Loaded
+    from rondel.models.compilation import CompiledModel
+    from rondel.models.cuda_graphs import DecodeGraphs
+    from rondel.models.loaded_model import LoadedModel
 
 
-class Resting:
+class MemoryRelease:
     """`owns`: the weights are the engine's. All on the device's thread."""
 
-    def __init__(self, loaded: Loaded, compiled: Compiled | Graphs | None, *, owns: bool) -> None:
+    def __init__(self, loaded: LoadedModel, compiled: CompiledModel | DecodeGraphs | None, *, owns: bool) -> None:
         self.loaded, self.compiled, self.owns = loaded, compiled, owns
         self.host = HostMemory()
         self.moves = owns and loaded.device.type != "cpu"

@@ -13,7 +13,7 @@ LONGEST, SHORTEST = 4, 2  # tokens that must have occurred before
 
 
 @dataclass(slots=True)
-class Grams:
+class NgramIndex:
     """Where each run of 2 to 4 tokens was last followed by something: {(a, b): place of what followed}.
 
     Runs that end with the newest token are not in it yet, so a look-up finds an earlier occurrence.

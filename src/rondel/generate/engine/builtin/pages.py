@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 
-class Layers:
+class LayerPools:
     """A list of per-layer pools whose tensors are made when the layer first writes: only then its head sizes are known.
 
     On Linux a pool on the CPU is a mapping of its own: pages that nobody wrote cost
@@ -77,7 +77,7 @@ class PageAllocator:
     def __init__(self, count: int) -> None:
         self.count = count
         self.routes: np.ndarray | None = None  # [pages, L, K] experts that each cached token went to
-        self.keys, self.values = Layers(count + 1), Layers(count + 1)
+        self.keys, self.values = LayerPools(count + 1), LayerPools(count + 1)
         self._free = list(range(count, 0, -1))
 
     @property

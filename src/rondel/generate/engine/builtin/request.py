@@ -13,18 +13,18 @@ from rondel.core.types import Completion, FinishReason, Request, Stint
 from rondel.generate.engine.builtin.radix import RadixNode, Root
 
 if TYPE_CHECKING:
-    from rondel.generate.engine.builtin.channels import Channels
-    from rondel.generate.engine.builtin.grammar import Constraint
-    from rondel.generate.engine.builtin.ngrams import Grams
-    from rondel.generate.engine.builtin.text import Reader
-    from rondel.generate.engine.builtin.vision_encoder import Gaze
+    from rondel.generate.engine.builtin.channels import TokenChannels
+    from rondel.generate.engine.builtin.grammar import GrammarConstraint
+    from rondel.generate.engine.builtin.ngrams import NgramIndex
+    from rondel.generate.engine.builtin.text import IncrementalDetokenizer
+    from rondel.generate.engine.builtin.vision_encoder import RequestImages
 
 # (token, logprob, version, the likeliest if they are wanted)
 Heard = Callable[[int, float, int, list[tuple[int, float]] | None], None]
 
 
 @dataclass(slots=True, eq=False)
-class Live:
+class SequenceState:
     """
     tokens    prompt ............ written ...... | guess ..
     pages     |<- shared: tree ->|<- private ->| | ahead ..|      len(pages) = computed: tokens whose keys and values exist
@@ -52,17 +52,17 @@ class Live:
     cached: int = 0
     overtaken: int = 0  # requests that came later and were admitted before it
     ends: frozenset[int] = frozenset()  # tokens that end it
-    reader: Reader | None = None  # looks for its stop strings
+    reader: IncrementalDetokenizer | None = None  # looks for its stop strings
     said: str | None = None  # its text up to the stop string that ended it
-    constraint: Constraint | None = None
-    channels: Channels | None = None
-    grams: Grams | None = None  # where its runs of tokens occurred before, for guesses
+    constraint: GrammarConstraint | None = None
+    channels: TokenChannels | None = None
+    grams: NgramIndex | None = None  # where its runs of tokens occurred before, for guesses
     mark: int = 0  # what it answers, for the token log; 0: its tokens are not logged
     logged: int = 0  # tokens whose routes stand in that log
     fault: Exception | None = None  # why its newest token is worth nothing
     heard: Heard | None = None
     stints: list[Stint] = field(default_factory=list)
-    gaze: Gaze | None = None  # of what it sees
+    gaze: RequestImages | None = None  # of what it sees
     line: int = 0  # which of the request's lines it makes for
     arrived: float = field(default_factory=time.perf_counter)
     first: float = 0.0

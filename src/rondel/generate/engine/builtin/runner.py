@@ -14,62 +14,62 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rondel.generate.engine.builtin.channels import Channels, note_raw
-from rondel.generate.engine.builtin.feed import Feed
+from rondel.generate.engine.builtin.channels import TokenChannels, note_raw
+from rondel.generate.engine.builtin.feed import TokenFeed
 from rondel.generate.engine.builtin.logits_processors import shape
-from rondel.generate.engine.builtin.pages import Layers, PageAllocator
+from rondel.generate.engine.builtin.pages import LayerPools, PageAllocator
 from rondel.generate.engine.builtin.rejection import agreeing
-from rondel.generate.engine.builtin.request import Live
+from rondel.generate.engine.builtin.request import SequenceState
 from rondel.generate.engine.builtin.sampler import choose, uniform, weights
 from rondel.generate.engine.builtin.step_plan import StepPlan
-from rondel.generate.engine.builtin.vision_encoder import Eyes, Gaze
-from rondel.models.attention import Chunk, Decoding, PagedLayout
-from rondel.models.compilation import Compiled
+from rondel.generate.engine.builtin.vision_encoder import RequestImages, VisionEncoderCache
+from rondel.models.attention import DecodeBatch, PagedLayout, PrefillChunk
+from rondel.models.compilation import CompiledModel
 from rondel.models.head import chosen
-from rondel.models.routing_tape import Tape
+from rondel.models.routing_tape import RoutingTape
 
 if TYPE_CHECKING:
-    from rondel.generate.engine.builtin.draft import Draft
-    from rondel.models.cuda_graphs import Graphs
-    from rondel.models.loaded_model import Loaded
-    from rondel.models.paged_attention import Fed, Lines
+    from rondel.generate.engine.builtin.draft import DraftModel
+    from rondel.models.cuda_graphs import DecodeGraphs
+    from rondel.models.loaded_model import LoadedModel
+    from rondel.models.paged_attention import BlockTable, TokenRun
 
 # of the keys that whole contexts would read; beyond it the bookkeeping of families costs more than it saves
 SHARE = 0.7
 ROWS = 512  # logits are made for at most so many rows at once
 
 
-class Runner:
+class ModelRunner:
     """table [rows, width]: the pages of every running request, one line each, so that a
     step gathers instead of rebuilding.
     """
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         pages: PageAllocator,
         rows: int,
         *,
         records: bool = False,
-        draft: Draft | None = None,
-        compiled: Compiled | Graphs | None = None,
+        draft: DraftModel | None = None,
+        compiled: CompiledModel | DecodeGraphs | None = None,
     ) -> None:
         self.records, self.draft = records, draft
         self.hidden = loaded.hidden if compiled is None else compiled.hidden
         self.loaded, self.pages, self.device = loaded, pages, loaded.device
         self.table = torch.zeros(rows, 256, dtype=torch.int64)
         self.lines = lines_of(loaded, rows, pages.count)
-        self.eyes = Eyes(loaded)
+        self.eyes = VisionEncoderCache(loaded)
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan) -> list[tuple[Live, int, float]]:
+    def step(self, plan: StepPlan) -> list[tuple[SequenceState, int, float]]:
         """Compute the plan. -> (request, token, logprob) for those whose prompt is complete or
         that decode, in order of their tokens.
         """
         if self.draft is not None:
             self.draft.propose(self, plan)
         hidden, last = self._forward(plan)
-        out: list[tuple[Live, int, float]] = []
+        out: list[tuple[SequenceState, int, float]] = []
         for part in _parts(last):
             rows = torch.tensor(
                 [first + i for live, first in part for i in range(1 + len(live.guess))], device=self.device
@@ -77,7 +77,7 @@ class Runner:
             out += self._draw([live for live, _ in part], self.loaded.head.logits(hidden.index_select(0, rows)))
         return out
 
-    def _draw(self, lives: list[Live], logits: Tensor) -> Iterable[tuple[Live, int, float]]:
+    def _draw(self, lives: list[SequenceState], logits: Tensor) -> Iterable[tuple[SequenceState, int, float]]:
         """Tokens from rows of logits [B, V], one for each request and each of its guesses; they
         are overwritten, raw logprobs taken before.
         """
@@ -121,7 +121,7 @@ class Runner:
             out[rows] = chosen(z, torch.tensor([tokens[row] for row in rows], device=z.device))[0].cpu()
         return out.tolist()
 
-    def _note_rest(self, live: Live, channels: Channels, p: Tensor) -> None:
+    def _note_rest(self, live: SequenceState, channels: TokenChannels, p: Tensor) -> None:
         """p [V]: the weights that its token was drawn with."""
         sampling = live.request.sampling
         if channels.support is not None:
@@ -135,13 +135,13 @@ class Runner:
             channels.prompt_logprobs = self.score(live.tokens[: live.prompt], live.gaze)
 
     @torch.inference_mode()
-    def score(self, tokens: list[int], gaze: Gaze | None = None) -> list[float]:
+    def score(self, tokens: list[int], gaze: RequestImages | None = None) -> list[float]:
         """log p(token t | tokens before) through the paged path, on pages of its own:
         it needs no room and works asleep.
         """
         n = len(tokens)
         where, ids = torch.arange(n, device=self.device), torch.tensor(tokens, device=self.device)
-        layout = PagedLayout(Layers(n), Layers(n), where, [Chunk(0, n, where)])
+        layout = PagedLayout(LayerPools(n), LayerPools(n), where, [PrefillChunk(0, n, where)])
         at = where if gaze is None else torch.from_numpy(gaze.where(0, n)).to(self.device)
         hidden = self._pass(ids, at, layout, [(0, n, gaze)])
         out = [0.0]
@@ -151,19 +151,19 @@ class Runner:
             out += logprobs.gather(1, ids[rows.start + 1 : rows.stop + 1, None])[:, 0].tolist()
         return out
 
-    def _forward(self, plan: StepPlan) -> tuple[Tensor, list[tuple[Live, int]]]:
+    def _forward(self, plan: StepPlan) -> tuple[Tensor, list[tuple[SequenceState, int]]]:
         """Hidden states of the step's new tokens, and the first of the rows from which a
         request's tokens are drawn: 1 + its guesses.
         """
-        chunks = [Feed(live, live.computed - n, n) for live, n in plan.chunks if n > 1]
+        chunks = [TokenFeed(live, live.computed - n, n) for live, n in plan.chunks if n > 1]
         # siblings that find their prompt cached
-        single = [Feed(live, live.computed - 1, 1) for live, n in plan.chunks if n == 1]
-        single += [Feed(live, live.computed - 1, 1 + len(live.guess)) for live in plan.decoding]
+        single = [TokenFeed(live, live.computed - 1, 1) for live, n in plan.chunks if n == 1]
+        single += [TokenFeed(live, live.computed - 1, 1 + len(live.guess)) for live in plan.decoding]
         ids, at, layout, ends = self.lay(chunks, single, self.pages.keys, self.pages.values)
         last = [
             (f.live, end - len(f.live.guess) - 1) for f, end in zip([*chunks, *single], ends) if f.live.pending == 0
         ]
-        tape = Tape(self.loaded.routers) if self.records else None
+        tape = RoutingTape(self.loaded.routers) if self.records else None
         hidden = self._pass(ids, at, layout, [(f.first, f.n, f.live.gaze) for f in [*chunks, *single]], tape)
         if tape is not None:
             self.pages.note_routes(layout.write, tape.recorded)
@@ -174,8 +174,8 @@ class Runner:
         ids: Tensor,
         at: Tensor,
         layout: PagedLayout,
-        fed: Sequence[tuple[int, int, Gaze | None]],
-        tape: Tape | None = None,
+        fed: Sequence[tuple[int, int, RequestImages | None]],
+        tape: RoutingTape | None = None,
     ) -> Tensor:
         seen = self.eyes.seen(fed) if at.ndim == 2 else None
         return (
@@ -185,7 +185,7 @@ class Runner:
         )
 
     def lay(
-        self, chunks: list[Feed], single: list[Feed], keys: Layers, values: Layers
+        self, chunks: list[TokenFeed], single: list[TokenFeed], keys: LayerPools, values: LayerPools
     ) -> tuple[Tensor, Tensor, PagedLayout, list[int]]:
         """Packed tokens, their positions, who sees whom, and where each feed ends. The tokens
         of `single` feeds look back row by row.
@@ -194,13 +194,15 @@ class Runner:
         positions: list[int] = []
         write: list[int] = []
         ends: list[int] = []
-        laid: list[Chunk] = []
+        laid: list[PrefillChunk] = []
         for feed in [*chunks, *single]:
             live, first, end = feed.live, feed.first, feed.first + feed.n
             self._note(live)
             if self.lines is None and len(laid) < len(chunks):
                 laid.append(
-                    Chunk(len(tokens), feed.n, torch.tensor(_cut(live.pages, live.ahead, 0, end), device=self.device))
+                    PrefillChunk(
+                        len(tokens), feed.n, torch.tensor(_cut(live.pages, live.ahead, 0, end), device=self.device)
+                    )
                 )
             tokens += _cut(live.tokens, live.guess, first, end)
             positions += range(first, end)
@@ -213,7 +215,7 @@ class Runner:
             return ids, at, self.lines.layout(keys, values, where, [_fed(chunks), _fed(single)]), ends
         return ids, at, PagedLayout(keys, values, where, laid, self._decoding(single) if single else None), ends
 
-    def _decoding(self, feeds: list[Feed]) -> Decoding:
+    def _decoding(self, feeds: list[TokenFeed]) -> DecodeBatch:
         """Whole contexts, or families over what they share where that reads less than SHARE of them.
 
         Siblings share their prompt; the rows of one request that guesses share all that was there before.
@@ -228,7 +230,9 @@ class Runner:
             own = _Families.of([(id(feed), feed.first) for feed, _ in rows], total)
             best = min((best, own), key=lambda families: families.cost)
         if self.loaded.aligned or best.cost > SHARE * int(total.max()) * len(rows):
-            return Decoding(self._slots(lines, torch.zeros_like(total), total).to(self.device), total.to(self.device))
+            return DecodeBatch(
+                self._slots(lines, torch.zeros_like(total), total).to(self.device), total.to(self.device)
+            )
         grid, place = best.grid()
         prefix = self._slots(lines[grid[:, 0]], torch.zeros_like(best.shared), best.shared)
         parts = (
@@ -240,7 +244,7 @@ class Runner:
             place,
         )
         slots, lengths, *family = (x.to(self.device) for x in parts)
-        return Decoding(slots, lengths, *family)  # type: ignore[arg-type]  # four tensors
+        return DecodeBatch(slots, lengths, *family)  # type: ignore[arg-type]  # four tensors
 
     def _slots(self, rows: Tensor, first: Tensor, count: Tensor) -> Tensor:
         """[B, max(count)]: slots first .. first+count of each line of the table, padded with slot 0."""
@@ -248,7 +252,7 @@ class Runner:
         at = (first[:, None] + column).clamp_(max=self.table.shape[1] - 1)
         return self.table[rows[:, None], at].masked_fill_(column >= count[:, None], 0)
 
-    def _note(self, live: Live) -> None:
+    def _note(self, live: SequenceState) -> None:
         """Write the pages that are not yet in the request's line."""
         upto = live.computed + len(live.ahead)
         if self.lines is not None:
@@ -261,31 +265,31 @@ class Runner:
         live.noted = upto
 
 
-def lines_of(loaded: Loaded, rows: int, pages: int) -> Lines | None:
+def lines_of(loaded: LoadedModel, rows: int, pages: int) -> BlockTable | None:
     """A GPU reads contexts by the paged kernel; aligned numerics have an order of their
     own, and without Triton there is no kernel.
     """
     if not has_kernel(loaded):
         return None
-    from rondel.models.paged_attention import Lines
+    from rondel.models.paged_attention import BlockTable
 
-    return Lines(rows, min(loaded.max_context, pages), loaded.device)
+    return BlockTable(rows, min(loaded.max_context, pages), loaded.device)
 
 
-def has_kernel(loaded: Loaded) -> bool:
+def has_kernel(loaded: LoadedModel) -> bool:
     return loaded.device.type == "cuda" and not loaded.aligned and importlib.util.find_spec("triton") is not None
 
 
-def _fed(feeds: list[Feed]) -> list[Fed]:
-    from rondel.models.paged_attention import Fed
+def _fed(feeds: list[TokenFeed]) -> list[TokenRun]:
+    from rondel.models.paged_attention import TokenRun
 
     rows = accumulate((f.n for f in feeds), initial=0)
-    return [Fed(f.live.row, row, f.n, f.first + f.n) for f, row in zip(feeds, rows)]
+    return [TokenRun(f.live.row, row, f.n, f.first + f.n) for f, row in zip(feeds, rows)]
 
 
-def _parts(last: list[tuple[Live, int]]) -> Iterator[list[tuple[Live, int]]]:
+def _parts(last: list[tuple[SequenceState, int]]) -> Iterator[list[tuple[SequenceState, int]]]:
     """Requests whose rows together are at most ROWS: a request's own stay together."""
-    part: list[tuple[Live, int]] = []
+    part: list[tuple[SequenceState, int]] = []
     rows = 0
     for live, first in last:
         rows += 1 + len(live.guess)
@@ -297,7 +301,9 @@ def _parts(last: list[tuple[Live, int]]) -> Iterator[list[tuple[Live, int]]]:
         yield part
 
 
-def _kept(lives: list[Live], tokens: list[int], logprobs: list[float]) -> Iterator[tuple[Live, int, float]]:
+def _kept(
+    lives: list[SequenceState], tokens: list[int], logprobs: list[float]
+) -> Iterator[tuple[SequenceState, int, float]]:
     """Of each request's rows those up to the first whose token is not the guess, that one
     included: the rows after it saw a wrong token.
     """

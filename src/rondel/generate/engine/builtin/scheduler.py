@@ -14,7 +14,7 @@ from itertools import chain, islice, takewhile
 from rondel.core.errors import LawError
 from rondel.generate.engine.builtin.pages import PageAllocator
 from rondel.generate.engine.builtin.radix import RadixTree, Root
-from rondel.generate.engine.builtin.request import Live
+from rondel.generate.engine.builtin.request import SequenceState
 from rondel.generate.engine.builtin.step_plan import StepPlan
 
 # waiting requests among which the cached ones go first; how many may be admitted before one that came earlier
@@ -28,8 +28,8 @@ class Scheduler:
         self.pages, self.tree = pages, RadixTree()
         self.max_running, self.prefill_tokens = max_running, prefill_tokens
         self.limit = max_running  # of those, how many may run now
-        self.waiting: deque[Live] = deque()
-        self.running: list[Live] = []
+        self.waiting: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []
         self._rows = list(range(max_running - 1, -1, -1))
         self.prefilled = self.decoded = self.reused = self.retracted = 0  # counters
 
@@ -54,7 +54,7 @@ class Scheduler:
         """
         decoding = self._room_to_decode(version)
         budget = self.prefill_tokens
-        chunks: list[tuple[Live, int]] = []
+        chunks: list[tuple[SequenceState, int]] = []
         # those interrupted in the middle of their prompt; the decoding ones have nothing pending any more
         for live in self.running:
             n = 0 if live.still(version) else min(budget, live.reach - live.computed)
@@ -82,7 +82,7 @@ class Scheduler:
                 leaders.append(live)
         return StepPlan(chunks, decoding)
 
-    def _queue(self, version: int, budget: int) -> list[Live]:
+    def _queue(self, version: int, budget: int) -> list[SequenceState]:
         """Those that wait: first those whose prompt is cached for the most part, each kind in the order of arrival.
 
         Retracted requests, recorded ones, and one that was overtaken `OVERTAKEN` times are
@@ -91,7 +91,7 @@ class Scheduler:
         if not budget or len(self.running) >= self.limit or len(self.waiting) < 2:
             return list(self.waiting)
 
-        def goes_first(live: Live) -> bool:
+        def goes_first(live: SequenceState) -> bool:
             if live.written or live.request.lines is not None or live.overtaken >= OVERTAKEN:
                 return True
             keys = live.keys[: live.reach - 1]
@@ -102,7 +102,7 @@ class Scheduler:
         looked = sorted(islice(self.waiting, LOOKED), key=goes_first, reverse=True)
         return [*looked, *islice(self.waiting, LOOKED, None)]
 
-    def _admit(self, live: Live, root: Root, budget: int, *, ahead: int) -> int:
+    def _admit(self, live: SequenceState, root: Root, budget: int, *, ahead: int) -> int:
         """Match, lock, reserve. -> how many of its tokens this step computes, 0 if there is
         no room (then nothing has changed).
         """
@@ -123,7 +123,7 @@ class Scheduler:
         self.reused += live.shared
         return n
 
-    def _room_to_decode(self, version: int) -> list[Live]:
+    def _room_to_decode(self, version: int) -> list[SequenceState]:
         """One page for each decoding request; retract those with the fewest written tokens
         (then the longest prompts) until it fits.
         """
@@ -155,13 +155,13 @@ class Scheduler:
             self.pages.give(self.tree.evict(n - self.pages.free))
         return True
 
-    def _reserve(self, live: Live, n: int) -> bool:
+    def _reserve(self, live: SequenceState, n: int) -> bool:
         if not self._has_room(n):
             return False
         live.pages += self.pages.take(n)
         return True
 
-    def reserve_ahead(self, live: Live, n: int) -> int:
+    def reserve_ahead(self, live: SequenceState, n: int) -> int:
         """Pages for guesses: only free ones, nobody is evicted or retracted for a guess. -> how many there are."""
         live.ahead = self.pages.take(min(n, self.pages.free))
         return len(live.ahead)
@@ -181,12 +181,12 @@ class Scheduler:
         for live in plan.decoding:
             self._give_ahead(live)
 
-    def _give_ahead(self, live: Live) -> None:
+    def _give_ahead(self, live: SequenceState) -> None:
         self.pages.give(live.ahead)
         live.guess, live.ahead = [], []
         live.noted = min(live.noted, live.computed)  # its line in the page table ends where its tokens do
 
-    def _store(self, live: Live, upto: int) -> None:
+    def _store(self, live: SequenceState, upto: int) -> None:
         """Give the pages of the first `upto` tokens to the tree, unless they mix versions."""
         if live.root is None or upto <= live.shared:
             return
@@ -198,7 +198,7 @@ class Scheduler:
         if duplicates:
             live.noted = 0  # its line in the page table names pages that it gave back
 
-    def release(self, live: Live, version: int) -> None:
+    def release(self, live: SequenceState, version: int) -> None:
         """A finished or aborted request leaves: its context goes to the tree if it is clean, else
         its pages are free.
         """
@@ -211,14 +211,14 @@ class Scheduler:
         elif live in self.waiting:
             self.waiting.remove(live)
 
-    def retract(self, live: Live, version: int) -> None:
+    def retract(self, live: SequenceState, version: int) -> None:
         """Back to the queue with all its tokens; only its pages are lost, so no output changes."""
         self._drop_pages(live)
         live.stand(version)
         self.running.remove(live)
         self.waiting.appendleft(live)
 
-    def _drop_pages(self, live: Live) -> None:
+    def _drop_pages(self, live: SequenceState) -> None:
         live.keep_routes(self.pages.routes)
         self._give_ahead(live)
         self.pages.give(live.pages[live.shared :])
@@ -280,7 +280,7 @@ class Scheduler:
             )
 
 
-def _shares(live: Live, other: Live) -> bool:
+def _shares(live: SequenceState, other: SequenceState) -> bool:
     """Whether `other`, whose prompt is not in the tree yet, will soon offer most of the prompt of `live`.
 
     Only who came before may be waited for: later ones could follow each other without end.

@@ -22,14 +22,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rondel.generate.engine.builtin.ngrams import Grams
+from rondel.generate.engine.builtin.ngrams import NgramIndex
 
 if TYPE_CHECKING:
-    from rondel.generate.engine.builtin.draft import Draft
-    from rondel.generate.engine.builtin.request import Live
+    from rondel.generate.engine.builtin.draft import DraftModel
+    from rondel.generate.engine.builtin.request import SequenceState
     from rondel.generate.engine.builtin.scheduler import Scheduler
     from rondel.generate.engine.builtin.step_plan import StepPlan
-    from rondel.models.loaded_model import Loaded
+    from rondel.models.loaded_model import LoadedModel
 
 MEMORY = 0.99  # what a step's measurement keeps of its weight one step later
 PROBE = 32  # steps after which the other choice is tried once
@@ -50,7 +50,7 @@ def expected(alpha: float, k: int) -> float:
 
 
 @dataclass(slots=True)
-class Pays:
+class SpeculationController:
     """How many guesses are worth their time: the k that maximises tokens a second, 0 where plain decoding is faster.
 
     tokens of a step    running + guessing · (expected(alpha, k) - 1)
@@ -102,18 +102,18 @@ class Pays:
 # -- of one engine -------------------------------------------------------------------------------
 
 
-class Speculation:
+class SpeculativeDecoder:
     """Guesses for the requests of a step, and what became of them. Without a draft they
     come from the request's own tokens.
     """
 
-    def __init__(self, k: int, draft: Draft | None = None, *, always: bool = False) -> None:
+    def __init__(self, k: int, draft: DraftModel | None = None, *, always: bool = False) -> None:
         """`always` guesses whether it pays or not: for tests and measurements."""
-        self.pays, self.draft, self.always = Pays(k), draft, always
+        self.pays, self.draft, self.always = SpeculationController(k), draft, always
         self.rounds = self.proposed = self.accepted = 0  # counters
         self.told = (0, 0, 0)  # as an event last told them
 
-    def open(self, loaded: Loaded, pages: int) -> None:
+    def open(self, loaded: LoadedModel, pages: int) -> None:
         """For the engine of this model."""
         if self.draft is not None:
             self.draft.open(loaded, pages)
@@ -124,7 +124,7 @@ class Speculation:
         """
         if self.draft is not None and self.draft.broken:
             return
-        guesses: list[tuple[Live, int, list[int]]] = []
+        guesses: list[tuple[SequenceState, int, list[int]]] = []
         for live in plan.decoding:
             # the last token of a round is never a guess
             most = min(self.pays.k, live.request.sampling.max_tokens - live.written - 1)
@@ -133,7 +133,7 @@ class Speculation:
             if self.draft is not None:
                 guesses.append((live, most, []))
                 continue
-            live.grams = live.grams or Grams()
+            live.grams = live.grams or NgramIndex()
             if guess := live.grams.guess(live.tokens, most):
                 guesses.append((live, most, guess))
         if not guesses:
@@ -143,9 +143,9 @@ class Speculation:
             n = scheduler.reserve_ahead(live, min(k, most))
             live.guess = guess[:n]
 
-    def note(self, plan: StepPlan, drawn: list[tuple[Live, int, float]], seconds: float) -> None:
+    def note(self, plan: StepPlan, drawn: list[tuple[SequenceState, int, float]], seconds: float) -> None:
         """What the step brought, before it is delivered."""
-        came: dict[Live, int] = {}
+        came: dict[SequenceState, int] = {}
         for live, _, _ in drawn:
             came[live] = came.get(live, 0) + 1
         guessed = [live for live in plan.decoding if live.guess]
@@ -172,7 +172,7 @@ class Speculation:
         return rounds, proposed, accepted
 
 
-def speculates(live: Live) -> bool:
+def speculates(live: SequenceState) -> bool:
     """Whether its next tokens depend on nothing but logits, temperature and truncation, and only they are wanted."""
     s = live.request.sampling
     shaped = s.penalised or bool(s.logit_bias) or s.grammar is not None or live.written < s.min_tokens

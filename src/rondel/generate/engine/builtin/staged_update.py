@@ -23,7 +23,7 @@ from rondel.models import adapters, names
 
 if TYPE_CHECKING:
     from rondel.generate.engine.builtin.engine import BuiltinEngine
-    from rondel.models.loaded_model import Loaded
+    from rondel.models.loaded_model import LoadedModel
 
 FLOATS = {"F64", "F32", "F16", "BF16"}  # as safetensors calls what can be served without a scale beside it
 LOOKS = {
@@ -36,7 +36,7 @@ LOOKS = {
 }  # keys of a config that compute nothing
 
 
-def from_disk(loaded: Loaded, folder: str) -> dict[str, Tensor]:
+def from_disk(loaded: LoadedModel, folder: str) -> dict[str, Tensor]:
     """A folder of Hugging Face safetensors, cast to the engine's dtype, or an adapter's for an adapted model. Runs on
     the device's thread: transformers sets global state.
     """
@@ -70,7 +70,7 @@ def from_disk(loaded: Loaded, folder: str) -> dict[str, Tensor]:
     return dict(names.weights(model))
 
 
-def _same_architecture(loaded: Loaded, path: Path) -> None:
+def _same_architecture(loaded: LoadedModel, path: Path) -> None:
     """Equal shapes can still mean another model: another rope, another activation."""
     if not (path / "config.json").is_file():
         return
@@ -94,7 +94,7 @@ def _of_floats(path: Path) -> None:
                     raise SyncError(f"{file.name}: {name} is {kind}; weights are {', '.join(sorted(FLOATS))}")
 
 
-def from_bytes(loaded: Loaded, blob: bytes) -> dict[str, Tensor]:
+def from_bytes(loaded: LoadedModel, blob: bytes) -> dict[str, Tensor]:
     """One safetensors file in memory, under the names and in the dtypes of the model."""
     with boundary(SyncError, "reading the safetensors of the body"):
         return safetensors.torch.load(blob)
@@ -103,7 +103,7 @@ def from_bytes(loaded: Loaded, blob: bytes) -> dict[str, Tensor]:
 async def update(
     engine: BuiltinEngine,
     run: Callable[..., Awaitable[Any]],
-    read: Callable[[Loaded, Any], dict[str, Tensor]],
+    read: Callable[[LoadedModel, Any], dict[str, Tensor]],
     source: Any,
     *,
     version: int,

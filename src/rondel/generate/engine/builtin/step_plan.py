@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rondel.generate.engine.builtin.request import Live
+from rondel.generate.engine.builtin.request import SequenceState
 
 
 @dataclass(slots=True)
@@ -13,8 +13,8 @@ class StepPlan:
     take one token each, and their guesses.
     """
 
-    chunks: list[tuple[Live, int]]
-    decoding: list[Live]
+    chunks: list[tuple[SequenceState, int]]
+    decoding: list[SequenceState]
 
     @property
     def tokens(self) -> int:

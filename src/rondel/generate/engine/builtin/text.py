@@ -13,7 +13,7 @@ PATIENCE = 8  # tokens; a character has at most 4 bytes, so what is not one by t
 
 
 @dataclass(slots=True)
-class Reader:
+class IncrementalDetokenizer:
     """
     tokens   ... _from ... _read ... newest
     text     | in `text` |  decoded twice: with and without the newest, because a token's text depends on the one before
@@ -43,9 +43,9 @@ def first_stop(text: str, stops: tuple[str, ...], known: int) -> int | None:
     return min((at for stop in stops if (at := text.find(stop, max(0, known - len(stop) + 1))) >= 0), default=None)
 
 
-def open_reader(tokenizer: Any, stops: tuple[str, ...], drawn: list[int]) -> Reader:
+def open_reader(tokenizer: Any, stops: tuple[str, ...], drawn: list[int]) -> IncrementalDetokenizer:
     """A reader that has read what a continuation drew."""
-    reader = Reader(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True), stops)
+    reader = IncrementalDetokenizer(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True), stops)
     for n in range(1, len(drawn) + 1):
         reader.add(drawn[:n])
     reader.first = len(reader.text)

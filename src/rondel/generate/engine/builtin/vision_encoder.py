@@ -16,17 +16,17 @@ import torch
 
 from rondel.core.errors import UserError
 from rondel.core.media import Image, ImagePlaceholder, keyed, positions, shift
-from rondel.models.vision import Features, VisionFeatures
+from rondel.models.vision import ImageFeatures, VisionFeatures
 
 if TYPE_CHECKING:
     from rondel.core.types import Request
-    from rondel.models.loaded_model import Loaded
+    from rondel.models.loaded_model import LoadedModel
 
 ROOM = 1 << 28  # bytes of features that are kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gaze:
+class RequestImages:
     """Of one request with pictures.
 
     keys       [P]    what its prompt is known by in the prefix cache
@@ -39,7 +39,7 @@ class Gaze:
     shift: int
 
     @classmethod
-    def of(cls, request: Request) -> Gaze | None:
+    def of(cls, request: Request) -> RequestImages | None:
         tokens, media = request.tokens, request.media
         return cls(media, keyed(tokens, media), positions(len(tokens), media), shift(media)) if media else None
 
@@ -50,11 +50,11 @@ class Gaze:
         return np.concatenate([self.positions[:, first:end], behind], 1)
 
 
-class Eyes:
-    def __init__(self, loaded: Loaded) -> None:
+class VisionEncoderCache:
+    def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         self.looked = 0  # pictures that the tower has encoded
-        self._known: OrderedDict[str, Features] = OrderedDict()
+        self._known: OrderedDict[str, ImageFeatures] = OrderedDict()
 
     def check(self, request: Request) -> None:
         """Before it is let in: a picture where there is no place for it would break the step of everyone."""
@@ -79,7 +79,7 @@ class Eyes:
         """Other weights serve, or the memory is wanted."""
         self._known.clear()
 
-    def seen(self, fed: Sequence[tuple[int, int, Gaze | None]]) -> VisionFeatures | None:
+    def seen(self, fed: Sequence[tuple[int, int, RequestImages | None]]) -> VisionFeatures | None:
         """What is seen by tokens that are fed: (first, how many, gaze) of each run, in the order
         of the packed row. On the device's thread.
         """
@@ -100,9 +100,11 @@ class Eyes:
             features[image.digest].rows(torch.arange(begin, end, device=self.loaded.device))
             for image, begin, end in cells
         ]
-        return VisionFeatures(torch.from_numpy(np.concatenate(rows)).to(self.loaded.device), Features.joined(parts))
+        return VisionFeatures(
+            torch.from_numpy(np.concatenate(rows)).to(self.loaded.device), ImageFeatures.joined(parts)
+        )
 
-    def _look(self, wanted: dict[str, Image]) -> dict[str, Features]:
+    def _look(self, wanted: dict[str, Image]) -> dict[str, ImageFeatures]:
         """The features of these pictures; those that nobody has asked for in a while go when there is no room."""
         if new := [image for digest, image in wanted.items() if digest not in self._known]:
             whole, at = self.loaded.look(new), 0

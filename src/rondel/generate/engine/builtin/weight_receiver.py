@@ -22,17 +22,17 @@ from rondel.models import names
 
 if TYPE_CHECKING:
     from rondel.core.protocols import Transport
-    from rondel.models.loaded_model import Loaded
+    from rondel.models.loaded_model import LoadedModel
 
 SLICE = 0.005  # seconds that the device takes tensors in before it looks for a step to do
 
 
-class Arrivals:
+class WeightReceiver:
     """The engine's side of one update at a time. Tensors themselves need no transport;
     every other route names one of `transports`.
     """
 
-    def __init__(self, loaded: Loaded, transports: Mapping[str, Transport]) -> None:
+    def __init__(self, loaded: LoadedModel, transports: Mapping[str, Transport]) -> None:
         self.loaded, self._transports = loaded, dict(transports)
         self.root = ""  # of the last commit
         self.bytes_copied = 0

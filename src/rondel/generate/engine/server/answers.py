@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rondel.core.types import Completion, Request
-from rondel.generate.engine.builtin.text import Reader, first_stop
+from rondel.generate.engine.builtin.text import IncrementalDetokenizer, first_stop
 
 
 @dataclass(slots=True)
-class Answer:
+class SampleAnswer:
     """One sample: `index` is its place in the reply, `prompt` what it answers,
     `reader` grows its text if it is streamed.
     """
@@ -25,7 +25,7 @@ class Answer:
     index: int
     prompt: list[int]
     stops: tuple[str, ...] = ()
-    reader: Reader | None = None
+    reader: IncrementalDetokenizer | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -33,7 +33,14 @@ class Answer:
     text: str = ""  # what a stream has been given, in the end all of it
     completion: Completion | None = None
 
-    def add(self, reader: Reader, token: int, logprob: float, version: int, top: list[tuple[int, float]] | None) -> str:
+    def add(
+        self,
+        reader: IncrementalDetokenizer,
+        token: int,
+        logprob: float,
+        version: int,
+        top: list[tuple[int, float]] | None,
+    ) -> str:
         """-> the next piece of text that no later token can take back."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
@@ -69,22 +76,22 @@ def _overlap(text: str, stop: str) -> int:
 class AnswerDelta(NamedTuple):
     """What is new in an answer: text, and tokens from `first` up to `last`. `ends` at its last piece."""
 
-    answer: Answer
+    answer: SampleAnswer
     text: str
     first: int
     last: int
     ends: bool = False
 
 
-class Samples:
+class RequestSamples:
     """All samples of one HTTP request. They end together: if one is refused, or the client leaves, the others stop."""
 
-    def __init__(self, engine: Any, pairs: list[tuple[Answer, Request]]) -> None:
+    def __init__(self, engine: Any, pairs: list[tuple[SampleAnswer, Request]]) -> None:
         self.engine, self.pairs = engine, pairs
         self.answers = [answer for answer, _ in pairs]
         self._pieces: asyncio.Queue[AnswerDelta | None] = asyncio.Queue()
 
-    async def _one(self, answer: Answer, request: Request) -> None:
+    async def _one(self, answer: SampleAnswer, request: Request) -> None:
         reader = answer.reader
         if reader is None:
             answer.end(await self.engine.generate(request))
@@ -97,7 +104,7 @@ class Samples:
         rest = answer.end(await self.engine.generate(request, on_token=heard))
         self._pieces.put_nowait(AnswerDelta(answer, rest, len(answer.tokens), len(answer.tokens), ends=True))
 
-    async def whole(self) -> list[Answer]:
+    async def whole(self) -> list[SampleAnswer]:
         tasks = [asyncio.create_task(self._one(*pair)) for pair in self.pairs]
         try:
             await asyncio.gather(*tasks)

@@ -21,13 +21,13 @@ from starlette.routing import Route
 
 from rondel.core.errors import StalledError
 from rondel.generate.engine.server import broadcast, control, native, openai, weights
-from rondel.generate.engine.server.answers import Samples
+from rondel.generate.engine.server.answers import RequestSamples
 from rondel.generate.engine.server.errors import GONE, RequestRefusal, refusal
 from rondel.generate.engine.server.fields import read_fields
-from rondel.generate.engine.server.service import GenerationRequest, Service
+from rondel.generate.engine.server.service import GenerationRequest, GenerationService
 from rondel.system.http import from_a_web_page
 
-Handler = Callable[[Service, Request], Awaitable[Any]]
+Handler = Callable[[GenerationService, Request], Awaitable[Any]]
 GENERATING = {
     "/v1/completions": (openai.read_completion, openai.HARMLESS),
     "/v1/chat/completions": (openai.read_chat, openai.HARMLESS),
@@ -56,7 +56,7 @@ OPEN = frozenset({"/health"})  # without a key: whoever watches the process has 
 PROBE_SECONDS = 20.0
 
 
-def build(service: Service) -> ServerAuth:
+def build(service: GenerationService) -> ServerAuth:
     """The ASGI application."""
     born = int(time.time())
 
@@ -122,7 +122,7 @@ def build(service: Service) -> ServerAuth:
 
 
 def _safely(
-    service: Service, handler: Callable[[Request], Awaitable[Any]], *, control: bool = False
+    service: GenerationService, handler: Callable[[Request], Awaitable[Any]], *, control: bool = False
 ) -> Callable[[Request], Awaitable[Any]]:
     """Whatever a handler raises is an answer, too."""
 
@@ -136,7 +136,7 @@ def _safely(
     return endpoint
 
 
-def told(service: Service, error: Exception) -> RequestRefusal:
+def told(service: GenerationService, error: Exception) -> RequestRefusal:
     said = refusal(error, refusing=service.engine.state == "refusing")
     if said.status == 500:
         traceback.print_exception(error, file=sys.stderr)
@@ -147,18 +147,18 @@ def told(service: Service, error: Exception) -> RequestRefusal:
 
 
 def _generating(read: Callable[..., Any], harmless: frozenset[str]) -> Handler:
-    async def handler(service: Service, request: Request) -> Any:
+    async def handler(service: GenerationService, request: Request) -> Any:
         f = await read_fields(request, service.limits.body, ignored=harmless)
         reply = read(f, service)
-        return Answering(service, reply, reply.asked)
+        return AnswerResponse(service, reply, reply.asked)
 
     return handler
 
 
-class Answering:
+class AnswerResponse:
     """An ASGI response that writes answers while it watches whether anybody is still there."""
 
-    def __init__(self, service: Service, reply: Any, asked: GenerationRequest) -> None:
+    def __init__(self, service: GenerationService, reply: Any, asked: GenerationRequest) -> None:
         self.service, self.reply, self.asked = service, reply, asked
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -204,11 +204,11 @@ class Answering:
             else:
                 await said.response()(scope, receive, send)
 
-    async def _whole(self, samples: Samples, scope: Any, receive: Any, send: Any) -> None:
+    async def _whole(self, samples: RequestSamples, scope: Any, receive: Any, send: Any) -> None:
         answers = await samples.whole()
         await JSONResponse(self.reply.whole(answers))(scope, receive, send)
 
-    async def _stream(self, samples: Samples, send: Any) -> None:
+    async def _stream(self, samples: RequestSamples, send: Any) -> None:
         """The status waits for the first token, so that a refusal has its own."""
         async with aclosing(samples.pieces()) as pieces:
             first = await anext(pieces)
@@ -231,13 +231,13 @@ def sse(data: dict[str, Any]) -> bytes:
 # -- health ----------------------------------------------------------------------------------------
 
 
-async def health(service: Service, request: Request) -> Any:
+async def health(service: GenerationService, request: Request) -> Any:
     """200 while it can serve or will again; 503 while it drains or refuses."""
     state = "draining" if service.draining else service.engine.state
     return JSONResponse({"status": state}, 503 if state in ("draining", "refusing") else 200)
 
 
-async def health_generate(service: Service, request: Request) -> Any:
+async def health_generate(service: GenerationService, request: Request) -> Any:
     """One token, really drawn. A paused engine draws none."""
     if service.engine.state != "serving":
         raise RequestRefusal(503, f"the engine is {service.engine.state}", code="not_serving")
@@ -258,7 +258,7 @@ async def health_generate(service: Service, request: Request) -> Any:
 class ServerAuth:
     """Who may come in; and every answer that goes out is counted."""
 
-    def __init__(self, service: Service, app: Starlette, paths: set[str]) -> None:
+    def __init__(self, service: GenerationService, app: Starlette, paths: set[str]) -> None:
         self.service, self.app, self.paths = service, app, paths
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -33,7 +33,7 @@ from rondel.models import names
 from rondel.system import sockets
 
 if TYPE_CHECKING:
-    from rondel.generate.engine.server.service import Service
+    from rondel.generate.engine.server.service import GenerationService
 
 NAME, WAIT = "weight_update_group", 300.0  # SGLang's default name; seconds that either side waits for the other
 AGAIN = 0.2  # seconds between two looks whether the other side listens
@@ -49,7 +49,7 @@ class WeightGroup:
     arrived: dict[str, Tensor] = field(default_factory=dict)
 
 
-async def init_weights_update_group(service: Service, request: Request) -> dict[str, Any]:
+async def init_weights_update_group(service: GenerationService, request: Request) -> dict[str, Any]:
     f = await fields_of(service, request)
     host, port = f.text("master_address", ""), f.whole("master_port", None, 1, 65535)
     rank, size = f.whole("rank_offset", 1, 1, 4095), f.whole("world_size", None, 2, 4096)
@@ -118,7 +118,7 @@ def _join(host: str, port: int, rank: int, size: int, name: str, wait: float, de
         raise _told(f"joining '{name}' at {host}:{port}", wait, error) from error
 
 
-async def destroy_weights_update_group(service: Service, request: Request) -> dict[str, Any]:
+async def destroy_weights_update_group(service: GenerationService, request: Request) -> dict[str, Any]:
     f = await fields_of(service, request)
     name = f.text("group_name", NAME)
     f.end()
@@ -129,7 +129,7 @@ async def destroy_weights_update_group(service: Service, request: Request) -> di
     return done(f"group '{name}' is left")
 
 
-async def update_weights_from_distributed(service: Service, request: Request) -> dict[str, Any]:
+async def update_weights_from_distributed(service: GenerationService, request: Request) -> dict[str, Any]:
     """`names`, `dtypes`, `shapes` of the broadcasts that follow, in order; with `load_format`
     "flattened_bucket" they are one broadcast.
     """
@@ -174,7 +174,7 @@ async def update_weights_from_distributed(service: Service, request: Request) ->
         return await served(service, deliver, abort=abort)
 
 
-def _rows(service: Service, f: RequestFields) -> list[tuple[str, torch.dtype, list[int]]]:
+def _rows(service: GenerationService, f: RequestFields) -> list[tuple[str, torch.dtype, list[int]]]:
     """Announced as this model has them, so that nothing is waited for that could not be taken."""
     found, dtypes, shapes = f.texts("names", MOST), f.texts("dtypes", MOST), f.take("shapes", [])
     if not found or not isinstance(shapes, list) or not len(found) == len(dtypes) == len(shapes):

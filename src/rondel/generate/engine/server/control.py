@@ -12,7 +12,7 @@ from rondel.generate.engine.server.fields import RequestFields
 from rondel.generate.engine.server.told import done, fields_of
 
 if TYPE_CHECKING:
-    from rondel.generate.engine.server.service import Service
+    from rondel.generate.engine.server.service import GenerationService
 
 # SGLang's names beside ours
 PAUSES = {"hold": "hold", "in_place": "hold", "retract": "hold", "drain": "drain", "abort": "abort"}
@@ -23,7 +23,7 @@ LEASE = 600.0  # seconds after which a pause that nobody ended ends itself
 # -- pause, abort, cache ---------------------------------------------------------------------------
 
 
-async def pause_generation(service: Service, request: Request) -> dict[str, Any]:
+async def pause_generation(service: GenerationService, request: Request) -> dict[str, Any]:
     """hold or in_place: parked between two steps. retract: parked, caches dropped. drain: the
     begun ones end. abort: partial answers go out.
     """
@@ -39,7 +39,7 @@ async def pause_generation(service: Service, request: Request) -> dict[str, Any]
     return done(f"paused ({mode}) for at most {lease:g} s", parked=status.parked)
 
 
-async def continue_generation(service: Service, request: Request) -> dict[str, Any]:
+async def continue_generation(service: GenerationService, request: Request) -> dict[str, Any]:
     f = await fields_of(service, request)
     f.only("torch_empty_cache", True, False)  # SGLang's hint to its allocator
     f.end()
@@ -47,7 +47,7 @@ async def continue_generation(service: Service, request: Request) -> dict[str, A
     return done(f"the engine is {service.engine.state}")
 
 
-async def abort_request(service: Service, request: Request) -> dict[str, Any]:
+async def abort_request(service: GenerationService, request: Request) -> dict[str, Any]:
     f = await fields_of(service, request)
     rid, everything = f.text("rid"), f.flag("abort_all")
     f.end()
@@ -57,7 +57,7 @@ async def abort_request(service: Service, request: Request) -> dict[str, Any]:
     return done(f"{n} answers end here", aborted=n)
 
 
-async def flush_cache(service: Service, request: Request) -> dict[str, Any]:
+async def flush_cache(service: GenerationService, request: Request) -> dict[str, Any]:
     f = await fields_of(service, request)
     f.end()
     freed = await _refused(409, service.engine.flush())
@@ -88,7 +88,7 @@ def _tags(f: RequestFields) -> tuple[str, ...]:
     return tuple(tags)
 
 
-async def release_memory_occupation(service: Service, request: Request) -> dict[str, Any]:
+async def release_memory_occupation(service: GenerationService, request: Request) -> dict[str, Any]:
     """Raises while requests run (law 8). Parked ones compute their context again afterwards."""
     tags = _tags(await fields_of(service, request))
     before = sum((await service.engine.status()).memory.values())
@@ -99,7 +99,7 @@ async def release_memory_occupation(service: Service, request: Request) -> dict[
     )
 
 
-async def resume_memory_occupation(service: Service, request: Request) -> dict[str, Any]:
+async def resume_memory_occupation(service: GenerationService, request: Request) -> dict[str, Any]:
     await service.engine.wake(_tags(await fields_of(service, request)))
     return done(f"the engine is {service.engine.state}")
 
@@ -107,11 +107,11 @@ async def resume_memory_occupation(service: Service, request: Request) -> dict[s
 # -- facts -----------------------------------------------------------------------------------------
 
 
-async def get_weight_version(service: Service, request: Request) -> dict[str, Any]:
+async def get_weight_version(service: GenerationService, request: Request) -> dict[str, Any]:
     return {"weight_version": str(service.engine.version)}
 
 
-async def get_model_info(service: Service, request: Request) -> dict[str, Any]:
+async def get_model_info(service: GenerationService, request: Request) -> dict[str, Any]:
     loaded = service.engine.loaded
     return {
         "model_path": loaded.name,
@@ -124,7 +124,7 @@ async def get_model_info(service: Service, request: Request) -> dict[str, Any]:
     }
 
 
-async def get_server_info(service: Service, request: Request) -> dict[str, Any]:
+async def get_server_info(service: GenerationService, request: Request) -> dict[str, Any]:
     s = await service.engine.status()
     limits = service.limits
     return {

@@ -9,12 +9,12 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 if TYPE_CHECKING:
-    from rondel.generate.engine.server.answers import Answer
+    from rondel.generate.engine.server.answers import SampleAnswer
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
-class Metrics:
+class ServerMetrics:
     def __init__(self, service: Any) -> None:
         self.service, self.registry = service, CollectorRegistry()
         self.requests = Counter("rondel_requests", "HTTP requests", ["path", "status"], registry=self.registry)
@@ -27,7 +27,7 @@ class Metrics:
         )
         self.registry.register(self)
 
-    def count(self, answers: list[Answer]) -> None:
+    def count(self, answers: list[SampleAnswer]) -> None:
         for answer in answers:
             if (c := answer.completion) is not None:
                 self.tokens.labels("prompt").inc(c.prompt_tokens)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from rondel.generate.engine.server.answers import Answer, AnswerDelta
+from rondel.generate.engine.server.answers import AnswerDelta, SampleAnswer
 from rondel.generate.engine.server.errors import RequestRefusal
 from rondel.generate.engine.server.fields import RequestFields, shown
 from rondel.generate.engine.server.sampling_fields import BIGGEST, read_draw, read_prompts, read_seed
-from rondel.generate.engine.server.service import GenerationRequest, Service
+from rondel.generate.engine.server.service import GenerationRequest, GenerationService
 from rondel.text.special_tokens import SPLIT
 
 HARMLESS = frozenset(
@@ -24,7 +24,7 @@ NAMED = "image_data"
 BASE64 = re.compile(r"[A-Za-z0-9+/]{16,}={0,2}")
 
 
-def read_generate(f: RequestFields, service: Service) -> Native:
+def read_generate(f: RequestFields, service: GenerationService) -> NativeReply:
     text, ids = f.take("text"), f.take("input_ids")
     if (text is None) == (ids is None):
         raise RequestRefusal(400, "give either text or input_ids", param="text")
@@ -68,7 +68,7 @@ def read_generate(f: RequestFields, service: Service) -> Native:
     f.only("return_hidden_states", False)
     f.only("return_routed_experts", False)
     f.end()
-    return Native(service, asked, logprobs, many or asked.n > 1)
+    return NativeReply(service, asked, logprobs, many or asked.n > 1)
 
 
 def _images(f: RequestFields, prompts: int, *, many: bool) -> list[list[str]]:
@@ -99,27 +99,27 @@ def _url(image: Any) -> str:
 
 
 @dataclass(slots=True)
-class Native:
-    service: Service
+class NativeReply:
+    service: GenerationService
     asked: GenerationRequest
     logprobs: bool
     many: bool
 
-    def whole(self, answers: list[Answer]) -> Any:
+    def whole(self, answers: list[SampleAnswer]) -> Any:
         rows = [self._row(a, a.text) for a in answers]
         return rows if self.many else rows[0]
 
-    def begin(self, answers: list[Answer]) -> Iterator[dict[str, Any]]:
+    def begin(self, answers: list[SampleAnswer]) -> Iterator[dict[str, Any]]:
         return iter(())
 
     def chunk(self, piece: AnswerDelta) -> dict[str, Any]:
         a = piece.answer
         return self._row(a, a.text, piece.last, ends=piece.ends) | ({"index": a.index} if self.many else {})
 
-    def end(self, answers: list[Answer]) -> Iterator[dict[str, Any]]:
+    def end(self, answers: list[SampleAnswer]) -> Iterator[dict[str, Any]]:
         return iter(())
 
-    def _row(self, a: Answer, text: str, upto: int | None = None, *, ends: bool = True) -> dict[str, Any]:
+    def _row(self, a: SampleAnswer, text: str, upto: int | None = None, *, ends: bool = True) -> dict[str, Any]:
         tokens, versions = a.tokens[:upto], a.versions[:upto]
         meta: dict[str, Any] = {
             "id": self.asked.id,
@@ -142,7 +142,7 @@ class Native:
                 ]
         return {"text": text, "output_ids": tokens, "meta_info": meta}
 
-    def _finish(self, a: Answer) -> dict[str, Any]:
+    def _finish(self, a: SampleAnswer) -> dict[str, Any]:
         reason = a.completion.finish_reason if a.completion else "abort"
         match reason:
             case "stop":

@@ -14,11 +14,11 @@ from uuid import uuid4
 
 from rondel.core.errors import DataError
 from rondel.generate.engine.builtin.text import HALF
-from rondel.generate.engine.server.answers import Answer, AnswerDelta
+from rondel.generate.engine.server.answers import AnswerDelta, SampleAnswer
 from rondel.generate.engine.server.errors import RequestRefusal
 from rondel.generate.engine.server.fields import RequestFields, shown
 from rondel.generate.engine.server.sampling_fields import BIGGEST, read_draw, read_prompts, read_seed
-from rondel.generate.engine.server.service import GenerationRequest, Service
+from rondel.generate.engine.server.service import GenerationRequest, GenerationService
 from rondel.generate.pictures import sent
 from rondel.text.special_tokens import SPLIT
 
@@ -28,7 +28,7 @@ HARMLESS = frozenset(
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def read_completion(f: RequestFields, service: Service) -> CompletionReply:
+def read_completion(f: RequestFields, service: GenerationService) -> CompletionReply:
     """OpenAI's text completion: `prompt` is a string, token ids, or a list of either. Control
     tokens that a string spells are text, unless it says split_special_tokens = false."""
     prompt = f.take("prompt")
@@ -41,7 +41,7 @@ def read_completion(f: RequestFields, service: Service) -> CompletionReply:
     return _reply(f, service, asked, chat=False, logprobs=top is not None, top=top or 0)
 
 
-def read_chat(f: RequestFields, service: Service) -> CompletionReply:
+def read_chat(f: RequestFields, service: GenerationService) -> CompletionReply:
     """OpenAI's chat: messages go through the model's own template, `tools` with them."""
     messages = _messages(f, f.take("messages"))
     asked = _common(f, service, default_tokens=None)
@@ -63,7 +63,7 @@ def read_chat(f: RequestFields, service: Service) -> CompletionReply:
     return _reply(f, service, asked, chat=True, logprobs=logprobs, top=top)
 
 
-def _common(f: RequestFields, service: Service, *, default_tokens: int | None) -> GenerationRequest:
+def _common(f: RequestFields, service: GenerationService, *, default_tokens: int | None) -> GenerationRequest:
     model = f.text("model", service.name)
     if model != service.name:
         raise RequestRefusal(
@@ -155,7 +155,7 @@ def _image(part: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _reply(
-    f: RequestFields, service: Service, asked: GenerationRequest, *, chat: bool, logprobs: bool, top: int
+    f: RequestFields, service: GenerationService, asked: GenerationRequest, *, chat: bool, logprobs: bool, top: int
 ) -> CompletionReply:
     options = f.object("stream_options")
     usage = options.flag("include_usage")
@@ -171,14 +171,14 @@ def _reply(
 class CompletionReply:
     """What is answered to one request, at once or in chunks."""
 
-    service: Service
+    service: GenerationService
     asked: GenerationRequest
     chat: bool
     logprobs: bool
     token_ids: bool
     usage_at_end: bool
 
-    def whole(self, answers: list[Answer]) -> dict[str, Any]:
+    def whole(self, answers: list[SampleAnswer]) -> dict[str, Any]:
         choices = []
         for a in answers:
             said = (
@@ -192,7 +192,7 @@ class CompletionReply:
         prompts = {"prompt_token_ids": answers[0].prompt} if self.token_ids else {}
         return {**self._head(chunk=False), **prompts, "choices": choices, "usage": self._usage(answers)}
 
-    def begin(self, answers: list[Answer]) -> Iterator[dict[str, Any]]:
+    def begin(self, answers: list[SampleAnswer]) -> Iterator[dict[str, Any]]:
         """A chat stream opens each choice with its role."""
         prompts = {"prompt_token_ids": answers[0].prompt} if self.token_ids else {}
         if self.chat:
@@ -213,7 +213,7 @@ class CompletionReply:
         )
         return {**self._head(), "choices": [{"index": piece.answer.index, **said, **self._tokens(piece)}]}
 
-    def end(self, answers: list[Answer]) -> Iterator[dict[str, Any]]:
+    def end(self, answers: list[SampleAnswer]) -> Iterator[dict[str, Any]]:
         if self.usage_at_end:
             yield {**self._head(), "choices": [], "usage": self._usage(answers)}
 
@@ -237,7 +237,7 @@ class CompletionReply:
             out |= {"token_ids": a.tokens[part], "weight_versions": a.versions[part]}
         return out
 
-    def _logprobs(self, a: Answer, part: slice) -> dict[str, Any]:
+    def _logprobs(self, a: SampleAnswer, part: slice) -> dict[str, Any]:
         texts, tops = [self._text(t) for t in a.tokens[part]], a.top[part]
         if not self.chat:
             offsets = [0]
@@ -259,7 +259,7 @@ class CompletionReply:
     def _text(self, token: int) -> str:
         return self.service.engine.loaded.tokenizer.decode([token])
 
-    def _usage(self, answers: list[Answer]) -> dict[str, Any]:
+    def _usage(self, answers: list[SampleAnswer]) -> dict[str, Any]:
         """A prompt counts once however many answers it gets; what the first of them found cached was cached."""
         families = [answers[i : i + self.asked.n] for i in range(0, len(answers), self.asked.n)]
         prompt, written = sum(len(family[0].prompt) for family in families), sum(len(a.tokens) for a in answers)
@@ -277,9 +277,9 @@ def _said(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": None if HALF in text else list(text.encode())}
 
 
-def models(service: Service, born: int) -> dict[str, Any]:
+def models(service: GenerationService, born: int) -> dict[str, Any]:
     return {"object": "list", "data": [model(service, born)]}
 
 
-def model(service: Service, born: int) -> dict[str, Any]:
+def model(service: GenerationService, born: int) -> dict[str, Any]:
     return {"id": service.name, "object": "model", "created": born, "owned_by": "rondel", "max_model_len": service.room}

@@ -9,20 +9,20 @@ from collections.abc import Callable
 import uvicorn
 
 from rondel.generate.engine.server.app import build
-from rondel.generate.engine.server.service import Service
-from rondel.system.http import Connection, Quiet
+from rondel.generate.engine.server.service import GenerationService
+from rondel.system.http import PatientConnection, QuietServer
 from rondel.system.signals import heard
 
 LAST = 5  # seconds for answers to leave after the drain's limit has cut them
 
 
-async def run(service: Service, sock: socket.socket, *, drain: float, ready: Callable[[], None]) -> None:
+async def run(service: GenerationService, sock: socket.socket, *, drain: float, ready: Callable[[], None]) -> None:
     """Serve until it is asked to end; then nothing new, `drain` seconds for what runs,
     and partial answers for what is left.
     """
     config = uvicorn.Config(
         build(service),
-        http=Connection,
+        http=PatientConnection,
         loop="asyncio",
         ws="none",
         lifespan="off",
@@ -31,7 +31,7 @@ async def run(service: Service, sock: socket.socket, *, drain: float, ready: Cal
         server_header=False,
         timeout_graceful_shutdown=int(drain) + LAST,
     )
-    server, loop = Quiet(config, ready), asyncio.get_running_loop()
+    server, loop = QuietServer(config, ready), asyncio.get_running_loop()
     cut: set[asyncio.Task[int]] = set()
 
     def stop() -> None:

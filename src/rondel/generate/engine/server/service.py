@@ -14,12 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rondel.core.errors import DataError
-from rondel.core.media import Image, ImagePlaceholder, Sight
+from rondel.core.media import Image, ImagePlaceholder, ImageProcessorConfig
 from rondel.core.types import Request, Sampling, sample_key
-from rondel.generate.engine.builtin.text import Reader, split_stops
-from rondel.generate.engine.server.answers import Answer, Samples
+from rondel.generate.engine.builtin.text import IncrementalDetokenizer, split_stops
+from rondel.generate.engine.server.answers import RequestSamples, SampleAnswer
 from rondel.generate.engine.server.errors import RequestRefusal
-from rondel.generate.engine.server.metrics import Metrics
+from rondel.generate.engine.server.metrics import ServerMetrics
 from rondel.generate.pictures import TooLarge, all_seen, parted, placed
 from rondel.text.special_tokens import special_tokens
 
@@ -67,7 +67,7 @@ class GenerationRequest:
     wants: frozenset[str] = frozenset()
 
 
-class Service:
+class GenerationService:
     """`run` executes on the device's thread; nothing here touches a tensor on the event loop."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Service:
         """`segment(path, size, number)`: a piece of others' memory, as the engine's transport "ipc" opens it."""
         self.engine, self.run, self.name, self.api_key, self.segment = engine, run, name, api_key, segment
         self.limits = limits if limits.body else replace(limits, body=(64 if engine.loaded.sight else 4) << 20)
-        self.metrics = Metrics(self)
+        self.metrics = ServerMetrics(self)
         self.updating = asyncio.Lock()
         self.groups: dict[str, Any] = {}  # of trainers that broadcast weights, by name
         self.open = 0  # answers promised and not yet given
@@ -102,7 +102,7 @@ class Service:
         return min(self.engine.loaded.max_context, self.engine.pages.count)
 
     @property
-    def sight(self) -> Sight | None:
+    def sight(self) -> ImageProcessorConfig | None:
         """How the model looks at images."""
         return self.engine.loaded.sight
 
@@ -251,7 +251,7 @@ class Service:
         finally:
             self.open -= n
 
-    async def samples(self, asked: GenerationRequest) -> Samples:
+    async def samples(self, asked: GenerationRequest) -> RequestSamples:
         """Prompts as tokens, checked against the room there is; nothing runs yet."""
         if asked.messages is None:
             sources = asked.images or [[] for _ in asked.prompts]
@@ -286,14 +286,14 @@ class Service:
                     param="top_logprobs",
                 )
             for j in range(asked.n):
-                reader = Reader(self._decode, ()) if asked.stream else None
-                answer = Answer(i * asked.n + j, prompt, stops, reader)
+                reader = IncrementalDetokenizer(self._decode, ()) if asked.stream else None
+                answer = SampleAnswer(i * asked.n + j, prompt, stops, reader)
                 request = Request(
                     prompt, sampling, key=sample_key(asked.seed, i, j), id=asked.id, wants=wants, media=media
                 )
                 request.deadline = self.limits.deadline
                 pairs.append((answer, request))
-        return Samples(self.engine, pairs)
+        return RequestSamples(self.engine, pairs)
 
     async def _placed(self, tokens: list[int], sources: list[Any]) -> tuple[list[int], tuple[ImagePlaceholder, ...]]:
         """Its images at their placeholders: one for each, or as many as it has cells."""
@@ -379,7 +379,7 @@ class Service:
         return self.special.encode(text)
 
 
-def _where(tokens: list[int], images: list[Image], sight: Sight) -> tuple[ImagePlaceholder, ...]:
+def _where(tokens: list[int], images: list[Image], sight: ImageProcessorConfig) -> tuple[ImagePlaceholder, ...]:
     """The images among tokens that have a placeholder for each of their cells."""
     media: list[ImagePlaceholder] = []
     try:

@@ -14,18 +14,18 @@ from rondel.generate.engine.server.errors import GONE, RequestRefusal
 from rondel.generate.engine.server.fields import RequestFields, read_fields
 
 if TYPE_CHECKING:
-    from rondel.generate.engine.server.service import Service
+    from rondel.generate.engine.server.service import GenerationService
 
 
 def done(message: str, **more: Any) -> dict[str, Any]:
     return {"success": True, "message": message, **more}
 
 
-async def fields_of(service: Service, request: Request) -> RequestFields:
+async def fields_of(service: GenerationService, request: Request) -> RequestFields:
     return await read_fields(request, service.limits.body)
 
 
-def version_of(service: Service, f: RequestFields) -> int:
+def version_of(service: GenerationService, f: RequestFields) -> int:
     """SGLang's is a string; ours counts, so that staleness can be measured. An older one is
     refused: it is late, unless `rollback` says it is meant.
     """
@@ -45,7 +45,7 @@ def version_of(service: Service, f: RequestFields) -> int:
 
 
 @asynccontextmanager
-async def updating(service: Service) -> AsyncIterator[None]:
+async def updating(service: GenerationService) -> AsyncIterator[None]:
     """One at a time; what goes wrong is told with what serves now."""
     if service.updating.locked():
         raise RequestRefusal(409, "another update is on its way; ask again when it is done")
@@ -54,7 +54,7 @@ async def updating(service: Service) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def refusing(service: Service) -> AsyncIterator[None]:
+async def refusing(service: GenerationService) -> AsyncIterator[None]:
     """What goes wrong is told with what serves now."""
     try:
         yield
@@ -88,7 +88,7 @@ async def here(request: Request) -> AsyncIterator[None]:
         left.cancel()
 
 
-async def served(service: Service, deliver: Callable[[], Awaitable[int]], *, abort: bool) -> dict[str, Any]:
+async def served(service: GenerationService, deliver: Callable[[], Awaitable[int]], *, abort: bool) -> dict[str, Any]:
     if abort:
         await service.engine.abort(lambda _: True)
     parked = service.open

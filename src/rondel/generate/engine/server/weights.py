@@ -21,10 +21,12 @@ from rondel.generate.engine.server.fields import RequestFields, parse, read_body
 from rondel.generate.engine.server.told import fields_of, served, updating, version_of
 
 if TYPE_CHECKING:
-    from rondel.generate.engine.server.service import Service
+    from rondel.generate.engine.server.service import GenerationService
 
 
-async def _update(service: Service, f: RequestFields, deliver: Callable[..., Awaitable[int]]) -> dict[str, Any]:
+async def _update(
+    service: GenerationService, f: RequestFields, deliver: Callable[..., Awaitable[int]]
+) -> dict[str, Any]:
     """`deliver(keep=...)` -> the version served."""
     keep, abort = not f.flag("flush_cache", True), f.flag("abort_all_requests")
     f.end()
@@ -32,7 +34,7 @@ async def _update(service: Service, f: RequestFields, deliver: Callable[..., Awa
         return await served(service, lambda: deliver(keep=keep), abort=abort)
 
 
-async def update_weights_from_disk(service: Service, request: Request) -> dict[str, Any]:
+async def update_weights_from_disk(service: GenerationService, request: Request) -> dict[str, Any]:
     """A folder on this machine. Requests in flight are parked meanwhile and go on, each token with its version."""
     f = await fields_of(service, request)
     path, version = f.text("model_path"), version_of(service, f)
@@ -51,7 +53,7 @@ async def update_weights_from_disk(service: Service, request: Request) -> dict[s
     )
 
 
-async def update_weights_from_tensor(service: Service, request: Request) -> dict[str, Any]:
+async def update_weights_from_tensor(service: GenerationService, request: Request) -> dict[str, Any]:
     """All tensors as one safetensors file: as the body itself, or base64 in
     `serialized_named_tensors`. Never pickle.
     """
@@ -87,11 +89,11 @@ async def update_weights_from_tensor(service: Service, request: Request) -> dict
     return await _update(service, f, _from_bytes(service, blob, version_of(service, f)))
 
 
-def _from_bytes(service: Service, blob: bytes, version: int) -> Callable[..., Awaitable[int]]:
+def _from_bytes(service: GenerationService, blob: bytes, version: int) -> Callable[..., Awaitable[int]]:
     return partial(staged_update.update, service.engine, service.run, staged_update.from_bytes, blob, version=version)
 
 
-async def update_weights_from_ipc(service: Service, request: Request) -> dict[str, Any]:
+async def update_weights_from_ipc(service: GenerationService, request: Request) -> dict[str, Any]:
     """A segment of shared memory that a process of this machine has written, read in place:
     `manifest` and `segment` of its publication.
 

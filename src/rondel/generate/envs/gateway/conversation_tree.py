@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import Any
 
 from rondel.core.types import FinishReason, Trajectory
-from rondel.generate.envs.chat import Mark, TokenChat
+from rondel.generate.envs.chat import ConversationMark, TokenChat
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,12 +26,12 @@ class AnsweredTurn:
     """
 
     length: int
-    mark: Mark
+    mark: ConversationMark
     tail: str = ""
 
 
 @dataclass(slots=True, eq=False)
-class Branch:
+class ConversationBranch:
     """`said` is what an agent sends to go on: keys of messages, a text, or token ids."""
 
     chat: TokenChat
@@ -48,13 +48,13 @@ class Branch:
         return sum(turn.length <= shared for turn in self.turns)
 
 
-class Forest:
+class ConversationTree:
     """`root` is a conversation in which nothing has been said."""
 
     def __init__(self, root: TokenChat) -> None:
-        self.root, self.branches = root, list[Branch]()
+        self.root, self.branches = root, list[ConversationBranch]()
 
-    def open(self, said: Any, tools: list[dict[str, Any]]) -> Branch:
+    def open(self, said: Any, tools: list[dict[str, Any]]) -> ConversationBranch:
         """The branch to write in: its turns are those that `said` begins with."""
         found, known = None, 0
         for branch in self.branches:
@@ -63,16 +63,16 @@ class Forest:
             if n and (n > known or (n == known and free)):
                 found, known = branch, n
         if found is None:
-            found = Branch(self.root.fork(), said[:0], tools, [])
+            found = ConversationBranch(self.root.fork(), said[:0], tools, [])
         elif known == len(found.turns) and not found.busy:
             return found
         else:
             turns = found.turns[:known]
-            found = Branch(found.chat.fork(turns[-1].mark), found.said[: turns[-1].length], tools, turns)
+            found = ConversationBranch(found.chat.fork(turns[-1].mark), found.said[: turns[-1].length], tools, turns)
         self.branches.append(found)
         return found
 
-    def undo(self, branch: Branch, finish_reason: FinishReason | None = None) -> None:
+    def undo(self, branch: ConversationBranch, finish_reason: FinishReason | None = None) -> None:
         """A turn that came to nothing leaves no trace, but perhaps why the branch ends there."""
         if not branch.turns or self._inner(branch):
             self.branches.remove(branch)
@@ -89,6 +89,6 @@ class Forest:
             b.chat.trajectory for b in self.branches if b.turns and not self._inner(b) and b.chat.trajectory.written
         ]
 
-    def _inner(self, branch: Branch) -> bool:
+    def _inner(self, branch: ConversationBranch) -> bool:
         """Whether another branch goes on from where this one ends."""
         return any(branch.turns[-1] in other.turns for other in self.branches if other is not branch)

@@ -28,12 +28,12 @@ class Gateway:
         self.agent, self.timeout = agent, timeout
         self._told: set[str] = set()
         try:
-            from rondel.generate.envs.gateway.port import Listening
+            from rondel.generate.envs.gateway.port import GatewayListener
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"task.env = 'gateway' needs {error.name}, which is not installed: pip install 'rondel[serve]'"
             ) from error
-        self.listening = Listening(self._warn)
+        self.listening = GatewayListener(self._warn)
 
     def prompt(self, task: Task) -> tuple[Messages, Schemas]:
         """What the policy reads first is the agent's affair; a prompt of the task is most likely in it."""

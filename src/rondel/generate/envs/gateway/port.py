@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from rondel.generate.envs.gateway.app import build
-from rondel.system.http import Connection
+from rondel.system.http import PatientConnection
 
 if TYPE_CHECKING:
     from rondel.generate.envs.gateway.session import GatewaySession
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LAST = 2  # seconds for answers on their way when the port closes
 
 
-class Port:
+class GatewayPort:
     """One server in the event loop of the run."""
 
     def __init__(self, sessions: dict[str, GatewaySession], warn: Callable[[str, str], None]) -> None:
@@ -31,7 +31,7 @@ class Port:
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         config = uvicorn.Config(
             build(sessions, warn),
-            http=Connection,
+            http=PatientConnection,
             ws="none",
             lifespan="off",
             log_level="critical",
@@ -50,18 +50,18 @@ class Port:
         await self.server.shutdown([self.socket])
 
 
-class Listening:
+class GatewayListener:
     """`async with listening.to(session) as (url, key)`: the key is known for as long."""
 
     def __init__(self, warn: Callable[[str, str], None]) -> None:
         self.sessions: dict[str, GatewaySession] = {}
         self.warn = warn
-        self.port: Port | None = None
+        self.port: GatewayPort | None = None
 
     @asynccontextmanager
     async def to(self, session: GatewaySession) -> AsyncIterator[tuple[str, str]]:
         key = f"rondel-{secrets.token_urlsafe(24)}"
-        port = self.port = self.port or Port(self.sessions, self.warn)
+        port = self.port = self.port or GatewayPort(self.sessions, self.warn)
         port.users += 1
         try:
             await asyncio.shield(port.started)

@@ -15,7 +15,7 @@ from typing import Any
 from rondel.core.types import Completion
 from rondel.generate.envs.chat import TokenChat
 from rondel.generate.envs.gateway.chat_request import ChatReply, ChatRequest
-from rondel.generate.envs.gateway.conversation_tree import AnsweredTurn, Forest
+from rondel.generate.envs.gateway.conversation_tree import AnsweredTurn, ConversationTree
 from rondel.generate.envs.gateway.errors import GatewayRefusal, TooLong
 from rondel.generate.envs.gateway.messages import canonical, key_of
 from rondel.generate.envs.template import Messages
@@ -28,7 +28,7 @@ class GatewaySession:
     """
 
     def __init__(self, chat: TokenChat) -> None:
-        self.chat, self.forest = chat, Forest(chat)
+        self.chat, self.forest = chat, ConversationTree(chat)
         self.fault: Exception | None = None
         self.full = self.closed = False
         self.stored: dict[str, Messages] = {}  # by a response's id, what it ended

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from rondel.runtime.telemetry.diagnose.finding import Finding
 from rondel.runtime.telemetry.diagnose.story import LEAST, RECENT, Story
-from rondel.runtime.telemetry.reward_hacking import PAID, Hacking
+from rondel.runtime.telemetry.reward_hacking import PAID, HackingMonitor
 from rondel.runtime.telemetry.scores import score_text
 
 NONE, LITTLE = 0.1, 0.2  # share of groups with a signal
@@ -80,7 +80,7 @@ def reward_hacking(story: Story) -> Iterator[Finding]:
     if len(story.steps) < 2 * RECENT:
         return
     told: list[tuple[int, str]] = []
-    ear, late = Hacking(), {s.number for s in story.steps[-2 * RECENT :]}
+    ear, late = HackingMonitor(), {s.number for s in story.steps[-2 * RECENT :]}
     for done in story.steps:
         more = story.rollouts(done.number) if done.number in late else {}
         told += [(done.number, text) for text in ear.heard({**done.row, **more})]
