@@ -334,9 +334,9 @@ class TestNursery:
         import subprocess
 
         code = (
-            "import time; from rondel.core.time_account import Account; from rondel.runtime.cluster import nursery, "
+            "import time; from rondel.core.time_account import TimeAccount; from rondel.runtime.cluster import forkserver, "
             "process\n"
-            "w = process.ProcessCluster().spawn('part', Account, 'x'); w.now(); print(w.pid, forkserver.pid(), "
+            "w = process.ProcessCluster().spawn('part', TimeAccount, 'x'); w.now(); print(w.pid, forkserver.pid(), "
             "flush=True); time.sleep(60)"
         )
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as controller:

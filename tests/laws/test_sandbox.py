@@ -191,9 +191,9 @@ def test_there_are_enough_attacks():
 KEPT = "import os, time\nfor _ in range(3):\n    os.fork()\ntime.sleep(600)"
 STARTS = """
 import sys, threading, time
-from rondel.runtime.sandbox.cell import Cell
+from rondel.runtime.sandbox.cell import NamespaceCell
 from rondel.core.sandbox_types import BoxFileError, Limits
-cell = Cell(Limits(wall=600), sys.argv[1])
+cell = NamespaceCell(Limits(wall=600), sys.argv[1])
 print(cell.process.pid, flush=True)
 cell.call(sys.argv[2])
 """

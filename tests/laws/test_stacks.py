@@ -126,7 +126,7 @@ def said(log, word: str) -> str:
 
 ASKED = """
 import asyncio, sys
-from rondel.runtime.termination import Ending
+from rondel.runtime.termination import GracefulStop
 
 async def work(ending):
     asyncio.get_running_loop().call_soon(lambda: print("works", flush=True))  # once it waits
@@ -134,7 +134,7 @@ async def work(ending):
     print("asked", flush=True)
     await asyncio.sleep(60)
 
-with Ending() as ending:
+with GracefulStop() as ending:
     if sys.argv[1] == "starting":
         print("works", flush=True)
         try:
