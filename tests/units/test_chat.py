@@ -211,7 +211,7 @@ def test_environments_and_rewards_start_without_torch():
         "agents",
         "chat",
         "curriculum",
-        "demonstrate",
+        "demonstrations",
         "gym",
         "mcp",
         "order",

@@ -508,7 +508,7 @@ def test_a_module_that_a_test_forgot_to_import_is_not_the_candidates(reward):
 
 def test_texts_that_run_together_share_no_name():
     seen: dict[str, str] = {}
-    for part in ("plain", "compare", "far", "asserted", "suite", "harness"):
+    for part in ("plain", "compare", "far", "assertions", "suite", "harness"):
         tree = ast.parse((BOXED / f"{part}.py").read_text())
         here = {node.name for node in tree.body if hasattr(node, "name")}
         rest = [node for node in tree.body if not hasattr(node, "name")]
