@@ -57,9 +57,9 @@ def report(row: dict[str, Any], *, only_json: bool) -> None:
 def opened(model: str, dtype: str, threads: int) -> tuple[Any, Any]:
     """(device, model on it), as a run has them: everything computes on the device's thread. 0 threads is all cores."""
     from rondel.models.load import load
-    from rondel.runtime.devices import Device, keep_memory, pick_device
+    from rondel.runtime.devices import Device, pick_device, prepare_process
 
-    keep_memory()
+    prepare_process()
     where = pick_device("auto")
     device = Device(where, threads or None)
     return device, device.call(lambda: load(model, dtype=dtype, device=where))

@@ -29,9 +29,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)
 
-    from rondel.runtime.devices import keep_memory
+    from rondel.runtime.devices import prepare_process
 
-    keep_memory()
+    prepare_process()
     import torch
     from _work import median, report
 

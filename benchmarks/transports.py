@@ -337,9 +337,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true")
     a = parser.parse_args(argv)
 
-    from rondel.runtime.devices import keep_memory
+    from rondel.runtime.devices import prepare_process
 
-    keep_memory()
+    prepare_process()
     from _work import report
 
     if a.step:

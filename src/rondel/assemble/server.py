@@ -18,7 +18,7 @@ from rondel.generate.engine.server.process import run
 from rondel.generate.engine.server.service import GenerationService, RequestLimits
 from rondel.models.cuda_graphs import serving_pass
 from rondel.models.load import load
-from rondel.runtime.devices import Device, keep_memory, pick_device
+from rondel.runtime.devices import Device, pick_device, prepare_process
 from rondel.sync.from_ipc import FromIpc
 from rondel.system.http import bind
 from rondel.text.unicode import visible
@@ -46,7 +46,7 @@ class ServerSettings:
 
 def serve(model: str | dict[str, Any], settings: ServerSettings, *, ready: Callable[[str, int, str], None]) -> None:
     """Returns after a drain. `ready(host, port, what)` is called when it listens."""
-    keep_memory()
+    prepare_process()
     device_name = pick_device(settings.device)
     sock = bind(settings.host, settings.port, api_key=settings.api_key)
     device = Device(device_name, settings.threads)

@@ -17,7 +17,7 @@ from rondel.core.errors import CheckpointError, EnvError, RondelError
 from rondel.core.types import Failed, Group, Slot, Task
 from rondel.driver.rollouts import prepare, rollouts_of
 from rondel.planner.resolve import free_memory
-from rondel.runtime.devices import keep_memory
+from rondel.runtime.devices import prepare_process
 from rondel.runtime.sandbox.probe import isolation
 from rondel.score import kinds
 from rondel.score.preflight import GROUPS, CheckFinding, check_reward
@@ -30,7 +30,7 @@ def check(job: Job, *, asked: bool = False) -> list[CheckFinding]:
 
     The steps are taken if the model is small, or `asked` for.
     """
-    keep_memory()
+    prepare_process()
     try:
         parts = build(job.on_one_device())
     except RondelError as error:

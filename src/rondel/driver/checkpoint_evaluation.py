@@ -18,7 +18,7 @@ from rondel.core.events import Evaluated
 from rondel.core.types import Slot
 from rondel.driver.evaluation import evaluate
 from rondel.driver.rollouts import GroupRollouts
-from rondel.runtime.devices import keep_memory
+from rondel.runtime.devices import prepare_process
 from rondel.system.files import checkpoints_in, step_of
 from rondel.train.multi_policy import FOLDER
 
@@ -75,7 +75,7 @@ def _with_policies(job: Job, model: str, start: Callable[[], str | dict[str, Any
 @contextmanager
 def _opened(model_or_run: str, recipe: str | None, overrides: dict[str, Any]) -> Iterator[tuple[Components, int]]:
     """The parts of a run with these weights, and the step they are of."""
-    keep_memory()
+    prepare_process()
     folder, step, model = Path(model_or_run), 0, model_or_run
     if (folder / "manifest.json").is_file() and (folder.parent.parent / "job.toml").is_file():
         recipe, step = recipe or str(folder.parent.parent / "job.toml"), step_of(folder) or 0

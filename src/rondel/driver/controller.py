@@ -23,7 +23,7 @@ from rondel.core.errors import CheckpointError, ConfigError, StalledError, Worke
 from rondel.core.events import Broke, Resumed, RunStarted, Warned, dispensable, emit, subscribe, warn_aloud
 from rondel.driver.phases import RunPhases
 from rondel.runtime.cluster import torchrun
-from rondel.runtime.devices import keep_memory, pick_device
+from rondel.runtime.devices import pick_device, prepare_process
 from rondel.runtime.journal import store
 from rondel.runtime.journal.log import FILE, Journal, read
 from rondel.runtime.journal.schedule import FILE as SCHEDULE
@@ -59,7 +59,7 @@ def train(
     """Run the recipe, or continue its folder. -> the run card. `built` sees the parts
     before the first step; a schedule is followed.
     """
-    keep_memory()
+    prepare_process()
     job, why = with_steps(job)
     if job.place.cluster == "torchrun" and torchrun.rank_and_size()[0]:
         follow(job, rows_of(job).needs, sampling_of(job), torchrun.own_device(pick_device(job.place.device)), None)

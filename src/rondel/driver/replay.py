@@ -12,7 +12,7 @@ from rondel.core.config import ConfigSection, Job
 from rondel.core.errors import UserError
 from rondel.core.types import StepStats
 from rondel.driver.rollouts import prepare, prepare_of
-from rondel.runtime.devices import keep_memory
+from rondel.runtime.devices import prepare_process
 from rondel.runtime.journal import store
 from rondel.runtime.journal.log import read
 from rondel.runtime.journal.schedule import OrderReplayer
@@ -26,7 +26,7 @@ def replay(folder: str | Path, step: int) -> dict[str, float]:
     """Start from the newest checkpoint before `step` (or the starting weights), train the
     stored steps up to it. -> its metrics.
     """
-    keep_memory()
+    prepare_process()
     folder = Path(folder)
     job = Job.read(folder / "job.toml")
     start, path = _before(folder, step)
