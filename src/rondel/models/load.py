@@ -37,6 +37,7 @@ from rondel.models import adapters, linear, nf4, vision
 from rondel.models.attention import NAME, PackedLayout, PackedSegment, attending
 from rondel.models.head import LMHead
 from rondel.models.loaded_model import LoadedModel
+from rondel.models.main_grad import adopt_embedding
 from rondel.models.routing_tape import arm, experts
 from rondel.planner.shapes import SIZES, refuse_sizes
 
@@ -96,6 +97,7 @@ def load(
         )
     model = model.to(device).eval()
     linear.adopt(model)
+    adopt_embedding(model)
     cached = _prove(model, name, sight)
     context, stops = _max_context(model.config.get_text_config()), _stop_ids(model, tokenizer)
     return LoadedModel(

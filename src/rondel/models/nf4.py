@@ -238,6 +238,7 @@ def restore(model: nn.Module, dtype: torch.dtype) -> None:
         for name, module in list(parent.named_children()):
             if isinstance(module, Nf4):
                 setattr(parent, name, _plain(module, dtype))
+    linear.adopt(model)  # the products of every other model, so the same bits
 
 
 def _plain(layer: Nf4, dtype: torch.dtype) -> nn.Module:

@@ -1,5 +1,5 @@
 """Log-probability and entropy of chosen tokens, a chunk of rows at a time, with its
-own backward: full logits never exist.
+own backward: full logits never exist. Where one chunk is enough, its exp(z - max) is kept for the backward.
 
 With z = logits / temperature, p = softmax(z):   logprob = z[target] - lse(z),   entropy = lse(z) - sum p z
     d logprob / dz = onehot(target) - p           d entropy / dz = -p (log p + entropy)
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rondel.models.head import LMHead, chosen
 from rondel.models.linear import matmul
+from rondel.models.main_grad import add_product, main_grad
 from rondel.train.sampling_mask import SupportMask
 from rondel.train.teacher_distributions import TeacherDistribution
 
@@ -48,7 +49,10 @@ class _Chunked(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.head, ctx.temperature, ctx.kept, ctx.taught = head, temperature, kept, taught
         logprobs, entropies, apart = [], [], []
-        for rows in _chunks(len(hidden), len(weight)):
+        chunks = _chunks(len(hidden), len(weight))
+        keeps = len(chunks) == 1 and head.softcap is None and any(ctx.needs_input_grad)
+        ctx.softmax = None
+        for rows in chunks:
             z = head.logits(hidden[rows])
             if temperature != 1.0:
                 z.div_(temperature)
@@ -59,6 +63,8 @@ class _Chunked(torch.autograd.Function):
             entropies.append((total.log() - shifted.mul_(e).sum(-1, keepdim=True) / total)[:, 0])
             if taught is not None:
                 apart.append(-entropies[-1] - (taught.log_q(rows).mul_(e).sum(-1, keepdim=True) / total)[:, 0])
+            if keeps:
+                ctx.softmax = e.div_(total)
         ctx.entropy = _whole(entropies, hidden)
         ctx.kl = _whole(apart, hidden)
         nothing = hidden.new_zeros(0, dtype=torch.float32)
@@ -71,15 +77,20 @@ class _Chunked(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight: Tensor | None = None  # summed over the chunks in fp32
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+        main = main_grad(head.weight) if ctx.needs_input_grad[1] else None
         uses_entropy = bool(grad_entropy.any())
         for rows in _chunks(len(hidden), len(weight)):
             h = hidden[rows]
-            logits = head.logits(h)
-            bent = None if head.softcap is None else 1 - (logits / head.softcap) ** 2
-            if temperature != 1.0:
-                logits.div_(temperature)
-            p = torch.softmax(logits if ctx.kept is None else ctx.kept.cut(logits, rows), -1)
-            del logits  # here a step needs most memory: two arrays of a chunk are held at a time, not four
+            bent = None
+            if ctx.softmax is not None:
+                p, ctx.softmax = ctx.softmax, None
+            else:
+                logits = head.logits(h)
+                bent = None if head.softcap is None else 1 - (logits / head.softcap) ** 2
+                if temperature != 1.0:
+                    logits.div_(temperature)
+                p = torch.softmax(logits if ctx.kept is None else ctx.kept.cut(logits, rows), -1)
+                del logits  # here a step needs most memory: two arrays of a chunk are held at a time, not four
             pull: Tensor | None = None
             if ctx.taught is not None:
                 pull = (
@@ -109,10 +120,12 @@ class _Chunked(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             grad = grad.to(weight.dtype)
             grad_hidden[rows] = matmul(grad, weight)
-            if ctx.needs_input_grad[1]:  # not under an adapter
+            if main is not None:
+                add_product(main, grad, h)
+            elif ctx.needs_input_grad[1]:  # not under an adapter
                 piece = matmul(grad.t(), h)
                 grad_weight = piece if grad_weight is None else grad_weight.float().add_(piece)
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1] and main is None:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         return (
             grad_hidden,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rondel.models.linear import weights_changed
+from rondel.models.main_grad import own_parameter
 
 
 class MasterWeights:
@@ -38,7 +39,8 @@ class MasterWeights:
         def moves_to(master: Tensor) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
                 fresh = parameter.grad
-                assert fresh is not None
+                if fresh is None:  # it was added to the master's already (rondel.models.main_grad)
+                    return
                 if master.grad is None:
                     master.grad = fresh.float()
                 else:
@@ -48,6 +50,7 @@ class MasterWeights:
             return hook
 
         for parameter, master in zip(self.compute, self.masters):
+            own_parameter(parameter, master)
             if parameter is not master:
                 parameter.register_post_accumulate_grad_hook(moves_to(master))
 

@@ -1,0 +1,85 @@
+"""Gradients that are added in place equal those of autograd, and no dense [V, D] gradient is made."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rondel.models.head import LMHead
+from rondel.models.linear import adopt
+from rondel.models.main_grad import adopt_embedding, main_grad
+from rondel.train import logprobs
+from rondel.train.optim import MasterWeights
+
+TINY = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+
+
+def one(tied: bool, padding: int | None, dtype: torch.dtype) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=9000, pad_token_id=padding, tie_word_embeddings=tied, **TINY))
+    return model.to(dtype)
+
+
+def backward(model: LlamaForCausalLM, rounds: int, logits: int = 1 << 25) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(rounds):
+        ids = torch.randint(0, 9000, (1, 40), generator=generator)
+        ids[0, 3:9] = ids[0, 0]  # one row of the embedding is read by several tokens
+        ids[0, 11] = 7
+        hidden = model.model(ids).last_hidden_state[0]
+        old, logprobs.LOGITS = logprobs.LOGITS, logits
+        try:
+            logprob, entropy = logprobs.logprob_and_entropy(hidden[:-1], ids[0, 1:], LMHead.of(model), temperature=0.7)
+            (logprob.sum() + 0.1 * entropy.sum()).backward()
+        finally:
+            logprobs.LOGITS = old
+
+
+@pytest.mark.parametrize("logits", [1 << 25, 9000 * 16])
+@pytest.mark.parametrize("padding", [None, 7])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sum_over_micro_batches_is_that_of_autograd(dtype, tied, padding, logits) -> None:
+    plain, ours = one(tied, padding, torch.float32), one(tied, padding, dtype)
+    plain.load_state_dict(ours.state_dict())
+    adopt(ours)
+    adopt_embedding(ours)
+    weights = MasterWeights(ours, betas=(0.9, 0.999), weight_decay=0.0)
+    backward(plain, 3)
+    backward(ours, 3, logits)
+    for (name, wanted), master in zip(plain.named_parameters(), weights.masters):
+        assert wanted.grad is not None and master.grad is not None
+        error = (master.grad - wanted.grad).norm() / wanted.grad.norm()
+        assert error < (1e-5 if dtype == torch.float32 else 0.03), (name, float(error))
+    if padding is not None and not tied:
+        assert not weights.masters[0].grad[padding].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_the_second_micro_batch_no_dense_gradient_reaches_autograd(dtype) -> None:
+    model = one(True, None, dtype)
+    adopt_embedding(model)
+    weights = MasterWeights(model, betas=(0.9, 0.999), weight_decay=0.0)
+    matrix, fired = model.model.embed_tokens.weight, []  # a hook without a gradient gets None
+    assert main_grad(matrix) is None
+    matrix.register_hook(lambda grad: fired.append(grad) if grad is not None else None)
+    backward(model, 1)
+    assert len(fired) == 1 and main_grad(matrix) is weights.masters[0].grad
+    before = weights.masters[0].grad.clone()
+    backward(model, 1)
+    assert len(fired) == 1 and not torch.equal(before, weights.masters[0].grad)
+
+
+def test_a_model_without_an_optimizer_and_a_copy_of_one_go_autograd_s_way() -> None:
+    model = one(True, None, torch.float32)
+    adopt_embedding(model)
+    MasterWeights(model, betas=(0.9, 0.999), weight_decay=0.0)
+    other = copy.deepcopy(model)
+    backward(model, 1)
+    kept = model.model.embed_tokens.weight.grad.clone()
+    backward(other, 2)
+    assert torch.equal(kept, model.model.embed_tokens.weight.grad)
+    assert main_grad(other.model.embed_tokens.weight) is None and other.model.embed_tokens.weight.grad is not None
