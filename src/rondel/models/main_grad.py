@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -67,9 +68,11 @@ class EmbeddingLookup(torch.autograd.Function):
 
 def adopt_embedding(model: nn.Module) -> None:
     """The input embedding adds its gradient in place; lookups without a gradient stay torch's."""
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    plain = type(embedding) is nn.Embedding and embedding.max_norm is None
-    if plain and not embedding.scale_grad_by_freq and not embedding.sparse:
+    find: Callable[[], nn.Module] | None = getattr(model, "get_input_embeddings", None)
+    embedding = find() if find is not None else None
+    if type(embedding) is not nn.Embedding or embedding.scale_grad_by_freq or embedding.sparse:
+        return
+    if embedding.max_norm is None:
         setattr(embedding, "forward", functools.partial(_look_up, embedding))  # noqa: B010
 
 
